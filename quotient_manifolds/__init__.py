@@ -1,0 +1,23 @@
+"""Manifolds for weights that a network sees only through a product.
+
+``GLQuotientInv``, ``GLQuotientMix`` and ``RescaleQuotient`` are geoopt manifolds; ``quotient_manifolds.symmetries``
+finds the points in a network.
+"""
+
+from .base import QuotientManifold, TangentSpace
+from .gauge import Gauge, canonical_gauge
+from .gl import GLQuotientInv, GLQuotientMix, GLTangentSpace
+from .rescale import GeodesicExitError, RescaleQuotient
+
+__all__ = [
+    "GLQuotientInv",
+    "GLQuotientMix",
+    "GLTangentSpace",
+    "Gauge",
+    "GeodesicExitError",
+    "QuotientManifold",
+    "RescaleQuotient",
+    "TangentSpace",
+    "canonical_gauge",
+]
+__version__ = "0.1.0"

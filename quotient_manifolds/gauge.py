@@ -1,0 +1,94 @@
+"""The canonical representative of an orbit of GL(h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge"]
+
+#: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
+RANK_TOLERANCE = 10.0
+
+
+@dataclass(frozen=True)
+class Gauge:
+    r"""A point in canonical gauge, and the group element that takes it there.
+
+    With the thin QR factorisations :math:`G = Q_G R_G`, :math:`H = Q_H R_H` and the small singular value
+    decomposition :math:`R_G R_H^H = U Σ V^H`,
+
+    .. math:: \hat U = Q_G U,\quad \hat V = Q_H V,\quad \hat G = \hat U Σ^{1/2} = G A^{-1},\quad
+              \hat H = \hat V Σ^{1/2} = H A^H,\qquad \hat G^H \hat G = \hat H^H \hat H = Σ .
+
+    No Gram matrix of the given factors is formed, so the condition number is not squared.
+
+    Attributes
+    ----------
+    U, V : Tensor
+        Orthonormal columns, (…, n, h) and (…, m, h).
+    sigma : Tensor
+        Singular values of G Hᴴ in descending order, (…, h), real: the invariants of the orbit.
+    A, A_inv : Tensor
+        (…, h, h); columns and rows that belong to σ_i = 0 are zero.
+    """
+
+    U: Tensor
+    V: Tensor
+    sigma: Tensor
+    A: Tensor
+    A_inv: Tensor
+
+    @property
+    def G(self) -> Tensor:
+        """First factor of the canonical representative, Û Σ^{1/2}."""
+        return self.U * self.sigma.sqrt().unsqueeze(-2)
+
+    @property
+    def H(self) -> Tensor:
+        """Second factor of the canonical representative, V̂ Σ^{1/2}."""
+        return self.V * self.sigma.sqrt().unsqueeze(-2)
+
+    def present(self, precision: torch.dtype | None = None) -> Tensor:
+        """Tell which directions the point has: σ_i above rounding of ``precision`` (default: its own dtype)."""
+        eps = torch.finfo(precision or self.sigma.dtype).eps
+        return self.sigma > RANK_TOLERANCE * eps * self.sigma[..., :1]
+
+    def to(self, dtype: torch.dtype) -> Gauge:
+        """Round to another precision; real stays real and complex stays complex."""
+        real = torch.empty((), dtype=dtype).real.dtype
+        cast = real.to_complex() if self.U.is_complex() else real
+        return Gauge(self.U.to(cast), self.V.to(cast), self.sigma.to(real), self.A.to(cast), self.A_inv.to(cast))
+
+
+def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
+    r"""Bring a pair into canonical gauge.
+
+    Parameters
+    ----------
+    G, H : Tensor
+        Factors of shape (…, n, h) and (…, m, h), float or complex, h ≤ min(n, m).
+
+    Returns
+    -------
+    Gauge
+        The canonical representative. Column phases are fixed so that the entry of largest modulus in every column of
+        Û is real and positive: two representatives of one orbit give the same tensors wherever the singular values
+        are distinct.
+    """
+    Q_G, R_G = torch.linalg.qr(G)
+    Q_H, R_H = torch.linalg.qr(H)
+    U, sigma, Vh = torch.linalg.svd(R_G @ R_H.mH, full_matrices=False)
+    V = Vh.mH
+    U_hat = Q_G @ U
+    peak = U_hat.gather(-2, U_hat.abs().argmax(dim=-2, keepdim=True))
+    phase = peak.conj() / peak.abs()
+    U, V, U_hat = U * phase, V * phase, U_hat * phase
+    root = sigma.sqrt()
+    safe = torch.where(root > 0, root, torch.ones_like(root))
+    inverse_root = torch.where(root > 0, safe.reciprocal(), torch.zeros_like(root))
+    A = inverse_root.unsqueeze(-1) * (U.mH @ R_G)
+    A_inv = (R_H.mH @ V) * inverse_root.unsqueeze(-2)
+    return Gauge(U_hat, Q_H @ V, sigma, A, A_inv)

@@ -1,0 +1,491 @@
+r"""The GL(h) quotient: pairs (G, H) that a network sees only through :math:`G H^H`.
+
+Notation, as in the paper: :math:`x = (G, H)` with :math:`G \in K^{n \times h}`, :math:`H \in K^{m \times h}` of full
+column rank, K the reals or the complex numbers; Gram matrices :math:`M = G^H G`, :math:`N = H^H H`; the group acts by
+:math:`ψ(A, (G, H)) = (G A^{-1}, H A^H)`; vertical vectors are :math:`(GΛ, -HΛ^H)`.
+
+All formulas are evaluated at the canonical representative of the point's orbit, where :math:`M = N = Σ` is diagonal:
+vectors are carried there by the (constant) group element, and the result is carried back. Equivariance makes this
+exact, and it keeps the condition number of the representative out of every inverse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
+from .gauge import Gauge, canonical_gauge
+from .linalg import column_rank_ratio, pack, sylvester, trace_product
+from .linalg import symmetric_part_doubled as sym2
+
+__all__ = ["GLQuotientInv", "GLQuotientMix", "GLTangentSpace"]
+
+
+class GLTangentSpace(TangentSpace):
+    r"""The horizontal space at one point of a GL(h) quotient.
+
+    Two kinds of Gram matrices occur. M and N are those of the factors. The metric uses :math:`\hat M, \hat N`, in
+    which the singular values of :math:`G H^H` have the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)` with ε the manifold's
+    ``relaxation``; σ are invariants of the orbit, so the floor keeps the invariance, and G and H stay exact.
+
+    Attributes
+    ----------
+    gauge : Gauge
+        Canonical representative and the group element that leads there.
+    G, H, M, N, M_hat, N_hat, M_inv, N_inv : Tensor
+        At the canonical representative; the inverses are those of the metric's Gram matrices.
+    """
+
+    def __init__(
+        self,
+        manifold: _GLQuotient,
+        x: Tensor,
+        gauge: Gauge,
+        *,
+        at_canonical: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        self.manifold = manifold
+        self.x = x
+        self.gauge = gauge
+        self._at_canonical = at_canonical
+        sigma = gauge.sigma
+        self.sigma_hat = sigma.clamp_min(manifold.relaxation * sigma[..., :1])
+        diagonal = torch.diag_embed(sigma).to(x.dtype)
+        diagonal_hat = torch.diag_embed(self.sigma_hat).to(x.dtype)
+        if differentiable:
+            # With the group element held constant the formulas hold at every point nearby, where the Gram matrices
+            # are no longer diagonal: their derivatives are then exact, and no SVD is differentiated.
+            G0, H0 = x.split(manifold._row_split(), dim=-2)
+            self.G, self.H = G0 @ gauge.A_inv, H0 @ gauge.A.mH
+            self.M, self.N = self.G.mH @ self.G, self.H.mH @ self.H
+            floor = diagonal_hat - diagonal
+            self.M_hat, self.N_hat = self.M + floor, self.N + floor
+            self.M_inv, self.N_inv = torch.linalg.inv(self.M_hat), torch.linalg.inv(self.N_hat)
+        else:
+            self.G, self.H = gauge.G, gauge.H
+            self.M = self.N = diagonal
+            self.M_hat = self.N_hat = diagonal_hat
+            inverse = torch.where(self.sigma_hat > 0, 1 / self.sigma_hat, torch.zeros_like(sigma))
+            self.M_inv = self.N_inv = torch.diag_embed(inverse).to(x.dtype)
+
+    # -- between the representative at hand and the canonical one --------------------------------------------------
+
+    def _split(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = u.split(self.manifold._row_split(), dim=-2)
+        return first, second
+
+    def _to_gauge(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Carry a tangent vector along: (ξ_G A⁻¹, ξ_H Aᴴ)."""
+        xi, eta = self._split(u)
+        return (xi, eta) if self._at_canonical else (xi @ self.gauge.A_inv, eta @ self.gauge.A.mH)
+
+    def _from_gauge(self, xi: Tensor, eta: Tensor) -> Tensor:
+        return pack(xi, eta) if self._at_canonical else pack(xi @ self.gauge.A, eta @ self.gauge.A_inv.mH)
+
+    def _dual_to_gauge(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        """Carry a Euclidean gradient along: (e_G Aᴴ, e_H A⁻¹), so that Re⟨e, ξ⟩ stays."""
+        P, R = self._split(e)
+        return (P, R) if self._at_canonical else (P @ self.gauge.A.mH, R @ self.gauge.A_inv)
+
+    def _dual_from_gauge(self, P: Tensor, R: Tensor) -> Tensor:
+        return pack(P, R) if self._at_canonical else pack(P @ self.gauge.A_inv.mH, R @ self.gauge.A)
+
+    # -- what the two metrics differ in, at the canonical representative ---------------------------------------------
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """(W_G, W_H) of the metric Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H)."""
+        raise NotImplementedError
+
+    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
+        """Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal."""
+        raise NotImplementedError
+
+    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn a covector into the vector that represents it in the metric."""
+        raise NotImplementedError
+
+    def _acceleration(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _acceleration_adjoint(self, xi: Tensor, eta: Tensor, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+        """(D acceleration)ᴴ applied to the covector (P, R)."""
+        raise NotImplementedError
+
+    #: Exponent p of the column scale σ̂^p that makes the metric the identity in canonical gauge.
+    _scale_exponent: float
+
+    # -- public ----------------------------------------------------------------------------------------------------
+
+    def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        xi, eta = self._to_gauge(u)
+        zeta, nu = (xi, eta) if v is None else self._to_gauge(v)
+        W_G, W_H = self._weights()
+        result = trace_product(W_G, xi, zeta) + trace_product(W_H, eta, nu)
+        if v is None:
+            result = result.clamp_min(0)
+        return result[..., None, None] if keepdim else result
+
+    def _project(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        L = self._vertical_part(xi, eta)
+        return xi + self.G @ L, eta - self.H @ L.mH
+
+    def proju(self, u: Tensor) -> Tensor:
+        r"""Project on the horizontal space: :math:`(ξ_G + GΛ, ξ_H - HΛ^H)`; Λ depends on the metric.
+
+        Notes
+        -----
+        Paper, §5.2, Λ^inv and Λ^mix; for inv the printed Sylvester equation is corrected, see
+        :func:`quotient_manifolds.linalg.sylvester`.
+        """
+        return self._from_gauge(*self._project(*self._to_gauge(u)))
+
+    def egrad2rgrad(self, u: Tensor) -> Tensor:
+        r"""Turn a Euclidean gradient :math:`(\nabla_G, \nabla_H)` into the Riemannian one.
+
+        inv: :math:`(\nabla_G M, \nabla_H N)`; mix: :math:`(\nabla_G N^{-1}, \nabla_H M^{-1})`. For a function of
+        :math:`G H^H` these are horizontal already; the vertical part that any other gradient has is removed.
+        """
+        return self._from_gauge(*self._project(*self._raise(*self._dual_to_gauge(u))))
+
+    def acceleration(self, u: Tensor) -> Tensor:
+        r"""Compute :math:`-Γ(u, u)` for the velocity :math:`u = (\dot G, \dot H)`.
+
+        inv: :math:`\ddot G = \dot G M^{-1}(\dot G^H G + G^H \dot G) - G M^{-1} \dot G^H \dot G`, H likewise with N.
+        mix: :math:`\ddot G = [G \dot H^H \dot H - \dot G(\dot H^H H + H^H \dot H)] N^{-1}`, H likewise with M.
+
+        Notes
+        -----
+        Paper, Eq. 12 and App. B.
+        """
+        return self._from_gauge(*self._acceleration(*self._to_gauge(u)))
+
+    def pullback(self, u: Tensor, egrad: Tensor) -> Tensor:
+        r"""Pull a Euclidean gradient at ``retr(u)`` back to one with respect to u.
+
+        .. math:: \nabla_u \ell(R_x(u)) = P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P,
+                  \qquad P = \nabla \ell \text{ at } R_x(u)
+
+        Parameters
+        ----------
+        u : Tensor
+            Tangent vector, (…, n + m, h).
+        egrad : Tensor
+            Euclidean gradient at ``retr(u)``, same shape.
+
+        Returns
+        -------
+        Tensor
+            Euclidean gradient with respect to u, same shape; :meth:`egrad2rgrad` turns it into a tangent vector.
+        """
+        P, R = self._dual_to_gauge(egrad)
+        dP, dR = self._acceleration_adjoint(*self._to_gauge(u), P, R)
+        return self._dual_from_gauge(P + 0.5 * dP, R + 0.5 * dR)
+
+    def random(self, generator: torch.Generator | None = None) -> Tensor:
+        r"""Draw a standard Gaussian horizontal vector.
+
+        In coordinates that make the metric the identity, :math:`(E_1 \hat V, E_2^H \hat U)` with Gaussian
+        :math:`E_1, E_2 \in K^{n \times m}`, projected. Equal random numbers give the same vector of the quotient at
+        every representative of an orbit, and no rule for the signs of singular vectors enters.
+        """
+        n, m = self.manifold._row_split()
+        shape = (*self.x.shape[:-2], n, m)
+        E1 = standard_normal(shape, self.x, generator)
+        c_G = E1 @ self.gauge.V
+        del E1
+        E2 = standard_normal(shape, self.x, generator)
+        u = self.from_coordinates(pack(c_G, E2.mH @ self.gauge.U))
+        return self.proju(u)
+
+    def _scale(self, exponent: float) -> Tensor:
+        """σ̂^exponent as a row, zero for directions that the point does not have."""
+        s = self.sigma_hat
+        power = torch.where(s > 0, s, torch.ones_like(s)) ** exponent
+        return torch.where(self.gauge.present(), power, torch.zeros_like(s)).unsqueeze(-2)
+
+    def coordinates(self, u: Tensor) -> Tensor:
+        r"""Give coordinates in which the metric is the identity, :math:`\|u\|_x = \|c\|_F`.
+
+        In canonical gauge :math:`ξ \hat Σ^{-1/2}` (inv) or :math:`ξ \hat Σ^{1/2}` (mix). Directions that the point
+        lacks (σ_i = 0) have coordinate 0.
+        """
+        return pack(*self._to_gauge(u)) * self._scale(-self._scale_exponent)
+
+    def from_coordinates(self, c: Tensor) -> Tensor:
+        """Invert :meth:`coordinates`."""
+        return self._from_gauge(*self._split(c * self._scale(self._scale_exponent)))
+
+    def dual_coordinates(self, e: Tensor) -> Tensor:
+        """Give the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
+        return pack(*self._dual_to_gauge(e)) * self._scale(self._scale_exponent)
+
+    def project_coordinates(self, c: Tensor) -> Tensor:
+        """Project coordinates on those of horizontal vectors."""
+        xi, eta = self._split(c * self._scale(self._scale_exponent))
+        return pack(*self._project(xi, eta)) * self._scale(-self._scale_exponent)
+
+
+class _InvTangentSpace(GLTangentSpace):
+    _scale_exponent = 0.5
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        return self.M_inv, self.N_inv
+
+    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+        return P @ self.M_hat, R @ self.N_hat
+
+    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
+        # (M̂N) X + X (MN̂) = M̂ Hᴴ ξ_H − ξ_Gᴴ G N̂ with X = Λᴴ
+        B = self.M_hat @ (self.H.mH @ eta) - (xi.mH @ self.G) @ self.N_hat
+        return sylvester(self.M_hat @ self.N, self.M @ self.N_hat, B).mH
+
+    def _acceleration(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        def one(X: Tensor, v: Tensor, gram_inv: Tensor) -> Tensor:
+            return v @ (gram_inv @ sym2(X.mH @ v)) - X @ (gram_inv @ (v.mH @ v))
+
+        return one(self.G, xi, self.M_inv), one(self.H, eta, self.N_inv)
+
+    def _acceleration_adjoint(self, xi: Tensor, eta: Tensor, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+        def one(X: Tensor, v: Tensor, p: Tensor, gram_inv: Tensor) -> Tensor:
+            E = sym2(v.mH @ X)
+            F = p.mH @ v @ gram_inv
+            C = p.mH @ X @ gram_inv
+            return p @ (E @ gram_inv) + X @ sym2(F) - v @ sym2(C)
+
+        return one(self.G, xi, P, self.M_inv), one(self.H, eta, R, self.N_inv)
+
+
+class _MixTangentSpace(GLTangentSpace):
+    _scale_exponent = -0.5
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        return self.N_hat, self.M_hat
+
+    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+        return P @ self.N_inv, R @ self.M_inv
+
+    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
+        # MΛN̂ + M̂ΛN = M̂ ξ_Hᴴ H − Gᴴ ξ_G N̂, divided by M̂ on the left and N̂ on the right.
+        B = (eta.mH @ self.H) @ self.N_inv - self.M_inv @ (self.G.mH @ xi)
+        return sylvester(self.M_inv @ self.M, self.N @ self.N_inv, B)
+
+    def _acceleration(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        def one(X: Tensor, v: Tensor, Y: Tensor, w: Tensor, gram_inv: Tensor) -> Tensor:
+            return X @ (w.mH @ w @ gram_inv) - v @ (sym2(w.mH @ Y) @ gram_inv)
+
+        return one(self.G, xi, self.H, eta, self.N_inv), one(self.H, eta, self.G, xi, self.M_inv)
+
+    def _acceleration_adjoint(self, xi: Tensor, eta: Tensor, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+        def one(X: Tensor, v: Tensor, Y: Tensor, w: Tensor, p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            # p, i belong to the factor X itself (i the inverse of the other Gram matrix); q, j to the other factor.
+            C = j @ (q.mH @ Y)
+            F = j @ (q.mH @ w)
+            return v @ sym2(C) - X @ sym2(F) - p @ (i @ sym2(w.mH @ Y))
+
+        return (
+            one(self.G, xi, self.H, eta, P, R, self.N_inv, self.M_inv),
+            one(self.H, eta, self.G, xi, R, P, self.M_inv, self.N_inv),
+        )
+
+
+class _GLQuotient(QuotientManifold):
+    """What the inv and the mix metric share."""
+
+    __scaling__ = QuotientManifold.__scaling__.copy()
+    _space_class: type[GLTangentSpace]
+
+    def __init__(self, n: int, m: int, *, relaxation: float = 1e-12) -> None:
+        if n < 1 or m < 1:
+            raise ValueError(f"{type(self).__name__} needs positive row counts, got n = {n}, m = {m}")
+        if not 0 <= relaxation < 1:
+            raise ValueError(f"{type(self).__name__}: relaxation must lie in [0, 1), got {relaxation}")
+        super().__init__()
+        self.n, self.m, self.relaxation = int(n), int(m), float(relaxation)
+
+    def extra_repr(self) -> str:
+        return f"n={self.n}, m={self.m}"
+
+    def _row_split(self) -> list[int]:
+        return [self.n, self.m]
+
+    def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
+        G, H = x.detach().split(self._row_split(), dim=-2)
+        try:
+            gauge = canonical_gauge(G, H)
+            full_rank = bool(gauge.present()[..., -1].all())
+        except torch._C._LinAlgError:  # SVD of NaN or inf
+            full_rank = False
+        if not full_rank:
+            ok, reason = self._check_point_on_manifold(x.detach())
+            reason = reason if not ok else f"{self}: GHᴴ of a point of shape {tuple(x.shape)} has no full rank"
+            raise ValueError(reason)
+        return self._space_class(self, x, gauge, differentiable=differentiable)
+
+    def at_gauge(self, gauge: Gauge, x: Tensor | None = None) -> GLTangentSpace:
+        """Give the tangent space at a point whose gauge is known, without factorising again.
+
+        Parameters
+        ----------
+        gauge : Gauge
+        x : Tensor, optional
+            The representative that vectors belong to; by default the canonical one.
+
+        Notes
+        -----
+        Unlike :meth:`at` it accepts rank-deficient points, whose missing directions count as absent.
+        """
+        if x is None:
+            return self._space_class(self, pack(gauge.G, gauge.H), gauge, at_canonical=True)
+        return self._space_class(self, x, gauge)
+
+    def act(self, x: Tensor, A: Tensor) -> Tensor:
+        r"""Move x along its orbit: :math:`(G A^{-1}, H A^H)`; A is (…, h, h), invertible."""
+        G, H = self.unpack_tensor(x)
+        return pack(torch.linalg.solve(A, G, left=False), H @ A.mH)
+
+    def vertical(self, x: Tensor, L: Tensor) -> Tensor:
+        r"""Give the vertical vector :math:`(GΛ, -HΛ^H)`; L is Λ, (…, h, h)."""
+        G, H = self.unpack_tensor(x)
+        return pack(G @ L, -H @ L.mH)
+
+    def product(self, x: Tensor) -> Tensor:
+        r"""Compute :math:`G H^H`, (…, n, m)."""
+        G, H = self.unpack_tensor(x)
+        return G @ H.mH
+
+    def canonical(self, x: Tensor) -> Tensor:
+        """Give the representative in canonical gauge, where GᴴG = HᴴH = Σ; see :class:`Gauge`."""
+        self.at(x)  # the checks
+        G, H = self.unpack_tensor(x)
+        gauge = canonical_gauge(G, H)
+        return pack(gauge.G, gauge.H)
+
+    def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
+        """Give the point G = [I; 0], H = [I; 0]; ``seed`` is accepted for geoopt's sake."""
+        shape = as_shape(size)
+        self._assert_check_shape(shape, "x")
+        h = shape[-1]
+        G = torch.eye(self.n, h, dtype=dtype, device=device)
+        H = torch.eye(self.m, h, dtype=dtype, device=device)
+        return torch.cat([G, H], dim=-2).expand(shape).clone()
+
+    def _projx(self, x: Tensor) -> Tensor:
+        if self._check_point_on_manifold(x)[0]:
+            return x
+
+        def lift(X: Tensor) -> Tensor:
+            U, s, Vh = torch.linalg.svd(X, full_matrices=False)
+            top = torch.where(s[..., :1] > 0, s[..., :1], torch.ones_like(s[..., :1]))
+            floor = 4 * self._rank_tolerance(X) * top
+            return torch.where((s < floor).any(-1)[..., None, None], (U * s.clamp_min(floor).unsqueeze(-2)) @ Vh, X)
+
+        return pack(*(lift(X) for X in self.unpack_tensor(x)))
+
+    @staticmethod
+    def _rank_tolerance(X: Tensor) -> float:
+        return max(X.shape[-2:]) * torch.finfo(X.dtype).eps
+
+    def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
+        shape = tuple(shape)
+        rows = self.n + self.m
+        if len(shape) < 2 or shape[-2] != rows:
+            return False, f"{self}: '{name}' needs shape (…, {self.n} + {self.m}, h), got {shape}"
+        if not 1 <= shape[-1] <= min(self.n, self.m):
+            return False, (
+                f"{self}: '{name}' of shape {shape} has h = {shape[-1]} columns, but full column rank of both factors "
+                f"needs 1 ≤ h ≤ min(n, m) = {min(self.n, self.m)}"
+            )
+        return True, None
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        ok, reason = self._check_dtype(x)
+        if not ok:
+            return ok, reason
+        if not bool(x.isfinite().all()):
+            return False, f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries"
+        for name, X in zip("GH", self.unpack_tensor(x.detach()), strict=True):
+            ratio = column_rank_ratio(X)
+            if bool((ratio <= self._rank_tolerance(X)).any()):
+                return False, (
+                    f"{self}: factor {name} of the point of shape {tuple(x.shape)} does not have full column rank "
+                    f"(smallest to largest singular value {ratio.min().item():.1e}); start from a full-rank factor "
+                    "(LoRA's B = 0 is none) or use fewer columns"
+                )
+        return True, None
+
+
+class GLQuotientInv(_GLQuotient):
+    r"""The GL(h) quotient with the invariant metric.
+
+    .. math:: \langle ξ, ζ \rangle = \mathrm{Re\,Tr}\big( M^{-1} ξ_G^H ζ_G + N^{-1} ξ_H^H ζ_H \big),
+              \qquad M = G^H G,\; N = H^H H
+
+    Horizontal vectors obey :math:`ξ_G^H G N = M H^H ξ_H`. The metric is complete.
+
+    Parameters
+    ----------
+    n, m : int
+        Rows of G and H. A point is one tensor (…, n + m, h), h ≤ min(n, m), of float32, float64 or complex dtype.
+    relaxation : float
+        ε of the floor σ̂_i = max(σ_i, ε σ_1) on the singular values of G Hᴴ, in the metric only.
+
+    Notes
+    -----
+    Paper, §5.2. The last factor of the printed H^inv is ξ_H, not its transpose.
+
+    Examples
+    --------
+    >>> import torch
+    >>> manifold = GLQuotientInv(5, 4)
+    >>> x = manifold.random(5 + 4, 2, dtype=torch.float64)
+    >>> A = torch.tensor([[2.0, 1.0], [0.0, 0.5]], dtype=torch.float64)
+    >>> y = manifold.act(x, A)
+    >>> torch.allclose(manifold.product(x), manifold.product(y))
+    True
+    >>> u = manifold.proju(x, torch.ones_like(x))
+    >>> torch.allclose(manifold.norm(x, u), manifold.norm(y, manifold.act(x + u, A) - y))
+    True
+    """
+
+    name = "GLQuotientInv"
+    __scaling__ = _GLQuotient.__scaling__.copy()
+    _space_class = _InvTangentSpace
+
+
+class GLQuotientMix(_GLQuotient):
+    r"""The GL(h) quotient with the mixed metric.
+
+    .. math:: \langle ξ, ζ \rangle = \mathrm{Re\,Tr}\big( N ξ_G^H ζ_G + M ξ_H^H ζ_H \big)
+              = \mathrm{Re}\langle ξ_G H^H, ζ_G H^H \rangle + \mathrm{Re}\langle G ξ_H^H, G ζ_H^H \rangle
+
+    Horizontal vectors obey :math:`G^H ξ_G N = M ξ_H^H H`. The metric is not complete: a geodesic can reach a
+    rank-deficient matrix in finite time, and the ball of radius ρ stays on the manifold only while ρ < σ_h/√2.
+
+    Parameters
+    ----------
+    n, m : int
+        Rows of G and H. A point is one tensor (…, n + m, h), h ≤ min(n, m), of float32, float64 or complex dtype.
+    relaxation : float
+        ε of the floor σ̂_i = max(σ_i, ε σ_1) on the singular values of G Hᴴ, in the metric only.
+
+    Notes
+    -----
+    Paper, §5.2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> manifold = GLQuotientMix(5, 4)
+    >>> x = manifold.origin(5 + 4, 2)
+    >>> G, H = manifold.unpack_tensor(x)
+    >>> manifold.norm(x, torch.ones_like(x)) ** 2
+    tensor(18.)
+    """
+
+    name = "GLQuotientMix"
+    __scaling__ = _GLQuotient.__scaling__.copy()
+    _space_class = _MixTangentSpace

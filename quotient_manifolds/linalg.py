@@ -1,0 +1,103 @@
+"""Small batched solves that both metrics need.
+
+Everything here works on stacks ``(…, h, h)``, on any device, real or complex, without a loop over the stack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["column_rank_ratio", "pack", "real_dtype", "sylvester", "symmetric_part_doubled", "trace_product"]
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the real dtype of the same precision."""
+    return torch.empty((), dtype=dtype).real.dtype
+
+
+def pack(G: Tensor, H: Tensor) -> Tensor:
+    """Stack the rows of two factors, broadcasting their batch dimensions."""
+    batch = torch.broadcast_shapes(G.shape[:-2], H.shape[:-2])
+    return torch.cat([G.expand(*batch, *G.shape[-2:]), H.expand(*batch, *H.shape[-2:])], dim=-2)
+
+
+def symmetric_part_doubled(C: Tensor) -> Tensor:
+    """Return C + Cᴴ."""
+    return C + C.mH
+
+
+def trace_product(W: Tensor, X: Tensor, Y: Tensor) -> Tensor:
+    """Return Re Tr(W Xᴴ Y) for a Hermitian W of shape (…, h, h); X and Y are (…, n, h)."""
+    return ((X @ W).conj() * Y).real.sum(dim=(-2, -1))
+
+
+def column_rank_ratio(X: Tensor) -> Tensor:
+    """Return σ_min(X) / σ_max(X), 0 for a zero matrix; X is (…, n, h) with n ≥ h."""
+    s = torch.linalg.svdvals(X)
+    return torch.where(s[..., 0] > 0, s[..., -1] / s[..., 0], torch.zeros_like(s[..., 0]))
+
+
+class _NearDiagonalSylvester(torch.autograd.Function):
+    """The division that solves A₁X + XA₂ = B for diagonal A₁, A₂, with the derivatives of the general equation."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
+        d1 = A1.diagonal(dim1=-2, dim2=-1).real
+        d2 = A2.diagonal(dim1=-2, dim2=-1).real
+        denominator = d1.unsqueeze(-1) + d2.unsqueeze(-2)
+        # 0/0 := 0: a direction that the point lacks (σ_i = σ_j = 0) has no vertical part to remove.
+        present = denominator > 0
+        safe = torch.where(present, denominator, torch.ones_like(denominator))
+        return torch.where(present, B / safe, torch.zeros_like(B))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        A1, A2, _ = inputs
+        ctx.save_for_backward(A1, A2, output)
+        ctx.save_for_forward(A1, A2, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        A1, A2, X = ctx.saved_tensors
+        Y = sylvester(A1.mH, A2.mH, grad)
+        return -Y @ X.mH, -X.mH @ Y, Y
+
+    @staticmethod
+    def jvp(ctx: Any, dA1: Tensor, dA2: Tensor, dB: Tensor) -> Tensor:
+        A1, A2, X = ctx.saved_tensors
+        return sylvester(A1, A2, dB - dA1 @ X - X @ dA2)
+
+
+def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
+    r"""Solve a Sylvester equation whose coefficients are diagonal up to rounding.
+
+    .. math:: A_1 X + X A_2 = B, \qquad X_{ij} = B_{ij} / (A_{1,ii} + A_{2,jj})
+
+    The canonical gauge makes the coefficients diagonal in value, so the solve is one division, batched and on any
+    device. Their *derivatives* need not be diagonal: differentiation (to any order, forward or reverse mode) is that
+    of the general equation.
+
+    Parameters
+    ----------
+    A1, A2 : Tensor
+        Shape (…, h, h), numerically diagonal with non-negative entries.
+    B : Tensor
+        Shape (…, h, h). Entries with a zero denominator give 0.
+
+    Returns
+    -------
+    Tensor
+        X, shape (…, h, h).
+
+    Notes
+    -----
+    Paper, §5.2, prints AΛ + ΛAᵀ = B for the projection of the inv metric, which is right only for h = 1; the equation
+    in X = Λᴴ is AX + XA = B with the same A and B.
+    """
+    result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
+    return result

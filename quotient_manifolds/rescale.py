@@ -1,0 +1,227 @@
+r"""The rescaling quotient: pairs (u, v) that a network sees only through the elementwise product u ⊙ v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
+
+__all__ = ["GeodesicExitError", "RescaleQuotient"]
+
+
+class GeodesicExitError(ValueError):
+    """A geodesic leaves the manifold before the time asked for.
+
+    Attributes
+    ----------
+    time : float
+        First time at which the geodesic reaches the manifold's boundary.
+    """
+
+    def __init__(self, message: str, time: float) -> None:
+        super().__init__(message)
+        self.time = time
+
+
+class _RescaleTangentSpace(TangentSpace):
+    r"""Horizontal vectors are (u ⊙ B, v ⊙ B): :math:`η_u/u = η_v/v = B`."""
+
+    def __init__(self, manifold: RescaleQuotient, x: Tensor) -> None:
+        self.manifold: RescaleQuotient = manifold
+        self.x = x
+        self.beta = manifold.product(x)
+
+    def _scale(self) -> Tensor:
+        """Write the metric as the sum of (scale · η/x)²: 1 (inv) or |β| (mix)."""
+        return torch.ones_like(self.beta) if self.manifold.metric == "inv" else self.beta.abs()
+
+    def _rate(self, u: Tensor) -> Tensor:
+        """B of the horizontal part, the mean of η_u/u and η_v/v."""
+        return (u / self.x).mean(dim=-2)
+
+    def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        scale = (self._scale() ** 2).unsqueeze(-2)
+        v = u if v is None else v
+        return ((u / self.x) * (v / self.x) * scale).sum(dim=(-2, -1), keepdim=keepdim)
+
+    def proju(self, u: Tensor) -> Tensor:
+        return self.x * self._rate(u).unsqueeze(-2)
+
+    def egrad2rgrad(self, u: Tensor) -> Tensor:
+        return self.proju(u * (self.x / self._scale().unsqueeze(-2)) ** 2)
+
+    def acceleration(self, u: Tensor) -> Tensor:
+        """Give (u ⊙ B², v ⊙ B²) for inv, its negative for mix; any vector: B_u, B_v apart."""
+        b = u / self.x
+        return self.x * b**2 if self.manifold.metric == "inv" else self._mix_acceleration(b)
+
+    def _mix_acceleration(self, b: Tensor) -> Tensor:
+        # G̈ = G Ḣ²/H² − 2 Ġ Ḣ/H for scalars; with a = Ġ/G, b = Ḣ/H: G (b² − 2ab), H (a² − 2ab).
+        other = b.flip(-2)
+        return self.x * (other**2 - 2 * b * other)
+
+    def random(self, generator: torch.Generator | None = None) -> Tensor:
+        """Draw B from a Gaussian with unit variance in the metric, ‖η‖² = 2‖scale ⊙ B‖²."""
+        draw = standard_normal(tuple(self.beta.shape), self.x, generator)
+        return self.x * (draw / (2**0.5 * self._scale())).unsqueeze(-2)
+
+
+class RescaleQuotient(QuotientManifold):
+    r"""Pairs of vectors without zero entries, modulo (u, v) → (αu, v/α) elementwise.
+
+    With :math:`B = η_u/u = η_v/v` of a horizontal vector η and β = u ⊙ v:
+
+    - inv: :math:`\langle η, ν \rangle = \sum η_u ν_u/u^2 + η_v ν_v/v^2`, geodesic :math:`(u e^{Bt}, v e^{Bt})`,
+      :math:`β e^{2Bt}`, :math:`\mathrm{dist} = \|\log(β_1/β_0)\|/\sqrt 2`;
+    - mix: :math:`\langle η, ν \rangle = \sum v^2 η_u ν_u + u^2 η_v ν_v`, geodesic
+      :math:`(u \sqrt{1+2Bt}, v \sqrt{1+2Bt})`, :math:`β(1+2Bt)`, :math:`\mathrm{dist} = \|β_1 - β_0\|/\sqrt 2`;
+      it leaves the manifold where 1 + 2Bt ≤ 0.
+
+    Parameters
+    ----------
+    metric : {"inv", "mix"}
+        A point is one real tensor (…, 2, d): u and v.
+
+    Notes
+    -----
+    Paper, §5.1. This is the GL(1) quotient for every coordinate; complex pairs: ``GLQuotientInv(1, 1)`` with h = 1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> manifold = RescaleQuotient("inv")
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> manifold.product(manifold.expmap(x, x * torch.tensor([0.5, 0.0])))
+    tensor([8.1548, 8.0000])
+    """
+
+    name = "RescaleQuotient"
+    __scaling__ = QuotientManifold.__scaling__.copy()
+    _complex_allowed = False
+
+    def __init__(self, metric: str = "inv") -> None:
+        if metric not in ("inv", "mix"):
+            raise ValueError(f'RescaleQuotient: metric must be "inv" or "mix", got {metric!r}')
+        super().__init__()
+        self.metric = metric
+
+    def extra_repr(self) -> str:
+        return f"metric={self.metric!r}"
+
+    def _row_split(self) -> list[int]:
+        return [1, 1]
+
+    def _tangent_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
+        ok, reason = self._check_point_on_manifold(x)
+        if not ok:
+            raise ValueError(reason)
+        return _RescaleTangentSpace(self, x)
+
+    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        r"""Follow the geodesic: :math:`x e^B` (inv) or :math:`x \sqrt{1 + 2B}` (mix).
+
+        Parameters
+        ----------
+        x, u : Tensor
+            Point and horizontal vector, (…, 2, d).
+
+        Raises
+        ------
+        GeodesicExitError
+            mix, if 1 + 2B ≤ 0 somewhere: the geodesic leaves the manifold; ``time`` says when.
+        """
+        self._check_vector(x, u)
+        self.at(x)
+        B = (u / x).mean(dim=-2, keepdim=True)
+        if self.metric == "inv":
+            return x * B.exp()
+        lowest = B.min().item() if B.numel() else 0.0
+        if 1 + 2 * lowest <= 0:
+            time = -1 / (2 * lowest)
+            raise GeodesicExitError(
+                f"{self}: the geodesic leaves the manifold at t = {time:.6g} < 1, where β changes sign; "
+                "use a shorter tangent vector, or retr",
+                time,
+            )
+        return x * (1 + 2 * B).sqrt()
+
+    def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
+        self._check_vector(x, y, "y")
+        ratio = self.product(y) / self.product(x)
+        if not bool((ratio > 0).all()):
+            raise ValueError(
+                f"{self}: no geodesic joins points of shape {tuple(x.shape)} whose products u ⊙ v differ in sign; "
+                "they lie in different components"
+            )
+        return ratio
+
+    def logmap(self, x: Tensor, y: Tensor) -> Tensor:
+        r"""Give the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
+
+        Raises
+        ------
+        ValueError
+            If the products differ in sign.
+        """
+        ratio = self._ratio(x, y)
+        B = ratio.log() / 2 if self.metric == "inv" else (ratio - 1) / 2
+        return x * B.unsqueeze(-2)
+
+    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Compute the distance of two orbits; shape (…) or (…, 1, 1). Raises as :meth:`logmap`."""
+        ratio = self._ratio(x, y)
+        step = ratio.log() if self.metric == "inv" else self.product(y) - self.product(x)
+        result = step.square().sum(-1).sqrt() / 2**0.5
+        return result[..., None, None] if keepdim else result
+
+    def act(self, x: Tensor, A: Tensor) -> Tensor:
+        """Move x along its orbit: (αu, v/α); A is α, (…, d), without zeros."""
+        return x * torch.stack([A, 1 / A], dim=-2)
+
+    def vertical(self, x: Tensor, L: Tensor) -> Tensor:
+        """Give the vertical vector (λu, −λv); L is λ, (…, d)."""
+        return x * torch.stack([L, -L], dim=-2)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Compute β = u ⊙ v, (…, d)."""
+        return x[..., 0, :] * x[..., 1, :]
+
+    def canonical(self, x: Tensor) -> Tensor:
+        """Give the representative with u = √|β| and |v| = √|β|."""
+        self.at(x)
+        beta = self.product(x)
+        root = beta.abs().sqrt()
+        return torch.stack([root, root * beta.sign()], dim=-2)
+
+    def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
+        """Give u = v = 1; ``seed`` is accepted for geoopt's sake."""
+        shape = as_shape(size)
+        self._assert_check_shape(shape, "x")
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    def _projx(self, x: Tensor) -> Tensor:
+        tiny = torch.finfo(x.dtype).tiny ** 0.5
+        return torch.where(x.abs() < tiny, torch.where(x < 0, -tiny, tiny).to(x.dtype), x)
+
+    def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
+        shape = tuple(shape)
+        if len(shape) < 2 or shape[-2] != 2 or shape[-1] < 1:
+            return False, f"{self}: '{name}' needs shape (…, 2, d), got {shape}"
+        return True, None
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        ok, reason = self._check_dtype(x)
+        if ok and not bool(x.isfinite().all()):
+            ok, reason = False, f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries"
+        if ok and bool((x == 0).any()):
+            ok, reason = (
+                False,
+                (
+                    f"{self}: the point of shape {tuple(x.shape)} has zero entries, where the quotient has no metric; "
+                    "drop these coordinates"
+                ),
+            )
+        return ok, reason

@@ -1,0 +1,138 @@
+"""What all multi-head attention layers have in common: per head a Q–K and a V–O pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from .pairs import Block, Group, SymmetricPair, block
+
+__all__ = ["Projection", "attention_pairs"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Where a query, key, value or output projection lies in its module.
+
+    Attributes
+    ----------
+    module : nn.Module
+        Owner of the parameters.
+    weight, bias : str
+        Names of its parameters; a bias that is missing or None is left out.
+    start, bias_start : int
+        First head dimension of head 0 in the weight and in the bias.
+    stride : int
+        Distance from head to head (0: the head's size).
+    conv1d : bool
+        The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
+    rows : tuple of str
+        Further parameters whose last dimension runs over the heads: more rows of the same stack.
+    """
+
+    module: nn.Module
+    weight: str = "weight"
+    bias: str = "bias"
+    start: int = 0
+    bias_start: int | None = None
+    stride: int = 0
+    conv1d: bool = False
+    rows: tuple[str, ...] = ()
+
+    def _dims(self, start: int, head: int, size: int, offset: int, count: int) -> slice:
+        first = start + head * (self.stride or size) + offset
+        return slice(first, first + count)
+
+    def input_blocks(
+        self, head: int, size: int, offset: int, count: int, rotary: str | None = None
+    ) -> tuple[Block, ...]:
+        """Rows of a stack for a projection *into* head space: the weight, and the bias as one more row."""
+        dims = self._dims(self.start, head, size, offset, count)
+        if self.conv1d:
+            found = [block(self.module, self.weight, columns=dims, rotary=rotary)]
+        else:
+            found = [block(self.module, self.weight, dims, transpose=True, rotary=rotary)]
+        if getattr(self.module, self.bias, None) is not None:
+            start = self.start if self.bias_start is None else self.bias_start
+            found.append(block(self.module, self.bias, self._dims(start, head, size, offset, count), rotary=rotary))
+        whole = self._dims(0, head, size, offset, count)
+        found.extend(block(self.module, row, columns=whole, rotary=rotary) for row in self.rows)
+        return tuple(found)
+
+    def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
+        """Rows of a stack for a projection *out of* head space: the head's slice of the weight."""
+        dims = self._dims(self.start, head, size, 0, size)
+        if self.conv1d:
+            return (block(self.module, self.weight, dims, transpose=True),)
+        return (block(self.module, self.weight, columns=dims),)
+
+
+def attention_pairs(
+    name: str,
+    *,
+    heads: int,
+    q: Projection,
+    k: Projection,
+    v: Projection,
+    o: Projection,
+    head_size: int | None = None,
+    value_size: int | None = None,
+    kv_heads: int | None = None,
+    rotary_size: int = 0,
+    rotary: str = "half",
+    qk_none: str = "",
+    vo_none: str = "",
+) -> Iterator[SymmetricPair]:
+    r"""Emit the Q–K and V–O pairs of a multi-head attention layer, one of each a query head.
+
+    With the column convention q = x W_Q + b_q and biases as one more row: :math:`G = [W_Q; b_q^T]`,
+    :math:`H = [W_K; b_k^T]`, and :math:`G = [W_V; b_v^T]`, H the head's slice of :math:`W_O^T`; the group is GL(h).
+
+    Parameters
+    ----------
+    name : str
+        Path of the module.
+    heads, kv_heads : int
+        Query heads, and key/value heads where queries are grouped: head i uses key head i // (heads / kv_heads).
+    q, k, v, o : Projection
+    head_size, value_size : int, optional
+        Dimension of one head's queries and values; by default the query projection's size divided by ``heads``.
+    rotary_size : int
+        Leading head dimensions that RoPE rotates: there one non-zero complex number a frequency is left of GL(h).
+    rotary : {"half", "interleaved"}
+        Which dimensions RoPE pairs.
+    qk_none, vo_none : str
+        Reason why there is no symmetry on Q–K or V–O, if so.
+
+    Notes
+    -----
+    Paper, §4.2 and App. C; for RoPE see the docs on symmetries.
+    """
+    kv_heads = kv_heads or heads
+    if head_size is None:
+        weight = getattr(q.module, q.weight)
+        head_size = weight.shape[1 if q.conv1d else 0] // heads
+    value_size = value_size or head_size
+    for i in range(heads):
+        j = i * kv_heads // heads
+        for kind, reason in (("qk", qk_none), ("vo", vo_none)):
+            label = f"{name} {kind} head {i}"
+            if reason:
+                yield SymmetricPair(label, kind, None, reason=reason)
+            elif kind == "vo":
+                G = v.input_blocks(j, value_size, 0, value_size)
+                yield SymmetricPair(label, kind, Group(value_size), G, o.output_blocks(i, value_size))
+            else:
+                if rotary_size:
+                    size = (i, head_size, 0, rotary_size, rotary)
+                    yield SymmetricPair(
+                        label + " rotary", kind, Group(rotary_size // 2, "scalars", "complex"),
+                        q.input_blocks(*size), k.input_blocks(j, *size[1:]),
+                    )  # fmt: skip
+                if rotary_size < head_size:
+                    rest = (head_size, rotary_size, head_size - rotary_size)
+                    yield SymmetricPair(
+                        label, kind, Group(head_size - rotary_size), q.input_blocks(i, *rest), k.input_blocks(j, *rest)
+                    )

@@ -1,0 +1,383 @@
+"""A block of a parameter; a pair of stacks of blocks; the group that acts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..gl import GLQuotientInv, GLQuotientMix
+
+__all__ = ["Block", "Group", "PairStack", "SymmetricPair", "block", "stack"]
+
+_MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group that acts on the columns of a pair.
+
+    Attributes
+    ----------
+    h : int
+        Number of columns of G and H, over the field at hand.
+    kind : {"GL", "scalars"}
+        ``"GL"``: any invertible h × h matrix; ``"scalars"``: every column by a non-zero number of its own.
+    field : {"real", "complex"}
+        Over the complex numbers a column is a pair of real columns, as the planes that RoPE rotates.
+    """
+
+    h: int
+    kind: str = "GL"
+    field: str = "real"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("GL", "scalars") or self.field not in ("real", "complex") or self.h < 1:
+            raise ValueError(f"no such group: {self.h} columns, kind {self.kind!r}, field {self.field!r}")
+
+    def __str__(self) -> str:
+        symbol = "ℂ" if self.field == "complex" else "ℝ"
+        return (
+            f"GL({self.h})"
+            if (self.kind, self.field) == ("GL", "real")
+            else (f"GL({self.h}, ℂ)" if self.kind == "GL" else f"({symbol}*)^{self.h}")
+        )
+
+    @property
+    def dimension(self) -> int:
+        """Number of real parameters of the group."""
+        return (self.h**2 if self.kind == "GL" else self.h) * (2 if self.field == "complex" else 1)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A strided view of a parameter, seen as some rows of a stack with h columns.
+
+    The parameter is looked up at every use, so replaced parameters (``load_state_dict(assign=True)``, wrappers) are
+    followed. Build one with :func:`block`.
+
+    Attributes
+    ----------
+    module, attribute
+        Where the parameter is found.
+    shape : tuple of int
+        Shape of the parameter.
+    offset, size, stride
+        The view, in elements of the contiguous parameter; size is (rows, h), or (rows, h, 2) for complex columns.
+    """
+
+    module: nn.Module = field(repr=False, compare=False)
+    attribute: str
+    shape: tuple[int, ...]
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The whole parameter."""
+        found: Tensor = getattr(self.module, self.attribute)
+        if tuple(found.shape) != self.shape:
+            raise ValueError(
+                f"{type(self.module).__name__}.{self.attribute} had shape {self.shape} when its symmetries were "
+                f"found and has {tuple(found.shape)} now; call find(model) again"
+            )
+        return found
+
+    @property
+    def key(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """What makes two blocks the same numbers."""
+        return (id(self.tensor), self.offset, self.size, self.stride)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that the block contributes to its stack."""
+        return self.size[0]
+
+
+def block(
+    module: nn.Module,
+    attribute: str,
+    rows: slice = slice(None),
+    columns: slice = slice(None),
+    *,
+    transpose: bool = False,
+    rotary: str | None = None,
+) -> Block:
+    """Describe a slice of a parameter as rows of a stack, one column for each of the h dimensions of a head.
+
+    Parameters
+    ----------
+    module, attribute
+        Where the parameter is found.
+    rows, columns : slice
+        The slice; ``columns`` only for matrices. A vector (a bias) is one row.
+    transpose : bool
+        The head's dimensions are the rows of the parameter, as the output dimensions of ``nn.Linear`` are.
+    rotary : {None, "half", "interleaved"}
+        Read pairs of head dimensions as one complex column: (i, i + h/2), or (2i, 2i + 1).
+
+    Returns
+    -------
+    Block
+    """
+    shape = tuple(getattr(module, attribute).shape)
+    frame = torch.empty(shape, device="meta")
+    while frame.dim() > 2 and frame.shape[0] == 1:
+        frame = frame[0]
+    if frame.dim() == 1:
+        view = frame[rows].unsqueeze(0)
+    elif frame.dim() == 2:
+        view = frame[rows, columns]
+        view = view.T if transpose else view
+    else:
+        raise ValueError(f"{type(module).__name__}.{attribute} has shape {shape}; a block needs a matrix or a vector")
+    if rotary == "half":
+        view = view.unflatten(1, (2, -1)).transpose(1, 2)
+    elif rotary == "interleaved":
+        view = view.unflatten(1, (-1, 2))
+    elif rotary is not None:
+        raise ValueError(f'rotary pairing must be "half" or "interleaved", got {rotary!r}')
+    return Block(module, attribute, shape, int(view.storage_offset()), tuple(view.shape), tuple(view.stride()))
+
+
+@dataclass(frozen=True)
+class SymmetricPair:
+    """Weights (G, H) that a network sees only through G Hᴴ, or the reason why there are none.
+
+    Attributes
+    ----------
+    name : str
+        For example ``"encoder.layer.3.attention qk head 5"``.
+    kind : str
+        ``"qk"``, ``"vo"``, ``"lora"``, or a user's own word.
+    group : Group or None
+        What acts on the columns; None where no continuous symmetry exists or the pair cannot be used.
+    G, H : tuple of Block
+        Blocks stacked as rows of the two factors.
+    reason : str
+        Why ``group`` is None; empty otherwise.
+    """
+
+    name: str
+    kind: str
+    group: Group | None
+    G: tuple[Block, ...] = field(default=(), repr=False)
+    H: tuple[Block, ...] = field(default=(), repr=False)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.group is None:
+            if not self.reason:
+                raise ValueError(f"pair {self.name!r} has no group; give the reason")
+            return
+        width = (self.group.h, 2) if self.group.field == "complex" else (self.group.h,)
+        for b in self.G + self.H:
+            if b.size[1:] != width:
+                raise ValueError(
+                    f"pair {self.name!r}: the group {self.group} acts on {width} columns, but a block of "
+                    f"{type(b.module).__name__}.{b.attribute} has {b.size[1:]}"
+                )
+        if not self.G or not self.H:
+            raise ValueError(f"pair {self.name!r} needs at least one block in G and one in H")
+        both = {b.key for b in self.G} & {b.key for b in self.H}
+        if both:
+            raise ValueError(
+                f"pair {self.name!r}: the same block stands in G and in H (tied weights); only an orthogonal group "
+                "is left, which is not supported"
+            )
+
+    @property
+    def n(self) -> int:
+        """Rows of G."""
+        return sum(b.rows for b in self.G)
+
+    @property
+    def m(self) -> int:
+        """Rows of H."""
+        return sum(b.rows for b in self.H)
+
+    def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
+        """Give the manifold on which :meth:`gather`'s tensor is a point; metric is ``"inv"`` or ``"mix"``."""
+        return _MANIFOLDS[metric](self.n, self.m)
+
+    def parameters(self) -> list[Tensor]:
+        """List the parameters that the blocks belong to, each once."""
+        return list({id(b.tensor): b.tensor for b in self.G + self.H}.values())
+
+    def gather(self) -> Tensor:
+        """Copy the weights into one point, (n + m, h), or (h, n + m, 1) for a group of scalars; differentiable."""
+        return stack([self]).gather()[0]
+
+    def scatter_(self, x: Tensor) -> None:
+        """Write a point of :meth:`gather`'s shape back into the weights."""
+        stack([self]).scatter_(x.unsqueeze(0))
+
+    def without_group(self, reason: str) -> SymmetricPair:
+        """Give the same pair, listed with a reason for not being used."""
+        return replace(self, group=None, reason=reason)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Blocks of consecutive pairs that lie at equal distances in one parameter: one view with a batch dimension."""
+
+    first: Block
+    start: int
+    count: int
+    step: int
+    row: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """See the blocks in a contiguous tensor of the parameter's shape: (count, rows, h) or (count, rows, h, 2)."""
+        b = self.first
+        return tensor.as_strided((self.count, *b.size), (self.step, *b.stride), tensor.storage_offset() + b.offset)
+
+
+class PairStack:
+    """Pairs of equal shape and group as one batched point.
+
+    Build one with :func:`stack`; ``pairs`` keeps their order, the first dimension of the point.
+
+    Attributes
+    ----------
+    pairs : tuple of SymmetricPair
+    group : Group
+    n, m : int
+    """
+
+    def __init__(self, pairs: Sequence[SymmetricPair]) -> None:
+        first = pairs[0]
+        if first.group is None:
+            raise ValueError(f"pair {first.name!r} has no symmetry: {first.reason}")
+        for p in pairs:
+            if (p.group, p.n, p.m) != (first.group, first.n, first.m):
+                raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape or group; see stack()")
+        self.pairs = tuple(pairs)
+        self.group: Group = first.group
+        self.n, self.m = first.n, first.m
+        self._runs = _runs(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def manifold(self, metric: str = "inv", **options: float) -> GLQuotientInv | GLQuotientMix:
+        """Give the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
+        return _MANIFOLDS[metric](self.n, self.m, **options)
+
+    def parameters(self) -> list[Tensor]:
+        """List the parameters involved, each once."""
+        return list({id(r.first.tensor): r.first.tensor for r in self._runs}.values())
+
+    def _shape(self) -> tuple[int, ...]:
+        width = (self.group.h, 2) if self.group.field == "complex" else (self.group.h,)
+        return (len(self.pairs), self.n + self.m, *width)
+
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Copy the blocks into one point.
+
+        Parameters
+        ----------
+        tensors : mapping, optional
+            What to read in place of each parameter (gradients, say), by parameter; those absent count as zero.
+
+        Returns
+        -------
+        Tensor
+            (pairs, n + m, h), or (pairs, h, n + m, 1) for a group of scalars; complex if the group's field is.
+            Differentiable with respect to the parameters.
+        """
+        parts: dict[tuple[int, int], Tensor] = {}
+        for run in self._runs:
+            source = run.first.tensor
+            if tensors is not None:
+                found = tensors.get(source)
+                source = torch.zeros_like(source) if found is None else found
+            parts[run.row, run.start] = run.view(source.contiguous())
+        rows = sorted({row for row, _ in parts})
+        stacked = [torch.cat([parts[k] for k in sorted(parts) if k[0] == row]) for row in rows]
+        return self._as_point(torch.cat(stacked, dim=1))
+
+    def _as_point(self, x: Tensor) -> Tensor:
+        if self.group.field == "complex":
+            x = torch.view_as_complex(x.contiguous())
+        return x.transpose(1, 2).unsqueeze(-1) if self.group.kind == "scalars" else x
+
+    def _from_point(self, x: Tensor) -> Tensor:
+        if self.group.kind == "scalars":
+            x = x.squeeze(-1).transpose(1, 2)
+        return torch.view_as_real(x) if self.group.field == "complex" else x
+
+    @torch.no_grad()
+    def scatter_(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Write a point of :meth:`gather`'s shape into the parameters, or into what ``tensors`` gives for each."""
+        x = self._from_point(x)
+        if tuple(x.shape) != self._shape():
+            raise ValueError(f"a stack of {len(self)} pairs needs {self._shape()} numbers, got shape {tuple(x.shape)}")
+        for run in self._runs:
+            target = run.first.tensor
+            target = target if tensors is None else tensors[target]
+            part = x[run.start : run.start + run.count, run.row : run.row + run.first.rows]
+            if target.is_contiguous():
+                run.view(target).copy_(part)
+            else:
+                whole = target.contiguous()
+                run.view(whole).copy_(part)
+                target.copy_(whole)
+
+    @torch.no_grad()
+    def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
+        """Set what ``tensors`` gives for each parameter to True wherever a block lies."""
+        for run in self._runs:
+            run.view(tensors[run.first.tensor]).fill_(True)
+
+
+def _runs(pairs: Sequence[SymmetricPair]) -> list[_Run]:
+    found: list[_Run] = []
+    row = 0
+    for k in range(len(pairs[0].G + pairs[0].H)):
+        column = [(p.G + p.H)[k] for p in pairs]
+        ids = [id(b.tensor) for b in column]
+        start = 0
+        while start < len(column):
+            b = column[start]
+            stop, step = start + 1, 0
+            while stop < len(column):
+                c = column[stop]
+                gap = c.offset - column[stop - 1].offset
+                same = ids[stop] == ids[start] and c.size == b.size and c.stride == b.stride
+                if not same or gap <= 0 or (step and gap != step):
+                    break
+                step, stop = gap, stop + 1
+            found.append(_Run(b, start, stop - start, step, row))
+            start = stop
+        row += column[0].rows
+    return found
+
+
+def stack(pairs: Iterable[SymmetricPair]) -> PairStack:
+    """Stack pairs of equal shape, group and block layout into one batched point.
+
+    Raises
+    ------
+    ValueError
+        If the pairs differ, or one of them has no symmetry; :func:`stacks` sorts a mixed list first.
+    """
+    found = tuple(pairs)
+    if not found:
+        raise ValueError("stack() needs at least one pair")
+    return PairStack(found)
+
+
+def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
+    """Sort the usable pairs by group, shape, block layout, dtype and device, and stack each kind."""
+    kinds: dict[object, list[SymmetricPair]] = {}
+    for p in pairs:
+        if p.group is None:
+            continue
+        like = p.G[0].tensor
+        layout = (tuple(b.rows for b in p.G), tuple(b.rows for b in p.H))
+        kinds.setdefault((p.group, layout, like.dtype, like.device), []).append(p)
+    return [PairStack(group) for group in kinds.values()]

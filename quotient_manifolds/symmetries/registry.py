@@ -1,0 +1,180 @@
+"""From a model to its pairs: ``find``, and ``register`` for classes it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from .pairs import Block, SymmetricPair
+
+__all__ = ["PairList", "find", "register"]
+
+Adapter = Callable[[nn.Module, str], Iterable[SymmetricPair]]
+_ADAPTERS: dict[str, Adapter] = {}
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def register(*classes: type | str) -> Callable[[Adapter], Adapter]:
+    """Register an adapter for attention modules of exactly these classes.
+
+    Parameters
+    ----------
+    classes : type or str
+        Classes, or their qualified names (``"library.file.Class"``), so that an adapter need not import the library.
+        Subclasses are not covered: they may compute something else.
+
+    Returns
+    -------
+    decorator
+        For a function ``adapter(module, name) -> iterable of SymmetricPair``. See
+        :func:`quotient_manifolds.symmetries.attention_pairs` for the usual case.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import Projection, attention_pairs, register
+    >>> class MyAttention(nn.Module):
+    ...     def __init__(self, dim, heads):
+    ...         super().__init__()
+    ...         self.heads = heads
+    ...         self.to_q, self.to_k = nn.Linear(dim, dim), nn.Linear(dim, dim)
+    ...         self.to_v, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+    >>> @register(MyAttention)
+    ... def my_attention(module, name):
+    ...     q, k, v, o = map(Projection, (module.to_q, module.to_k, module.to_v, module.to_out))
+    ...     return attention_pairs(name, heads=module.heads, q=q, k=k, v=v, o=o)
+    """
+
+    def decorate(adapter: Adapter) -> Adapter:
+        for cls in classes:
+            _ADAPTERS[cls if isinstance(cls, str) else _qualified(cls)] = adapter
+        return adapter
+
+    return decorate
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """Look up the adapter for the exact class of a module."""
+    return _ADAPTERS.get(_qualified(type(module)))
+
+
+class PairList(list[SymmetricPair]):
+    """The pairs of a model; prints as one line for pairs that differ in their head only."""
+
+    def __str__(self) -> str:
+        lines: dict[tuple[str, str, str], int] = {}
+        for p in self:
+            place = p.name.split(" head ")[0]
+            what = str(p.group) if p.group is not None else f"none ({p.reason})"
+            shape = f"{p.n}+{p.m} rows" if p.group is not None else ""
+            key = (place, what, shape)
+            lines[key] = lines.get(key, 0) + 1
+        if not lines:
+            return "no symmetric pairs"
+        wide = max(len(place) for place, _, _ in lines)
+        return "\n".join(
+            f"{place:<{wide}}  {count:>3} × {what}" + (f", {shape}" if shape else "")
+            for (place, what, shape), count in lines.items()
+        )
+
+
+@dataclass
+class _Merged:
+    """A pair under construction, with the blocks that others may share."""
+
+    pair: SymmetricPair
+    G: dict[object, Block]
+    H: dict[object, Block]
+
+
+def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
+    """Merge pairs that share a block: grouped queries, shared layers, tied weights.
+
+    Raises
+    ------
+    ValueError
+        If sharing puts one block into both G and H.
+    """
+    groups: list[_Merged | None] = []
+    home: dict[object, int] = {}
+    out: list[SymmetricPair | int] = []
+    for p in pairs:
+        if p.group is None:
+            out.append(p)
+            continue
+        new = _Merged(p, {b.key: b for b in p.G}, {b.key: b for b in p.H})
+        index = len(groups)
+        groups.append(new)
+        for key in [*new.G, *new.H]:
+            other = home.get(key)
+            if other is not None and other != index and groups[other] is not None:
+                old = groups[other]
+                assert old is not None
+                new = _Merged(old.pair, {**old.G, **new.G}, {**old.H, **new.H})
+                groups[index], groups[other] = None, new
+                home.update((k, other) for k in [*new.G, *new.H])
+                out = [other if o == index else o for o in out]
+                index = other
+            home[key] = index
+        out.append(index)
+    result: list[SymmetricPair] = []
+    seen: set[int] = set()
+    for item in out:
+        if isinstance(item, SymmetricPair):
+            result.append(item)
+        elif item not in seen:
+            seen.add(item)
+            merged = groups[item]
+            assert merged is not None
+            result.append(replace(merged.pair, G=tuple(merged.G.values()), H=tuple(merged.H.values())))
+    return result
+
+
+def _checked_trainable(pair: SymmetricPair) -> SymmetricPair:
+    if pair.group is None:
+        return pair
+    frozen = sorted(
+        {f"{b.attribute} of {type(b.module).__name__}" for b in pair.G + pair.H if not b.tensor.requires_grad}
+    )
+    return pair.without_group(f"frozen: {', '.join(frozen)}") if frozen else pair
+
+
+def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = ()) -> PairList:
+    """Name the continuous symmetries of a model's attention weights.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any model; modules of a class without an adapter are passed over (``sharpness.evaluate`` refuses models in
+        which such a module computes attention).
+    extra : sequence of SymmetricPair
+        Pairs of your own.
+
+    Returns
+    -------
+    PairList
+        One pair a head, in the order of the modules; those without a symmetry, or with frozen parameters, have
+        ``group=None`` and a ``reason``. ``print`` groups them by layer.
+
+    Raises
+    ------
+    ValueError
+        A block that stands in both G and H (tied weights), or twice in different pairs given as ``extra``.
+    """
+    found: list[SymmetricPair] = []
+    for name, module in model.named_modules():
+        adapter = adapter_of(module)
+        if adapter is not None:
+            found.extend(adapter(module, name))
+    taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
+    for p in extra:
+        for b in p.G + p.H:
+            if b.key in taken:
+                raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
+        taken.update({b.key: p.name for b in p.G + p.H})
+    return PairList(_checked_trainable(p) for p in merge([*found, *extra]))

@@ -1,0 +1,17 @@
+"""Geodesic sharpness of transformers: the worst rise of the loss within a geodesic ball of the quotient."""
+
+from .evaluation import evaluate
+from .measures import MEASURES, Measure
+from .results import BatchResult, SharpnessResult
+from .space import Direction, WeightSpace, perturbed
+
+__all__ = [
+    "MEASURES",
+    "BatchResult",
+    "Direction",
+    "Measure",
+    "SharpnessResult",
+    "WeightSpace",
+    "evaluate",
+    "perturbed",
+]

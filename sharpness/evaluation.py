@@ -1,0 +1,345 @@
+"""Batches in, sharpness out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from quotient_manifolds.symmetries import check_coverage
+
+from .ascent import Ascent, auto_pgd
+from .measures import Measure
+from .measures import measure as look_up
+from .results import BatchResult, SharpnessResult
+from .space import Direction, WeightSpace
+
+__all__ = ["evaluate"]
+
+#: ``loss_fn(model, batch) -> scalar tensor``
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    loss: Tensor
+    error: float | None  # fraction classified wrongly
+
+
+def default_loss(model: nn.Module, batch: Any) -> _Outcome:
+    """The ``.loss`` of a transformers model for a dict, else the cross-entropy of ``model(x)`` against ``y``."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"{type(model).__name__} returned no loss for a dict with the keys {sorted(batch)}; "
+                "add the labels, or pass loss_fn"
+            )
+        scores, labels = getattr(output, "logits", None), batch.get("labels")
+    elif isinstance(batch, Sequence) and len(batch) == 2:
+        x, labels = batch
+        output = model(x)
+        scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if scores is None:
+            raise ValueError(f"{type(model).__name__} returned {type(output).__name__} without logits; pass loss_fn")
+        loss = F.cross_entropy(scores, labels)
+    else:
+        raise ValueError(
+            f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
+            "pass loss_fn(model, batch) for anything else"
+        )
+    error = None
+    classified = isinstance(scores, Tensor) and isinstance(labels, Tensor) and scores.dim() == 2 and labels.dim() == 1
+    if classified and scores.shape[1] > 1 and not labels.is_floating_point():
+        error = float((scores.detach().argmax(1) != labels).double().mean())
+    return _Outcome(loss, error)
+
+
+def _outcome(loss_fn: LossFunction | None, model: nn.Module, batch: Any) -> _Outcome:
+    if loss_fn is None:
+        found = default_loss(model, batch)
+    else:
+        loss = loss_fn(model, batch)
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"loss_fn must return a scalar tensor, but it returned {type(loss).__name__}")
+        found = _Outcome(loss, None)
+    if found.loss.numel() != 1:
+        raise ValueError(f"the loss must be a scalar, but it has shape {tuple(found.loss.shape)}; take the mean")
+    return found
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with gradients on; afterwards modes, buffers, random state and switches are as before."""
+    modes = {m: m.training for m in model.modules()}
+    buffers = [
+        (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        try:
+            # The fast path of torch's encoder layers reads weights behind autograd's (and adapters') back.
+            torch.backends.mha.set_fastpath_enabled(False)
+            model.eval()
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            for module, training in modes.items():
+                module.training = training
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    module._buffers[name] = buffer
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for v in batch.values():
+            yield from _tensors(v)
+    elif isinstance(batch, (list, tuple)):
+        for v in batch:
+            yield from _tensors(v)
+
+
+def _check_device(batch: Any, index: int, device: torch.device) -> None:
+    for t in _tensors(batch):
+        if t.device != device:
+            raise ValueError(
+                f"batch {index} has a tensor on {t.device}, but the model's weights are on {device}; "
+                f'move the batch with .to("{device}")'
+            )
+
+
+def _check_first(model: nn.Module, loss_fn: LossFunction | None, batch: Any, measure: Measure) -> None:
+    """Two identical passes must agree, and every attention layer must be known if the measure needs it."""
+
+    def run() -> float:
+        with torch.no_grad():
+            return float(_outcome(loss_fn, model, batch).loss)
+
+    one = check_coverage(model, run) if measure.pairs is not None else run()
+    two = run()
+    if not math.isfinite(one):
+        raise ValueError(f"the loss of batch 0 is {one}; a sharpness needs a finite loss to start from")
+    scale = max(abs(one), abs(two), 1e-3)
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+    if abs(one - two) > 200 * eps * scale:
+        raise ValueError(
+            f"two identical passes gave different losses ({one:.8g} and {two:.8g}): switch off dropout that ignores "
+            "eval(), random augmentation and sampling inside the model or loss_fn"
+        )
+
+
+def _generator(*entropy: int) -> torch.Generator:
+    seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(seed % 2**63)
+
+
+class _Task:
+    """The ascents on one batch: shares the pass at the weights between radii and starts."""
+
+    def __init__(self, space: WeightSpace, loss_fn: LossFunction | None, batch: Any, index: int, seed: int) -> None:
+        self.space, self.loss_fn, self.batch, self.index, self.seed = space, loss_fn, batch, index, seed
+        self.worst_error: float | None = None
+        self.base, base_gradient = self(space.zero(), True)
+        assert base_gradient is not None
+        self.base_gradient = base_gradient
+        self.base_error = self.worst_error
+
+    def __call__(self, xi: Tensor, need_gradient: bool) -> tuple[float, Tensor | None]:
+        self.space.move_to(xi)
+        with torch.set_grad_enabled(need_gradient):
+            outcome = _outcome(self.loss_fn, self.space.model, self.batch)
+        value = float(outcome.loss)
+        if math.isnan(value):
+            raise ValueError(
+                f"the loss of batch {self.index} became NaN at a distance of "
+                f"{float(torch.linalg.vector_norm(xi)):.4g} from the weights; use a smaller rho"
+            )
+        if outcome.error is not None:
+            self.worst_error = max(outcome.error, self.worst_error or 0.0)
+        if not need_gradient:
+            return value, None
+        if not outcome.loss.requires_grad:
+            raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
+        return value, self.space.gradient(outcome.loss)
+
+    def run(self, rho: float, steps: int, restarts: int, bar: tqdm[Any]) -> tuple[BatchResult, Tensor]:
+        began = time.perf_counter()
+        self.worst_error = self.base_error
+        eps = torch.finfo(self.space.dtype).eps
+        slope = float(torch.linalg.vector_norm(self.base_gradient))
+        flat = rho * slope <= 10 * eps * abs(self.base)
+        best: Ascent | None = None
+        for start in range(restarts + 1):
+            known = None
+            if start == 0 and not flat:
+                xi, known = self.space.zero(), (self.base, self.base_gradient)
+            else:
+                xi = self.space.random(_generator(self.seed, self.index, start))
+                xi = xi * (rho / torch.linalg.vector_norm(xi))
+
+            def show(value: float, top: float) -> None:
+                bar.update()
+                bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
+
+            found = auto_pgd(self, xi, rho, steps, first=known, callback=show)
+            if best is None or found.value > best.value:
+                best = found
+        assert best is not None
+        point, value = best.point, best.value
+        if value < self.base:  # a random start that never rose: the centre belongs to the ball
+            point, value = self.space.zero(), self.base
+        seconds = time.perf_counter() - began
+        result = BatchResult(
+            self.index, rho, self.base, value, self.base_error, self.worst_error, flat, steps, best.history, seconds
+        )
+        return result, point
+
+
+def _checked_radii(rho: float | Iterable[float]) -> tuple[tuple[float, ...], bool]:
+    scalar = isinstance(rho, (int, float))
+    radii = (float(rho),) if isinstance(rho, (int, float)) else tuple(float(r) for r in rho)
+    if not radii or any(not (math.isfinite(r) and r > 0) for r in radii):
+        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}")
+    if len(set(radii)) < len(radii):
+        raise ValueError(f"rho names a radius twice: {rho!r}")
+    return radii, scalar
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    measure: str | Measure = "geodesic-inv",
+    rho: float | Iterable[float],
+    steps: int = 20,
+    geodesic: str | None = None,
+    restarts: int = 0,
+    seed: int = 0,
+    progress: bool = True,
+    keep_directions: bool = True,
+) -> SharpnessResult:
+    r"""Measure the sharpness of a model: the worst rise of the loss within a ball around its weights.
+
+    .. math:: S(θ) = \operatorname{mean}_{\text{batches}}\; \max_{ξ \text{ horizontal},\, \|ξ\|_θ \le ρ}
+              L_{\text{batch}}(R_θ(ξ)) - L_{\text{batch}}(θ)
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any network whose attention layers are known (``quotient_manifolds.symmetries.find``); any network at all for
+        ``"adaptive"`` and ``"euclidean"``. Its trainable parameters are measured.
+    batches : iterable
+        Batches on the model's device: dicts with labels for a transformers model, pairs (x, y), or what ``loss_fn``
+        takes.
+    loss_fn : callable, optional
+        ``loss_fn(model, batch)`` → scalar tensor. By default ``model(**batch).loss`` for a dict, else the
+        cross-entropy of ``model(x)`` against y.
+    measure : str or Measure
+        ``"geodesic-inv"``, ``"geodesic-mix"`` (attention pairs on the GL(h) quotient, every other weight in units of
+        its own size), ``"adaptive"`` (every weight in units of its own size) or ``"euclidean"``.
+    rho : float or iterable of float
+        Radius of the ball in the measure's metric; for "adaptive" a fraction of the weights' size.
+    steps : int
+        Steps of Auto-PGD; one forward and one backward pass each.
+    geodesic : {"second-order", "first-order"}, optional
+        How attention pairs move: x + ξ + ½ acceleration(ξ), the default, or x + ξ.
+    restarts : int
+        Further ascents from random directions; the best counts.
+    seed : int
+        The random directions depend on (seed, batch, start) alone.
+    progress : bool
+        Show a progress bar (on a terminal only).
+    keep_directions : bool
+        Keep the worst direction of every batch and radius for ``result.direction``; each is as large as the model.
+
+    Returns
+    -------
+    SharpnessResult
+        ``value`` is a float, or a dict by radius if ``rho`` is not a number.
+
+    Raises
+    ------
+    UnknownAttentionError
+        A module computes attention and no adapter knows it (geodesic measures only).
+    ValueError
+        No batches, a batch on another device, no trainable parameter, a loss that is NaN or differs between two
+        identical passes, or an argument out of range.
+
+    Notes
+    -----
+    Paper, §5.2 and Algorithm 1. The model is measured in evaluation mode; weights, gradients, modes, buffers and
+    ``requires_grad`` are as before afterwards, bit for bit, whatever happens: the weights are never written to.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> x, y = torch.randn(4, 3, 8), torch.randint(8, (4,))
+    >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]).mean(1), batch[1])
+    >>> result = evaluate(layer, [(x, y)], loss, rho=0.1, steps=5)
+    >>> result.value > 0
+    True
+    """
+    radii, scalar = _checked_radii(rho)
+    if steps < 1 or restarts < 0:
+        raise ValueError(
+            f"steps must be at least 1 and restarts at least 0, got steps = {steps}, restarts = {restarts}"
+        )
+    how = look_up(measure)
+    if geodesic is not None:
+        how = replace(how, geodesic=geodesic)
+    stream = iter(batches)
+    try:
+        first = next(stream)
+    except StopIteration:
+        raise ValueError("batches is empty; give at least one batch") from None
+    try:
+        total = len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        total = None
+    found: list[BatchResult] = []
+    directions: dict[tuple[int, float], Direction] = {}
+    with ExitStack() as stack:
+        stack.enter_context(_undisturbed(model))
+        space = WeightSpace(model, how)
+        _check_device(first, 0, space.device)
+        _check_first(model, loss_fn, first, how)
+        stack.enter_context(space.attached())
+        per_batch = len(radii) * (restarts + 1) * steps
+        bar = tqdm(
+            total=None if total is None else total * per_batch, desc=how.name, unit="step",
+            disable=None if progress else True,
+        )  # fmt: skip
+        stack.enter_context(bar)
+        for index, batch in enumerate(itertools.chain([first], stream)):
+            _check_device(batch, index, space.device)
+            task = _Task(space, loss_fn, batch, index, seed)
+            for r in radii:
+                result, point = task.run(r, steps, restarts, bar)
+                found.append(result)
+                if keep_directions:
+                    directions[index, r] = space.direction(point)
+    return SharpnessResult(
+        how.name, how.geodesic, radii, steps, restarts, seed, type(model).__name__, tuple(found), scalar, directions
+    )

@@ -1,0 +1,339 @@
+r"""All trainable weights of a model as one Riemannian space.
+
+Attention pairs carry the inv or mix metric of the GL(h) quotient, every other weight w the metric
+:math:`\|ξ \oslash |w|\|^2` (or the Euclidean one); squared norms add up. A tangent vector is held as one flat vector of
+*coordinates in which the metric is the identity*: norms and inner products are plain sums, and the ball is a ball.
+
+For a single weight the coordinate is ζ = ξ/w, an isometry of ξ/|w|, so that w + ξ = w + w ζ needs no division and zero
+weights stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import geoopt
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds import GLTangentSpace, canonical_gauge
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, find, stacks
+
+from .measures import Measure
+
+__all__ = ["Direction", "WeightSpace", "perturbed"]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A tangent vector at a model's weights.
+
+    Attributes
+    ----------
+    measure : Measure
+        Says how to move along it.
+    tensors : dict of str to Tensor
+        One tensor a trainable parameter, of its shape and dtype, by the parameter's name. For attention pairs it is
+        the horizontal vector at the model's own representative.
+    norm : float
+        Length in the measure's metric.
+    """
+
+    measure: Measure
+    tensors: dict[str, Tensor] = field(repr=False)
+    norm: float
+
+
+@dataclass
+class _Elementwise:
+    """A parameter (or what the pairs leave of it) with the elementwise metric."""
+
+    name: str
+    parameter: nn.Parameter
+    where: slice
+    scale: Tensor | None  # ξ = scale · ζ; None: the weight itself
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.where].view(self.parameter.shape)
+
+
+@dataclass
+class _Pairs:
+    """A stack of attention pairs in canonical gauge."""
+
+    stack: PairStack
+    point: geoopt.ManifoldParameter
+    tangent: GLTangentSpace
+    exact: GLTangentSpace  # the same in float64, at the model's own representative
+    where: slice
+    shape: tuple[int, ...]
+    u: Tensor | None = None  # where the model stands now
+
+    def view(self, flat: Tensor) -> Tensor:
+        c = flat[self.where]
+        return torch.view_as_complex(c.view(*self.shape, 2)) if self.point.is_complex() else c.view(self.shape)
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
+            "set requires_grad_(True) on the weights to be measured"
+        )
+    devices = {p.device for p in found.values()}
+    if len(devices) > 1:
+        raise ValueError(f"the trainable parameters lie on several devices ({devices}); move the model to one")
+    for name, p in found.items():
+        if not p.is_floating_point():
+            raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
+        if not bool(p.detach().isfinite().all()):
+            raise ValueError(f"parameter {name!r} has NaN or infinite entries; load a sound checkpoint")
+    return found
+
+
+class WeightSpace:
+    """The space of a model's trainable weights under a measure, and the place where the model stands in it.
+
+    Parameters
+    ----------
+    model : nn.Module
+    measure : Measure
+    pairs : sequence of SymmetricPair, optional
+        The attention pairs; by default those that ``quotient_manifolds.symmetries.find`` names.
+
+    Attributes
+    ----------
+    dim : int
+        Number of coordinates.
+    dtype, device
+        Of the coordinate vectors: the widest dtype among the weights, at least float32.
+
+    Notes
+    -----
+    The weights themselves are never written to: while :meth:`attached`, the parameters point to copies.
+    """
+
+    def __init__(self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None) -> None:
+        self.model, self.measure = model, measure
+        self._parameters = _trainable(model)
+        self.device = next(iter(self._parameters.values())).device
+        self.dtype = torch.float32
+        for p in self._parameters.values():
+            self.dtype = torch.promote_types(self.dtype, p.dtype)
+        self._step = measure.metric_scale**-0.5
+        self._data = {p: p.data for p in self._parameters.values()}
+        found = [] if measure.pairs is None else stacks(find(model) if pairs is None else pairs)
+        covered = _coverage(found)
+        self._elementwise: list[_Elementwise] = []
+        self._pairs: list[_Pairs] = []
+        start = 0
+        for name, p in self._parameters.items():
+            mask = covered.get(p)
+            if mask is not None and bool(mask.all()):
+                continue
+            scale = None
+            if measure.elementwise == "euclidean":
+                scale = p.detach().new_ones(()).expand(p.shape)
+            if mask is not None:
+                scale = (p.detach() if scale is None else scale).masked_fill(mask, 0)
+            self._elementwise.append(_Elementwise(name, p, slice(start, start + p.numel()), scale))
+            start += p.numel()
+        for s in found:
+            assert measure.pairs is not None
+            block = _hold(s, measure, self.dtype, start)
+            self._pairs.append(block)
+            start = block.where.stop
+        self.dim = start
+        self._work: dict[Tensor, Tensor] = {}
+
+    # -- vectors -----------------------------------------------------------------------------------------------
+
+    def zero(self) -> Tensor:
+        """Give the zero vector, (dim,)."""
+        return torch.zeros(self.dim, dtype=self.dtype, device=self.device)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit."""
+        flat = torch.empty(self.dim, dtype=self.dtype)
+        for e in self._elementwise:
+            flat[e.where].normal_(generator=generator)
+        flat = flat.to(self.device)
+        for b in self._pairs:
+            c = b.exact.coordinates(b.exact.random(generator)).to(b.point.dtype)
+            b.view(flat).copy_(b.tangent.project_coordinates(c))
+        self._mask_(flat)
+        return flat
+
+    def _mask_(self, flat: Tensor) -> None:
+        for e in self._elementwise:
+            if e.scale is not None:
+                e.view(flat).masked_fill_(e.scale == 0, 0)
+
+    def direction(self, xi: Tensor) -> Direction:
+        """Give the tangent vector with coordinates xi in terms of the parameters."""
+        tensors = {name: torch.zeros_like(data) for name, data in self._named_data()}
+        for e in self._elementwise:
+            scale = self._data[e.parameter] if e.scale is None else e.scale
+            tensors[e.name] = (scale * e.view(xi) * self._step).to(e.parameter.dtype)
+        by_parameter: dict[Tensor, Tensor] = {p: tensors[name] for name, p in self._parameters.items()}
+        for b in self._pairs:
+            c = b.view(xi).to(b.exact.x.dtype)
+            b.stack.scatter_(b.exact.from_coordinates(c * self._step), by_parameter)
+        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)))
+
+    def _named_data(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self._parameters.items():
+            yield name, self._data[p]
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def attached(self) -> Iterator[WeightSpace]:
+        """Let the model's parameters point to copies that :meth:`move_to` writes; undone on every way out."""
+        with _pointing_to(
+            {p: data.clone(memory_format=torch.contiguous_format) for p, data in self._data.items()}
+        ) as work:
+            self._work = work
+            try:
+                self.move_to(self.zero())
+                yield self
+            finally:
+                self._work = {}
+
+    @torch.no_grad()
+    def move_to(self, xi: Tensor) -> None:
+        """Put the model at the retraction of the vector with coordinates xi, (dim,)."""
+        for e in self._elementwise:
+            base, out = self._data[e.parameter], self._work[e.parameter]
+            scale = base if e.scale is None else e.scale
+            if base.dtype == self.dtype:
+                torch.addcmul(base, scale, e.view(xi), value=self._step, out=out)
+            else:  # half precision: a small step would be swallowed by the product's own rounding
+                out.copy_(torch.addcmul(base.to(self.dtype), scale.to(self.dtype), e.view(xi), value=self._step))
+        for b in self._pairs:
+            b.u = b.tangent.from_coordinates(b.view(xi) * self._step)
+            second = self.measure.geodesic == "second-order"
+            b.stack.scatter_(b.tangent.retr(b.u) if second else b.point + b.u, self._work)
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """Differentiate a loss of the model where it stands.
+
+        Parameters
+        ----------
+        loss : Tensor
+            Scalar with a graph that reaches the parameters.
+
+        Returns
+        -------
+        Tensor
+            (dim,), horizontal: the gradient of ξ → loss(R(ξ)) in the tangent space at the base point.
+        """
+        parameters = list(self._parameters.values())
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        found: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
+        flat = torch.empty(self.dim, dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            for e in self._elementwise:
+                out, grad = e.view(flat), found.get(e.parameter)
+                if grad is None:
+                    out.zero_()
+                    continue
+                scale = self._data[e.parameter] if e.scale is None else e.scale
+                torch.mul(grad.to(self.dtype), scale.to(self.dtype), out=out)
+                if self._step != 1:
+                    out.mul_(self._step)
+            for b in self._pairs:
+                assert b.u is not None
+                egrad = b.stack.gather(found).to(b.point.dtype)
+                if self.measure.geodesic == "second-order":
+                    egrad = b.tangent.pullback(b.u, egrad)
+                b.view(flat).copy_(b.tangent.project_coordinates(b.tangent.dual_coordinates(egrad) * self._step))
+        return flat
+
+
+def _coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
+    masks: dict[Tensor, Tensor] = {}
+    for s in found:
+        for p in s.parameters():
+            masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
+        s.mark_(masks)
+    return masks
+
+
+def _hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> _Pairs:
+    """Bring a stack into canonical gauge: once, in float64, then rounded to the working precision."""
+    assert measure.pairs is not None
+    with torch.no_grad():
+        x = s.gather().to(torch.complex128 if s.group.field == "complex" else torch.float64)
+        manifold = s.manifold(measure.pairs, relaxation=measure.relaxation)
+        G, H = manifold.unpack_tensor(x)
+        gauge = canonical_gauge(G, H)
+        tangent = manifold.at_gauge(gauge.to(dtype))
+        point = geoopt.ManifoldParameter(tangent.x, manifold=manifold, requires_grad=False)
+        stop = start + point.numel() * (2 if point.is_complex() else 1)
+        return _Pairs(s, point, tangent, manifold.at_gauge(gauge, x), slice(start, stop), tuple(point.shape))
+
+
+@contextmanager
+def _pointing_to(data: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Let parameters point to other data; the original storage is untouched and comes back on every way out."""
+    original = {p: p.data for p in data}
+    try:
+        for p, replacement in data.items():
+            p.data = replacement
+        yield
+    finally:
+        for p, before in original.items():
+            p.data = before
+
+
+@contextmanager
+def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterator[nn.Module]:
+    r"""Move a model along a direction for the time of a ``with`` block.
+
+    The weights become :math:`R_θ(tξ)`: the measure's retraction for attention pairs, θ + tξ elsewhere.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model whose weights the direction belongs to.
+    direction : Direction
+        For example ``result.direction(0)``.
+    t : float
+        How far; at 1 the loss is the one that ``evaluate`` reports.
+
+    Yields
+    ------
+    nn.Module
+        The model. Its weights are restored, bit for bit, when the block ends, also by an exception.
+
+    Raises
+    ------
+    ValueError
+        If the direction's parameters are not those of the model.
+    """
+    parameters = dict(model.named_parameters())
+    for name, v in direction.tensors.items():
+        if name not in parameters or parameters[name].shape != v.shape:
+            raise ValueError(
+                f"the direction has a tensor {name!r} of shape {tuple(v.shape)}, which {type(model).__name__} lacks; "
+                "it belongs to another model"
+            )
+    measure = direction.measure
+    with torch.no_grad():
+        moved: dict[Tensor, Tensor] = {
+            parameters[name]: parameters[name].detach() + t * v.to(parameters[name].device)
+            for name, v in direction.tensors.items()
+        }
+        if measure.pairs is not None and measure.geodesic == "second-order":
+            vectors: dict[Tensor, Tensor] = {parameters[name]: v for name, v in direction.tensors.items()}
+            usable = [p for p in find(model) if all(b.tensor in vectors for b in p.G + p.H)]
+            for s in stacks(usable):
+                b = _hold(s, measure, torch.float64, 0)
+                u = t * s.gather(vectors).to(b.exact.x)
+                s.scatter_(b.exact.retr(u), moved)
+    with _pointing_to(moved):
+        yield model

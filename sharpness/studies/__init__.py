@@ -1,0 +1,1 @@
+"""Studies: experiments that a person can run again."""
