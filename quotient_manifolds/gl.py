@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
 from .gauge import Gauge, canonical_gauge
@@ -317,7 +318,7 @@ class _GLQuotient(QuotientManifold):
         try:
             gauge = canonical_gauge(G, H)
             full_rank = bool(gauge.present()[..., -1].all())
-        except torch._C._LinAlgError:  # SVD of NaN or inf
+        except LinAlgError:  # SVD of NaN or inf
             full_rank = False
         if not full_rank:
             ok, reason = self._check_point_on_manifold(x.detach())

@@ -59,11 +59,16 @@ def default_loss(model: nn.Module, batch: Any) -> _Outcome:
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
             "pass loss_fn(model, batch) for anything else"
         )
-    error = None
-    classified = isinstance(scores, Tensor) and isinstance(labels, Tensor) and scores.dim() == 2 and labels.dim() == 1
-    if classified and scores.shape[1] > 1 and not labels.is_floating_point():
-        error = float((scores.detach().argmax(1) != labels).double().mean())
-    return _Outcome(loss, error)
+    return _Outcome(loss, _error_rate(scores, labels))
+
+
+def _error_rate(scores: Any, labels: Any) -> float | None:
+    """Fraction of a batch that is classified wrongly, if this is a classification."""
+    if not (isinstance(scores, Tensor) and isinstance(labels, Tensor)):
+        return None
+    if scores.dim() != 2 or labels.dim() != 1 or scores.shape[1] < 2 or labels.is_floating_point():
+        return None
+    return float((scores.detach().argmax(1) != labels).double().mean())
 
 
 def _outcome(loss_fn: LossFunction | None, model: nn.Module, batch: Any) -> _Outcome:

@@ -193,10 +193,11 @@ class WeightSpace:
     @contextmanager
     def attached(self) -> Iterator[WeightSpace]:
         """Let the model's parameters point to copies that :meth:`move_to` writes; undone on every way out."""
-        with _pointing_to(
-            {p: data.clone(memory_format=torch.contiguous_format) for p, data in self._data.items()}
-        ) as work:
-            self._work = work
+        copies: dict[Tensor, Tensor] = {}
+        for p, data in self._data.items():
+            copies[p] = data.clone(memory_format=torch.contiguous_format)
+        with _pointing_to(copies):
+            self._work = copies
             try:
                 self.move_to(self.zero())
                 yield self

@@ -4,7 +4,7 @@ from . import huggingface, torch_nn  # noqa: F401  (each registers its adapters)
 from .attention import Projection, attention_pairs
 from .pairs import Block, Group, PairStack, SymmetricPair, block, stack, stacks
 from .registry import PairList, find, register
-from .verify import UnknownAttentionError, check_coverage
+from .verify import UnknownAttentionError, act_randomly_, check_coverage
 
 __all__ = [
     "Block",
@@ -14,6 +14,7 @@ __all__ = [
     "Projection",
     "SymmetricPair",
     "UnknownAttentionError",
+    "act_randomly_",
     "attention_pairs",
     "block",
     "check_coverage",

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from .registry import adapter_of
+from .pairs import stacks
+from .registry import adapter_of, find
 
-__all__ = ["UnknownAttentionError", "check_coverage"]
+__all__ = ["UnknownAttentionError", "act_randomly_", "check_coverage"]
 
 #: Functions whose call makes a module an attention layer, if no adapter covers it.
 _ATTENTION_CALLS = {
@@ -116,3 +117,49 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
             path = names.get(module, "(outside the model)")
             raise UnknownAttentionError(path or "(the model itself)", type(module), call)
     return result
+
+
+@torch.no_grad()
+def act_randomly_(model: nn.Module, condition: float = 10.0, seed: int = 0) -> int:
+    """Move every symmetric pair of a model along its orbit by a random group element: the function stays the same.
+
+    The move is computed in float64 and rounded to the weights' precision, so the outputs change by rounding, which
+    grows with the condition number.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place.
+    condition : float
+        Condition number of every group element, ≥ 1.
+    seed : int
+
+    Returns
+    -------
+    int
+        Number of pairs moved.
+    """
+    if condition < 1:
+        raise ValueError(f"a condition number is at least 1, got {condition}")
+    generator = torch.Generator().manual_seed(seed)
+    moved = 0
+    for s in stacks(find(model)):
+        x = s.gather()
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
+        A = _random_elements(shape, condition, wide, generator).to(x.device)
+        s.scatter_(s.manifold().act(x.to(wide), A))
+        moved += len(s)
+    return moved
+
+
+def _random_elements(
+    shape: tuple[int, ...], condition: float, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Draw U diag(s) Vᴴ with random orthogonal U, V and log-uniform s from condition^-½ to condition^½."""
+    draws = [torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2)]
+    U, V = (torch.linalg.qr(d).Q for d in draws)
+    exponent = torch.rand(shape[:-1], dtype=torch.float64, generator=generator) - 0.5
+    if shape[-1] > 1:
+        exponent[..., 0], exponent[..., -1] = -0.5, 0.5
+    return (U * (condition**exponent).unsqueeze(-2)) @ V.mH

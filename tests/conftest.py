@@ -1,0 +1,20 @@
+"""Float64 by default, fixed seeds, and small networks."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
+hypothesis.settings.load_profile("project")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _float64_and_seed():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)

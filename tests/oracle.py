@@ -1,0 +1,81 @@
+"""Slow, obvious reference implementations, written from the definitions and sharing no code with the packages."""
+
+import numpy as np
+import torch
+from scipy.integrate import solve_ivp
+
+
+def split(x, n):
+    return x[..., :n, :], x[..., n:, :]
+
+
+def metric(name, n, x, u, v):
+    """The inv or mix inner product, with the Gram matrices inverted as they stand."""
+    G, H = split(x, n)
+    (uG, uH), (vG, vH) = split(u, n), split(v, n)
+    M, N = G.mH @ G, H.mH @ H
+    if name == "inv":
+        forms = torch.linalg.inv(M) @ uG.mH @ vG + torch.linalg.inv(N) @ uH.mH @ vH
+    else:
+        forms = N @ uG.mH @ vG + M @ uH.mH @ vH
+    return forms.diagonal(dim1=-2, dim2=-1).sum(-1).real
+
+
+def real_basis(h, dtype):
+    """A real basis of the h × h matrices over the field of ``dtype``."""
+    units = []
+    for i in range(h):
+        for j in range(h):
+            E = torch.zeros(h, h, dtype=dtype)
+            E[i, j] = 1
+            units.append(E)
+            if dtype.is_complex:
+                units.append(1j * E)
+    return units
+
+
+def project(name, n, x, u):
+    """Horizontal projection by least squares against every vertical vector."""
+    G, H = split(x, n)
+    vertical = [torch.cat([G @ E, -H @ E.mH]) for E in real_basis(x.shape[-1], x.dtype)]
+    gram = torch.stack([torch.stack([metric(name, n, x, a, b) for b in vertical]) for a in vertical])
+    rhs = torch.stack([metric(name, n, x, a, u) for a in vertical])
+    weights = torch.linalg.solve(gram, rhs)
+    return u - sum(w * v for w, v in zip(weights, vertical, strict=True))
+
+
+def to_real(x):
+    return torch.view_as_real(x).reshape(-1) if x.is_complex() else x.reshape(-1)
+
+
+def from_real(v, like):
+    return torch.view_as_complex(v.reshape(*like.shape, 2)) if like.is_complex() else v.reshape(like.shape)
+
+
+def euler_lagrange(name, n, x, u):
+    """Acceleration from the energy ½⟨v, v⟩_x by automatic differentiation, in real coordinates."""
+
+    def energy(xr, vr):
+        p, v = from_real(xr, x), from_real(vr, x)
+        return 0.5 * metric(name, n, p, v, v)
+
+    xr, vr = to_real(x), to_real(u)
+    momentum = torch.func.grad(energy, argnums=1)
+    mass = torch.func.jacrev(momentum, argnums=1)(xr, vr)
+    force = torch.func.grad(energy, argnums=0)(xr, vr)
+    drift = torch.func.jvp(lambda q: momentum(q, vr), (xr,), (vr,))[1]
+    return from_real(torch.linalg.solve(mass, force - drift), x)
+
+
+def geodesic(name, n, x, u, rtol=1e-12):
+    """Endpoint at time 1 of the geodesic, by an adaptive solver on the Euler–Lagrange equation."""
+    size = to_real(x).numel()
+
+    def field(_, state):
+        q, v = (torch.from_numpy(s.copy()) for s in (state[:size], state[size:]))
+        a = euler_lagrange(name, n, from_real(q, x), from_real(v, x))
+        return np.concatenate([v.numpy(), to_real(a).numpy()])
+
+    start = np.concatenate([to_real(x).numpy(), to_real(u).numpy()])
+    end = solve_ivp(field, (0, 1), start, method="DOP853", rtol=rtol, atol=1e-13).y[:, -1]
+    return from_real(torch.from_numpy(end[:size].copy()), x)

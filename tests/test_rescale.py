@@ -1,0 +1,106 @@
+import pytest
+import torch
+
+from quotient_manifolds import GeodesicExitError, GLQuotientInv, GLQuotientMix, RescaleQuotient
+
+metrics = pytest.mark.parametrize("metric", ["inv", "mix"])
+
+
+def point():
+    return torch.tensor([[0.5, -2.0, 1.5], [-1.0, 0.7, 3.0]])
+
+
+@metrics
+def test_agrees_with_the_gl1_quotient_of_every_coordinate(metric):
+    rescale = RescaleQuotient(metric)
+    gl = {"inv": GLQuotientInv, "mix": GLQuotientMix}[metric](1, 1)
+    x, u, v = point(), torch.randn(2, 3), torch.randn(2, 3)
+
+    def columns(t):
+        return t.T.unsqueeze(-1)  # three points of shape (1 + 1, 1)
+
+    for name in ("proju", "egrad2rgrad", "acceleration", "retr"):
+        mine, theirs = getattr(rescale, name)(x, u), getattr(gl, name)(columns(x), columns(u))
+        torch.testing.assert_close(columns(mine), theirs)
+    torch.testing.assert_close(rescale.inner(x, u, v), gl.inner(columns(x), columns(u), columns(v)).sum())
+    torch.testing.assert_close(columns(rescale.canonical(x)), gl.canonical(columns(x)))
+    torch.testing.assert_close(rescale.product(x), gl.product(columns(x)).flatten())
+
+
+@metrics
+def test_exponential_logarithm_and_distance(metric):
+    manifold = RescaleQuotient(metric)
+    x = point()
+    B = torch.tensor([0.3, -0.2, 0.4])
+    u = x * B
+    beta, time = manifold.product(x), 0.7
+    y = manifold.expmap(x, time * u)
+    expected = beta * (2 * B * time).exp() if metric == "inv" else beta * (1 + 2 * B * time)
+    torch.testing.assert_close(manifold.product(y), expected)
+    torch.testing.assert_close(manifold.logmap(x, y), time * u)
+    torch.testing.assert_close(manifold.dist(x, y), manifold.norm(x, time * u))
+    alpha = torch.tensor([3.0, -0.2, 5.0])
+    moved = manifold.act(y, alpha)
+    torch.testing.assert_close(manifold.dist(x, moved), manifold.dist(x, y))
+    torch.testing.assert_close(manifold.product(manifold.expmap(x, manifold.logmap(x, moved))), manifold.product(y))
+
+
+@metrics
+def test_exponential_solves_the_geodesic_equation(metric):
+    manifold = RescaleQuotient(metric)
+    x = point()
+    u = x * torch.tensor([0.3, -0.2, 0.4])
+
+    def curve(t):
+        return manifold.expmap(x, t * u)
+
+    t = torch.tensor(0.6)
+    velocity = torch.func.jacfwd(curve)
+    torch.testing.assert_close(torch.func.jacfwd(velocity)(t), manifold.acceleration(curve(t), velocity(t)))
+
+
+@metrics
+def test_retraction_is_of_second_order(metric):
+    manifold = RescaleQuotient(metric)
+    x = point()
+    u = x * torch.tensor([0.3, -0.2, 0.4])
+    errors = [(manifold.retr(x, t * u) - manifold.expmap(x, t * u)).abs().max() for t in (0.02, 0.01)]
+    assert abs(float(torch.log2(errors[0] / errors[1])) - 3) < 0.1
+
+
+def test_mix_says_when_it_leaves_the_manifold():
+    manifold = RescaleQuotient("mix")
+    x = point()
+    u = x * torch.tensor([0.3, -0.8, 0.4])
+    with pytest.raises(GeodesicExitError, match=r"leaves the manifold at t = 0.625") as caught:
+        manifold.expmap(x, u)
+    assert caught.value.time == pytest.approx(1 / 1.6)
+    assert manifold.expmap(x, 0.62 * u).isfinite().all()
+    assert manifold.retr(x, u).isfinite().all()  # silent, as optimisers need
+    RescaleQuotient("inv").expmap(x, u)
+
+
+@metrics
+def test_random_vectors_are_horizontal_standard_gaussians(metric):
+    manifold = RescaleQuotient(metric)
+    space = manifold.at(point().expand(5000, 2, 3))
+    u = space.random(torch.Generator().manual_seed(0))
+    torch.testing.assert_close(space.proju(u), u)
+    assert abs(space.inner(u).mean() - 3) < 5 * (6 / 5000) ** 0.5
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="metric must be"):
+        RescaleQuotient("euclidean")
+    manifold = RescaleQuotient("inv")
+    with pytest.raises(ValueError, match=r"RescaleQuotient.*needs shape \(…, 2, d\), got \(3, 2\)"):
+        manifold.retr(torch.ones(3, 2), torch.ones(3, 2))
+    with pytest.raises(ValueError, match="zero entries"):
+        manifold.proju(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="NaN"):
+        manifold.proju(torch.full((2, 2), float("nan")), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="differ in sign"):
+        manifold.dist(torch.ones(2, 2), torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    with pytest.raises(ValueError, match="complex128"):
+        manifold.proju(torch.ones(2, 2, dtype=torch.complex128), torch.ones(2, 2, dtype=torch.complex128))
+    assert (manifold.projx(torch.zeros(2, 3)) != 0).all()
