@@ -190,7 +190,7 @@ class RescaleQuotient(QuotientManifold):
         return x[..., 0, :] * x[..., 1, :]
 
     def canonical(self, x: Tensor) -> Tensor:
-        """Give the representative with u = √|β| and |v| = √|β|."""
+        """Give the representative with u = √abs(β) and v = sign(β) √abs(β)."""
         self.at(x)
         beta = self.product(x)
         root = beta.abs().sqrt()

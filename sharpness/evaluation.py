@@ -173,7 +173,7 @@ class _Task:
         self.space.move_to(xi)
         with torch.set_grad_enabled(need_gradient):
             outcome = _outcome(self.loss_fn, self.space.model, self.batch)
-        value = float(outcome.loss)
+        value = float(outcome.loss.detach())
         if math.isnan(value):
             raise ValueError(
                 f"the loss of batch {self.index} became NaN at a distance of "

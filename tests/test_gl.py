@@ -174,6 +174,14 @@ def test_derivatives(metric, dtype):
 
 
 @metrics
+def test_the_norm_has_the_curvature_of_the_metric_at_zero(metric):
+    manifold = MANIFOLDS[metric](4, 3)
+    x, u = manifold.random(7, 2), torch.randn(7, 2)
+    form = torch.func.hessian(lambda v: manifold.inner(x, manifold.proju(x, v)) / 2)(torch.zeros(7, 2))
+    close((form * u).sum((-2, -1)).mul(u).sum(), manifold.inner(x, manifold.proju(x, u)), 1e-10)
+
+
+@metrics
 def test_derivatives_where_singular_values_coincide(metric):
     manifold = MANIFOLDS[metric](4, 3)
     x = manifold.origin(7, 3).requires_grad_()

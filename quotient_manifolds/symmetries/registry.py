@@ -135,13 +135,17 @@ def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
     return result
 
 
-def _checked_trainable(pair: SymmetricPair) -> SymmetricPair:
+def _usable(pair: SymmetricPair) -> SymmetricPair:
     if pair.group is None:
         return pair
     frozen = sorted(
         {f"{b.attribute} of {type(b.module).__name__}" for b in pair.G + pair.H if not b.tensor.requires_grad}
     )
-    return pair.without_group(f"frozen: {', '.join(frozen)}") if frozen else pair
+    if frozen:
+        return pair.without_group(f"frozen: {', '.join(frozen)}")
+    if pair.group.kind == "GL" and pair.group.h > min(pair.n, pair.m):
+        return pair.without_group(f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
+    return pair
 
 
 def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = ()) -> PairList:
@@ -177,4 +181,4 @@ def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = ()) -> PairList:
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
-    return PairList(_checked_trainable(p) for p in merge([*found, *extra]))
+    return PairList(_usable(p) for p in merge([*found, *extra]))

@@ -84,7 +84,8 @@ def vision_transformer() -> nn.Module:
         raise ImportError(_NEEDS) from error
     config = ViTConfig(
         image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=96, num_labels=10, initializer_range=0.1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        intermediate_size=96, num_labels=10, initializer_range=0.1, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model: nn.Module = ViTForImageClassification(config)
     return model
@@ -143,6 +144,8 @@ def run(
     -------
     Demo
     """
+    if condition < 1:
+        raise ValueError(f"a condition number is at least 1, got {condition}")
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
     model = vision_transformer()

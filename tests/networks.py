@@ -1,0 +1,92 @@
+"""Small networks with attention, with weights and biases away from zero."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def shake(model, size=0.2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(size * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
+    return model.eval()
+
+
+def vit(layers=2, hidden=16, heads=2, **options):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=24, image_size=8,
+        patch_size=4, num_channels=1, num_labels=3, **options,
+    )  # fmt: skip
+    return shake(ViTForImageClassification(config).to(torch.get_default_dtype()))
+
+
+def bert(layers=2, hidden=16, heads=2, **options):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=24, vocab_size=20,
+        max_position_embeddings=16, num_labels=3, **options,
+    )  # fmt: skip
+    return shake(BertForSequenceClassification(config).to(torch.get_default_dtype()))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder with a linear head on the mean token."""
+
+    def __init__(self, width=8, heads=2, classes=3, **options):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, heads, 12, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
+
+class TinyAttention(nn.Module):
+    """One attention layer and a head: fewer than 200 parameters."""
+
+    def __init__(self, width=4, heads=2, classes=3, bias=True):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True, bias=bias)
+        self.head = nn.Linear(width, classes, bias=bias)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def images(count=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 8, 8, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+    return x, torch.randint(3, (count,), generator=generator)
+
+
+def tokens(count=12, width=8, length=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, length, width, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+    return x, torch.randint(3, (count,), generator=generator)
+
+
+def text(count=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(20, (count, 6), generator=generator)
+    return {"input_ids": ids, "labels": torch.randint(3, (count,), generator=generator)}
+
+
+def train(model, batch, steps=30, lr=1e-2):
+    """Fit a batch roughly, so that the weights are near a minimum as those of trained networks are."""
+    optimiser = torch.optim.Adam(model.parameters(), lr)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        if isinstance(batch, dict):
+            loss = model(**batch).loss
+        else:
+            output = model(batch[0])
+            loss = F.cross_entropy(getattr(output, "logits", output), batch[1])
+        loss.backward()
+        optimiser.step()
+    model.zero_grad()
+    return model

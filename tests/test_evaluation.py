@@ -1,0 +1,548 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sharpness
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
+from quotient_manifolds.symmetries import UnknownAttentionError, act_randomly_, find, stacks
+
+from . import networks
+
+GEODESIC = ["geodesic-inv", "geodesic-mix"]
+ALL = [*GEODESIC, "adaptive", "euclidean"]
+
+
+def snapshot(model):
+    """Everything that a measurement must leave alone."""
+    return {
+        "data": {n: (p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()},
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "grad": {n: (None if p.grad is None else (id(p.grad), p.grad.clone())) for n, p in model.named_parameters()},
+        "requires_grad": {n: p.requires_grad for n, p in model.named_parameters()},
+        "modes": {n: m.training for n, m in model.named_modules()},
+        "rng": torch.get_rng_state(),
+        "fast": torch.backends.mha.get_fastpath_enabled(),
+        "grad_mode": torch.is_grad_enabled(),
+    }
+
+
+def assert_same(one, two):
+    assert one.keys() == two.keys()
+    for key in one:
+        a, b = one[key], two[key]
+        if isinstance(a, dict):
+            assert_same(a, b)
+        elif isinstance(a, torch.Tensor):
+            assert torch.equal(a, b), key
+        elif isinstance(a, tuple):
+            assert a[0] == b[0], key
+            assert torch.equal(a[1], b[1]), key
+        else:
+            assert a == b, key
+
+
+MODELS = {
+    "vit": (networks.vit, networks.images),
+    "bert": (networks.bert, networks.text),
+    "encoder": (lambda: networks.shake(networks.Encoder()), networks.tokens),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    make, data = MODELS[request.param]
+    batch = data()
+    return networks.train(make(), batch), batch
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_invariance_along_orbits_in_float64(trained, measure):
+    model, batch = trained
+    twin = copy.deepcopy(model)
+    assert act_randomly_(twin, 1e3, seed=2) > 0
+    options = {"measure": measure, "rho": 0.05 if measure == "geodesic-mix" else 0.2, "steps": 10, "restarts": 1}
+    one, two = (sharpness.evaluate(m, [batch], **options).value for m in (model, twin))
+    if measure in GEODESIC:
+        assert abs(two - one) < 1e-8 * one
+    else:
+        assert abs(two - one) > 0.05 * one
+
+
+@pytest.mark.parametrize("measure", ALL)
+@pytest.mark.parametrize("rho", [0.1, 0.5])
+def test_invariance_along_orbits_in_float32(measure, rho):
+    torch.set_default_dtype(torch.float32)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    twin = copy.deepcopy(model)
+    act_randomly_(twin, 1e3, seed=2)
+    one, two = (sharpness.evaluate(m, [batch], measure=measure, rho=rho).value for m in (model, twin))
+    if measure in GEODESIC:
+        assert abs(two - one) < 1e-3 * one
+    else:
+        assert abs(two - one) > 0.05 * one
+
+
+class Reference:
+    """The loss over the ball of a measure from the manifolds' public methods, without WeightSpace and its coordinates.
+
+    The variable is an unconstrained ambient tangent vector; pairs are projected and retracted by the manifold.
+    """
+
+    def __init__(self, model, batch, measure):
+        self.model, self.batch = model, batch
+        self.names = [n for n, _ in model.named_parameters()]
+        self.params = [p.detach() for p in model.parameters()]
+        cls = {"geodesic-inv": GLQuotientInv, "geodesic-mix": GLQuotientMix}.get(measure)
+        self.stacks = [] if cls is None else stacks(find(model))
+        self.manifolds = [cls(s.n, s.m) for s in self.stacks]
+        self.points = [s.gather().detach() for s in self.stacks]
+        covered = {id(p) for s in self.stacks for p in s.parameters()}
+        self.free = [i for i, p in enumerate(model.parameters()) if id(p) not in covered]
+        self.weights = [1.0 if measure == "euclidean" else self.params[i].abs() for i in self.free]
+        sizes = [self.params[i].numel() for i in self.free] + [x.numel() for x in self.points]
+        self.sizes, self.dim = sizes, sum(sizes)
+
+    def vectors(self, v):
+        parts = v.split(self.sizes)
+        free = [p.view_as(self.params[i]) for p, i in zip(parts, self.free, strict=False)]
+        pairs = [p.view_as(x) for p, x in zip(parts[len(self.free) :], self.points, strict=True)]
+        return free, [m.proju(x, u) for m, x, u in zip(self.manifolds, self.points, pairs, strict=True)]
+
+    def square(self, v):
+        """Squared norm of the horizontal part."""
+        free, pairs = self.vectors(v)
+        total = sum(((f / w) ** 2).sum() for f, w in zip(free, self.weights, strict=True))
+        return total + sum(m.inner(x, u).sum() for m, x, u in zip(self.manifolds, self.points, pairs, strict=True))
+
+    def loss(self, v):
+        free, pairs = self.vectors(v)
+        moved = dict(zip(self.names, self.params, strict=True))
+        for f, i in zip(free, self.free, strict=True):
+            moved[self.names[i]] = self.params[i] + f
+        ids = {id(p): n for n, p in self.model.named_parameters()}
+        for s, m, x, u in zip(self.stacks, self.manifolds, self.points, pairs, strict=True):
+            for run in s._runs:
+                name = ids[id(run.first.tensor)]
+                part = m.retr(x, u)[run.start : run.start + run.count, run.row : run.row + run.first.rows]
+                flat = moved[name].reshape(-1)
+                index = run.view(torch.arange(flat.numel()).view(moved[name].shape))
+                moved[name] = flat.index_put((index.reshape(-1),), part.reshape(-1)).view(moved[name].shape)
+        return F.cross_entropy(torch.func.functional_call(self.model, moved, (self.batch[0],)), self.batch[1])
+
+    def basis(self):
+        """Columns that span the horizontal vectors, orthonormal in the metric, from its matrix."""
+        weights = [
+            torch.as_tensor(w).expand(self.params[i].shape) for w, i in zip(self.weights, self.free, strict=True)
+        ]
+        scale = torch.cat([w.reshape(-1) for w in weights] + [torch.ones(x.numel()) for x in self.points])
+        form = torch.func.hessian(lambda v: self.square(scale * v) / 2)(torch.zeros(self.dim))
+        values, vectors = torch.linalg.eigh(form)
+        keep = values > 1e-9 * values.max()
+        assert keep.sum() == self.dim - sum(len(s) * s.group.h**2 for s in self.stacks)
+        return scale[:, None] * vectors[:, keep] / values[keep].sqrt()
+
+    def best(self, rho, starts, seed=0):
+        basis = self.basis()
+
+        def loss(z):
+            v = torch.from_numpy(z.copy()).requires_grad_()
+            value = -self.loss(basis @ v)
+            return float(value.detach()), torch.autograd.grad(value, v)[0].numpy()
+
+        rng = np.random.default_rng(seed)
+        found = []
+        for _ in range(starts):
+            z = rng.standard_normal(basis.shape[1])
+            constraint = {"type": "ineq", "fun": lambda z: rho**2 - z @ z, "jac": lambda z: -2 * z}
+            result = scipy.optimize.minimize(
+                loss, z * rho / np.linalg.norm(z), jac=True, method="SLSQP", constraints=constraint,
+                options={"maxiter": 100, "ftol": 1e-9},
+            )  # fmt: skip
+            inside = result.x * min(1.0, rho / np.linalg.norm(result.x))
+            found.append(-loss(inside)[0])
+        return max(found)
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_value_against_constrained_maximisation(measure):
+    batch = networks.tokens(count=10, width=4)
+    model = networks.train(networks.shake(networks.TinyAttention(), 0.5), batch, steps=60)
+    assert sum(p.numel() for p in model.parameters()) < 200
+    rho = {"geodesic-inv": 0.1, "geodesic-mix": 0.3, "adaptive": 0.5, "euclidean": 0.3}[measure]
+    reference = Reference(model, batch, measure)
+    best = reference.best(rho, 30) - float(reference.loss(torch.zeros(reference.dim)))
+    found = sharpness.evaluate(model, [batch], measure=measure, rho=rho, steps=200, restarts=10).value
+    assert found > 0.01
+    assert abs(found - best) < 0.01 * best
+
+
+def test_first_order_inv_equals_adaptive_for_scalar_pairs():
+    # Paper, App. F: with h = n = m = 1 the linear horizontal ball holds the maximum of the adaptive one.
+    torch.manual_seed(3)
+    model = networks.shake(nn.MultiheadAttention(1, 1, bias=False, batch_first=True), 0.7)
+    x, y = torch.randn(6, 5, 1), torch.randn(6, 5, 1)
+
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0], batch[0], batch[0], need_weights=False)[0], batch[1])
+
+    options = {"rho": 0.1, "steps": 200, "restarts": 2}
+    inv = sharpness.evaluate(model, [(x, y)], loss, measure="geodesic-inv", geodesic="first-order", **options).value
+    adaptive = sharpness.evaluate(model, [(x, y)], loss, measure="adaptive", **options).value
+    curved = sharpness.evaluate(model, [(x, y)], loss, measure="geodesic-inv", **options).value
+    assert abs(inv - adaptive) < 1e-8 * adaptive
+    assert abs(curved - adaptive) > 1e-4 * adaptive
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_a_scaled_metric_has_the_same_geodesics(trained, measure):
+    # Paper, App. I.3.
+    model, batch = trained
+    scaled = sharpness.Measure(
+        measure, sharpness.MEASURES[measure].pairs, sharpness.MEASURES[measure].elementwise, metric_scale=4.0
+    )
+    one = sharpness.evaluate(model, [batch], measure=measure, rho=0.05, restarts=1)
+    two = sharpness.evaluate(model, [batch], measure=scaled, rho=0.1, restarts=1)
+    other = sharpness.evaluate(model, [batch], measure=scaled, rho=0.05, restarts=1)
+    assert abs(one.value - two.value) < 1e-8 * one.value
+    assert abs(one.value - other.value) > 0.1 * one.value
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_direction_is_horizontal_of_length_rho_and_leads_to_the_worst_loss(trained, measure):
+    model, batch = trained
+    act_randomly_(model := copy.deepcopy(model), 50.0)
+    rho = 0.05
+    result = sharpness.evaluate(model, [batch], measure=measure, rho=rho)
+    direction = result.direction(0)
+    assert direction.norm == pytest.approx(rho, rel=1e-6)
+    names = {id(p): n for n, p in model.named_parameters()}
+    square, covered = 0.0, set()
+    if measure in GEODESIC:
+        for s in stacks(find(model)):
+            x = s.gather().detach()
+            u = s.gather({p: direction.tensors[names[id(p)]] for p in s.parameters()})
+            manifold = s.manifold(measure.removeprefix("geodesic-"))
+            torch.testing.assert_close(manifold.proju(x, u), u, rtol=1e-6, atol=1e-9)
+            square += float(manifold.inner(x, u).sum())
+            covered |= {names[id(p)] for p in s.parameters()}
+    for n, p in model.named_parameters():
+        if n not in covered:
+            weight = 1.0 if measure == "euclidean" else p.detach().abs()
+            square += float(((direction.tensors[n] / weight) ** 2).nan_to_num().sum())
+    assert math.sqrt(square) == pytest.approx(rho, rel=1e-6)
+
+    before = snapshot(model)
+    base = sharpness.evaluate(model, [batch], measure=measure, rho=rho, steps=1).per_batch[0].base_loss
+    for t, expected in ((1.0, result.per_batch[0].worst_loss), (0.0, base)):
+        with sharpness.perturbed(model, direction, t) as moved, torch.no_grad():
+            output = moved(**batch).loss if isinstance(batch, dict) else moved(batch[0])
+            if not isinstance(batch, dict):
+                output = F.cross_entropy(getattr(output, "logits", output), batch[1])
+        assert float(output) == pytest.approx(expected, rel=1e-9)
+    assert_same(snapshot(model), before)
+    with pytest.raises(RuntimeError, match="boom"), sharpness.perturbed(model, direction):
+        raise RuntimeError("boom")
+    assert_same(snapshot(model), before)
+    with pytest.raises(ValueError, match="belongs to another model"), sharpness.perturbed(nn.Linear(2, 2), direction):
+        pass
+
+
+# -- the model afterwards ------------------------------------------------------------
+
+
+class Interrupt:
+    """A loss that fails at its n-th call."""
+
+    def __init__(self, at, error):
+        self.calls, self.at, self.error = 0, at, error
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+        return F.cross_entropy(model(batch[0]).logits, batch[1])
+
+
+@pytest.mark.parametrize("measure", ALL)
+@pytest.mark.parametrize(
+    ("at", "error"),
+    [(None, None), (1, RuntimeError("boom")), (3, RuntimeError("boom")), (7, KeyboardInterrupt()), (9, MemoryError())],
+    ids=str,
+)
+def test_the_model_is_as_before_on_every_way_out(measure, at, error):
+    model, batch = networks.vit(hidden_dropout_prob=0.3), networks.images()
+    F.cross_entropy(model(batch[0]).logits, batch[1]).backward()
+    model.train()
+    model.vit.layers[0].eval()
+    model.classifier.bias.requires_grad_(False)
+    model.register_buffer("counter", torch.zeros(1))
+    before = snapshot(model)
+    if error is None:
+        sharpness.evaluate(model, [batch] * 2, Interrupt(None, None), measure=measure, rho=0.1, steps=4)
+    else:
+        with pytest.raises(type(error)):
+            sharpness.evaluate(model, [batch] * 2, Interrupt(at, error), measure=measure, rho=0.1, steps=4)
+    assert_same(snapshot(model), before)
+
+
+def test_the_measured_weights_are_really_moved():
+    """The test above would hold for a measurement that moves nothing."""
+    model, batch = networks.vit(), networks.images()
+    seen = set()
+
+    def loss(model, batch):
+        seen.add(model.vit.layers[0].attention.q_proj.weight.detach().sum().item())
+        return F.cross_entropy(model(batch[0]).logits, batch[1])
+
+    sharpness.evaluate(model, [batch], loss, measure="geodesic-inv", rho=0.1, steps=4)
+    assert len(seen) >= 5
+
+
+def test_buffers_that_the_forward_pass_changes_are_restored():
+    class Counting(networks.Encoder):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model = networks.shake(Counting())
+    before = snapshot(model)
+    sharpness.evaluate(model, [networks.tokens()], measure="adaptive", rho=0.1, steps=2)
+    assert_same(snapshot(model), before)
+
+
+def test_inside_no_grad_and_inference_mode():
+    model, batch = networks.vit(), networks.images()
+    expected = sharpness.evaluate(model, [batch], rho=0.1, steps=3).value
+    with torch.no_grad():
+        assert sharpness.evaluate(model, [batch], rho=0.1, steps=3).value == expected
+
+
+# -- results ------------------------------------------------------------
+
+
+def test_several_radii_and_batches():
+    model = networks.vit()
+    batches = [networks.images(seed=s) for s in range(3)]
+    result = sharpness.evaluate(model, iter(batches), rho=[0.05, 0.1], steps=5)
+    assert list(result.value) == [0.05, 0.1]
+    for rho in (0.05, 0.1):
+        alone = sharpness.evaluate(model, batches, rho=rho, steps=5)
+        assert alone.value == result.value[rho]
+        assert alone.value == pytest.approx(sum(b.sharpness for b in alone.per_batch) / 3)
+        assert [b.batch for b in alone.per_batch] == [0, 1, 2]
+        assert result.per_batch[rho][1].worst_loss == alone.per_batch[1].worst_loss
+    one = sharpness.evaluate(model, [batches[1]], rho=0.1, steps=5)
+    assert one.value == result.per_batch[0.1][1].sharpness
+
+
+def test_error_rates():
+    model, (x, y) = networks.vit(), networks.images()
+    y = model(x).logits.argmax(1)  # everything right at the weights
+    result = sharpness.evaluate(model, [(x, y)], rho=0.8)
+    found = result.per_batch[0]
+    assert found.base_error == 0
+    with sharpness.perturbed(model, result.direction(0)):
+        worst = float((model(x).logits.argmax(1) != y).double().mean())
+    assert 0 < worst <= found.worst_error == result.error_increase
+    custom = sharpness.evaluate(model, [(x, y)], lambda m, b: F.cross_entropy(m(b[0]).logits, b[1]), rho=0.8)
+    assert custom.value == pytest.approx(result.value)
+    assert custom.error_increase is None
+
+
+def test_a_flat_start_begins_in_a_random_direction_and_says_so():
+    model = networks.TinyAttention()
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.zero_()
+    x, y = networks.tokens(count=9, width=4)
+    y = torch.arange(9) % 3  # balanced: the gradient of the bias vanishes too
+
+    def saddle(model, batch):
+        scores = model(batch[0])
+        return F.cross_entropy(scores, batch[1]) + scores.square().mean()
+
+    result = sharpness.evaluate(model, [(x, y)], saddle, measure="euclidean", rho=0.5)
+    assert not result.per_batch[0].random_start
+    result = sharpness.evaluate(model, [(x, y)], lambda m, b: m(b[0]).square().mean(), measure="euclidean", rho=0.5)
+    assert result.per_batch[0].random_start
+    assert result.value > 0.01
+    assert "random direction" in str(result)
+
+
+def test_restarts_never_lower_the_value_and_depend_on_the_seed():
+    model, batch = networks.vit(), networks.images()
+    values = [sharpness.evaluate(model, [batch], rho=0.3, steps=3, restarts=k).value for k in range(3)]
+    assert values == sorted(values)
+    again = sharpness.evaluate(model, [batch], rho=0.3, steps=3, restarts=2).value
+    assert again == values[2]
+
+
+def test_table_json_and_directions(tmp_path):
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=[0.1, 0.2], steps=2)
+    table = str(result).splitlines()
+    assert "geodesic-inv sharpness of ViTForImageClassification: 1 batch, 2 steps" in table[0]
+    assert len(table) == 4
+    result.to_json(tmp_path / "r.json")
+    import json
+
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found == result.to_dict()
+    assert found["sharpness"]["0.1"] == result.value[0.1]
+    assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
+    with pytest.raises(KeyError, match="several radii"):
+        result.direction(0)
+    with pytest.raises(KeyError, match="no direction for batch 5"):
+        result.direction(5, 0.1)
+    with pytest.raises(KeyError, match="was not measured"):
+        result.at(0.7)
+    without = sharpness.evaluate(model, [batch], rho=0.1, steps=2, keep_directions=False)
+    with pytest.raises(KeyError, match="keep_directions"):
+        without.direction(0)
+
+
+# -- bad input ------------------------------------------------------------
+
+
+def with_dropout(model, batch):
+    return F.cross_entropy(F.dropout(model(batch[0]).logits, 0.5, training=True), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rho": 0.0}, "rho must be one or several positive"),
+        ({"rho": -1}, "rho must be one or several positive"),
+        ({"rho": []}, "rho must be one or several positive"),
+        ({"rho": [0.1, 0.1]}, "names a radius twice"),
+        ({"rho": float("nan")}, "rho must be one or several positive"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"restarts": -1}, "restarts at least 0"),
+        ({"measure": "flatness"}, "unknown measure 'flatness'; choose one of geodesic-inv"),
+        ({"geodesic": "third-order"}, "geodesic must be one of"),
+        ({"batches": []}, "batches is empty"),
+        ({"batches": [torch.ones(3)]}, "a batch is a dict .* pass loss_fn"),
+        ({"batches": [{"pixel_values": torch.ones(2, 1, 8, 8)}]}, "returned no loss for a dict .* add the labels"),
+        ({"loss_fn": with_dropout}, "two identical passes gave different losses"),
+        ({"loss_fn": lambda m, b: F.cross_entropy(m(b[0]).logits, b[1]) * float("nan")}, "the loss of batch 0 is nan"),
+        ({"loss_fn": lambda m, b: m(b[0]).logits}, "must be a scalar"),
+        ({"loss_fn": lambda m, b: 1.0}, "must return a scalar tensor"),
+        ({"loss_fn": lambda m, b: torch.tensor(1.0)}, "does not depend on any trainable parameter"),
+    ],
+    ids=lambda v: v.replace(" ", "-") if isinstance(v, str) else next(iter(v)),
+)
+def test_bad_input_is_named(options, words):
+    model = networks.vit()
+    before = snapshot(model)
+    arguments = {"batches": [networks.images()], "rho": 0.1, "steps": 2, **options}
+    with pytest.raises(ValueError, match=words):
+        sharpness.evaluate(model, arguments.pop("batches"), arguments.pop("loss_fn", None), **arguments)
+    assert_same(snapshot(model), before)
+
+
+def test_bad_models_are_named():
+    model, batch = networks.vit(), networks.images()
+    moved = (batch[0].to("meta"), batch[1])
+    with pytest.raises(ValueError, match=r"batch 0 has a tensor on meta, but .* on cpu"):
+        sharpness.evaluate(model, [moved], rho=0.1)
+    with pytest.raises(ValueError, match="batch 1 has a tensor on meta"):
+        sharpness.evaluate(model, [batch, moved], rho=0.1, steps=1)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        sharpness.evaluate(frozen, [batch], rho=0.1)
+    with torch.no_grad():
+        model.classifier.bias[0] = float("nan")
+    with pytest.raises(ValueError, match=r"parameter 'classifier\.bias' has NaN"):
+        sharpness.evaluate(model, [batch], rho=0.1)
+
+
+class Mystery(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)).mean(1)))
+
+
+def test_unknown_attention_is_refused_by_geodesic_measures_only():
+    model, batch = networks.shake(Mystery()), networks.tokens()
+    before = snapshot(model)
+    for measure in GEODESIC:
+        with pytest.raises(UnknownAttentionError, match="Mystery"):
+            sharpness.evaluate(model, [batch], measure=measure, rho=0.1)
+    for measure in ("adaptive", "euclidean"):
+        assert sharpness.evaluate(model, [batch], measure=measure, rho=0.1).value > 0
+    assert_same(snapshot(model), before)
+
+
+def test_loss_that_explodes_within_the_ball():
+    model, batch = networks.vit(), networks.images()
+
+    def loss(model, batch):
+        value = F.cross_entropy(model(batch[0]).logits, batch[1])
+        return value * (float("nan") if value > 2.5 else 1)
+
+    with pytest.raises(ValueError, match=r"became NaN at a distance of .* use a smaller rho"):
+        sharpness.evaluate(model, [batch], loss, measure="euclidean", rho=3.0)
+
+
+# -- other models ------------------------------------------------------------
+
+
+def test_frozen_pairs_and_partly_covered_parameters_count_elementwise():
+    model, batch = networks.shake(networks.Encoder()), networks.tokens()
+    free = sharpness.evaluate(model, [batch], rho=0.2).value
+    attention = model.encoder.layers[0].self_attn
+    attention.out_proj.weight.requires_grad_(False)  # the V–O pairs fall away; in_proj_weight is covered in part
+    assert [p.group is None for p in find(model)] == [False, True] * 2
+    twin = copy.deepcopy(model)
+    act_randomly_(twin, 100.0)
+    one, two = (sharpness.evaluate(m, [batch], rho=0.2, restarts=1).value for m in (model, twin))
+    assert abs(one - two) < 1e-8 * one
+    assert one < free
+    # What is left of in_proj_weight has the adaptive metric.
+    direction = sharpness.evaluate(model, [batch], rho=0.2).direction(0)
+    assert (direction.tensors["encoder.layers.0.self_attn.in_proj_weight"][16:] != 0).any()
+
+
+def test_mixed_and_half_precision_weights():
+    torch.set_default_dtype(torch.float32)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    expected = sharpness.evaluate(model, [batch], rho=0.1).value
+    half = copy.deepcopy(model).bfloat16()
+    before = snapshot(half)
+    rough = sharpness.evaluate(half, [(batch[0].bfloat16(), batch[1])], rho=0.1)
+    assert rough.value == pytest.approx(expected, rel=0.3)
+    assert_same(snapshot(half), before)
+
+
+def test_registered_attention_is_measured(monkeypatch):
+    monkeypatch.setattr(symmetries.registry, "_ADAPTERS", dict(symmetries.registry._ADAPTERS))
+
+    @symmetries.register(Mystery)
+    def mystery(module, name):
+        q, k, v = (symmetries.Projection(module.qkv, start=8 * i) for i in range(3))
+        return symmetries.attention_pairs(
+            name, heads=1, head_size=8, q=q, k=k, v=v, o=symmetries.Projection(module.out)
+        )
+
+    model, batch = networks.shake(Mystery()), networks.tokens()
+    twin = copy.deepcopy(model)
+    assert act_randomly_(twin, 10.0) == 2
+    one, two = (sharpness.evaluate(m, [batch], rho=0.1).value for m in (model, twin))
+    assert abs(one - two) < 1e-8 * one
