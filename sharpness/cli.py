@@ -17,6 +17,21 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def _symmetries(options: argparse.Namespace) -> int:
+    from quotient_manifolds import symmetries
+
+    from .models import load
+
+    loaded = load(options.model, options.checkpoint)
+    print(symmetries.find(loaded.model, key_bias=options.key_bias))
+    if not options.verify:
+        return 0
+    symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, loaded.example))
+    report = symmetries.verify(loaded.model, loaded.example, options.seed)
+    print(f"\n{report}")
+    return 0 if report.ok else 1
+
+
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     top = argparse.ArgumentParser(
@@ -39,6 +54,27 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--quiet", action="store_true", help="no progress bars")
     demo.set_defaults(run=_demo)
+    found = commands.add_parser(
+        "symmetries",
+        help="list the symmetries of a model's attention and LoRA weights",
+        description="List, layer by layer, which weights of a model can be changed without changing its function.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    found.add_argument(
+        "model", metavar="MODEL", help="a transformers folder, or the name of an open_clip or timm model"
+    )
+    found.add_argument("--checkpoint", help="local weights for a name (.safetensors, or a state dict saved by torch)")
+    found.add_argument(
+        "--key-bias",
+        choices=["keep", "drop"],
+        default="keep",
+        help="leave the null direction of the key bias in H or not",
+    )
+    found.add_argument(
+        "--verify", action="store_true", help="act on every pair and compare the outputs; exit code 1 if they move"
+    )
+    found.add_argument("--seed", type=int, default=0, help="seed of the group elements")
+    found.set_defaults(run=_symmetries)
     return top
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from quotient_manifolds.symmetries import check_coverage
+from quotient_manifolds import symmetries
+from quotient_manifolds.symmetries import SymmetricPair
 
 from .ascent import Ascent, auto_pgd
 from .measures import Measure
@@ -133,14 +134,28 @@ def _check_device(batch: Any, index: int, device: torch.device) -> None:
             )
 
 
-def _check_first(model: nn.Module, loss_fn: LossFunction | None, batch: Any, measure: Measure) -> None:
+def _verify(
+    model: nn.Module, loss_fn: LossFunction | None, batch: Any, seed: int, pairs: Sequence[SymmetricPair] | None
+) -> None:
+    """Raise if a pair that is about to be divided out is no symmetry of the loss or of the outputs."""
+    forward = symmetries.default_forward if loss_fn is None else loss_fn
+    known = {p.name for p in symmetries.find(model)}
+    extra = [p for p in pairs or () if p.group is not None and p.name not in known]
+    report = symmetries.verify(model, batch, seed, forward=forward, extra=extra)
+    if not report.ok:
+        raise ValueError(f"verify=True found weights that are no symmetry of {type(model).__name__}:\n{report}")
+
+
+def _check_first(
+    model: nn.Module, loss_fn: LossFunction | None, batch: Any, measure: Measure, *, covered: bool
+) -> None:
     """Two identical passes must agree, and every attention layer must be known if the measure needs it."""
 
     def run() -> float:
         with torch.no_grad():
             return float(_outcome(loss_fn, model, batch).loss)
 
-    one = check_coverage(model, run) if measure.pairs is not None else run()
+    one = symmetries.check_coverage(model, run) if measure.pairs is not None and not covered else run()
     two = run()
     if not math.isfinite(one):
         raise ValueError(f"the loss of batch 0 is {one}; a sharpness needs a finite loss to start from")
@@ -243,6 +258,8 @@ def evaluate(
     seed: int = 0,
     progress: bool = True,
     keep_directions: bool = True,
+    pairs: Sequence[SymmetricPair] | None = None,
+    verify: bool = False,
 ) -> SharpnessResult:
     r"""Measure the sharpness of a model: the worst rise of the loss within a ball around its weights.
 
@@ -277,6 +294,11 @@ def evaluate(
         Show a progress bar (on a terminal only).
     keep_directions : bool
         Keep the worst direction of every batch and radius for ``result.direction``; each is as large as the model.
+    pairs : sequence of SymmetricPair, optional
+        The pairs to divide out, for example ``symmetries.find(model, extra=[…])`` or ``find(model,
+        key_bias="drop")``; by default ``find(model)``. A pair without a group counts as any other weight.
+    verify : bool
+        First act on every pair by a random group element and compare the outputs (``symmetries.verify``).
 
     Returns
     -------
@@ -327,9 +349,11 @@ def evaluate(
     directions: dict[tuple[int, float], Direction] = {}
     with ExitStack() as stack:
         stack.enter_context(_undisturbed(model))
-        space = WeightSpace(model, how)
+        space = WeightSpace(model, how, pairs)
         _check_device(first, 0, space.device)
-        _check_first(model, loss_fn, first, how)
+        _check_first(model, loss_fn, first, how, covered=pairs is not None)
+        if verify and how.pairs is not None:
+            _verify(model, loss_fn, first, seed, pairs)
         stack.enter_context(space.attached())
         per_batch = len(radii) * (restarts + 1) * steps
         bar = tqdm(

@@ -39,11 +39,14 @@ class Direction:
         the horizontal vector at the model's own representative.
     norm : float
         Length in the measure's metric.
+    pairs : tuple of SymmetricPair or None
+        The pairs that were handed to ``evaluate``; None if they are those that ``find`` names.
     """
 
     measure: Measure
     tensors: dict[str, Tensor] = field(repr=False)
     norm: float
+    pairs: tuple[SymmetricPair, ...] | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -126,6 +129,7 @@ class WeightSpace:
         self._step = measure.metric_scale**-0.5
         self._data = {p: p.data for p in self._parameters.values()}
         found = [] if measure.pairs is None else stacks(find(model) if pairs is None else pairs)
+        self._given_pairs = None if pairs is None else tuple(pairs)
         covered = _coverage(found)
         self._elementwise: list[_Elementwise] = []
         self._pairs: list[_Pairs] = []
@@ -182,7 +186,7 @@ class WeightSpace:
         for b in self._pairs:
             c = b.view(xi).to(b.exact.x.dtype)
             b.stack.scatter_(b.exact.from_coordinates(c * self._step), by_parameter)
-        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)))
+        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)), self._given_pairs)
 
     def _named_data(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._parameters.items():
@@ -248,6 +252,11 @@ class WeightSpace:
                     out.mul_(self._step)
             for b in self._pairs:
                 assert b.u is not None
+                if not any(p in found for p in b.stack.parameters()):
+                    raise ValueError(
+                        f"the pair {b.stack.pairs[0].name!r} gets no gradient: the loss does not depend on it; freeze "
+                        "its weights with requires_grad_(False), or check that the layer takes part"
+                    )
                 egrad = b.stack.gather(found).to(b.point.dtype)
                 if self.measure.geodesic == "second-order":
                     egrad = b.tangent.pullback(b.u, egrad)
@@ -331,7 +340,8 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
         }
         if measure.pairs is not None and measure.geodesic == "second-order":
             vectors: dict[Tensor, Tensor] = {parameters[name]: v for name, v in direction.tensors.items()}
-            usable = [p for p in find(model) if all(b.tensor in vectors for b in p.G + p.H)]
+            found = find(model) if direction.pairs is None else direction.pairs
+            usable = [p for p in found if all(b.tensor in vectors for b in p.G + p.H)]
             for s in stacks(usable):
                 b = _hold(s, measure, torch.float64, 0)
                 u = t * s.gather(vectors).to(b.exact.x)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import sharpness
 from quotient_manifolds.symmetries import (
     Group,
     Projection,
@@ -15,9 +16,13 @@ from quotient_manifolds.symmetries import (
     block,
     check_coverage,
     find,
+    pair,
     register,
+    registry,
+    skip,
     stack,
     stacks,
+    verify,
 )
 from quotient_manifolds.symmetries.registry import _ADAPTERS, PairList
 
@@ -100,9 +105,9 @@ def test_gather_and_scatter_are_inverse_and_differentiable():
         s.scatter_(torch.zeros_like(x))
         assert s.gather().abs().max() == 0
         s.scatter_(x)
-        for pair, one in zip(s.pairs, x, strict=True):
-            torch.testing.assert_close(pair.gather(), one)
-            assert pair.manifold("mix").product(one).shape == (pair.n, pair.m)
+        for p, one in zip(s.pairs, x, strict=True):
+            torch.testing.assert_close(p.gather(), one)
+            assert p.manifold("mix").product(one).shape == (p.n, p.m)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     # The gradient of a stack is the stack of gradients.
@@ -257,3 +262,81 @@ def test_a_block_follows_a_replaced_parameter_and_notices_another_shape():
     layer.weight = nn.Parameter(torch.ones(6, 4))
     with pytest.raises(ValueError, match="call find"):
         pair.gather()
+
+
+class TwoLinear(nn.Module):
+    """x ↦ W₂(W₁x + b₁): the paper's Example A.2."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Diagonal(nn.Module):
+    """x ↦ (u ⊙ v)ᵀ x."""
+
+    def __init__(self):
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.rand(6) + 0.5), nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, x):
+        return x @ (self.u * self.v)
+
+
+def own_pair(model):
+    if isinstance(model, Diagonal):
+        return pair([block(model, "u")], [block(model, "v")], Group(6, "scalars"), name="diagonal")
+    G = [block(model.first, "weight", transpose=True), block(model.first, "bias")]
+    return pair(G, [block(model.second, "weight")], Group(3), name="linear")
+
+
+@pytest.mark.parametrize("cls", [TwoLinear, Diagonal])
+@pytest.mark.parametrize("measure", ["geodesic-inv", "geodesic-mix"])
+def test_pairs_of_ones_own(cls, measure):
+    model = cls()
+    x = torch.randn(20, 5 if cls is TwoLinear else 6)
+    y = torch.randn_like(model(x).detach())
+    p = own_pair(model)
+    assert verify(model, x, extra=[p]).ok
+    wrong = pair(p.G[:1], p.H, p.group, name="wrong") if cls is TwoLinear else None
+    if wrong is not None:
+        assert verify(model, x, extra=[wrong]).failures == ["wrong"]
+    twin = copy.deepcopy(model)
+    assert act_randomly_(twin, 30.0, pairs=[own_pair(twin)]) == 1
+    torch.testing.assert_close(twin(x), model(x))
+
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def value(model, **options):
+        return sharpness.evaluate(model, [(x, y)], loss, rho=0.05, **options)
+
+    one = value(model, measure=measure, pairs=find(model, extra=[own_pair(model)]))
+    two = value(twin, measure=measure, pairs=find(twin, extra=[own_pair(twin)]))
+    assert abs(one.value - two.value) < 1e-8 * one.value
+    with sharpness.perturbed(model, one.direction(0)):
+        assert float(loss(model, (x, y)).detach()) == pytest.approx(one.per_batch[0].worst_loss, rel=1e-9)
+    plain = [value(m, measure="adaptive").value for m in (model, twin)]
+    if cls is TwoLinear:
+        assert abs(plain[0] - plain[1]) > 0.05 * plain[0]
+    else:  # elementwise rescaling is what adaptive sharpness divides out
+        assert abs(plain[0] - plain[1]) < 1e-8 * plain[0]
+
+
+def test_a_skipped_class_counts_without_symmetry(monkeypatch):
+    monkeypatch.setattr(registry, "_ADAPTERS", dict(_ADAPTERS))
+    skip(Mystery)
+    model = Mystery()
+    assert [p.reason for p in find(model)] == ["skipped on request"]
+    x = torch.randn(2, 3, 4)
+    check_coverage(model, lambda: model(x))
+    batch = [(x, x)]
+
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    values = [sharpness.evaluate(model, batch, loss, measure=m, rho=0.1).value for m in ("geodesic-inv", "adaptive")]
+    assert values[0] == pytest.approx(values[1], rel=1e-12)

@@ -1,10 +1,10 @@
 """Where networks hide the GL(h) quotient: from a model to its pairs (G, H)."""
 
-from . import huggingface, torch_nn  # noqa: F401  (each registers its adapters)
+from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its adapters)
 from .attention import Projection, attention_pairs
-from .pairs import Block, Group, PairStack, SymmetricPair, block, stack, stacks
-from .registry import PairList, find, register
-from .verify import UnknownAttentionError, act_randomly_, check_coverage
+from .pairs import Block, Group, PairStack, SymmetricPair, block, pair, stack, stacks
+from .registry import PairList, find, register, skip
+from .verify import UnknownAttentionError, Verification, act_randomly_, check_coverage, default_forward, verify
 
 __all__ = [
     "Block",
@@ -14,12 +14,17 @@ __all__ = [
     "Projection",
     "SymmetricPair",
     "UnknownAttentionError",
+    "Verification",
     "act_randomly_",
     "attention_pairs",
     "block",
     "check_coverage",
+    "default_forward",
     "find",
+    "pair",
     "register",
+    "skip",
     "stack",
     "stacks",
+    "verify",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .pairs import Block, Group, SymmetricPair, block
+from .peft_lora import lora_factors, lora_obstacle
 
 __all__ = ["Projection", "attention_pairs"]
 
@@ -30,6 +31,8 @@ class Projection:
         The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
     rows : tuple of str
         Further parameters whose last dimension runs over the heads: more rows of the same stack.
+    bias_module : nn.Module, optional
+        Owner of the bias, if another.
     """
 
     module: nn.Module
@@ -40,33 +43,42 @@ class Projection:
     stride: int = 0
     conv1d: bool = False
     rows: tuple[str, ...] = ()
+    bias_module: nn.Module | None = None
 
     def _dims(self, start: int, head: int, size: int, offset: int, count: int) -> slice:
         first = start + head * (self.stride or size) + offset
         return slice(first, first + count)
 
-    def input_blocks(
-        self, head: int, size: int, offset: int, count: int, rotary: str | None = None
-    ) -> tuple[Block, ...]:
-        """Rows of a stack for a projection *into* head space: the weight, and the bias as one more row."""
+    def input_blocks(self, head: int, size: int, offset: int, count: int, rotary: str | None = None) -> list[Block]:
+        """Rows of a stack for a projection *into* head space: the weight, and what adds to its output."""
         dims = self._dims(self.start, head, size, offset, count)
         if self.conv1d:
             found = [block(self.module, self.weight, columns=dims, rotary=rotary)]
         else:
             found = [block(self.module, self.weight, dims, transpose=True, rotary=rotary)]
-        if getattr(self.module, self.bias, None) is not None:
-            start = self.start if self.bias_start is None else self.bias_start
-            found.append(block(self.module, self.bias, self._dims(start, head, size, offset, count), rotary=rotary))
         whole = self._dims(0, head, size, offset, count)
         found.extend(block(self.module, row, columns=whole, rotary=rotary) for row in self.rows)
-        return tuple(found)
+        for _, B in lora_factors(self.module):  # (x Aᵀ) Bᵀ: the rows of Bᵀ are further rows of the stack
+            found.append(block(*B, dims, transpose=True, rotary=rotary))
+        return found
 
-    def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
+    def bias_blocks(self, head: int, size: int, offset: int, count: int, rotary: str | None = None) -> list[Block]:
+        """The bias as one more row; none where there is no bias."""
+        owner = self.bias_module or self.module
+        if getattr(owner, self.bias, None) is None:
+            return []
+        start = self.start if self.bias_start is None else self.bias_start
+        return [block(owner, self.bias, self._dims(start, head, size, offset, count), rotary=rotary)]
+
+    def output_blocks(self, head: int, size: int) -> list[Block]:
         """Rows of a stack for a projection *out of* head space: the head's slice of the weight."""
         dims = self._dims(self.start, head, size, 0, size)
         if self.conv1d:
-            return (block(self.module, self.weight, dims, transpose=True),)
-        return (block(self.module, self.weight, columns=dims),)
+            found = [block(self.module, self.weight, dims, transpose=True)]
+        else:
+            found = [block(self.module, self.weight, columns=dims)]
+        found.extend(block(*A, columns=dims) for A, _ in lora_factors(self.module))
+        return found
 
 
 def attention_pairs(
@@ -84,6 +96,8 @@ def attention_pairs(
     rotary: str = "half",
     qk_none: str = "",
     vo_none: str = "",
+    value_group: Group | None = None,
+    key_bias_null: bool = True,
 ) -> Iterator[SymmetricPair]:
     r"""Emit the Q–K and V–O pairs of a multi-head attention layer, one of each a query head.
 
@@ -105,6 +119,11 @@ def attention_pairs(
         Which dimensions RoPE pairs.
     qk_none, vo_none : str
         Reason why there is no symmetry on Q–K or V–O, if so.
+    value_group : Group, optional
+        Group on V–O if it is not GL(h).
+    key_bias_null : bool
+        The key bias adds the same number to all scores of a query, so that softmax drops it. (Never on dimensions
+        that RoPE rotates.)
 
     Notes
     -----
@@ -115,24 +134,31 @@ def attention_pairs(
         weight = getattr(q.module, q.weight)
         head_size = weight.shape[1 if q.conv1d else 0] // heads
     value_size = value_size or head_size
+    qk_none = qk_none or lora_obstacle(q.module) or lora_obstacle(k.module)
+    vo_none = vo_none or lora_obstacle(v.module) or lora_obstacle(o.module)
+
+    def qk(label: str, i: int, j: int, offset: int, count: int, group: Group, pairing: str | None) -> SymmetricPair:
+        size = (head_size, offset, count, pairing)
+        bias = k.bias_blocks(j, *size)
+        null = bias if key_bias_null and pairing is None else []
+        G = [*q.input_blocks(i, *size), *q.bias_blocks(i, *size)]
+        return SymmetricPair(label, "qk", group, tuple(G), (*k.input_blocks(j, *size), *bias), null=tuple(null))
+
     for i in range(heads):
         j = i * kv_heads // heads
-        for kind, reason in (("qk", qk_none), ("vo", vo_none)):
-            label = f"{name} {kind} head {i}"
-            if reason:
-                yield SymmetricPair(label, kind, None, reason=reason)
-            elif kind == "vo":
-                G = v.input_blocks(j, value_size, 0, value_size)
-                yield SymmetricPair(label, kind, Group(value_size), G, o.output_blocks(i, value_size))
-            else:
-                if rotary_size:
-                    size = (i, head_size, 0, rotary_size, rotary)
-                    yield SymmetricPair(
-                        label + " rotary", kind, Group(rotary_size // 2, "scalars", "complex"),
-                        q.input_blocks(*size), k.input_blocks(j, *size[1:]),
-                    )  # fmt: skip
-                if rotary_size < head_size:
-                    rest = (head_size, rotary_size, head_size - rotary_size)
-                    yield SymmetricPair(
-                        label, kind, Group(head_size - rotary_size), q.input_blocks(i, *rest), k.input_blocks(j, *rest)
-                    )
+        label = f"{name} qk head {i}"
+        if qk_none:
+            yield SymmetricPair(label, "qk", None, reason=qk_none)
+        else:
+            if rotary_size:
+                group = Group(rotary_size // 2, "scalars", "complex")
+                yield qk(label + " rotary", i, j, 0, rotary_size, group, rotary)
+            if rotary_size < head_size:
+                yield qk(label, i, j, rotary_size, head_size - rotary_size, Group(head_size - rotary_size), None)
+        label = f"{name} vo head {i}"
+        if vo_none:
+            yield SymmetricPair(label, "vo", None, reason=vo_none)
+        else:
+            size = (value_size, 0, value_size)
+            G = (*v.input_blocks(j, *size), *v.bias_blocks(j, *size))
+            yield SymmetricPair(label, "vo", value_group or Group(value_size), G, tuple(o.output_blocks(i, value_size)))

@@ -5,18 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from .attention import Projection, attention_pairs
 from .pairs import SymmetricPair
 from .registry import register
 
-_MODELS = "transformers.models"
+_QK_NORM = "queries and keys are normalised (q_norm, k_norm): no continuous symmetry"
 
 
-@register(
-    f"{_MODELS}.bert.modeling_bert.BertAttention",
-    f"{_MODELS}.roberta.modeling_roberta.RobertaAttention",
-    f"{_MODELS}.electra.modeling_electra.ElectraAttention",
-)
+def _classes(*names: str) -> list[str]:
+    """Expand "bert.BertAttention" to the qualified name of the class."""
+    return [
+        f"transformers.models.{family}.modeling_{family}.{cls}" for family, cls in (name.split(".") for name in names)
+    ]
+
+
+def _four(module: Any, letters: str) -> dict[str, Any]:
+    """Projections named by a pattern such as ``"{}_proj"``, the output's name after a slash if it differs."""
+    pattern, _, output = letters.partition("/")
+    names = [*(pattern.format(c) for c in "qkv"), output or pattern.format("o")]
+    return {c: Projection(getattr(module, name)) for c, name in zip("qkvo", names, strict=True)}
+
+
+@register(*_classes(
+    "bert.BertAttention", "roberta.RobertaAttention", "electra.ElectraAttention",
+    "xlm_roberta.XLMRobertaAttention", "camembert.CamembertAttention",
+))  # fmt: skip
 def bert(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``.self.{query,key,value}`` and the sibling ``.output.dense``."""
     inner = module.self
@@ -24,11 +39,140 @@ def bert(module: Any, name: str) -> Iterator[SymmetricPair]:
     return attention_pairs(name, heads=inner.num_attention_heads, q=q, k=k, v=v, o=o)
 
 
-@register(
-    f"{_MODELS}.vit.modeling_vit.ViTAttention",
-    f"{_MODELS}.deit.modeling_deit.DeiTAttention",
-)
+@register(*_classes("albert.AlbertAttention"))
+def albert(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``query, key, value, dense``; one module for all layers."""
+    q, k, v, o = map(Projection, (module.query, module.key, module.value, module.dense))
+    return attention_pairs(name, heads=module.num_attention_heads, q=q, k=k, v=v, o=o)
+
+
+@register(*_classes("distilbert.DistilBertSelfAttention"))
+def distilbert(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``{q,k,v,out}_lin``."""
+    return attention_pairs(name, heads=module.n_heads, **_four(module, "{}_lin/out_lin"))
+
+
+@register(*_classes("mpnet.MPNetSelfAttention"))
+def mpnet(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``q, k, v, o``; an additive bias for the position."""
+    return attention_pairs(name, heads=module.num_attention_heads, **_four(module, "{}"))
+
+
+@register(*_classes("t5.T5Attention"))
+def t5(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``q, k, v, o`` without bias, heads of any size; an additive bias for the position."""
+    return attention_pairs(name, heads=module.n_heads, **_four(module, "{}"))
+
+
+@register(*_classes("deberta_v2.DebertaV2Attention"))
+def deberta(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """Positions have queries and keys of their own: more rows of G and H, unless they share the content's."""
+    inner = module.self
+    q, k, v = map(Projection, (inner.query_proj, inner.key_proj, inner.value_proj))
+    positions = {"G": getattr(inner, "pos_query_proj", None), "H": getattr(inner, "pos_key_proj", None)}
+    pairs = attention_pairs(
+        name, heads=inner.num_attention_heads, q=q, k=k, v=v, o=Projection(module.output.dense),
+        key_bias_null=not inner.pos_att_type,  # the bias meets the positions' queries too
+    )  # fmt: skip
+    d = inner.attention_head_size
+    for i, pair in enumerate(pairs):
+        if pair.kind == "qk" and pair.group is not None:
+            place = (i // 2, d, 0, d)
+            rows = {
+                side: () if p is None else (*Projection(p).input_blocks(*place), *Projection(p).bias_blocks(*place))
+                for side, p in positions.items()
+            }
+            yield SymmetricPair(pair.name, "qk", pair.group, pair.G + rows["G"], pair.H + rows["H"], null=pair.null)
+        else:
+            yield pair
+
+
+@register(*_classes(
+    "bart.BartAttention", "mbart.MBartAttention", "opt.OPTAttention", "clip.CLIPAttention", "siglip.SiglipAttention",
+    "whisper.WhisperAttention",
+))  # fmt: skip
+def bart(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``{q,k,v,out}_proj``; cross-attention too."""
+    return attention_pairs(name, heads=module.num_heads, **_four(module, "{}_proj/out_proj"))
+
+
+@register(*_classes("vit.ViTAttention", "deit.DeiTAttention", "dinov2.Dinov2Attention", "beit.BeitAttention",
+                    "swin.SwinAttention"))  # fmt: skip
 def vit(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``{q,k,v,o}_proj``."""
-    q, k, v, o = map(Projection, (module.q_proj, module.k_proj, module.v_proj, module.o_proj))
-    return attention_pairs(name, heads=module.num_attention_heads, q=q, k=k, v=v, o=o)
+    return attention_pairs(name, heads=module.num_attention_heads, **_four(module, "{}_proj"))
+
+
+@register(*_classes("gpt2.GPT2Attention"))
+def gpt2(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``c_attn`` is a Conv1D (in, out) with columns [q|k|v]; in cross-attention ``q_attn`` and ``c_attn`` = [k|v]."""
+    d = module.embed_dim
+    if module.is_cross_attention:
+        q = Projection(module.q_attn, conv1d=True)
+        k, v = (Projection(module.c_attn, conv1d=True, start=i * d) for i in range(2))
+    else:
+        q, k, v = (Projection(module.c_attn, conv1d=True, start=i * d) for i in range(3))
+    o = Projection(module.c_proj, conv1d=True)
+    return attention_pairs(name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=o)
+
+
+def _by_head(module: nn.Module, size: int) -> dict[str, Any]:
+    """One matrix with rows [head][q, k, v][head dimension]."""
+    return {c: Projection(module, start=i * size, stride=3 * size) for i, c in enumerate("qkv")}
+
+
+@register(*_classes("bloom.BloomAttention"))
+def bloom(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``query_key_value`` with rows [head][q, k, v][size], ``dense``; ALiBi adds to the scores."""
+    size = module.head_dim
+    parts = _by_head(module.query_key_value, size)
+    return attention_pairs(name, heads=module.num_heads, head_size=size, o=Projection(module.dense), **parts)
+
+
+@register(*_classes("gpt_neox.GPTNeoXAttention"))
+def gpt_neox(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """As BLOOM; RoPE on the leading dimensions, half pairing."""
+    size = module.head_size
+    return attention_pairs(
+        name, heads=module.config.num_attention_heads, head_size=size, o=Projection(module.dense),
+        rotary_size=module.rotary_ndims, **_by_head(module.query_key_value, size),
+    )  # fmt: skip
+
+
+@register(*_classes("gptj.GPTJAttention"))
+def gptj(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``{q,k,v,out}_proj`` without bias; RoPE on the leading dimensions, interleaved pairing."""
+    return attention_pairs(
+        name, heads=module.num_attention_heads, rotary_size=module.rotary_dim or module.head_dim, rotary="interleaved",
+        **_four(module, "{}_proj/out_proj"),
+    )  # fmt: skip
+
+
+@register(*_classes(
+    "llama.LlamaAttention", "mistral.MistralAttention", "qwen2.Qwen2Attention", "qwen3.Qwen3Attention",
+    "gemma.GemmaAttention", "gemma2.Gemma2Attention", "gemma3.Gemma3Attention",
+))  # fmt: skip
+def llama(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``{q,k,v,o}_proj`` with grouped queries; RoPE with half pairing, or norms on queries and keys.
+
+    A soft cap on the scores (Gemma-2) is a function of the product and changes nothing.
+    """
+    config = module.config
+    return attention_pairs(
+        name, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head_size=module.head_dim,
+        rotary_size=module.head_dim, qk_none=_QK_NORM if hasattr(module, "q_norm") else "", **_four(module, "{}_proj"),
+    )  # fmt: skip
+
+
+@register(*_classes("phi3.Phi3Attention"))
+def phi3(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """``qkv_proj`` with rows [q; k; v] of grouped sizes; RoPE on the leading dimensions."""
+    config, size = module.config, module.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    starts = (0, heads * size, (heads + kv_heads) * size)
+    q, k, v = (Projection(module.qkv_proj, start=start) for start in starts)
+    rotary = int(size * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+    return attention_pairs(
+        name, heads=heads, kv_heads=kv_heads, head_size=size, rotary_size=rotary, q=q, k=k, v=v,
+        o=Projection(module.o_proj),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..gl import GLQuotientInv, GLQuotientMix
 
-__all__ = ["Block", "Group", "PairStack", "SymmetricPair", "block", "stack"]
+__all__ = ["Block", "Group", "PairStack", "SymmetricPair", "block", "pair", "stack", "stacks"]
 
 _MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
 
@@ -113,7 +113,8 @@ def block(
     module, attribute
         Where the parameter is found.
     rows, columns : slice
-        The slice; ``columns`` only for matrices. A vector (a bias) is one row.
+        The slice; ``columns`` only for matrices. A vector (a bias) is one row; of a tensor with more dimensions (a
+        convolution) all but the first count as one.
     transpose : bool
         The head's dimensions are the rows of the parameter, as the output dimensions of ``nn.Linear`` are.
     rotary : {None, "half", "interleaved"}
@@ -125,15 +126,15 @@ def block(
     """
     shape = tuple(getattr(module, attribute).shape)
     frame = torch.empty(shape, device="meta")
-    while frame.dim() > 2 and frame.shape[0] == 1:
-        frame = frame[0]
+    if frame.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
+        frame = frame.flatten(1)
     if frame.dim() == 1:
         view = frame[rows].unsqueeze(0)
     elif frame.dim() == 2:
         view = frame[rows, columns]
         view = view.T if transpose else view
     else:
-        raise ValueError(f"{type(module).__name__}.{attribute} has shape {shape}; a block needs a matrix or a vector")
+        raise ValueError(f"{type(module).__name__}.{attribute} is a single number; a block needs a matrix or a vector")
     if rotary == "half":
         view = view.unflatten(1, (2, -1)).transpose(1, 2)
     elif rotary == "interleaved":
@@ -159,6 +160,9 @@ class SymmetricPair:
         Blocks stacked as rows of the two factors.
     reason : str
         Why ``group`` is None; empty otherwise.
+    null : tuple of Block
+        Blocks of H that the network does not see at all: the key bias, which adds the same number to all scores of a
+        query. One that does not stand in H any more (``find(key_bias="drop")``) is left out of every measure.
     """
 
     name: str
@@ -167,8 +171,11 @@ class SymmetricPair:
     G: tuple[Block, ...] = field(default=(), repr=False)
     H: tuple[Block, ...] = field(default=(), repr=False)
     reason: str = ""
+    null: tuple[Block, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("G", "H", "null"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.group is None:
             if not self.reason:
                 raise ValueError(f"pair {self.name!r} has no group; give the reason")
@@ -199,6 +206,17 @@ class SymmetricPair:
         """Rows of H."""
         return sum(b.rows for b in self.H)
 
+    @property
+    def dropped(self) -> tuple[Block, ...]:
+        """Null blocks that were taken out of H."""
+        kept = {b.key for b in self.H}
+        return tuple(b for b in self.null if b.key not in kept)
+
+    def drop_null(self) -> SymmetricPair:
+        """Give the pair without its null blocks."""
+        null = {b.key for b in self.null}
+        return replace(self, H=tuple(b for b in self.H if b.key not in null))
+
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
         """Give the manifold on which :meth:`gather`'s tensor is a point; metric is ``"inv"`` or ``"mix"``."""
         return _MANIFOLDS[metric](self.n, self.m)
@@ -218,6 +236,37 @@ class SymmetricPair:
     def without_group(self, reason: str) -> SymmetricPair:
         """Give the same pair, listed with a reason for not being used."""
         return replace(self, group=None, reason=reason)
+
+
+def pair(
+    G: Iterable[Block], H: Iterable[Block], group: Group, *, name: str = "pair", kind: str = "user"
+) -> SymmetricPair:
+    """Describe a pair of one's own.
+
+    Parameters
+    ----------
+    G, H : iterable of Block
+        Blocks stacked as rows of the two factors, see :func:`block`.
+    group : Group
+        ``Group(h)`` for any invertible h × h matrix, ``Group(h, "scalars")`` for a rescaling of every column.
+    name, kind : str
+
+    Returns
+    -------
+    SymmetricPair
+        For ``find(model, extra=[…])`` or ``sharpness.evaluate(…, pairs=[…])``.
+
+    Examples
+    --------
+    Two linear layers with a bias between them, x ↦ W₂(W₁x + b₁):
+
+    >>> from torch import nn
+    >>> first, second = nn.Linear(5, 3), nn.Linear(3, 4)
+    >>> p = pair([block(first, "weight", transpose=True), block(first, "bias")], [block(second, "weight")], Group(3))
+    >>> p.gather().shape
+    torch.Size([10, 3])
+    """
+    return SymmetricPair(name, kind, group, tuple(G), tuple(H))
 
 
 @dataclass(frozen=True)
@@ -268,8 +317,9 @@ class PairStack:
         return _MANIFOLDS[metric](self.n, self.m, **options)
 
     def parameters(self) -> list[Tensor]:
-        """List the parameters involved, each once."""
-        return list({id(r.first.tensor): r.first.tensor for r in self._runs}.values())
+        """List the parameters involved, each once, those of dropped blocks included."""
+        dropped = [b.tensor for p in self.pairs for b in p.dropped]
+        return list({id(t): t for t in [*(r.first.tensor for r in self._runs), *dropped]}.values())
 
     def _shape(self) -> tuple[int, ...]:
         width = (self.group.h, 2) if self.group.field == "complex" else (self.group.h,)
@@ -329,9 +379,13 @@ class PairStack:
 
     @torch.no_grad()
     def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set what ``tensors`` gives for each parameter to True wherever a block lies."""
+        """Set what ``tensors`` gives for each parameter to True wherever a block lies, dropped ones included."""
         for run in self._runs:
             run.view(tensors[run.first.tensor]).fill_(True)
+        for p in self.pairs:
+            for b in p.dropped:
+                mark = tensors[b.tensor]
+                mark.as_strided(b.size, b.stride, mark.storage_offset() + b.offset).fill_(True)
 
 
 def _runs(pairs: Sequence[SymmetricPair]) -> list[_Run]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from .pairs import Block, SymmetricPair
+from .peft_lora import is_lora, lora_pairs
 
-__all__ = ["PairList", "find", "register"]
+__all__ = ["PairList", "find", "register", "skip"]
 
 Adapter = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _ADAPTERS: dict[str, Adapter] = {}
@@ -58,6 +59,17 @@ def register(*classes: type | str) -> Callable[[Adapter], Adapter]:
     return decorate
 
 
+def skip(*classes: type | str) -> None:
+    """Declare that attention modules of these classes have no symmetry to be used.
+
+    Their weights then count like all others (with the adaptive metric, in geodesic sharpness).
+    """
+
+    @register(*classes)
+    def skipped(module: nn.Module, name: str) -> list[SymmetricPair]:
+        return [SymmetricPair(name, "attention", None, reason="skipped on request")]
+
+
 def adapter_of(module: nn.Module) -> Adapter | None:
     """Look up the adapter for the exact class of a module."""
     return _ADAPTERS.get(_qualified(type(module)))
@@ -90,6 +102,11 @@ class _Merged:
     pair: SymmetricPair
     G: dict[object, Block]
     H: dict[object, Block]
+    null: dict[object, Block]
+
+
+def _by_key(blocks: Iterable[Block]) -> dict[object, Block]:
+    return {b.key: b for b in blocks}
 
 
 def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
@@ -107,7 +124,7 @@ def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
         if p.group is None:
             out.append(p)
             continue
-        new = _Merged(p, {b.key: b for b in p.G}, {b.key: b for b in p.H})
+        new = _Merged(p, _by_key(p.G), _by_key(p.H), _by_key(p.null))
         index = len(groups)
         groups.append(new)
         for key in [*new.G, *new.H]:
@@ -115,7 +132,7 @@ def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
             if other is not None and other != index and groups[other] is not None:
                 old = groups[other]
                 assert old is not None
-                new = _Merged(old.pair, {**old.G, **new.G}, {**old.H, **new.H})
+                new = _Merged(old.pair, {**old.G, **new.G}, {**old.H, **new.H}, {**old.null, **new.null})
                 groups[index], groups[other] = None, new
                 home.update((k, other) for k in [*new.G, *new.H])
                 out = [other if o == index else o for o in out]
@@ -131,7 +148,8 @@ def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
             seen.add(item)
             merged = groups[item]
             assert merged is not None
-            result.append(replace(merged.pair, G=tuple(merged.G.values()), H=tuple(merged.H.values())))
+            G, H, null = (tuple(blocks.values()) for blocks in (merged.G, merged.H, merged.null))
+            result.append(replace(merged.pair, G=G, H=H, null=null))
     return result
 
 
@@ -148,8 +166,18 @@ def _usable(pair: SymmetricPair) -> SymmetricPair:
     return pair
 
 
-def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = ()) -> PairList:
-    """Name the continuous symmetries of a model's attention weights.
+def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
+    """Leave out LoRA pairs whose factors stand as rows in attention pairs: one number, one pair."""
+    taken = {id(b.tensor) for p in pairs if p.group is not None and p.kind != "lora" for b in p.G + p.H}
+    for p in pairs:
+        if p.kind == "lora" and p.group is not None and any(id(b.tensor) in taken for b in p.G + p.H):
+            yield p.without_group("its factors stand in the attention pairs of the trainable base weights")
+        else:
+            yield p
+
+
+def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str = "keep") -> PairList:
+    """Name the continuous symmetries of a model's attention and LoRA weights.
 
     Parameters
     ----------
@@ -158,6 +186,10 @@ def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = ()) -> PairList:
         which such a module computes attention).
     extra : sequence of SymmetricPair
         Pairs of your own.
+    key_bias : {"keep", "drop"}
+        The bias of the keys adds one number to all scores of a query, which softmax ignores: a null direction.
+        ``"keep"`` leaves it in H as one more row, as the paper does; moving it then has a length, and sharpness
+        depends on its value. ``"drop"`` quotients it out too. (Under RoPE it is no null direction, and stays.)
 
     Returns
     -------
@@ -170,15 +202,20 @@ def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = ()) -> PairList:
     ValueError
         A block that stands in both G and H (tied weights), or twice in different pairs given as ``extra``.
     """
+    if key_bias not in ("keep", "drop"):
+        raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     found: list[SymmetricPair] = []
     for name, module in model.named_modules():
         adapter = adapter_of(module)
         if adapter is not None:
             found.extend(adapter(module, name))
+        if is_lora(module):
+            found.extend(lora_pairs(module, name))
     taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
     for p in extra:
         for b in p.G + p.H:
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
-    return PairList(_usable(p) for p in merge([*found, *extra]))
+    merged = [p.drop_null() if key_bias == "drop" else p for p in merge([*found, *extra])]
+    return PairList(_disjoint([_usable(p) for p in merged]))

@@ -1,4 +1,4 @@
-"""Attention of ``torch.nn``."""
+"""Attention of ``torch.nn``: MultiheadAttention, and with it torch's encoder and decoder layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import nn
 
 from .attention import Projection, attention_pairs
 from .pairs import SymmetricPair
+from .peft_lora import is_lora
 from .registry import register
+
+_WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
 
 
 @register(nn.MultiheadAttention)
@@ -18,6 +21,7 @@ def multihead_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     d = module.embed_dim
     packed = module.in_proj_weight is not None
     extra = {"k": "bias_k", "v": "bias_v"}  # appended to the sequence after the projection: rows without an input
+    wrapped = _WRAPPED if is_lora(module.out_proj) else ""
 
     def projection(i: int, letter: str) -> Projection:
         rows = tuple(a for a in [extra.get(letter, "")] if getattr(module, a, None) is not None)
@@ -26,5 +30,8 @@ def multihead_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
 
     q, k, v = (projection(i, letter) for i, letter in enumerate("qkv"))
     return attention_pairs(
-        name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.out_proj)
-    )
+        name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.out_proj),
+        qk_none=wrapped, vo_none=wrapped,
+        # Keys that are appended after the projection do not receive its bias.
+        key_bias_null=module.bias_k is None and not module.add_zero_attn,
+    )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from .pairs import stacks
+from ..gauge import canonical_gauge
+from ..linalg import pack
+from .pairs import Block, SymmetricPair, stacks
 from .registry import adapter_of, find
 
-__all__ = ["UnknownAttentionError", "act_randomly_", "check_coverage"]
+__all__ = ["UnknownAttentionError", "Verification", "act_randomly_", "check_coverage", "verify"]
 
 #: Functions whose call makes a module an attention layer, if no adapter covers it.
 _ATTENTION_CALLS = {
@@ -42,7 +46,8 @@ class UnknownAttentionError(ValueError):
         super().__init__(
             f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
             "no adapter knows the symmetries of this class; write one with quotient_manifolds.symmetries.register, "
-            'or use measure="adaptive", which needs none'
+            "count its weights without symmetry by quotient_manifolds.symmetries.skip(cls), or use "
+            'measure="adaptive", which needs none'
         )
 
 
@@ -120,11 +125,13 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def act_randomly_(model: nn.Module, condition: float = 10.0, seed: int = 0) -> int:
+def act_randomly_(
+    model: nn.Module, condition: float = 10.0, seed: int = 0, pairs: Iterable[SymmetricPair] | None = None
+) -> int:
     """Move every symmetric pair of a model along its orbit by a random group element: the function stays the same.
 
-    The move is computed in float64 and rounded to the weights' precision, so the outputs change by rounding, which
-    grows with the condition number.
+    The move starts at the balanced representative (canonical gauge), is computed in float64 and rounded to the
+    weights' precision, so the outputs change by rounding, which grows with the condition number.
 
     Parameters
     ----------
@@ -133,6 +140,8 @@ def act_randomly_(model: nn.Module, condition: float = 10.0, seed: int = 0) -> i
     condition : float
         Condition number of every group element, ≥ 1.
     seed : int
+    pairs : iterable of SymmetricPair, optional
+        Which to move; by default all that :func:`find` names.
 
     Returns
     -------
@@ -143,12 +152,17 @@ def act_randomly_(model: nn.Module, condition: float = 10.0, seed: int = 0) -> i
         raise ValueError(f"a condition number is at least 1, got {condition}")
     generator = torch.Generator().manual_seed(seed)
     moved = 0
-    for s in stacks(find(model)):
+    for s in stacks(find(model) if pairs is None else pairs):
         x = s.gather()
         wide = torch.complex128 if x.is_complex() else torch.float64
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
         A = _random_elements(shape, condition, wide, generator).to(x.device)
-        s.scatter_(s.manifold().act(x.to(wide), A))
+        manifold = s.manifold()
+        G, H = manifold.unpack_tensor(x.to(wide))
+        gauge = canonical_gauge(G, H)
+        full = gauge.present()[..., -1]  # a head without full rank has no balanced representative of the same orbit
+        balanced = torch.where(full[..., None, None], pack(gauge.G, gauge.H), x.to(wide))
+        s.scatter_(manifold.act(balanced, A))
         moved += len(s)
     return moved
 
@@ -163,3 +177,144 @@ def _random_elements(
     if shape[-1] > 1:
         exponent[..., 0], exponent[..., -1] = -0.5, 0.5
     return (U * (condition**exponent).unsqueeze(-2)) @ V.mH
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What acting on each pair did to the outputs.
+
+    Attributes
+    ----------
+    changes : dict of str to float
+        Largest change of an output relative to the largest output, by the pair's name.
+    tolerance : float
+        Up to which a change counts as rounding.
+    single_precision : bool
+        The model computes in float32 somewhere inside although its weights are float64.
+    """
+
+    changes: dict[str, float]
+    tolerance: float
+    single_precision: bool
+
+    @property
+    def failures(self) -> list[str]:
+        """Names of the pairs that are no symmetry."""
+        return [name for name, change in self.changes.items() if not change <= self.tolerance]
+
+    @property
+    def ok(self) -> bool:
+        """Every pair is a symmetry."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        why = ", since the model computes in float32 inside" if self.single_precision else ""
+        worst = max(self.changes.values(), default=0.0)
+        head = (
+            f"{len(self.changes)} pairs, largest relative change of an output {worst:.1e} "
+            f"(rounding is up to {self.tolerance:.0e}{why})"
+        )
+        return "\n".join([head, *(f"NOT A SYMMETRY: {n}: {self.changes[n]:.1e}" for n in self.failures)])
+
+
+def _outputs(found: Any) -> list[torch.Tensor]:
+    """Collect all floating-point tensors of a model's output."""
+    if isinstance(found, torch.Tensor):
+        return [found.detach().double()] if found.is_floating_point() else []
+    if isinstance(found, dict):
+        found = list(found.values())
+    return [t for item in found for t in _outputs(item)] if isinstance(found, (list, tuple)) else []
+
+
+def _widened(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {k: _widened(v) for k, v in batch.items()}
+    return type(batch)(_widened(v) for v in batch) if isinstance(batch, (list, tuple)) else batch
+
+
+class _CastWatch(TorchFunctionMode):
+    """Notices float64 tensors that a model narrows to float32 and widens again."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.seen |= any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
+        return result
+
+
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """``model(**batch)`` for a dict, ``model(x)`` for a pair (x, y), else ``model(batch)``."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+@torch.no_grad()
+def verify(
+    model: nn.Module,
+    batch: Any,
+    seed: int = 0,
+    *,
+    condition: float = 10.0,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    extra: Sequence[SymmetricPair] = (),
+) -> Verification:
+    """Act on every pair with a random group element and compare the outputs.
+
+    The check runs on a float64 copy of the model in evaluation mode, from the balanced representative of every pair.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Left as it is.
+    batch
+        A small batch: what ``forward`` takes.
+    seed : int
+        Of the group elements.
+    condition : float
+        Their condition number.
+    forward : callable
+        ``forward(model, batch)`` → outputs; by default as for :func:`sharpness.evaluate`, without its loss.
+    extra : sequence of SymmetricPair
+        Pairs of one's own, as for :func:`find`.
+
+    Returns
+    -------
+    Verification
+        ``print`` it; ``ok`` and ``failures`` say what is wrong.
+    """
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(model, memo).double().eval()
+    wide = _widened(batch)
+
+    def rebound(b: Block) -> Block:
+        return replace(b, module=memo.get(id(b.module), b.module))
+
+    own = [replace(p, G=tuple(map(rebound, p.G)), H=tuple(map(rebound, p.H)), null=()) for p in extra]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with _CastWatch() as casts:
+            before = _outputs(forward(twin, wide))
+        if not before:
+            raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
+        changes = {}
+        for p in find(twin, extra=own):
+            if p.group is None:
+                continue
+            kept = [(t, t.detach().clone()) for t in p.parameters()]
+            act_randomly_(twin, condition, seed, [p])
+            after = _outputs(forward(twin, wide))
+            for t, value in kept:
+                t.copy_(value)
+            scale = max(float(t.abs().max()) for t in before)
+            finite = [(a, b, b.isfinite()) for a, b in zip(after, before, strict=True)]
+            differences = [float((a - b)[ok].abs().max()) if bool(ok.any()) else 0.0 for a, b, ok in finite]
+            changes[p.name] = max(differences) / max(scale, 1e-300)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    return Verification(changes, 1e-5 if casts.seen else 1e-9, casts.seen)

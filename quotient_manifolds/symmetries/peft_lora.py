@@ -1,0 +1,71 @@
+"""LoRA layers of the ``peft`` library, seen from outside: it is never imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .pairs import Group, SymmetricPair, block
+
+__all__ = ["is_lora", "lora_factors", "lora_obstacle", "lora_pairs"]
+
+#: Variants that see the factors through their product only. DoRA divides by the norm of W + BA, aLoRA masks tokens.
+_PRODUCT_VARIANTS = ("Dora", "ALora")
+#: (owner, attribute) of a parameter
+Place = tuple[nn.Module, str]
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Tell whether a module is a LoRA layer of peft."""
+    return type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "lora_A")
+
+
+def _factors(module: Any) -> Iterator[tuple[str, Place, Place]]:
+    """Adapter name, place of A (r, in) and place of B (out, r) of every active adapter."""
+    for name in module.active_adapters:
+        if name in module.lora_A:
+            yield name, (module.lora_A[name], "weight"), (module.lora_B[name], "weight")
+        elif name in module.lora_embedding_A:
+            yield name, (module.lora_embedding_A, name), (module.lora_embedding_B, name)
+
+
+def _is_off(module: Any) -> bool:
+    return bool(module.disable_adapters or module.merged)
+
+
+def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
+    """Places of A and B whose product adds to the weight of a module; none if it carries no LoRA at work."""
+    if not is_lora(module) or _is_off(module):
+        return []
+    return [(A, B) for _, A, B in _factors(module)]
+
+
+def lora_obstacle(module: nn.Module) -> str:
+    """Why LoRA on a projection leaves its attention layer no symmetry, or an empty string."""
+    if is_lora(module) and not _is_off(module):
+        adapters: Any = module.active_adapters
+        for name, variant in getattr(module, "lora_variant", {}).items():
+            if name in adapters:
+                return f"{getattr(variant, '__name__', type(variant).__name__)} scales the projection's rows"
+    return ""
+
+
+def lora_pairs(module: Any, name: str) -> Iterator[SymmetricPair]:
+    """G = B (out, r), H = Aᵀ (in, r), the group GL(r), for every active adapter of a LoRA layer."""
+    for adapter, A, B in _factors(module):
+        label = f"{name} lora {adapter}"
+        variant = getattr(module, "lora_variant", {}).get(adapter)
+        word = "" if variant is None else getattr(variant, "__name__", type(variant).__name__)
+        if module.merged:
+            yield SymmetricPair(label, "lora", None, reason="merged into the base weight; unmerge it")
+        elif module.disable_adapters:
+            yield SymmetricPair(label, "lora", None, reason="the adapter is disabled")
+        elif word and not word.startswith(_PRODUCT_VARIANTS):
+            yield SymmetricPair(label, "lora", None, reason=f"no known symmetry of {word}")
+        elif B[0] is A[0] and A[1] == B[1]:
+            continue
+        else:
+            G, H = block(*B), block(*A, transpose=True)
+            yield SymmetricPair(label, "lora", Group(G.size[1]), (G,), (H,))
