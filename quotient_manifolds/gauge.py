@@ -51,10 +51,10 @@ class Gauge:
         """Second factor of the canonical representative, V̂ Σ^{1/2}."""
         return self.V * self.sigma.sqrt().unsqueeze(-2)
 
-    def present(self, precision: torch.dtype | None = None) -> Tensor:
-        """Tell which directions the point has: σ_i above rounding of ``precision`` (default: its own dtype)."""
-        eps = torch.finfo(precision or self.sigma.dtype).eps
-        return self.sigma > RANK_TOLERANCE * eps * self.sigma[..., :1]
+    def present(self, tolerance: float | None = None) -> Tensor:
+        """Tell which directions the point has: σ_i above ``tolerance`` σ_1, by default above rounding."""
+        tolerance = RANK_TOLERANCE * torch.finfo(self.sigma.dtype).eps if tolerance is None else tolerance
+        return self.sigma > tolerance * self.sigma[..., :1]
 
     def to(self, dtype: torch.dtype) -> Gauge:
         """Round to another precision; real stays real and complex stays complex."""

@@ -36,6 +36,8 @@ class GLTangentSpace(TangentSpace):
     ----------
     gauge : Gauge
         Canonical representative and the group element that leads there.
+    present : Tensor
+        (…, h), which of the directions the point has: σ_i above a tolerance relative to σ_1.
     G, H, M, N, M_hat, N_hat, M_inv, N_inv : Tensor
         At the canonical representative; the inverses are those of the metric's Gram matrices.
     """
@@ -48,11 +50,13 @@ class GLTangentSpace(TangentSpace):
         *,
         at_canonical: bool = False,
         differentiable: bool = False,
+        tolerance: float | None = None,
     ) -> None:
         self.manifold = manifold
         self.x = x
         self.gauge = gauge
         self._at_canonical = at_canonical
+        self.present = gauge.present(tolerance)
         sigma = gauge.sigma
         self.sigma_hat = sigma.clamp_min(manifold.relaxation * sigma[..., :1])
         diagonal = torch.diag_embed(sigma).to(x.dtype)
@@ -70,7 +74,8 @@ class GLTangentSpace(TangentSpace):
             self.G, self.H = gauge.G, gauge.H
             self.M = self.N = diagonal
             self.M_hat = self.N_hat = diagonal_hat
-            inverse = torch.where(self.sigma_hat > 0, 1 / self.sigma_hat, torch.zeros_like(sigma))
+            # Nothing moves in directions that the point lacks.
+            inverse = torch.where(self.present, 1 / self.sigma_hat, torch.zeros_like(sigma))
             self.M_inv = self.N_inv = torch.diag_embed(inverse).to(x.dtype)
 
     # -- between the representative at hand and the canonical one --------------------------------------------------
@@ -204,7 +209,7 @@ class GLTangentSpace(TangentSpace):
         """σ̂^exponent as a row, zero for directions that the point does not have."""
         s = self.sigma_hat
         power = torch.where(s > 0, s, torch.ones_like(s)) ** exponent
-        return torch.where(self.gauge.present(), power, torch.zeros_like(s)).unsqueeze(-2)
+        return torch.where(self.present, power, torch.zeros_like(s)).unsqueeze(-2)
 
     def coordinates(self, u: Tensor) -> Tensor:
         r"""Give coordinates in which the metric is the identity, :math:`\|u\|_x = \|c\|_F`.
@@ -313,18 +318,20 @@ class _GLQuotient(QuotientManifold):
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
         G, H = x.detach().split(self._row_split(), dim=-2)
+        gauge = None
         try:
             gauge = canonical_gauge(G, H)
-            full_rank = bool(gauge.present()[..., -1].all())
+            suspect = not bool(gauge.present()[..., -1].all())
         except LinAlgError:  # SVD of NaN or inf
-            full_rank = False
-        if not full_rank:
+            suspect = True
+        if suspect:  # only then is it worth to factorise each factor on its own
             ok, reason = self._check_point_on_manifold(x.detach())
-            reason = reason if not ok else f"{self}: GHᴴ of a point of shape {tuple(x.shape)} has no full rank"
-            raise ValueError(reason)
+            if not ok or gauge is None:
+                raise ValueError(reason)
+        assert gauge is not None
         return self._space_class(self, x, gauge, differentiable=differentiable)
 
-    def at_gauge(self, gauge: Gauge, x: Tensor | None = None) -> GLTangentSpace:
+    def at_gauge(self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None) -> GLTangentSpace:
         """Give the tangent space at a point whose gauge is known, without factorising again.
 
         Parameters
@@ -332,24 +339,40 @@ class _GLQuotient(QuotientManifold):
         gauge : Gauge
         x : Tensor, optional
             The representative that vectors belong to; by default the canonical one.
+        tolerance : float, optional
+            Directions with σ_i below it, relative to σ_1, count as absent in coordinates and random vectors; by
+            default those at rounding level.
 
         Notes
         -----
         Unlike :meth:`at` it accepts rank-deficient points, whose missing directions count as absent.
         """
         if x is None:
-            return self._space_class(self, pack(gauge.G, gauge.H), gauge, at_canonical=True)
-        return self._space_class(self, x, gauge)
+            return self._space_class(self, pack(gauge.G, gauge.H), gauge, at_canonical=True, tolerance=tolerance)
+        return self._space_class(self, x, gauge, tolerance=tolerance)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit: :math:`(G A^{-1}, H A^H)`; A is (…, h, h), invertible."""
         G, H = self.unpack_tensor(x)
-        return pack(torch.linalg.solve(A, G, left=False), H @ A.mH)
+        self._check_algebra(x, A)
+        try:
+            return pack(torch.linalg.solve(A, G, left=False), H @ A.mH)
+        except LinAlgError as error:
+            raise ValueError(f"{self}: a group element of shape {tuple(A.shape)} is singular") from error
 
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
         r"""Give the vertical vector :math:`(GΛ, -HΛ^H)`; L is Λ, (…, h, h)."""
         G, H = self.unpack_tensor(x)
+        self._check_algebra(x, L)
         return pack(G @ L, -H @ L.mH)
+
+    def _check_algebra(self, x: Tensor, A: Tensor) -> None:
+        h = x.shape[-1]
+        if A.dim() < 2 or A.shape[-2:] != (h, h):
+            raise ValueError(
+                f"{self}: a point of shape {tuple(x.shape)} needs matrices (…, {h}, {h}), got {tuple(A.shape)}"
+            )
+        self._check_same(x, A, "the point x", "the matrix")
 
     def product(self, x: Tensor) -> Tensor:
         r"""Compute :math:`G H^H`, (…, n, m)."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from .space import Direction, WeightSpace
 
 __all__ = ["evaluate"]
 
+#: Bytes of directions that are kept unasked.
+_DIRECTIONS = 2 * 2**30
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -54,11 +57,16 @@ def default_loss(model: nn.Module, batch: Any) -> _Outcome:
         scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if scores is None:
             raise ValueError(f"{type(model).__name__} returned {type(output).__name__} without logits; pass loss_fn")
+        if scores.dim() > 1 and scores.shape[1] == 1:
+            raise ValueError(
+                f"{type(model).__name__} returned one score an example, for which cross-entropy is always 0; "
+                "pass loss_fn for a regression"
+            )
         loss = F.cross_entropy(scores, labels)
     else:
         raise ValueError(
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
-            "pass loss_fn(model, batch) for anything else"
+            "pass loss_fn(model, batch) for anything else, and wrap a single batch in a list"
         )
     return _Outcome(loss, _error_rate(scores, labels))
 
@@ -94,6 +102,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     fast_path = torch.backends.mha.get_fastpath_enabled()
+    autocast_cache = torch.is_autocast_cache_enabled()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.inference_mode(False))
@@ -101,10 +110,14 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             # The fast path of torch's encoder layers reads weights behind autograd's (and adapters') back.
             torch.backends.mha.set_fastpath_enabled(False)
-            model.eval()
+            # Not model.eval(): some layers merge weights when they are told to.
+            for module in modes:
+                module.training = False
+            torch.set_autocast_cache_enabled(False)  # it would keep casts of the weights while they move
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
+            torch.set_autocast_cache_enabled(autocast_cache)
             for module, training in modes.items():
                 module.training = training
             with torch.no_grad():
@@ -152,8 +165,8 @@ def _check_first(
     """Two identical passes must agree, and every attention layer must be known if the measure needs it."""
 
     def run() -> float:
-        with torch.no_grad():
-            return float(_outcome(loss_fn, model, batch).loss)
+        with torch.set_grad_enabled(loss_fn is not None):  # a loss of one's own may contain gradients
+            return float(_outcome(loss_fn, model, batch).loss.detach())
 
     one = symmetries.check_coverage(model, run) if measure.pairs is not None and not covered else run()
     two = run()
@@ -161,7 +174,7 @@ def _check_first(
         raise ValueError(f"the loss of batch 0 is {one}; a sharpness needs a finite loss to start from")
     scale = max(abs(one), abs(two), 1e-3)
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-    if abs(one - two) > 200 * eps * scale:
+    if abs(one - two) > min(200 * eps, 1e-3) * scale:
         raise ValueError(
             f"two identical passes gave different losses ({one:.8g} and {two:.8g}): switch off dropout that ignores "
             "eval(), random augmentation and sampling inside the model or loss_fn"
@@ -181,18 +194,29 @@ class _Task:
         self.worst_error: float | None = None
         self.base, base_gradient = self(space.zero(), True)
         assert base_gradient is not None
+        if not bool(base_gradient.isfinite().all()):
+            raise ValueError(
+                f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
+                f"{self.base:.6g}; look for a square root or logarithm at zero in the model or loss_fn"
+            )
         self.base_gradient = base_gradient
         self.base_error = self.worst_error
 
     def __call__(self, xi: Tensor, need_gradient: bool) -> tuple[float, Tensor | None]:
         self.space.move_to(xi)
-        with torch.set_grad_enabled(need_gradient):
+        with torch.set_grad_enabled(need_gradient or self.loss_fn is not None):
             outcome = _outcome(self.loss_fn, self.space.model, self.batch)
         value = float(outcome.loss.detach())
-        if math.isnan(value):
+        if not math.isfinite(value):
+            distance = float(torch.linalg.vector_norm(xi))
+            if distance == 0:
+                raise ValueError(
+                    f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
+                )
+            word = "NaN" if math.isnan(value) else "infinite"
             raise ValueError(
-                f"the loss of batch {self.index} became NaN at a distance of "
-                f"{float(torch.linalg.vector_norm(xi)):.4g} from the weights; use a smaller rho"
+                f"the loss of batch {self.index} became {word} at a distance of {distance:.4g} from the weights; "
+                "use a smaller rho"
             )
         if outcome.error is not None:
             self.worst_error = max(outcome.error, self.worst_error or 0.0)
@@ -215,7 +239,13 @@ class _Task:
                 xi, known = self.space.zero(), (self.base, self.base_gradient)
             else:
                 xi = self.space.random(_generator(self.seed, self.index, start))
-                xi = xi * (rho / torch.linalg.vector_norm(xi))
+                length = float(torch.linalg.vector_norm(xi))
+                if length == 0:
+                    raise ValueError(
+                        "there is no direction to move in: all trainable weights are zero or belong to pairs of rank 0 "
+                        "(LoRA's B = 0 before training); measure a trained model"
+                    )
+                xi = xi * (rho / length)
 
             def show(value: float, top: float) -> None:
                 bar.update()
@@ -236,8 +266,13 @@ class _Task:
 
 
 def _checked_radii(rho: float | Iterable[float]) -> tuple[tuple[float, ...], bool]:
-    scalar = isinstance(rho, (int, float))
-    radii = (float(rho),) if isinstance(rho, (int, float)) else tuple(float(r) for r in rho)
+    scalar = isinstance(rho, Real) or (isinstance(rho, Tensor) and rho.dim() == 0)
+    try:
+        if isinstance(rho, str):
+            raise TypeError
+        radii = tuple(float(r) for r in ([rho] if scalar else rho))  # type: ignore[union-attr, arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}") from None
     if not radii or any(not (math.isfinite(r) and r > 0) for r in radii):
         raise ValueError(f"rho must be one or several positive numbers, got {rho!r}")
     if len(set(radii)) < len(radii):
@@ -257,7 +292,7 @@ def evaluate(
     restarts: int = 0,
     seed: int = 0,
     progress: bool = True,
-    keep_directions: bool = True,
+    keep_directions: bool | None = None,
     pairs: Sequence[SymmetricPair] | None = None,
     verify: bool = False,
 ) -> SharpnessResult:
@@ -292,8 +327,9 @@ def evaluate(
         The random directions depend on (seed, batch, start) alone.
     progress : bool
         Show a progress bar (on a terminal only).
-    keep_directions : bool
-        Keep the worst direction of every batch and radius for ``result.direction``; each is as large as the model.
+    keep_directions : bool, optional
+        Keep the worst direction of every batch and radius for ``result.direction``, in main memory; each is as large
+        as the model. By default the first ones, up to 2 GiB in all.
     pairs : sequence of SymmetricPair, optional
         The pairs to divide out, for example ``symmetries.find(model, extra=[…])`` or ``find(model,
         key_bias="drop")``; by default ``find(model)``. A pair without a group counts as any other weight.
@@ -336,6 +372,13 @@ def evaluate(
     how = look_up(measure)
     if geodesic is not None:
         how = replace(how, geodesic=geodesic)
+    if isinstance(loss_fn, nn.Module):
+        raise ValueError(
+            f"loss_fn is called as loss_fn(model, batch), so {type(loss_fn).__name__} cannot be one; write "
+            "lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    if isinstance(batches, Mapping):
+        raise ValueError("batches is a single dict; wrap it in a list")
     stream = iter(batches)
     try:
         first = next(stream)
@@ -367,8 +410,19 @@ def evaluate(
             for r in radii:
                 result, point = task.run(r, steps, restarts, bar)
                 found.append(result)
-                if keep_directions:
+                room = keep_directions is None and len(directions) * space.dim * point.element_size() < _DIRECTIONS
+                if keep_directions or room:
                     directions[index, r] = space.direction(point)
     return SharpnessResult(
-        how.name, how.geodesic, radii, steps, restarts, seed, type(model).__name__, tuple(found), scalar, directions
+        how,
+        radii,
+        steps,
+        restarts,
+        seed,
+        type(model).__name__,
+        space.weakest(),
+        space.absent(),
+        tuple(found),
+        scalar,
+        directions,
     )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .measures import Measure
 from .space import Direction
 
 __all__ = ["BatchResult", "SharpnessResult"]
@@ -73,28 +74,45 @@ class SharpnessResult:
 
     Attributes
     ----------
-    measure, geodesic : str
+    how : Measure
+        The metric and retraction; ``measure`` and ``geodesic`` are its names.
     rhos : tuple of float
         The radii, in the order asked for.
     steps, restarts, seed : int
     model : str
         Class of the model.
+    weakest : float or None
+        σ_h, the smallest singular value of any pair's G Hᴴ. The mix metric's ball stays on the manifold only while
+        ρ < σ_h/√2; beyond that its value is set by the breakdown of the retraction.
+    absent : int
+        Directions of the pairs that count as absent (σ_i at rounding level).
     batches : tuple of BatchResult
         All batches at all radii.
     scalar : bool
         A single radius was asked for by a number.
     """
 
-    measure: str
-    geodesic: str
+    how: Measure
     rhos: tuple[float, ...]
     steps: int
     restarts: int
     seed: int
     model: str
+    weakest: float | None
+    absent: int
     batches: tuple[BatchResult, ...]
     scalar: bool
     _directions: dict[tuple[int, float], Direction] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def measure(self) -> str:
+        """Name of the measure."""
+        return self.how.name
+
+    @property
+    def geodesic(self) -> str:
+        """How pairs move along a tangent vector."""
+        return self.how.geodesic
 
     def at(self, rho: float) -> tuple[BatchResult, ...]:
         """List the batches at one radius."""
@@ -153,7 +171,7 @@ class SharpnessResult:
         if found is None:
             raise KeyError(
                 f"no direction for batch {batch_index} at rho = {rho}: there is no such measurement, or "
-                "keep_directions=False was given"
+                "it was not kept; pass keep_directions=True"
             )
         return found
 
@@ -168,6 +186,10 @@ class SharpnessResult:
         return {
             "measure": self.measure,
             "geodesic": self.geodesic,
+            "relaxation": self.how.relaxation,
+            "metric_scale": self.how.metric_scale,
+            "weakest_singular_value": self.weakest,
+            "absent_directions": self.absent,
             "model": self.model,
             "rho": list(self.rhos),
             "steps": self.steps,
@@ -200,6 +222,16 @@ class SharpnessResult:
                 e1 = _mean([b.worst_error or 0.0 for b in found])
                 errors = f"{e0:.1%} → {e1:.1%}"
             lines.append(f"{rho:>10.4g}  {base:>10.5f}  {worst:>10.5f}  {worst - base:>10.5f}  {errors:>16}")
+        if self.how.pairs == "mix" and self.weakest:
+            top = max(self.rhos) * self.how.metric_scale**-0.5 / self.weakest
+            lines.append(f"largest rho over the smallest singular value of a pair: {top:.3g}")
+            if top > 2**-0.5:
+                lines.append(
+                    "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
+                    "breakdown of its retraction, not the network"
+                )
+        if self.absent:
+            lines.append(f"{self.absent} directions of pairs are at rounding level and count as absent")
         randoms = sum(b.random_start for b in self.batches)
         if randoms:
             lines.append(

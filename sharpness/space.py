@@ -39,14 +39,14 @@ class Direction:
         the horizontal vector at the model's own representative.
     norm : float
         Length in the measure's metric.
-    pairs : tuple of SymmetricPair or None
-        The pairs that were handed to ``evaluate``; None if they are those that ``find`` names.
+    pairs : tuple of SymmetricPair
+        The pairs that were divided out.
     """
 
     measure: Measure
     tensors: dict[str, Tensor] = field(repr=False)
     norm: float
-    pairs: tuple[SymmetricPair, ...] | None = field(default=None, repr=False)
+    pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
 
 
 @dataclass
@@ -79,8 +79,13 @@ class _Pairs:
         return torch.view_as_complex(c.view(*self.shape, 2)) if self.point.is_complex() else c.view(self.shape)
 
 
+def _plain(name: str) -> str:
+    """A parameter's name without the prefix of ``torch.compile``."""
+    return name.replace("_orig_mod.", "")
+
+
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
@@ -113,6 +118,8 @@ class WeightSpace:
         Number of coordinates.
     dtype, device
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
+    pairs : tuple of SymmetricPair
+        Those that are divided out.
 
     Notes
     -----
@@ -129,10 +136,10 @@ class WeightSpace:
         self._step = measure.metric_scale**-0.5
         self._data = {p: p.data for p in self._parameters.values()}
         found = [] if measure.pairs is None else stacks(find(model) if pairs is None else pairs)
-        self._given_pairs = None if pairs is None else tuple(pairs)
         covered = _coverage(found)
         self._elementwise: list[_Elementwise] = []
         self._pairs: list[_Pairs] = []
+        self.pairs: tuple[SymmetricPair, ...] = tuple(p for s in found for p in s.pairs)
         start = 0
         for name, p in self._parameters.items():
             mask = covered.get(p)
@@ -186,11 +193,21 @@ class WeightSpace:
         for b in self._pairs:
             c = b.view(xi).to(b.exact.x.dtype)
             b.stack.scatter_(b.exact.from_coordinates(c * self._step), by_parameter)
-        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)), self._given_pairs)
+        tensors = {name: t.cpu() for name, t in tensors.items()}
+        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)), self.pairs)
 
     def _named_data(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._parameters.items():
             yield name, self._data[p]
+
+    def weakest(self) -> float | None:
+        """Give σ_h, the smallest singular value that any pair's G Hᴴ has; None without pairs."""
+        values = [b.exact.gauge.sigma[b.exact.present].min() for b in self._pairs if bool(b.exact.present.any())]
+        return float(min(values)) if values else None
+
+    def absent(self) -> int:
+        """Count the directions that count as absent, for want of a singular value above rounding."""
+        return sum(int((~b.exact.present).sum()) for b in self._pairs)
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -211,6 +228,10 @@ class WeightSpace:
     @torch.no_grad()
     def move_to(self, xi: Tensor) -> None:
         """Put the model at the retraction of the vector with coordinates xi, (dim,)."""
+        with torch.autocast(self.device.type, enabled=False):
+            self._move_to(xi)
+
+    def _move_to(self, xi: Tensor) -> None:
         for e in self._elementwise:
             base, out = self._data[e.parameter], self._work[e.parameter]
             scale = base if e.scale is None else e.scale
@@ -236,11 +257,9 @@ class WeightSpace:
         Tensor
             (dim,), horizontal: the gradient of ξ → loss(R(ξ)) in the tangent space at the base point.
         """
-        parameters = list(self._parameters.values())
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-        found: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
+        found = _differentiate(loss, list(self._parameters.values()))
         flat = torch.empty(self.dim, dtype=self.dtype, device=self.device)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             for e in self._elementwise:
                 out, grad = e.view(flat), found.get(e.parameter)
                 if grad is None:
@@ -264,6 +283,36 @@ class WeightSpace:
         return flat
 
 
+def _differentiate(loss: Tensor, parameters: list[nn.Parameter]) -> dict[Tensor, Tensor]:
+    """Gradients by parameter, those absent left out; ``.grad`` is left alone."""
+    if not _has_reentrant_checkpoint(loss):
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, parameters, allow_unused=True)
+    else:  # autograd.grad cannot see through reentrant checkpoints: collect in .grad, and put back what was there
+        before = [p.grad for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = None
+            loss.backward()
+            grads = tuple(p.grad for p in parameters)
+        finally:
+            for p, g in zip(parameters, before, strict=True):
+                p.grad = g
+    return {p: g.to_dense() if g.is_sparse else g for p, g in zip(parameters, grads, strict=True) if g is not None}
+
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    seen, queue = set(), [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        queue.extend(child for child, _ in node.next_functions)
+    return False
+
+
 def _coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
     masks: dict[Tensor, Tensor] = {}
     for s in found:
@@ -281,10 +330,19 @@ def _hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> _Pa
         manifold = s.manifold(measure.pairs, relaxation=measure.relaxation)
         G, H = manifold.unpack_tensor(x)
         gauge = canonical_gauge(G, H)
-        tangent = manifold.at_gauge(gauge.to(dtype))
+        # A group move turns σ_i = 0 into rounding noise times its condition number, which mix would then divide by.
+        tolerance = torch.finfo(_real(s.pairs[0].G[0].tensor.dtype)).eps ** 0.5
+        tangent = manifold.at_gauge(gauge.to(dtype), tolerance=tolerance)
         point = geoopt.ManifoldParameter(tangent.x, manifold=manifold, requires_grad=False)
         stop = start + point.numel() * (2 if point.is_complex() else 1)
-        return _Pairs(s, point, tangent, manifold.at_gauge(gauge, x), slice(start, stop), tuple(point.shape))
+        return _Pairs(
+            s, point, tangent, manifold.at_gauge(gauge, x, tolerance=tolerance), slice(start, stop), tuple(point.shape)
+        )
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose rounding the weights carry; half precision counts as float32, where the geometry is done."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
@@ -298,6 +356,18 @@ def _pointing_to(data: dict[Tensor, Tensor]) -> Iterator[None]:
     finally:
         for p, before in original.items():
             p.data = before
+
+
+def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
+    """The direction's pairs in this model, which may be another copy of the one that was measured."""
+    own = {id(m) for m in model.modules()}
+    if all(id(b.module) in own for p in direction.pairs for b in p.G + p.H):
+        return list(direction.pairs)
+    found = {p.name: p for p in find(model, include_frozen=True)}
+    missing = [p.name for p in direction.pairs if p.name not in found]
+    if missing:
+        raise ValueError(f"the direction moves the pair {missing[0]!r}, which {type(model).__name__} lacks")
+    return [found[p.name] for p in direction.pairs]
 
 
 @contextmanager
@@ -325,7 +395,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     ValueError
         If the direction's parameters are not those of the model.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {_plain(name): p for name, p in model.named_parameters()}
     for name, v in direction.tensors.items():
         if name not in parameters or parameters[name].shape != v.shape:
             raise ValueError(
@@ -339,10 +409,10 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
             for name, v in direction.tensors.items()
         }
         if measure.pairs is not None and measure.geodesic == "second-order":
-            vectors: dict[Tensor, Tensor] = {parameters[name]: v for name, v in direction.tensors.items()}
-            found = find(model) if direction.pairs is None else direction.pairs
-            usable = [p for p in found if all(b.tensor in vectors for b in p.G + p.H)]
-            for s in stacks(usable):
+            vectors: dict[Tensor, Tensor] = {
+                parameters[name]: v.to(parameters[name].device) for name, v in direction.tensors.items()
+            }
+            for s in stacks(_same_pairs(model, direction)):
                 b = _hold(s, measure, torch.float64, 0)
                 u = t * s.gather(vectors).to(b.exact.x)
                 s.scatter_(b.exact.retr(u), moved)

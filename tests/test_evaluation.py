@@ -7,6 +7,7 @@ import scipy.optimize
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
@@ -328,6 +329,10 @@ def test_inside_no_grad_and_inference_mode():
     expected = sharpness.evaluate(model, [batch], rho=0.1, steps=3).value
     with torch.no_grad():
         assert sharpness.evaluate(model, [batch], rho=0.1, steps=3).value == expected
+    with torch.inference_mode():
+        assert sharpness.evaluate(model, [batch], rho=0.1, steps=3).value == expected
+    for rho in (np.float64(0.1), torch.tensor(0.1)):
+        assert sharpness.evaluate(model, [batch], rho=rho, steps=3).value == expected
 
 
 # -- results ------------------------------------------------------------
@@ -435,6 +440,10 @@ def with_dropout(model, batch):
         ({"geodesic": "third-order"}, "geodesic must be one of"),
         ({"batches": []}, "batches is empty"),
         ({"batches": [torch.ones(3)]}, "a batch is a dict .* pass loss_fn"),
+        ({"batches": {"pixel_values": 1}}, "batches is a single dict; wrap it in a list"),
+        ({"batches": networks.images()}, "wrap a single batch in a list"),
+        ({"rho": "0.1"}, "rho must be one or several positive"),
+        ({"loss_fn": nn.CrossEntropyLoss()}, "CrossEntropyLoss cannot be one"),
         ({"batches": [{"pixel_values": torch.ones(2, 1, 8, 8)}]}, "returned no loss for a dict .* add the labels"),
         ({"loss_fn": with_dropout}, "two identical passes gave different losses"),
         ({"loss_fn": lambda m, b: F.cross_entropy(m(b[0]).logits, b[1]) * float("nan")}, "the loss of batch 0 is nan"),
@@ -546,3 +555,184 @@ def test_registered_attention_is_measured(monkeypatch):
     assert act_randomly_(twin, 10.0) == 2
     one, two = (sharpness.evaluate(m, [batch], rho=0.1).value for m in (model, twin))
     assert abs(one - two) < 1e-8 * one
+
+
+@pytest.mark.parametrize("measure", GEODESIC)
+def test_dead_units_of_a_head_count_as_absent(measure):
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    with torch.no_grad():
+        attention = model.vit.layers[0].attention
+        attention.k_proj.weight[3] = 0
+        attention.k_proj.bias[3] = 0
+    twin = copy.deepcopy(model)
+    for s in stacks(find(twin)):
+        A = torch.eye(8) + 0.3 * torch.randn(len(s), 8, 8)
+        s.scatter_(s.manifold().act(s.gather().detach(), A))
+    results = [sharpness.evaluate(m, [batch], measure=measure, rho=0.01, restarts=1) for m in (model, twin)]
+    assert [r.absent for r in results] == [1, 1]
+    assert abs(results[0].value - results[1].value) < 1e-8 * results[0].value
+    assert "1 directions of pairs" in str(results[0])
+    alive = sharpness.evaluate(networks.vit(), [batch], measure=measure, rho=0.01)
+    assert alive.absent == 0
+
+
+def test_mix_reports_when_its_ball_leaves_the_manifold():
+    model, batch = networks.vit(), networks.images()
+    sigma = min(
+        torch.linalg.svdvals(s.manifold().product(s.gather().detach()))[:, 7].min() for s in stacks(find(model))
+    )
+    result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=float(sigma), steps=1)
+    assert result.weakest == pytest.approx(float(sigma), rel=1e-6)
+    assert "largest rho over the smallest singular value of a pair: 1\n" in str(result)
+    assert "leaves the manifold" in str(result)
+    small = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.1 * float(sigma), steps=1)
+    assert "leaves the manifold" not in str(small)
+    assert small.to_dict()["weakest_singular_value"] == small.weakest
+
+
+def test_inside_autocast():
+    """Autocast keeps casts of weights; they must not survive a move of the weights."""
+    torch.set_default_dtype(torch.float32)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    expected = sharpness.evaluate(model, [batch], rho=0.3).value
+    cached = torch.is_autocast_cache_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sharpness.evaluate(model, [batch], rho=0.3).value
+        assert torch.is_autocast_cache_enabled() == cached
+    assert found == pytest.approx(expected, rel=0.15)
+
+
+def test_dropout_is_noticed_in_half_precision_too():
+    model, (x, y) = networks.vit().bfloat16(), networks.images()
+    with pytest.raises(ValueError, match="two identical passes"):
+        sharpness.evaluate(model, [(x.bfloat16(), y)], with_dropout, rho=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model():
+    model, batch = networks.vit(), networks.images()
+    expected = sharpness.evaluate(model, [batch], rho=0.1, steps=3)
+    compiled = torch.compile(model, backend="eager")
+    result = sharpness.evaluate(compiled, [batch], rho=0.1, steps=3)
+    assert result.value == pytest.approx(expected.value, rel=1e-10)
+    with sharpness.perturbed(compiled, expected.direction(0)) as moved, torch.no_grad():
+        loss = float(F.cross_entropy(moved(batch[0]).logits, batch[1]))
+    assert loss == pytest.approx(expected.per_batch[0].worst_loss, rel=1e-10)
+
+
+def test_perturbed_follows_the_geodesic_of_a_frozen_model_and_of_a_copy():
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=0.5, steps=5)
+    straight = sharpness.evaluate(model, [batch], rho=0.5, steps=5, geodesic="first-order")
+    assert abs(straight.value - result.value) > 1e-4
+    model.requires_grad_(False)
+    for m in (model, copy.deepcopy(model)):
+        with sharpness.perturbed(m, result.direction(0)), torch.no_grad():
+            loss = float(F.cross_entropy(m(batch[0]).logits, batch[1]))
+        assert loss == pytest.approx(result.per_batch[0].worst_loss, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_computed_weights_count_without_symmetry():
+    model, batch = networks.vit(), networks.images()
+    prune.random_unstructured(model.vit.layers[0].attention.q_proj, "weight", amount=0.2)
+    reasons = [p.reason for p in find(model) if p.group is None]
+    assert reasons == ["weight of Linear is computed, not a parameter"] * 2
+    assert sharpness.evaluate(model, [batch], rho=0.1, steps=2).value > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_is_refused_by_geodesic_measures():
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 3))
+    batch = (torch.randn(4, 8), torch.randint(3, (4,)))
+    with pytest.raises(UnknownAttentionError, match="TorchScript"):
+        sharpness.evaluate(model, [batch], rho=0.1)
+
+
+class Merging(nn.Linear):
+    """Merges something into its weight whenever it is told to evaluate."""
+
+    def train(self, mode=True):
+        if not mode:
+            self.weight.data += 1
+        return super().train(mode)
+
+
+def test_layers_that_merge_weights_in_eval_are_left_alone():
+    model = nn.Sequential(nn.Linear(8, 8), Merging(8, 3))
+    batch = (torch.randn(4, 8), torch.randint(3, (4,)))
+    before = snapshot(model)
+    sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1)
+    assert_same(snapshot(model), before)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 3), reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_() if self.reentrant else x
+        h = torch.utils.checkpoint.checkpoint(lambda t: self.first(t).relu(), x, use_reentrant=self.reentrant)
+        return self.second(h)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    torch.manual_seed(1)
+    model = Checkpointed(reentrant)
+    x, y = torch.randn(6, 8), torch.randint(3, (6,))
+    plain = nn.Sequential(model.first, nn.ReLU(), model.second)
+    expected = sharpness.evaluate(plain, [(x, y)], measure="adaptive", rho=0.5).value
+    F.cross_entropy(model(x), y).backward()
+    before = snapshot(model)
+    found = sharpness.evaluate(model, [(x, y)], measure="adaptive", rho=0.5).value
+    assert found == pytest.approx(expected, rel=1e-10)
+    assert_same(snapshot(model), before)
+
+
+def test_sparse_gradients_and_gradient_penalties():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    batch = (torch.randint(5, (6, 2)), torch.randint(3, (6,)))
+    assert sharpness.evaluate(model, [batch], measure="adaptive", rho=0.3).value > 0
+
+    def penalty(model, batch):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    smooth = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    assert sharpness.evaluate(smooth, [(torch.randn(5, 4),)], penalty, measure="adaptive", rho=0.3).value > 0
+
+
+def test_nan_data_and_infinite_losses_are_named():
+    model, (x, y) = networks.vit(), networks.images()
+    with pytest.raises(ValueError, match="the loss of batch 1 is nan; look for NaN in the data"):
+        sharpness.evaluate(model, [(x, y), (x * float("nan"), y)], rho=0.1, steps=1)
+
+    def loss(model, batch):
+        value = F.cross_entropy(model(batch[0]).logits, batch[1])
+        return value / (value < 2.5)
+
+    with pytest.raises(ValueError, match=r"became infinite at a distance of .* use a smaller rho"):
+        sharpness.evaluate(model, [(x, y)], loss, measure="euclidean", rho=3.0, steps=3)
+    with pytest.raises(ValueError, match="one score an example"):
+        sharpness.evaluate(nn.Linear(3, 1), [(torch.randn(4, 3), torch.randn(4, 1))], rho=0.1)
+
+
+def test_lora_before_training_has_no_direction_to_move_in():
+    layer = nn.Linear(4, 4)
+    A, B = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(4, 2))
+    layer.requires_grad_(False)
+    layer.A, layer.B = A, B
+    pair = symmetries.pair(
+        [symmetries.block(layer, "B")], [symmetries.block(layer, "A", transpose=True)], symmetries.Group(2)
+    )
+
+    def loss(model, batch):
+        return (batch + batch @ model.A.T @ model.B.T).square().mean()
+
+    with pytest.raises(ValueError, match="no direction to move in"):
+        sharpness.evaluate(layer, [torch.randn(3, 4)], loss, rho=0.1, pairs=[pair])

@@ -359,6 +359,13 @@ def test_bad_arguments_are_named():
         manifold.pack_point(torch.randn(4, 2), torch.randn(5, 2))
     with pytest.raises(ValueError, match="number of columns"):
         manifold.pack_point(torch.randn(5, 2), torch.randn(4, 3))
+    for bad, words in (
+        (torch.eye(3), "needs matrices"),
+        (torch.eye(2).float(), "dtype"),
+        (torch.zeros(2, 2), "singular"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            manifold.act(x, bad)
     with pytest.raises(ValueError, match="not horizontal"):
         manifold.assert_check_vector_on_tangent(x, manifold.vertical(x, torch.randn(2, 2)))
 
@@ -374,3 +381,17 @@ def test_projx_lifts_a_rank_deficient_tensor_on_the_manifold(metric):
     assert manifold.projx(valid) is valid
     with pytest.raises(ValueError, match="NaN"):
         manifold.projx(torch.full((9, 2), float("nan")))
+
+
+@metrics
+def test_points_that_pass_the_check_are_accepted(metric):
+    """Factors of condition 1e3 and 1e4 in float32: G Hᴴ is rank-deficient to rounding, the point is one."""
+    manifold = MANIFOLDS[metric](8, 7, relaxation=1e-3)
+    torch.manual_seed(0)
+    s = torch.logspace(0, -3, 3)
+    G = (torch.linalg.qr(torch.randn(8, 3)).Q * s) @ torch.linalg.qr(torch.randn(3, 3)).Q
+    H = (torch.linalg.qr(torch.randn(7, 3)).Q * s**1.3) @ torch.linalg.qr(torch.randn(3, 3)).Q
+    x = torch.cat([G, H]).float()
+    manifold.assert_check_point_on_manifold(x)
+    u = manifold.proju(x, torch.randn(15, 3).float())
+    assert manifold.retr(x, 1e-3 * u).isfinite().all()

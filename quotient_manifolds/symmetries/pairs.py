@@ -193,7 +193,7 @@ class SymmetricPair:
         if both:
             raise ValueError(
                 f"pair {self.name!r}: the same block stands in G and in H (tied weights); only an orthogonal group "
-                "is left, which is not supported"
+                "is left, which is not supported; leave the layer out with quotient_manifolds.symmetries.skip"
             )
 
     @property

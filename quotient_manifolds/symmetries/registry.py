@@ -153,13 +153,17 @@ def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
     return result
 
 
-def _usable(pair: SymmetricPair) -> SymmetricPair:
+def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
     if pair.group is None:
         return pair
+    computed = [b for b in pair.G + pair.H if not isinstance(b.tensor, nn.Parameter)]
+    if computed:
+        b = computed[0]
+        return pair.without_group(f"{b.attribute} of {type(b.module).__name__} is computed, not a parameter")
     frozen = sorted(
         {f"{b.attribute} of {type(b.module).__name__}" for b in pair.G + pair.H if not b.tensor.requires_grad}
     )
-    if frozen:
+    if frozen and not include_frozen:
         return pair.without_group(f"frozen: {', '.join(frozen)}")
     if pair.group.kind == "GL" and pair.group.h > min(pair.n, pair.m):
         return pair.without_group(f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
@@ -176,7 +180,13 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
             yield p
 
 
-def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str = "keep") -> PairList:
+def find(
+    model: nn.Module,
+    *,
+    extra: Sequence[SymmetricPair] = (),
+    key_bias: str = "keep",
+    include_frozen: bool = False,
+) -> PairList:
     """Name the continuous symmetries of a model's attention and LoRA weights.
 
     Parameters
@@ -190,6 +200,8 @@ def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str
         The bias of the keys adds one number to all scores of a query, which softmax ignores: a null direction.
         ``"keep"`` leaves it in H as one more row, as the paper does; moving it then has a length, and sharpness
         depends on its value. ``"drop"`` quotients it out too. (Under RoPE it is no null direction, and stays.)
+    include_frozen : bool
+        Keep the group of pairs whose parameters are not trainable.
 
     Returns
     -------
@@ -205,7 +217,8 @@ def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str
     if key_bias not in ("keep", "drop"):
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     found: list[SymmetricPair] = []
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
+        name = path.replace("_orig_mod.", "").removesuffix("_orig_mod")  # of torch.compile
         adapter = adapter_of(module)
         if adapter is not None:
             found.extend(adapter(module, name))
@@ -218,4 +231,4 @@ def find(model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
     merged = [p.drop_null() if key_bias == "drop" else p for p in merge([*found, *extra])]
-    return PairList(_disjoint([_usable(p) for p in merged]))
+    return PairList(_disjoint([_usable(p, include_frozen) for p in merged]))

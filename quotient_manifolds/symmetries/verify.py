@@ -109,7 +109,11 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
         A module that is neither registered nor inside a registered one calls softmax (on three or more dimensions),
         scaled-dot-product attention or torch's own multi-head attention.
     """
-    with _watching() as calls:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
+    # A compiled model is watched as the eager one that it was compiled from.
+    with torch.compiler.set_stance("force_eager"), _watching() as calls:
         result = run()
     names: dict[nn.Module, str] = {}
     covered: set[nn.Module] = set()

@@ -146,6 +146,8 @@ def run(
     """
     if condition < 1:
         raise ValueError(f"a condition number is at least 1, got {condition}")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"the folder {out.parent} for the picture does not exist; create it first")
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
     model = vision_transformer()
