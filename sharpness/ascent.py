@@ -11,8 +11,10 @@ from torch import Tensor
 
 __all__ = ["Ascent", "auto_pgd", "checkpoints"]
 
-#: ``f(x, need_gradient) -> (value, gradient or None)``
-Function = Callable[[Tensor, bool], tuple[float, Tensor | None]]
+#: ``f(x, out) -> value``; writes the gradient at x into ``out`` unless that is None
+Function = Callable[[Tensor, Tensor | None], float]
+#: Elements of a vector that are worked on at a time on a CPU, so that they stay in its cache.
+_CHUNK = 2**18
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ def auto_pgd(
     Parameters
     ----------
     f : callable
-        ``f(x, need_gradient) -> (value, gradient)``. If f has a natural subspace (horizontal vectors), gradients must
-        lie in it: every iterate is then a linear combination of ``start`` and gradients, and needs no projection.
+        ``f(x, out) -> value``, which writes the gradient into ``out``, (dim,), unless it is None. If f has a natural
+        subspace (horizontal vectors), gradients must lie in it: every iterate is then a linear combination of
+        ``start`` and gradients, and needs no projection.
     start : Tensor
         (dim,), within the ball.
     radius, steps
@@ -93,55 +96,105 @@ def auto_pgd(
     Croce and Hein 2020, Algorithm 1; paper, Algorithm 1, where lines 5–6 and 16–17 pair the loss with the wrong
     iterate and line 21 restarts the weights in place of the tangent vector.
     """
-    xi = start
+    work = _Buffers(start)
+    xi = work.take()
+    xi.copy_(start)
     if first is None:
-        value, found = f(xi, True)
-        assert found is not None
-        g = found
+        g = work.take()
+        value = f(xi, g)
     else:
         value, g = first
-    best, best_value, best_g = xi, value, g
+    xx = _dots((xi,), xi)[0]
+    gg, xg = _dots((g, xi), g)
+    previous, pp, xp, pg = xi, xx, xx, xg
+    best = (value, xi, g, xx, gg, xg)
     history = [value]
-    previous = xi
     eta = 2 * radius
     marks = set(checkpoints(steps))
-    last_mark, raised, halved, best_at_mark = 0, 0, False, best_value
+    last_mark, raised, halved, best_at_mark = 0, 0, False, value
     # A point on the sphere is on it up to rounding: do not scale it again.
-    slack = 1 + 4 * torch.finfo(xi.dtype).eps
+    slack = 1 + 4 * torch.finfo(start.dtype).eps
     for k in range(1, steps + 1):
-        gg, xx, pp = _dot(g, g), _dot(xi, xi), _dot(previous, previous)
-        xg, pg, xp = _dot(xi, g), _dot(previous, g), _dot(xi, previous)
         push = eta / (math.sqrt(gg) + 1e-12)
         z_norm = math.sqrt(max(xx + 2 * push * xg + push**2 * gg, 0.0))
         shrink = min(1.0, radius / z_norm) if z_norm > radius * slack else 1.0
         alpha = 1.0 if k == 1 else 0.75
         a, b, c = 2 - 2 * alpha + alpha * shrink, alpha - 1, alpha * shrink * push
-        square = a * a * xx + b * b * pp + c * c * gg + 2 * (a * b * xp + a * c * xg + b * c * pg)
-        norm = math.sqrt(max(square, 0.0))
-        if norm > radius * slack:
-            a, b, c = (v * radius / norm for v in (a, b, c))
-        new = torch.mul(xi, a).add_(g, alpha=c)
-        if b:
-            new.add_(previous, alpha=b)
-        previous, xi = xi, new
-        new_value, found = f(xi, k < steps)
+        square = max(a * a * xx + b * b * pp + c * c * gg + 2 * (a * b * xp + a * c * xg + b * c * pg), 0.0)
+        if math.sqrt(square) > radius * slack:
+            scale = radius / math.sqrt(square)
+            a, b, c, square = a * scale, b * scale, c * scale, radius**2
+        new = previous if previous is not xi and previous is not best[1] else work.take()
+        _combine_(new, (xi, a), (previous, b), (g, c))
+        # Every norm and inner product of iterates follows from those of the vectors they are made of.
+        previous, xi, pp, xp, xx = xi, new, xx, a * xx + b * xp + c * xg, square
+        work.keep(xi, previous, best[1], best[2])
+        last = k == steps
+        g = best[2] if last else work.take()
+        new_value = f(xi, None if last else g)
         raised += new_value > value
         value = new_value
-        g = found if found is not None else g
         history.append(value)
-        if value > best_value:
-            best, best_value, best_g = xi, value, g
+        if not last:
+            gg, xg, pg = _dots((g, xi, previous), g)
+        if value > best[0]:
+            best = (value, xi, g, xx, gg, xg)
+        work.keep(xi, previous, g, best[1], best[2])
         if k in marks:
-            stuck = not halved and best_value == best_at_mark
+            stuck = not halved and best[0] == best_at_mark
             halved = raised < 0.75 * (k - last_mark) or stuck
             if halved:
                 eta /= 2
-                xi, value, g, previous = best, best_value, best_g, best
-            last_mark, raised, best_at_mark = k, 0, best_value
+                value, xi, g, xx, gg, xg = best
+                previous, pp, xp, pg = xi, xx, xx, xg
+                work.keep(xi, g)
+            last_mark, raised, best_at_mark = k, 0, best[0]
         if callback is not None:
-            callback(value, best_value)
-    return Ascent(best, best_value, tuple(history))
+            callback(value, best[0])
+    return Ascent(best[1], best[0], tuple(history))
 
 
-def _dot(x: Tensor, y: Tensor) -> float:
-    return float(torch.dot(x, y))
+class _Buffers:
+    """Vectors that are written again and again: large allocations cost as much as the arithmetic."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._all, self._free = like, list[Tensor](), list[Tensor]()
+
+    def take(self) -> Tensor:
+        if not self._free:
+            self._free.append(torch.empty_like(self._like))
+            self._all.append(self._free[-1])
+        return self._free.pop()
+
+    def keep(self, *needed: Tensor) -> None:
+        """Take back every vector but these."""
+        ids = {id(t) for t in needed}
+        self._free = [t for t in self._all if id(t) not in ids]
+
+
+def _chunks(count: int, device: torch.device) -> range:
+    return range(0, count, _CHUNK if device.type == "cpu" else max(count, 1))
+
+
+def _dots(vectors: tuple[Tensor, ...], y: Tensor) -> list[float]:
+    """Inner products of several vectors with one, in one pass, summed over chunks in double precision."""
+    steps = _chunks(y.numel(), y.device)
+    size = steps.step
+    totals = torch.zeros(len(vectors), dtype=torch.float64, device=y.device)
+    for i in steps:
+        part = y[i : i + size]
+        totals += torch.stack([torch.dot(v[i : i + size], part) for v in vectors])
+    return [float(t) for t in totals.tolist()]
+
+
+def _combine_(out: Tensor, *terms: tuple[Tensor, float]) -> None:
+    """Write a linear combination, in one pass; ``out`` may be one of its vectors."""
+    steps = _chunks(out.numel(), out.device)
+    size = steps.step
+    first, *rest = sorted(terms, key=lambda t: t[0] is not out)
+    for i in steps:
+        part = out[i : i + size]
+        torch.mul(first[0][i : i + size], first[1], out=part)
+        for vector, weight in rest:
+            if weight:
+                part.add_(vector[i : i + size], alpha=weight)

@@ -17,6 +17,24 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def _toy(options: argparse.Namespace) -> int:
+    from .studies import toy
+
+    toy.run(out=options.out, x=options.x, y=options.y, progress=not options.quiet)
+    return 0
+
+
+def _diagonal(options: argparse.Namespace) -> int:
+    from .studies import diagonal
+
+    diagonal.run(
+        n=options.n, d=options.d, models=options.models, seeds=options.seeds, seed=options.seed,
+        alpha_min=options.alpha_min, alpha_max=options.alpha_max, rhos=options.rho, out=options.out,
+        workers=options.workers, progress=not options.quiet,
+    )  # fmt: skip
+    return 0
+
+
 def _symmetries(options: argparse.Namespace) -> int:
     from quotient_manifolds import symmetries
 
@@ -75,6 +93,37 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--seed", type=int, default=0, help="seed of the group elements")
     found.set_defaults(run=_symmetries)
+    toy = commands.add_parser(
+        "toy",
+        help="the two-parameter network: level sets of Euclidean and Riemannian quantities",
+        description="Draw the loss, the gradient norms and the Hessian traces of the network x ↦ θ₂θ₁x, Euclidean and "
+        "on the quotient, how much each varies along an orbit, and the geodesic sharpness against its closed form.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    toy.add_argument("--out", type=Path, default=Path("toy"), help="folder for the figure and the numbers")
+    toy.add_argument("--x", type=float, default=1.0, help="the input")
+    toy.add_argument("--y", type=float, default=1.0, help="the target")
+    toy.add_argument("--quiet", action="store_true", help="no progress bar")
+    toy.set_defaults(run=_toy)
+    diagonal = commands.add_parser(
+        "diagonal",
+        help="diagonal networks: closed forms and true maxima against the test loss",
+        description="Train diagonal networks side by side, measure their sharpness in closed form and by true "
+        "maximisation, and correlate it with their test loss.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    diagonal.add_argument("--n", type=int, default=100, help="data points")
+    diagonal.add_argument("--d", type=int, default=200, help="dimensions")
+    diagonal.add_argument("--models", type=int, default=50, help="networks a data seed")
+    diagonal.add_argument("--seeds", type=int, default=10, help="number of data seeds")
+    diagonal.add_argument("--seed", type=int, default=0, help="the first data seed")
+    diagonal.add_argument("--alpha-min", type=float, default=0.01, help="smallest scale of the start")
+    diagonal.add_argument("--alpha-max", type=float, default=0.3, help="largest scale of the start")
+    diagonal.add_argument("--rho", type=float, nargs="+", default=[0.001, 0.1], help="radii of the true maximisation")
+    diagonal.add_argument("--workers", type=int, help="processes that share the seeds (default: one a core)")
+    diagonal.add_argument("--out", type=Path, default=Path("diagonal"), help="folder for CSV, JSON and figure")
+    diagonal.add_argument("--quiet", action="store_true", help="no progress bar")
+    diagonal.set_defaults(run=_diagonal)
     return top
 
 

@@ -192,8 +192,8 @@ class _Task:
     def __init__(self, space: WeightSpace, loss_fn: LossFunction | None, batch: Any, index: int, seed: int) -> None:
         self.space, self.loss_fn, self.batch, self.index, self.seed = space, loss_fn, batch, index, seed
         self.worst_error: float | None = None
-        self.base, base_gradient = self(space.zero(), True)
-        assert base_gradient is not None
+        base_gradient = space.zero()
+        self.base = self(space.zero(), base_gradient)
         if not bool(base_gradient.isfinite().all()):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
@@ -202,9 +202,9 @@ class _Task:
         self.base_gradient = base_gradient
         self.base_error = self.worst_error
 
-    def __call__(self, xi: Tensor, need_gradient: bool) -> tuple[float, Tensor | None]:
+    def __call__(self, xi: Tensor, out: Tensor | None) -> float:
         self.space.move_to(xi)
-        with torch.set_grad_enabled(need_gradient or self.loss_fn is not None):
+        with torch.set_grad_enabled(out is not None or self.loss_fn is not None):
             outcome = _outcome(self.loss_fn, self.space.model, self.batch)
         value = float(outcome.loss.detach())
         if not math.isfinite(value):
@@ -220,11 +220,12 @@ class _Task:
             )
         if outcome.error is not None:
             self.worst_error = max(outcome.error, self.worst_error or 0.0)
-        if not need_gradient:
-            return value, None
+        if out is None:
+            return value
         if not outcome.loss.requires_grad:
             raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
-        return value, self.space.gradient(outcome.loss)
+        self.space.gradient(outcome.loss, out)
+        return value
 
     def run(self, rho: float, steps: int, restarts: int, bar: tqdm[Any]) -> tuple[BatchResult, Tensor]:
         began = time.perf_counter()

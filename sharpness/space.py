@@ -244,13 +244,15 @@ class WeightSpace:
             second = self.measure.geodesic == "second-order"
             b.stack.scatter_(b.tangent.retr(b.u) if second else b.point + b.u, self._work)
 
-    def gradient(self, loss: Tensor) -> Tensor:
+    def gradient(self, loss: Tensor, out: Tensor | None = None) -> Tensor:
         """Differentiate a loss of the model where it stands.
 
         Parameters
         ----------
         loss : Tensor
             Scalar with a graph that reaches the parameters.
+        out : Tensor, optional
+            Where the result is written, (dim,).
 
         Returns
         -------
@@ -258,17 +260,17 @@ class WeightSpace:
             (dim,), horizontal: the gradient of ξ → loss(R(ξ)) in the tangent space at the base point.
         """
         found = _differentiate(loss, list(self._parameters.values()))
-        flat = torch.empty(self.dim, dtype=self.dtype, device=self.device)
+        flat = torch.empty(self.dim, dtype=self.dtype, device=self.device) if out is None else out
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             for e in self._elementwise:
-                out, grad = e.view(flat), found.get(e.parameter)
+                part, grad = e.view(flat), found.get(e.parameter)
                 if grad is None:
-                    out.zero_()
+                    part.zero_()
                     continue
                 scale = self._data[e.parameter] if e.scale is None else e.scale
-                torch.mul(grad.to(self.dtype), scale.to(self.dtype), out=out)
+                torch.mul(grad.to(self.dtype), scale.to(self.dtype), out=part)
                 if self._step != 1:
-                    out.mul_(self._step)
+                    part.mul_(self._step)
             for b in self._pairs:
                 assert b.u is not None
                 if not any(p in found for p in b.stack.parameters()):

@@ -1,0 +1,108 @@
+"""Cost of a step of the ascent, as a ratio to a bare forward and backward pass.
+
+Bare passes and ascents alternate in one process; a step's cost is the time of an ascent divided by its steps, without
+the set-up of the geometry, which is reported apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from _common import write
+from torch import nn
+from torch.nn import functional as F
+
+from sharpness.ascent import auto_pgd
+from sharpness.evaluation import _Task, _undisturbed
+from sharpness.measures import MEASURES
+from sharpness.space import WeightSpace
+
+RADII = {"geodesic-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
+
+
+class Classifier(nn.Module):
+    """open_clip's image tower with a linear head."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import open_clip
+
+        self.visual = open_clip.create_model(name, pretrained=None).visual
+        self.head = nn.Linear(self.visual.output_dim, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.visual(x))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="ViT-B-32")
+    parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--measures", nargs="+", default=list(MEASURES))
+    parser.add_argument("--name", default="iteration_cost")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device(options.device)
+    model = Classifier(options.model).to(device).eval()
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    rows = []
+    for size in options.batch:
+        x, y = torch.randn(size, 3, 224, 224, device=device), torch.randint(1000, (size,), device=device)
+        parameters = list(model.parameters())
+
+        def bare(x=x, y=y, parameters=parameters) -> float:
+            start = time.perf_counter()
+            loss = F.cross_entropy(model(x), y)
+            torch.autograd.grad(loss, parameters)
+            sync()
+            return time.perf_counter() - start
+
+        bare()
+        for name in options.measures:
+            with _undisturbed(model):
+                start = time.perf_counter()
+                space = WeightSpace(model, MEASURES[name])
+                sync()
+                setup = time.perf_counter() - start
+                with space.attached():
+                    task = _Task(space, None, (x, y), 0, 0)
+                    known = (task.base, task.base_gradient)
+                    spare = space.zero()  # the last step has no backward pass: give it one
+
+                    def ascend(task=task, space=space, known=known, spare=spare, name=name) -> float:
+                        start = time.perf_counter()
+                        auto_pgd(
+                            lambda v, out: task(v, spare if out is None else out),
+                            space.zero(),
+                            RADII[name],
+                            options.steps,
+                            first=known,
+                        )
+                        sync()
+                        return (time.perf_counter() - start) / options.steps
+
+                    ascend()
+                    pairs = [(bare(), ascend(), bare()) for _ in range(options.repeats)]
+            ratios = [step / ((before + after) / 2) for before, step, after in pairs]
+            rows.append(
+                {
+                    "model": options.model, "batch": size, "measure": name, "device": options.device,
+                    "ratio": round(statistics.median(ratios), 3),
+                    "ratios": [round(r, 3) for r in ratios],
+                    "bare_seconds": round(statistics.median(b for b, _, _ in pairs), 4),
+                    "setup_seconds": round(setup, 3),
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+            del space, task, known, spare
+    write(options.name, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""How well a measure ranks models: rank correlations with their uncertainty."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import scipy.stats
+
+__all__ = ["Correlation", "granulated_kendall", "kendall", "partial_kendall", "pearson", "spearman"]
+
+Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A correlation over models.
+
+    Attributes
+    ----------
+    name : str
+    value : float
+        NaN where one of the quantities is constant.
+    p : float
+        Two-sided, of the hypothesis of no association; NaN where no test is defined.
+    low, high : float
+        Percentile bootstrap interval over models.
+    models : int
+    ties : int
+        Pairs of models with equal values of either quantity.
+    """
+
+    name: str
+    value: float
+    p: float
+    low: float
+    high: float
+    models: int
+    ties: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give plain numbers."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        ties = f", {self.ties} tied pairs" if self.ties else ""
+        interval = f"[{self.low:+.2f}, {self.high:+.2f}]"
+        return f"{self.name} {self.value:+.2f} {interval}, p = {self.p:.2g}, n = {self.models}{ties}"
+
+
+def _columns(**columns: Numbers) -> dict[str, _Array]:
+    found = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
+    sizes = {name: a.shape for name, a in found.items()}
+    if len(set(sizes.values())) > 1 or any(a.ndim != 1 for a in found.values()):
+        raise ValueError(f"the quantities must be lists of one number a model, of equal length; got shapes {sizes}")
+    for name, a in found.items():
+        if len(a) < 3:
+            raise ValueError(f"a correlation needs at least 3 models, got {len(a)}")
+        if not np.isfinite(a).all():
+            raise ValueError(f"{name} has NaN or infinite entries; drop these models first")
+    return found
+
+
+def _ties(x: _Array, y: _Array) -> int:
+    i, j = np.triu_indices(len(x), 1)
+    return int(((x[i] == x[j]) | (y[i] == y[j])).sum())
+
+
+def _bootstrapped(
+    name: str,
+    statistic: Callable[..., float],
+    columns: Sequence[_Array],
+    p: float,
+    resamples: int,
+    level: float,
+    seed: int,
+) -> Correlation:
+    rng = np.random.default_rng(seed)
+    count = len(columns[0])
+    draws = []
+    for _ in range(resamples):
+        chosen = rng.integers(count, size=count)
+        draws.append(statistic(*(c[chosen] for c in columns)))
+    finite = [d for d in draws if np.isfinite(d)]
+    low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2]) if finite else (np.nan, np.nan)
+    value = statistic(*columns)
+    return Correlation(name, float(value), float(p), float(low), float(high), count, _ties(columns[0], columns[1]))
+
+
+def _tau(x: _Array, y: _Array) -> float:
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(scipy.stats.kendalltau(x, y).statistic)
+
+
+def kendall(x: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Correlation:
+    """Compute Kendall's τ-b of two quantities over models.
+
+    Parameters
+    ----------
+    x, y : sequence of float
+        One number a model, for example sharpness and generalisation gap.
+    resamples, level, seed
+        Of the percentile bootstrap over models.
+
+    Returns
+    -------
+    Correlation
+
+    Notes
+    -----
+    The paper reports τ. Ties are accounted for by τ-b and counted in the result.
+    """
+    c = _columns(x=x, y=y)
+    p = float("nan") if np.isnan(_tau(c["x"], c["y"])) else scipy.stats.kendalltau(c["x"], c["y"]).pvalue
+    return _bootstrapped("Kendall τ", _tau, [c["x"], c["y"]], p, resamples, level, seed)
+
+
+def _classical(name: str, test: Any, x: Numbers, y: Numbers, resamples: int, level: float, seed: int) -> Correlation:
+    c = _columns(x=x, y=y)
+
+    def statistic(a: _Array, b: _Array) -> float:
+        return float("nan") if np.ptp(a) == 0 or np.ptp(b) == 0 else float(test(a, b).statistic)
+
+    p = float("nan") if np.isnan(statistic(c["x"], c["y"])) else test(c["x"], c["y"]).pvalue
+    return _bootstrapped(name, statistic, [c["x"], c["y"]], p, resamples, level, seed)
+
+
+def spearman(x: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Correlation:
+    """Compute Spearman's rank correlation; parameters as for :func:`kendall`."""
+    return _classical("Spearman", scipy.stats.spearmanr, x, y, resamples, level, seed)
+
+
+def pearson(x: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Correlation:
+    """Compute Pearson's correlation; parameters as for :func:`kendall`."""
+    return _classical("Pearson", scipy.stats.pearsonr, x, y, resamples, level, seed)
+
+
+def _partial_tau(x: _Array, y: _Array, z: _Array) -> float:
+    xy, xz, yz = _tau(x, y), _tau(x, z), _tau(y, z)
+    room = (1 - xz**2) * (1 - yz**2)
+    return float("nan") if not room > 0 else (xy - xz * yz) / room**0.5
+
+
+def partial_kendall(
+    x: Numbers, y: Numbers, z: Numbers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
+) -> Correlation:
+    r"""Compute Kendall's τ of x and y that is left when a third quantity z is controlled for.
+
+    .. math:: τ_{xy \cdot z} = \frac{τ_{xy} - τ_{xz} τ_{yz}}{\sqrt{(1 - τ_{xz}^2)(1 - τ_{yz}^2)}}
+
+    Parameters
+    ----------
+    x, y, z : sequence of float
+        One number a model; z is, say, the training loss.
+    resamples, level, seed
+        Of the bootstrap; p is that of a permutation test of x with as many permutations.
+
+    Returns
+    -------
+    Correlation
+
+    Notes
+    -----
+    Kendall 1942. NaN where z determines the order of x or y. The coefficient need not vanish for quantities that are
+    independent given z; judge it by its p.
+    """
+    c = _columns(x=x, y=y, z=z)
+    value = _partial_tau(c["x"], c["y"], c["z"])
+    p = float("nan")
+    if np.isfinite(value):
+        rng = np.random.default_rng(seed + 1)
+        # Ranks of x given z: permute what z does not explain.
+        ranks = {k: scipy.stats.rankdata(v) for k, v in c.items()}
+        slope, intercept = np.polyfit(ranks["z"], ranks["x"], 1)
+        fitted = slope * ranks["z"] + intercept
+        rest = ranks["x"] - fitted
+        null = [_partial_tau(fitted + rng.permutation(rest), c["y"], c["z"]) for _ in range(resamples)]
+        p = (1 + sum(abs(v) >= abs(value) for v in null)) / (1 + resamples)
+    return _bootstrapped("partial Kendall τ", _partial_tau, [c["x"], c["y"], c["z"]], p, resamples, level, seed)
+
+
+def granulated_kendall(
+    x: Numbers, y: Numbers, hyperparameters: Mapping[str, Sequence[Any]]
+) -> tuple[float, dict[str, float]]:
+    r"""Compute the granulated Kendall coefficient of a sweep over several hyperparameters.
+
+    For every hyperparameter i, τ is computed among the models that differ in it alone, and averaged over all
+    settings of the others: ψ_i. The coefficient Ψ is the mean of the ψ_i. A measure that merely tracks one
+    hyperparameter scores badly on the others.
+
+    Parameters
+    ----------
+    x, y : sequence of float
+        One number a model.
+    hyperparameters : mapping of str to sequence
+        Values by name, one a model.
+
+    Returns
+    -------
+    (float, dict of str to float)
+        Ψ, and ψ by hyperparameter; NaN for one that never varies alone.
+
+    Notes
+    -----
+    Jiang et al., *Fantastic Generalization Measures*, 2020, Eq. 5–6.
+    """
+    c = _columns(x=x, y=y)
+    count = len(c["x"])
+    for name, values in hyperparameters.items():
+        if len(values) != count:
+            raise ValueError(f"hyperparameter {name!r} has {len(values)} values for {count} models")
+    if not hyperparameters:
+        raise ValueError("granulated_kendall needs at least one hyperparameter")
+    psi = {}
+    for name in hyperparameters:
+        others = [k for k in hyperparameters if k != name]
+        cells: dict[tuple[Any, ...], list[int]] = {}
+        for i in range(count):
+            cells.setdefault(tuple(hyperparameters[k][i] for k in others), []).append(i)
+        taus = []
+        for members in cells.values():
+            signs = [
+                np.sign(c["x"][i] - c["x"][j]) * np.sign(c["y"][i] - c["y"][j])
+                for i, j in itertools.combinations(members, 2)
+                if hyperparameters[name][i] != hyperparameters[name][j]
+            ]
+            if signs:
+                taus.append(float(np.mean(signs)))
+        psi[name] = float(np.mean(taus)) if taus else float("nan")
+    known = [v for v in psi.values() if np.isfinite(v)]
+    return (float(np.mean(known)) if known else float("nan")), psi
