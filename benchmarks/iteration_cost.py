@@ -15,7 +15,7 @@ from _common import write
 from torch import nn
 from torch.nn import functional as F
 
-from sharpness.ascent import auto_pgd
+from sharpness.ascent import Buffers, auto_pgd
 from sharpness.evaluation import _Task, _undisturbed
 from sharpness.measures import MEASURES
 from sharpness.space import WeightSpace
@@ -71,19 +71,18 @@ def main() -> None:
                 sync()
                 setup = time.perf_counter() - start
                 with space.attached():
-                    task = _Task(space, None, (x, y), 0, 0)
+                    buffers = Buffers(space.zero())
+                    task = _Task(space, None, (x, y), 0, 0, buffers)
                     known = (task.base, task.base_gradient)
                     spare = space.zero()  # the last step has no backward pass: give it one
 
-                    def ascend(task=task, space=space, known=known, spare=spare, name=name) -> float:
+                    def ascend(task=task, known=known, spare=spare, buffers=buffers, name=name) -> float:
                         start = time.perf_counter()
-                        auto_pgd(
-                            lambda v, out: task(v, spare if out is None else out),
-                            space.zero(),
-                            RADII[name],
-                            options.steps,
-                            first=known,
-                        )
+                        found = auto_pgd(
+                            lambda v, out: task(v, spare if out is None else out), task.space.zero(), RADII[name],
+                            options.steps, first=known, buffers=buffers,
+                        )  # fmt: skip
+                        buffers.adopt(found.point)
                         sync()
                         return (time.perf_counter() - start) / options.steps
 
@@ -100,7 +99,7 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)
-            del space, task, known, spare
+            del space, task, known, spare, buffers
     write(options.name, rows)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Ascent", "auto_pgd", "checkpoints"]
+__all__ = ["Ascent", "Buffers", "auto_pgd", "checkpoints"]
 
 #: ``f(x, out) -> value``; writes the gradient at x into ``out`` unless that is None
 Function = Callable[[Tensor, Tensor | None], float]
@@ -61,6 +61,7 @@ def auto_pgd(
     steps: int,
     *,
     first: tuple[float, Tensor] | None = None,
+    buffers: Buffers | None = None,
     callback: Callable[[float, float], None] | None = None,
 ) -> Ascent:
     r"""Maximise f over the ball of a radius by Auto-PGD (L2 form).
@@ -84,6 +85,8 @@ def auto_pgd(
         ρ and the number of steps; f is called steps + 1 times, once less with ``first``.
     first : (float, Tensor), optional
         Value and gradient at ``start``, if known.
+    buffers : Buffers, optional
+        Vectors to work in, kept from one ascent to the next. The result's point is taken out of them.
     callback : callable, optional
         Called with (value, best value) after every step.
 
@@ -96,7 +99,8 @@ def auto_pgd(
     Croce and Hein 2020, Algorithm 1; paper, Algorithm 1, where lines 5–6 and 16–17 pair the loss with the wrong
     iterate and line 21 restarts the weights in place of the tangent vector.
     """
-    work = _Buffers(start)
+    work = Buffers(start) if buffers is None else buffers
+    work.keep()
     xi = work.take()
     xi.copy_(start)
     if first is None:
@@ -151,16 +155,18 @@ def auto_pgd(
             last_mark, raised, best_at_mark = k, 0, best[0]
         if callback is not None:
             callback(value, best[0])
+    work.give(best[1])
     return Ascent(best[1], best[0], tuple(history))
 
 
-class _Buffers:
+class Buffers:
     """Vectors that are written again and again: large allocations cost as much as the arithmetic."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._all, self._free = like, list[Tensor](), list[Tensor]()
 
     def take(self) -> Tensor:
+        """Give a vector with any content."""
         if not self._free:
             self._free.append(torch.empty_like(self._like))
             self._all.append(self._free[-1])
@@ -170,6 +176,14 @@ class _Buffers:
         """Take back every vector but these."""
         ids = {id(t) for t in needed}
         self._free = [t for t in self._all if id(t) not in ids]
+
+    def give(self, vector: Tensor) -> None:
+        """Hand a vector over: it is not written again, until :meth:`adopt` brings it back."""
+        self._all = [t for t in self._all if t is not vector]
+
+    def adopt(self, vector: Tensor) -> None:
+        """Take a vector over that nobody else needs any more."""
+        self._all.append(vector)
 
 
 def _chunks(count: int, device: torch.device) -> range:

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from quotient_manifolds import symmetries
 from quotient_manifolds.symmetries import SymmetricPair
 
-from .ascent import Ascent, auto_pgd
+from .ascent import Ascent, Buffers, auto_pgd
 from .measures import Measure
 from .measures import measure as look_up
 from .results import BatchResult, SharpnessResult
@@ -189,8 +189,11 @@ def _generator(*entropy: int) -> torch.Generator:
 class _Task:
     """The ascents on one batch: shares the pass at the weights between radii and starts."""
 
-    def __init__(self, space: WeightSpace, loss_fn: LossFunction | None, batch: Any, index: int, seed: int) -> None:
+    def __init__(
+        self, space: WeightSpace, loss_fn: LossFunction | None, batch: Any, index: int, seed: int, buffers: Buffers
+    ) -> None:
         self.space, self.loss_fn, self.batch, self.index, self.seed = space, loss_fn, batch, index, seed
+        self.buffers = buffers
         self.worst_error: float | None = None
         base_gradient = space.zero()
         self.base = self(space.zero(), base_gradient)
@@ -252,9 +255,12 @@ class _Task:
                 bar.update()
                 bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
 
-            found = auto_pgd(self, xi, rho, steps, first=known, callback=show)
+            found = auto_pgd(self, xi, rho, steps, first=known, buffers=self.buffers, callback=show)
+            worse: Ascent | None = found
             if best is None or found.value > best.value:
-                best = found
+                worse, best = best, found
+            if worse is not None:
+                self.buffers.adopt(worse.point)
         assert best is not None
         point, value = best.point, best.value
         if value < self.base:  # a random start that never rose: the centre belongs to the ball
@@ -405,15 +411,17 @@ def evaluate(
             disable=None if progress else True,
         )  # fmt: skip
         stack.enter_context(bar)
+        buffers = Buffers(space.zero())
         for index, batch in enumerate(itertools.chain([first], stream)):
             _check_device(batch, index, space.device)
-            task = _Task(space, loss_fn, batch, index, seed)
+            task = _Task(space, loss_fn, batch, index, seed, buffers)
             for r in radii:
                 result, point = task.run(r, steps, restarts, bar)
                 found.append(result)
                 room = keep_directions is None and len(directions) * space.dim * point.element_size() < _DIRECTIONS
                 if keep_directions or room:
                     directions[index, r] = space.direction(point)
+                buffers.adopt(point)
     return SharpnessResult(
         how,
         radii,

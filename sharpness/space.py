@@ -25,6 +25,9 @@ from .measures import Measure
 
 __all__ = ["Direction", "WeightSpace", "perturbed"]
 
+#: Elements of a stack of pairs that are worked on at a time on a CPU.
+_PIECE = 2**20
+
 
 @dataclass(frozen=True)
 class Direction:
@@ -140,6 +143,8 @@ class WeightSpace:
         self._elementwise: list[_Elementwise] = []
         self._pairs: list[_Pairs] = []
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for s in found for p in s.pairs)
+        if self.device.type == "cpu":
+            found = [piece for s in found for piece in _pieces(s)]
         start = 0
         for name, p in self._parameters.items():
             mask = covered.get(p)
@@ -322,6 +327,12 @@ def _coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
             masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
         s.mark_(masks)
     return masks
+
+
+def _pieces(s: PairStack) -> list[PairStack]:
+    """Split a stack so that temporaries stay in a CPU's cache; fresh large ones cost more than the arithmetic."""
+    count = max(1, _PIECE // ((s.n + s.m) * s.group.h))
+    return [PairStack(s.pairs[i : i + count]) for i in range(0, len(s), count)]
 
 
 def _hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> _Pairs:
