@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .linalg import real_dtype
+
 __all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge"]
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
@@ -58,7 +60,7 @@ class Gauge:
 
     def to(self, dtype: torch.dtype) -> Gauge:
         """Round to another precision; real stays real and complex stays complex."""
-        real = torch.empty((), dtype=dtype).real.dtype
+        real = real_dtype(dtype)
         cast = real.to_complex() if self.U.is_complex() else real
         return Gauge(self.U.to(cast), self.V.to(cast), self.sigma.to(real), self.A.to(cast), self.A_inv.to(cast))
 

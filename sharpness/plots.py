@@ -51,8 +51,7 @@ def plot_symmetry_demo(
     left.legend(frameon=False)
     for name, result in before.items():
         rhos = result.rhos
-        one = [sum(b.sharpness for b in result.at(r)) / len(result.at(r)) for r in rhos]
-        two = [sum(b.sharpness for b in after[name].at(r)) / len(after[name].at(r)) for r in rhos]
+        one, two = ([found.mean(r) for r in rhos] for found in (result, after[name]))
         middle.loglog(rhos, one, "o-", color=COLOURS.get(name), label=name)
         middle.loglog(rhos, two, "x--", color=COLOURS.get(name))
         change = [max(abs(b / a - 1), 1e-8) if a > 0 else float("nan") for a, b in zip(one, two, strict=True)]

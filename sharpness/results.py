@@ -121,10 +121,14 @@ class SharpnessResult:
             raise KeyError(f"rho = {rho} was not measured; the radii are {', '.join(map(str, self.rhos))}")
         return found
 
+    def mean(self, rho: float) -> float:
+        """Mean sharpness over the batches at one radius."""
+        return _mean([b.sharpness for b in self.at(rho)])
+
     @property
     def value(self) -> float | dict[float, float]:
         """Mean sharpness over the batches; by radius if several were asked for."""
-        values = {rho: _mean([b.sharpness for b in self.at(rho)]) for rho in self.rhos}
+        values = {rho: self.mean(rho) for rho in self.rhos}
         return values[self.rhos[0]] if self.scalar else values
 
     @property
@@ -182,7 +186,7 @@ class SharpnessResult:
             row = asdict(b)
             row.update(sharpness=b.sharpness, error_increase=b.error_increase, history=list(b.history))
             rows.append(row)
-        mean = {str(rho): _mean([b.sharpness for b in self.at(rho)]) for rho in self.rhos}
+        mean = {str(rho): self.mean(rho) for rho in self.rhos}
         return {
             "measure": self.measure,
             "geodesic": self.geodesic,

@@ -164,6 +164,8 @@ class WeightSpace:
             start = block.where.stop
         self.dim = start
         self._work: dict[Tensor, Tensor] = {}
+        self._reentrant: bool | None = None
+        self._pairs_checked = False
 
     # -- vectors -----------------------------------------------------------------------------------------------
 
@@ -264,7 +266,10 @@ class WeightSpace:
         Tensor
             (dim,), horizontal: the gradient of ξ → loss(R(ξ)) in the tangent space at the base point.
         """
-        found = _differentiate(loss, list(self._parameters.values()))
+        if self._reentrant is None:  # walking the graph once is enough: the model does not change
+            self._reentrant = _has_reentrant_checkpoint(loss)
+        found = _differentiate(loss, list(self._parameters.values()), self._reentrant)
+        self._check_pairs(found)
         flat = torch.empty(self.dim, dtype=self.dtype, device=self.device) if out is None else out
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             for e in self._elementwise:
@@ -278,21 +283,28 @@ class WeightSpace:
                     part.mul_(self._step)
             for b in self._pairs:
                 assert b.u is not None
-                if not any(p in found for p in b.stack.parameters()):
-                    raise ValueError(
-                        f"the pair {b.stack.pairs[0].name!r} gets no gradient: the loss does not depend on it; freeze "
-                        "its weights with requires_grad_(False), or check that the layer takes part"
-                    )
                 egrad = b.stack.gather(found).to(b.point.dtype)
                 if self.measure.geodesic == "second-order":
                     egrad = b.tangent.pullback(b.u, egrad)
                 b.view(flat).copy_(b.tangent.project_coordinates(b.tangent.dual_coordinates(egrad) * self._step))
         return flat
 
+    def _check_pairs(self, found: dict[Tensor, Tensor]) -> None:
+        """Refuse pairs without any gradient, at the first one: a layer that is left out, or bypassed."""
+        if self._pairs_checked:
+            return
+        for pair in self.pairs:
+            if not any(p in found for p in pair.parameters()):
+                raise ValueError(
+                    f"the pair {pair.name!r} gets no gradient: the loss does not depend on it; freeze its weights with "
+                    "requires_grad_(False), or check that the layer takes part"
+                )
+        self._pairs_checked = True
 
-def _differentiate(loss: Tensor, parameters: list[nn.Parameter]) -> dict[Tensor, Tensor]:
+
+def _differentiate(loss: Tensor, parameters: list[nn.Parameter], reentrant: bool) -> dict[Tensor, Tensor]:
     """Gradients by parameter, those absent left out; ``.grad`` is left alone."""
-    if not _has_reentrant_checkpoint(loss):
+    if not reentrant:
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, parameters, allow_unused=True)
     else:  # autograd.grad cannot see through reentrant checkpoints: collect in .grad, and put back what was there
         before = [p.grad for p in parameters]

@@ -736,3 +736,19 @@ def test_lora_before_training_has_no_direction_to_move_in():
 
     with pytest.raises(ValueError, match="no direction to move in"):
         sharpness.evaluate(layer, [torch.randn(3, 4)], loss, rho=0.1, pairs=[pair])
+
+
+def test_a_layer_that_takes_no_part_is_named():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = networks.TinyAttention(), networks.TinyAttention()
+
+        def forward(self, x):
+            return self.used(x)
+
+    model, batch = networks.shake(Half()), networks.tokens(width=4)
+    with pytest.raises(ValueError, match=r"pair 'unused\.attention qk head 0' gets no gradient"):
+        sharpness.evaluate(model, [batch], rho=0.1)
+    model.unused.requires_grad_(False)
+    assert sharpness.evaluate(model, [batch], rho=0.1).value > 0

@@ -52,14 +52,9 @@ class Demo:
         lines = [f"{'measure':<14}{'rho':>6}{'sharpness':>13}{'equivalent network':>21}{'relative change':>18}"]
         for name, result in self.before.items():
             for rho in result.rhos:
-                one, two = (_mean_sharpness(r, rho) for r in (result, self.after[name]))
+                one, two = result.mean(rho), self.after[name].mean(rho)
                 lines.append(f"{name:<14}{rho:>6g}{one:>13.5f}{two:>21.5f}{two / one - 1:>18.1e}")
         return "\n".join(lines)
-
-
-def _mean_sharpness(result: SharpnessResult, rho: float) -> float:
-    found = result.at(rho)
-    return sum(b.sharpness for b in found) / len(found)
 
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
