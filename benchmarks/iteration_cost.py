@@ -15,10 +15,12 @@ from _common import write
 from torch import nn
 from torch.nn import functional as F
 
-from sharpness.ascent import Buffers, auto_pgd
-from sharpness.evaluation import _Task, _undisturbed
+from sharpness.ascent import ASCENTS, Buffers, RoundBall
+from sharpness.evaluation import _Batch
+from sharpness.losses import Objective
 from sharpness.measures import MEASURES
 from sharpness.space import WeightSpace
+from sharpness.undisturbed import undisturbed
 
 RADII = {"geodesic-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
 
@@ -44,7 +46,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--measures", nargs="+", default=list(MEASURES))
+    parser.add_argument("--measures", nargs="+", default=list(RADII))
+    parser.add_argument("--ascent", default="power", choices=list(ASCENTS))
     parser.add_argument("--name", default="iteration_cost")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -65,22 +68,23 @@ def main() -> None:
 
         bare()
         for name in options.measures:
-            with _undisturbed(model):
+            with undisturbed(model):
                 start = time.perf_counter()
                 space = WeightSpace(model, MEASURES[name])
                 sync()
                 setup = time.perf_counter() - start
                 with space.attached():
-                    buffers = Buffers(space.zero())
-                    task = _Task(space, None, (x, y), 0, 0, buffers)
-                    known = (task.base, task.base_gradient)
-                    spare = space.zero()  # the last step has no backward pass: give it one
+                    task = _Batch(space, Objective(), (x, y), 0, space.empty())
+                    buffers = Buffers(task.base_gradient)
+                    spare = space.empty()  # the last step has no backward pass: give it one
 
-                    def ascend(task=task, known=known, spare=spare, buffers=buffers, name=name) -> float:
+                    def ascend(task=task, spare=spare, buffers=buffers, name=name) -> float:
                         start = time.perf_counter()
-                        found = auto_pgd(
-                            lambda v, out: task(v, spare if out is None else out), task.space.zero(), RADII[name],
-                            options.steps, first=known, buffers=buffers,
+                        buffers.keep()
+                        found = ASCENTS[options.ascent](
+                            lambda v, out: task(v, spare if out is None else out), buffers.take().zero_(),
+                            RoundBall(RADII[name]), options.steps, first=(task.base, task.base_gradient),
+                            buffers=buffers,
                         )  # fmt: skip
                         buffers.adopt(found.point)
                         sync()
@@ -91,7 +95,8 @@ def main() -> None:
             ratios = [step / ((before + after) / 2) for before, step, after in pairs]
             rows.append(
                 {
-                    "model": options.model, "batch": size, "measure": name, "device": options.device,
+                    "model": options.model, "batch": size, "measure": name, "ascent": options.ascent,
+                    "device": options.device,
                     "ratio": round(statistics.median(ratios), 3),
                     "ratios": [round(r, 3) for r in ratios],
                     "bare_seconds": round(statistics.median(b for b, _, _ in pairs), 4),
@@ -99,7 +104,7 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)
-            del space, task, known, spare, buffers
+            del space, task, spare, buffers
     write(options.name, rows)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import real_dtype
+from .linalg import pack, real_dtype
 
 __all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge"]
 
@@ -29,29 +29,41 @@ class Gauge:
 
     Attributes
     ----------
-    U, V : Tensor
-        Orthonormal columns, (…, n, h) and (…, m, h).
+    x : Tensor
+        The canonical representative, Ĝ above Ĥ, (…, n + m, h).
+    n : int
+        Rows of Ĝ.
     sigma : Tensor
         Singular values of G Hᴴ in descending order, (…, h), real: the invariants of the orbit.
     A, A_inv : Tensor
         (…, h, h); columns and rows that belong to σ_i = 0 are zero.
     """
 
-    U: Tensor
-    V: Tensor
+    x: Tensor
+    n: int
     sigma: Tensor
     A: Tensor
     A_inv: Tensor
 
     @property
     def G(self) -> Tensor:
-        """First factor of the canonical representative, Û Σ^{1/2}."""
-        return self.U * self.sigma.sqrt().unsqueeze(-2)
+        """First factor of the canonical representative, Û Σ^{1/2}, a view."""
+        return self.x[..., : self.n, :]
 
     @property
     def H(self) -> Tensor:
-        """Second factor of the canonical representative, V̂ Σ^{1/2}."""
-        return self.V * self.sigma.sqrt().unsqueeze(-2)
+        """Second factor of the canonical representative, V̂ Σ^{1/2}, a view."""
+        return self.x[..., self.n :, :]
+
+    @property
+    def U(self) -> Tensor:
+        """Û, (…, n, h), orthonormal columns; 0 for those that belong to σ_i = 0."""
+        return self.G * _inverse(self.sigma.sqrt()).unsqueeze(-2)
+
+    @property
+    def V(self) -> Tensor:
+        """V̂, (…, m, h), orthonormal columns; 0 for those that belong to σ_i = 0."""
+        return self.H * _inverse(self.sigma.sqrt()).unsqueeze(-2)
 
     def present(self, tolerance: float | None = None) -> Tensor:
         """Tell which directions the point has: σ_i above ``tolerance`` σ_1, by default above rounding."""
@@ -61,8 +73,8 @@ class Gauge:
     def to(self, dtype: torch.dtype) -> Gauge:
         """Round to another precision; real stays real and complex stays complex."""
         real = real_dtype(dtype)
-        cast = real.to_complex() if self.U.is_complex() else real
-        return Gauge(self.U.to(cast), self.V.to(cast), self.sigma.to(real), self.A.to(cast), self.A_inv.to(cast))
+        cast = real.to_complex() if self.x.is_complex() else real
+        return Gauge(self.x.to(cast), self.n, self.sigma.to(real), self.A.to(cast), self.A_inv.to(cast))
 
 
 def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
@@ -89,8 +101,13 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     phase = peak.conj() / peak.abs()
     U, V, U_hat = U * phase, V * phase, U_hat * phase
     root = sigma.sqrt()
-    safe = torch.where(root > 0, root, torch.ones_like(root))
-    inverse_root = torch.where(root > 0, safe.reciprocal(), torch.zeros_like(root))
+    inverse_root = _inverse(root)
     A = inverse_root.unsqueeze(-1) * (U.mH @ R_G)
     A_inv = (R_H.mH @ V) * inverse_root.unsqueeze(-2)
-    return Gauge(U_hat, Q_H @ V, sigma, A, A_inv)
+    x = pack(U_hat, Q_H @ V) * root.unsqueeze(-2)
+    return Gauge(x, G.shape[-2], sigma, A, A_inv)
+
+
+def _inverse(s: Tensor) -> Tensor:
+    """1/s, and 0 for 0."""
+    return torch.where(s > 0, torch.where(s > 0, s, torch.ones_like(s)).reciprocal(), torch.zeros_like(s))

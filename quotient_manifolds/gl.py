@@ -205,6 +205,20 @@ class GLTangentSpace(TangentSpace):
         u = self.from_coordinates(pack(c_G, E2.mH @ self.gauge.U))
         return self.proju(u)
 
+    def vertical_moment(self, u: Tensor) -> Tensor:
+        r"""Compute S with :math:`\langle u, v_Λ \rangle = \mathrm{Re}\langle S, Λ \rangle_F`, 0 if u is horizontal.
+
+        :math:`v_Λ` is the vertical vector :math:`(GΛ, -HΛ^H)` at the canonical representative; S is (…, h, h).
+        """
+        xi, eta = self._to_gauge(u)
+        W_G, W_H = self._weights()
+        return self.G.mH @ (xi @ W_G) - (eta @ W_H).mH @ self.H
+
+    def vertical_covector(self, L: Tensor) -> Tensor:
+        r"""Give the Euclidean covector :math:`u \mapsto \langle v_Λ, u \rangle`, the adjoint of the vertical moment."""
+        W_G, W_H = self._weights()
+        return self._dual_from_gauge(self.G @ L @ W_G, -self.H @ L.mH @ W_H)
+
     def _scale(self, exponent: float) -> Tensor:
         """σ̂^exponent as a row, zero for directions that the point does not have."""
         s = self.sigma_hat
@@ -348,7 +362,7 @@ class _GLQuotient(QuotientManifold):
         Unlike :meth:`at` it accepts rank-deficient points, whose missing directions count as absent.
         """
         if x is None:
-            return self._space_class(self, pack(gauge.G, gauge.H), gauge, at_canonical=True, tolerance=tolerance)
+            return self._space_class(self, gauge.x, gauge, at_canonical=True, tolerance=tolerance)
         return self._space_class(self, x, gauge, tolerance=tolerance)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
@@ -383,8 +397,7 @@ class _GLQuotient(QuotientManifold):
         """Give the representative in canonical gauge, where GᴴG = HᴴH = Σ; see :class:`Gauge`."""
         self.at(x)  # the checks
         G, H = self.unpack_tensor(x)
-        gauge = canonical_gauge(G, H)
-        return pack(gauge.G, gauge.H)
+        return canonical_gauge(G, H).x
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Give the point G = [I; 0], H = [I; 0]; ``seed`` is accepted for geoopt's sake."""

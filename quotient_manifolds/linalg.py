@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["column_rank_ratio", "pack", "real_dtype", "sylvester", "symmetric_part_doubled", "trace_product"]
+__all__ = [
+    "column_rank_ratio",
+    "hermitian_power",
+    "pack",
+    "real_dtype",
+    "sylvester",
+    "symmetric_part_doubled",
+    "trace_product",
+]
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,6 +46,12 @@ def column_rank_ratio(X: Tensor) -> Tensor:
     """Return σ_min(X) / σ_max(X), 0 for a zero matrix; X is (…, n, h) with n ≥ h."""
     s = torch.linalg.svdvals(X)
     return torch.where(s[..., 0] > 0, s[..., -1] / s[..., 0], torch.zeros_like(s[..., 0]))
+
+
+def hermitian_power(S: Tensor, exponent: float) -> Tensor:
+    """Return S^exponent of a Hermitian positive definite S, (…, h, h)."""
+    values, vectors = torch.linalg.eigh(S)
+    return (vectors * values.clamp_min(0).pow(exponent).unsqueeze(-2)) @ vectors.mH
 
 
 class _NearDiagonalSylvester(torch.autograd.Function):

@@ -1,15 +1,17 @@
-"""Auto-PGD: maximise a function over a ball around the origin of a Euclidean space. Knows nothing of networks."""
+"""Maximise a function over a ball around the origin of a Euclidean space. Knows nothing of networks."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Ascent", "Buffers", "auto_pgd", "checkpoints"]
+__all__ = ["ASCENTS", "Ascent", "Ball", "Buffers", "CubeBall", "RoundBall", "auto_pgd", "checkpoints", "power"]
 
 #: ``f(x, out) -> value``; writes the gradient at x into ``out`` unless that is None
 Function = Callable[[Tensor, Tensor | None], float]
@@ -19,7 +21,7 @@ _CHUNK = 2**18
 
 @dataclass(frozen=True)
 class Ascent:
-    """What an ascent found.
+    r"""What an ascent found.
 
     Attributes
     ----------
@@ -29,11 +31,337 @@ class Ascent:
         The function there.
     history : tuple of float
         Values at all iterates, the start included.
+    gap : float or None
+        :math:`\max_{\|y\| \le ρ} \langle \nabla f(x), y - x \rangle` at the best iterate: what a first-order step
+        still offers, 0 at a maximum over the ball (the Frank–Wolfe gap). None if the gradient there is not known,
+        because the best iterate came last.
+    converged : bool or None
+        Whether the gap is below the tolerance; None if there was no tolerance.
     """
 
     point: Tensor
     value: float
     history: tuple[float, ...]
+    gap: float | None
+    converged: bool | None
+
+
+# -- balls -----------------------------------------------------------------------------------------------------------
+
+
+class Ball(ABC):
+    """A ball around the origin: what the ascents need of its shape.
+
+    Parameters
+    ----------
+    radius : float
+    """
+
+    def __init__(self, radius: float) -> None:
+        self.radius = radius
+
+    @abstractmethod
+    def norm(self, x: Tensor) -> float:
+        """Measure a vector by the norm whose ball this is."""
+
+    @abstractmethod
+    def reach(self, g: Tensor) -> float:
+        r"""Compute :math:`\max_{\|y\| \le ρ} \langle g, y \rangle`, ρ times the dual norm of g."""
+
+    @abstractmethod
+    def to_sphere_(self, x: Tensor) -> Tensor:
+        """Move a vector other than 0 to the ball's surface, in place."""
+
+    @abstractmethod
+    def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
+        r"""Write Auto-PGD's next iterate: :math:`z = P(x + η d)`, :math:`P(x + α(z - x) + (1 - α)(x - x_{prev}))`.
+
+        d is the steepest direction of unit length.
+        """
+
+    @abstractmethod
+    def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
+        """Look at the best point so far, its gradient and, if there was one, the best point before it."""
+
+    def gap(self, g: Tensor, x: Tensor) -> float:
+        """Compute the Frank–Wolfe gap at x, where the gradient is g."""
+        return self.view(g, x, None).gap
+
+
+class View(ABC):
+    """What the power method sees from the best point so far.
+
+    Attributes
+    ----------
+    gap : float
+        The Frank–Wolfe gap there.
+    """
+
+    gap: float
+
+    @abstractmethod
+    def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
+        r"""Write the next iterate.
+
+        :math:`y = \arg\max_{\|y\| \le ρ} \langle g, y \rangle`, pushed on by a quarter of best − other if asked for,
+        then drawn towards the best point: :math:`ω y + (1 - ω)\, best`; each time back to the surface.
+        """
+
+
+#: Weight of the last move in the power iteration.
+_MOMENTUM = 0.25
+
+
+class RoundBall(Ball):
+    r"""The ball :math:`\|x\|_2 \le ρ`.
+
+    Every iterate is a linear combination of two earlier ones and a gradient, so all norms follow from their Gram
+    matrix: a step is one pass for that and one that writes. Such combinations of horizontal vectors are horizontal.
+    """
+
+    def norm(self, x: Tensor) -> float:
+        return math.sqrt(float(_gram(x)[0, 0]))
+
+    def reach(self, g: Tensor) -> float:
+        return self.radius * self.norm(g)
+
+    def to_sphere_(self, x: Tensor) -> Tensor:
+        return x.mul_(self.radius / self.norm(x))
+
+    def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
+        gram = _gram(x, previous, g)
+
+        def project(c: np.ndarray) -> np.ndarray:
+            length = math.sqrt(max(c @ gram @ c, 0.0))
+            return c * min(1.0, self.radius / length) if length > 0 else c
+
+        here, before = np.array([1.0, 0, 0]), np.array([0, 1.0, 0])
+        z = project(here + np.array([0, 0, eta / (math.sqrt(gram[2, 2]) + 1e-12)]))
+        c = project(here + alpha * (z - here) + (1 - alpha) * (here - before))
+        _combine_(out, (x, c[0]), (previous, c[1]), (g, c[2]))
+
+    def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
+        return _RoundView(self.radius, g, best, other)
+
+
+class _RoundView(View):
+    def __init__(self, radius: float, g: Tensor, best: Tensor, other: Tensor | None) -> None:
+        self._radius = radius
+        self._vectors = (g, best) if other is None else (g, best, other)
+        self._gram = _gram(*self._vectors)
+        self.gap = float(radius * math.sqrt(self._gram[0, 0]) - self._gram[0, 1])
+
+    def _onto(self, c: np.ndarray) -> np.ndarray:
+        return c * (self._radius / (math.sqrt(max(c @ self._gram @ c, 0.0)) + 1e-300))
+
+    def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
+        unit = np.eye(len(self._vectors))
+        c = self._onto(unit[0])
+        if momentum:
+            c = self._onto(c + _MOMENTUM * (unit[1] - unit[2]))
+        if omega < 1:
+            c = self._onto(omega * c + (1 - omega) * unit[1])
+        _combine_(out, *zip(self._vectors, c.tolist(), strict=True))
+
+
+class CubeBall(Ball):
+    r"""The ball :math:`\|x\|_\infty \le ρ`."""
+
+    def norm(self, x: Tensor) -> float:
+        return float(torch.linalg.vector_norm(x, math.inf))
+
+    def reach(self, g: Tensor) -> float:
+        return self.radius * float(torch.linalg.vector_norm(g, 1, dtype=torch.float64))
+
+    def to_sphere_(self, x: Tensor) -> Tensor:
+        return x.sign_().mul_(self.radius)
+
+    def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
+        for o, here, before, slope in _chunked(out, x, previous, g):
+            z = (here + eta * slope.sign()).clamp_(-self.radius, self.radius)
+            new = here + alpha * (z - here) + (1 - alpha) * (here - before)
+            o.copy_(new.clamp_(-self.radius, self.radius))
+
+    def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
+        return _CubeView(self.radius, g, best, other, self.reach(g) - float(_gram(g, best)[0, 1]))
+
+
+class _CubeView(View):
+    def __init__(self, radius: float, g: Tensor, best: Tensor, other: Tensor | None, gap: float) -> None:
+        self._radius, self._g, self._best, self._other, self.gap = radius, g, best, other, gap
+
+    def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
+        last = self._other if momentum and self._other is not None else self._best
+        for o, slope, top, before in _chunked(out, self._g, self._best, last):
+            y = (self._radius * slope.sign() + _MOMENTUM * (top - before)).clamp_(-self._radius, self._radius)
+            o.copy_(torch.lerp(top, y, omega))
+
+
+# -- ascents ---------------------------------------------------------------------------------------------------------
+
+
+def power(
+    f: Function,
+    start: Tensor,
+    ball: Ball,
+    steps: int,
+    *,
+    tol: float = 0.0,
+    base: float | None = None,
+    first: tuple[float, Tensor] | None = None,
+    buffers: Buffers | None = None,
+    callback: Callable[[float, float], None] | None = None,
+) -> Ascent:
+    r"""Maximise f over a ball by the generalised power method.
+
+    The next iterate is where the gradient at the best point so far points to,
+
+    .. math:: y = ρ\, g/\|g\|, \qquad y \leftarrow y + \tfrac14 (x - x_{prev}),\quad
+              x^+ = ω y + (1 - ω) x \quad \text{(each time scaled to length ρ)},
+
+    with the momentum term only after a rise. The damping ω, at first 1, is halved by every fall and recovers by 1.2
+    with every rise. For a convex f the plain iteration (no momentum, ω = 1) never falls.
+
+    Parameters
+    ----------
+    f : callable
+        ``f(x, out) -> value``, which writes the gradient into ``out``, (dim,), unless it is None. If f has a natural
+        subspace (horizontal vectors), gradients must lie in it: every iterate is then a linear combination of
+        ``start`` and gradients, and needs no projection.
+    start : Tensor
+        (dim,), the origin or a point of the ball's surface. One of the buffers if there are any; else it is copied.
+    ball : Ball
+    steps : int
+        Upper bound; f is called steps + 1 times at most, once less with ``first``.
+    tol : float
+        Stop once the gap, see :class:`Ascent`, at the best iterate is below ``tol`` times the rise; 0 never stops.
+    base : float, optional
+        Value at the origin, from which the rise counts; by default the value at ``start``.
+    first : (float, Tensor), optional
+        Value and gradient at ``start``, if known.
+    buffers : Buffers, optional
+        Vectors to work in, kept from one ascent to the next. The result's point is taken out of them.
+    callback : callable, optional
+        Called with (value, best value) after every step.
+
+    Returns
+    -------
+    Ascent
+
+    Notes
+    -----
+    Journée, Nesterov, Richtárik, Sepulchre 2010, for the undamped iteration; the gap is that of Frank and Wolfe 1956.
+    An iterate depends on those before it alone, so a run of more steps continues one of fewer.
+    """
+    work, start, value, g = _begin(f, start, first, buffers)
+    history, base = [value], value if base is None else base
+    best = (value, start, g)
+    view: View | None = ball.view(g, start, None)
+    # The origin is no point of the surface: the first iterate takes its place, whatever its value.
+    begun = ball.norm(start) > 0
+    other, momentum, omega = None, False, 1.0
+    for k in range(1, steps + 1):
+        assert view is not None
+        if begun and _done(view.gap, best[0], base, tol, start.dtype):
+            break
+        work.keep(best[1], best[2], *([] if other is None else [other]))
+        x = work.take() if other is None else other  # the point before the best is not needed after this
+        view.propose_(x, omega, momentum=momentum)
+        work.keep(best[1], best[2], x)
+        last = k == steps
+        g = best[2] if last else work.take()
+        value = f(x, None if last else g)
+        history.append(value)
+        if not begun or value > best[0]:
+            other, momentum = (best[1], True) if begun else (None, False)
+            omega = min(1.0, 1.2 * omega)
+            best, begun = (value, x, g), True
+            view = None if last else ball.view(g, x, other)
+        else:
+            other, momentum, omega = x, False, omega / 2
+        if callback is not None:
+            callback(value, best[0])
+    return _finish(work, best, history, None if view is None else view.gap, base, tol)
+
+
+def auto_pgd(
+    f: Function,
+    start: Tensor,
+    ball: Ball,
+    steps: int,
+    *,
+    tol: float = 0.0,
+    base: float | None = None,
+    first: tuple[float, Tensor] | None = None,
+    buffers: Buffers | None = None,
+    callback: Callable[[float, float], None] | None = None,
+) -> Ascent:
+    r"""Maximise f over a ball by Auto-PGD.
+
+    With step size η (at first 2ρ), P the projection on the ball, d the steepest direction of unit length (g/‖g‖ for the
+    round ball) and α = 1 at the first step, 0.75 after it:
+
+    .. math:: z = P(x + η d), \qquad x^+ = P(x + α(z - x) + (1 - α)(x - x_{prev})).
+
+    At the check-points the step is halved, and the ascent restarts from the best iterate, if fewer than three in four
+    steps raised f, or if neither the step nor the best value changed since the last check-point.
+
+    Parameters
+    ----------
+    f, start, ball, steps, tol, base, first, buffers, callback
+        As for :func:`power`; ``start`` may lie anywhere in the ball. The check-points depend on ``steps``.
+
+    Returns
+    -------
+    Ascent
+
+    Notes
+    -----
+    Croce and Hein 2020, Algorithm 1; paper, Algorithm 1, where lines 5–6 and 16–17 pair the loss with the wrong
+    iterate and line 21 restarts the weights in place of the tangent vector.
+    """
+    work, x, value, g = _begin(f, start, first, buffers)
+    history, base = [value], value if base is None else base
+    previous = x
+    best = (value, x, g)
+    gap: float | None = None
+    eta = 2 * ball.radius
+    marks = set(checkpoints(steps))
+    last_mark, raised, halved, best_at_mark = 0, 0, False, value
+    for k in range(1, steps + 1):
+        if _done(gap, best[0], base, tol, start.dtype):
+            break
+        work.keep(x, previous, g, best[1], best[2])
+        new = work.take() if previous is x or previous is best[1] else previous
+        ball.step_(new, x, previous, g, eta, 1.0 if k == 1 else 0.75)
+        previous, x = x, new
+        work.keep(x, previous, best[1], best[2])
+        last = k == steps
+        g = best[2] if last else work.take()
+        new_value = f(x, None if last else g)
+        raised += new_value > value
+        value = new_value
+        history.append(value)
+        if value > best[0]:
+            best = (value, x, g)
+            gap = None if last or tol <= 0 else ball.gap(g, x)
+        if k in marks:
+            stuck = not halved and best[0] == best_at_mark
+            halved = raised < 0.75 * (k - last_mark) or stuck
+            if halved:
+                eta /= 2
+                value, x, g = best
+                previous = x
+            last_mark, raised, best_at_mark = k, 0, best[0]
+        if callback is not None:
+            callback(value, best[0])
+    if gap is None and best[1] is not x:  # else the gradient at the best iterate is not known
+        gap = ball.gap(best[2], best[1])
+    return _finish(work, best, history, gap, base, tol)
+
+
+#: The ascents by name.
+ASCENTS: dict[str, Callable[..., Ascent]] = {"power": power, "apgd": auto_pgd}
 
 
 def checkpoints(steps: int) -> list[int]:
@@ -54,109 +382,41 @@ def checkpoints(steps: int) -> list[int]:
     return found
 
 
-def auto_pgd(
-    f: Function,
-    start: Tensor,
-    radius: float,
-    steps: int,
-    *,
-    first: tuple[float, Tensor] | None = None,
-    buffers: Buffers | None = None,
-    callback: Callable[[float, float], None] | None = None,
-) -> Ascent:
-    r"""Maximise f over the ball of a radius by Auto-PGD (L2 form).
-
-    With step size η (at first 2ρ), P the projection on the ball, and α = 1 at the first step, 0.75 after it:
-
-    .. math:: z = P(ξ + η\, g/\|g\|), \qquad ξ^+ = P(ξ + α(z - ξ) + (1 - α)(ξ - ξ_{prev})).
-
-    At the check-points the step is halved, and the ascent restarts from the best iterate, if fewer than three in four
-    steps raised f, or if neither the step nor the best value changed since the last check-point.
-
-    Parameters
-    ----------
-    f : callable
-        ``f(x, out) -> value``, which writes the gradient into ``out``, (dim,), unless it is None. If f has a natural
-        subspace (horizontal vectors), gradients must lie in it: every iterate is then a linear combination of
-        ``start`` and gradients, and needs no projection.
-    start : Tensor
-        (dim,), within the ball.
-    radius, steps
-        ρ and the number of steps; f is called steps + 1 times, once less with ``first``.
-    first : (float, Tensor), optional
-        Value and gradient at ``start``, if known.
-    buffers : Buffers, optional
-        Vectors to work in, kept from one ascent to the next. The result's point is taken out of them.
-    callback : callable, optional
-        Called with (value, best value) after every step.
-
-    Returns
-    -------
-    Ascent
-
-    Notes
-    -----
-    Croce and Hein 2020, Algorithm 1; paper, Algorithm 1, where lines 5–6 and 16–17 pair the loss with the wrong
-    iterate and line 21 restarts the weights in place of the tangent vector.
-    """
-    work = Buffers(start) if buffers is None else buffers
-    work.keep()
-    xi = work.take()
-    xi.copy_(start)
+def _begin(
+    f: Function, start: Tensor, first: tuple[float, Tensor] | None, buffers: Buffers | None
+) -> tuple[Buffers, Tensor, float, Tensor]:
+    if buffers is None:
+        work = Buffers(start)
+        start = work.take().copy_(start)
+    else:
+        work = buffers
+        work.keep(start)
     if first is None:
         g = work.take()
-        value = f(xi, g)
+        value = f(start, g)
     else:
         value, g = first
-    xx = _dots((xi,), xi)[0]
-    gg, xg = _dots((g, xi), g)
-    previous, pp, xp, pg = xi, xx, xx, xg
-    best = (value, xi, g, xx, gg, xg)
-    history = [value]
-    eta = 2 * radius
-    marks = set(checkpoints(steps))
-    last_mark, raised, halved, best_at_mark = 0, 0, False, value
-    # A point on the sphere is on it up to rounding: do not scale it again.
-    slack = 1 + 4 * torch.finfo(start.dtype).eps
-    for k in range(1, steps + 1):
-        push = eta / (math.sqrt(gg) + 1e-12)
-        z_norm = math.sqrt(max(xx + 2 * push * xg + push**2 * gg, 0.0))
-        shrink = min(1.0, radius / z_norm) if z_norm > radius * slack else 1.0
-        alpha = 1.0 if k == 1 else 0.75
-        a, b, c = 2 - 2 * alpha + alpha * shrink, alpha - 1, alpha * shrink * push
-        square = max(a * a * xx + b * b * pp + c * c * gg + 2 * (a * b * xp + a * c * xg + b * c * pg), 0.0)
-        if math.sqrt(square) > radius * slack:
-            scale = radius / math.sqrt(square)
-            a, b, c, square = a * scale, b * scale, c * scale, radius**2
-        new = previous if previous is not xi and previous is not best[1] else work.take()
-        _combine_(new, (xi, a), (previous, b), (g, c))
-        # Every norm and inner product of iterates follows from those of the vectors they are made of.
-        previous, xi, pp, xp, xx = xi, new, xx, a * xx + b * xp + c * xg, square
-        work.keep(xi, previous, best[1], best[2])
-        last = k == steps
-        g = best[2] if last else work.take()
-        new_value = f(xi, None if last else g)
-        raised += new_value > value
-        value = new_value
-        history.append(value)
-        if not last:
-            gg, xg, pg = _dots((g, xi, previous), g)
-        if value > best[0]:
-            best = (value, xi, g, xx, gg, xg)
-        work.keep(xi, previous, g, best[1], best[2])
-        if k in marks:
-            stuck = not halved and best[0] == best_at_mark
-            halved = raised < 0.75 * (k - last_mark) or stuck
-            if halved:
-                eta /= 2
-                value, xi, g, xx, gg, xg = best
-                previous, pp, xp, pg = xi, xx, xx, xg
-                work.keep(xi, g)
-            last_mark, raised, best_at_mark = k, 0, best[0]
-        if callback is not None:
-            callback(value, best[0])
-    work.give(best[1])
-    return Ascent(best[1], best[0], tuple(history))
+    return work, start, value, g
+
+
+def _done(gap: float | None, top: float, base: float, tol: float, dtype: torch.dtype) -> bool:
+    """Tell whether a first-order step offers less than ``tol`` of the rise, or than rounding allows to be seen."""
+    if gap is None or tol <= 0:
+        return False
+    noise = 4 * torch.finfo(dtype).eps * (abs(base) + abs(top))
+    return gap <= tol * (top - base) + noise
+
+
+def _finish(
+    work: Buffers, best: tuple[float, Tensor, Tensor], history: list[float], gap: float | None, base: float, tol: float
+) -> Ascent:
+    value, point, _ = best
+    work.give(point)
+    converged = _done(gap, value, base, tol, point.dtype) if tol > 0 else None
+    return Ascent(point, value, tuple(history), gap, converged)
+
+
+# -- vectors ---------------------------------------------------------------------------------------------------------
 
 
 class Buffers:
@@ -180,35 +440,40 @@ class Buffers:
     def give(self, vector: Tensor) -> None:
         """Hand a vector over: it is not written again, until :meth:`adopt` brings it back."""
         self._all = [t for t in self._all if t is not vector]
+        self._free = [t for t in self._free if t is not vector]
 
     def adopt(self, vector: Tensor) -> None:
         """Take a vector over that nobody else needs any more."""
         self._all.append(vector)
+        self._free.append(vector)
 
 
 def _chunks(count: int, device: torch.device) -> range:
     return range(0, count, _CHUNK if device.type == "cpu" else max(count, 1))
 
 
-def _dots(vectors: tuple[Tensor, ...], y: Tensor) -> list[float]:
-    """Inner products of several vectors with one, in one pass, summed over chunks in double precision."""
-    steps = _chunks(y.numel(), y.device)
-    size = steps.step
-    totals = torch.zeros(len(vectors), dtype=torch.float64, device=y.device)
-    for i in steps:
-        part = y[i : i + size]
-        totals += torch.stack([torch.dot(v[i : i + size], part) for v in vectors])
-    return [float(t) for t in totals.tolist()]
+def _chunked(*vectors: Tensor) -> list[tuple[Tensor, ...]]:
+    steps = _chunks(vectors[0].numel(), vectors[0].device)
+    return [tuple(v[i : i + steps.step] for v in vectors) for i in steps]
+
+
+def _gram(*vectors: Tensor) -> np.ndarray:
+    """Inner products of all pairs, in one pass, summed over chunks in double precision."""
+    k = len(vectors)
+    rows, columns = np.triu_indices(k)
+    totals = torch.zeros(len(rows), dtype=torch.float64, device=vectors[0].device)
+    for parts in _chunked(*vectors):
+        totals += torch.stack([torch.dot(parts[i], parts[j]) for i, j in zip(rows, columns, strict=True)])
+    gram = np.zeros((k, k))
+    gram[rows, columns] = gram[columns, rows] = totals.tolist()
+    return gram
 
 
 def _combine_(out: Tensor, *terms: tuple[Tensor, float]) -> None:
     """Write a linear combination, in one pass; ``out`` may be one of its vectors."""
-    steps = _chunks(out.numel(), out.device)
-    size = steps.step
     first, *rest = sorted(terms, key=lambda t: t[0] is not out)
-    for i in steps:
-        part = out[i : i + size]
-        torch.mul(first[0][i : i + size], first[1], out=part)
-        for vector, weight in rest:
+    for part, head, *tail in _chunked(out, first[0], *(v for v, _ in rest)):
+        torch.mul(head, first[1], out=part)
+        for vector, (_, weight) in zip(tail, rest, strict=True):
             if weight:
-                part.add_(vector[i : i + size], alpha=weight)
+                part.add_(vector, alpha=weight)

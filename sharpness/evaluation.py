@@ -2,144 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from quotient_manifolds import symmetries
 from quotient_manifolds.symmetries import SymmetricPair
 
-from .ascent import Ascent, Buffers, auto_pgd
-from .measures import Measure
-from .measures import measure as look_up
+from . import distributed
+from .ascent import ASCENTS, Ball, Buffers, CubeBall, RoundBall
+from .losses import LossFunction, Objective, mapped, tensors
+from .measures import Measure, measure_with
 from .results import BatchResult, SharpnessResult
-from .space import Direction, WeightSpace
+from .space import Direction, WeightSpace, at_least_float32
+from .undisturbed import undisturbed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["evaluate"]
 
 #: Bytes of directions that are kept unasked.
 _DIRECTIONS = 2 * 2**30
-#: ``loss_fn(model, batch) -> scalar tensor``
-LossFunction = Callable[[nn.Module, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    loss: Tensor
-    error: float | None  # fraction classified wrongly
-
-
-def default_loss(model: nn.Module, batch: Any) -> _Outcome:
-    """The ``.loss`` of a transformers model for a dict, else the cross-entropy of ``model(x)`` against ``y``."""
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-        loss = getattr(output, "loss", None)
-        if loss is None:
-            raise ValueError(
-                f"{type(model).__name__} returned no loss for a dict with the keys {sorted(batch)}; "
-                "add the labels, or pass loss_fn"
-            )
-        scores, labels = getattr(output, "logits", None), batch.get("labels")
-    elif isinstance(batch, Sequence) and len(batch) == 2:
-        x, labels = batch
-        output = model(x)
-        scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-        if scores is None:
-            raise ValueError(f"{type(model).__name__} returned {type(output).__name__} without logits; pass loss_fn")
-        if scores.dim() > 1 and scores.shape[1] == 1:
-            raise ValueError(
-                f"{type(model).__name__} returned one score an example, for which cross-entropy is always 0; "
-                "pass loss_fn for a regression"
-            )
-        loss = F.cross_entropy(scores, labels)
-    else:
-        raise ValueError(
-            f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
-            "pass loss_fn(model, batch) for anything else, and wrap a single batch in a list"
-        )
-    return _Outcome(loss, _error_rate(scores, labels))
-
-
-def _error_rate(scores: Any, labels: Any) -> float | None:
-    """Fraction of a batch that is classified wrongly, if this is a classification."""
-    if not (isinstance(scores, Tensor) and isinstance(labels, Tensor)):
-        return None
-    if scores.dim() != 2 or labels.dim() != 1 or scores.shape[1] < 2 or labels.is_floating_point():
-        return None
-    return float((scores.detach().argmax(1) != labels).double().mean())
-
-
-def _outcome(loss_fn: LossFunction | None, model: nn.Module, batch: Any) -> _Outcome:
-    if loss_fn is None:
-        found = default_loss(model, batch)
-    else:
-        loss = loss_fn(model, batch)
-        if not isinstance(loss, Tensor):
-            raise ValueError(f"loss_fn must return a scalar tensor, but it returned {type(loss).__name__}")
-        found = _Outcome(loss, None)
-    if found.loss.numel() != 1:
-        raise ValueError(f"the loss must be a scalar, but it has shape {tuple(found.loss.shape)}; take the mean")
-    return found
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with gradients on; afterwards modes, buffers, random state and switches are as before."""
-    modes = {m: m.training for m in model.modules()}
-    buffers = [
-        (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    autocast_cache = torch.is_autocast_cache_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        try:
-            # The fast path of torch's encoder layers reads weights behind autograd's (and adapters') back.
-            torch.backends.mha.set_fastpath_enabled(False)
-            # Not model.eval(): some layers merge weights when they are told to.
-            for module in modes:
-                module.training = False
-            torch.set_autocast_cache_enabled(False)  # it would keep casts of the weights while they move
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            torch.set_autocast_cache_enabled(autocast_cache)
-            for module, training in modes.items():
-                module.training = training
-            with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    module._buffers[name] = buffer
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for v in batch.values():
-            yield from _tensors(v)
-    elif isinstance(batch, (list, tuple)):
-        for v in batch:
-            yield from _tensors(v)
 
 
 def _check_device(batch: Any, index: int, device: torch.device) -> None:
-    for t in _tensors(batch):
+    for t in tensors(batch):
         if t.device != device:
             raise ValueError(
                 f"batch {index} has a tensor on {t.device}, but the model's weights are on {device}; "
@@ -159,16 +58,16 @@ def _verify(
         raise ValueError(f"verify=True found weights that are no symmetry of {type(model).__name__}:\n{report}")
 
 
-def _check_first(
-    model: nn.Module, loss_fn: LossFunction | None, batch: Any, measure: Measure, *, covered: bool
-) -> None:
-    """Two identical passes must agree, and every attention layer must be known if the measure needs it."""
+def _check_first(model: nn.Module, objective: Objective, batch: Any, *, coverage: bool) -> None:
+    """Two identical passes must agree, and every attention layer must be known if pairs are divided out."""
 
     def run() -> float:
-        with torch.set_grad_enabled(loss_fn is not None):  # a loss of one's own may contain gradients
-            return float(_outcome(loss_fn, model, batch).loss.detach())
+        # A loss of one's own may contain gradients.
+        with torch.set_grad_enabled(objective.loss_fn is not None):
+            parts = objective.pieces(model, batch)
+            return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
 
-    one = symmetries.check_coverage(model, run) if measure.pairs is not None and not covered else run()
+    one = symmetries.check_coverage(model, run) if coverage else run()
     two = run()
     if not math.isfinite(one):
         raise ValueError(f"the loss of batch 0 is {one}; a sharpness needs a finite loss to start from")
@@ -179,6 +78,7 @@ def _check_first(
             f"two identical passes gave different losses ({one:.8g} and {two:.8g}): switch off dropout that ignores "
             "eval(), random augmentation and sampling inside the model or loss_fn"
         )
+    objective.check_pieces(model, batch)
 
 
 def _generator(*entropy: int) -> torch.Generator:
@@ -186,93 +86,158 @@ def _generator(*entropy: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**63)
 
 
-class _Task:
-    """The ascents on one batch: shares the pass at the weights between radii and starts."""
+class _Batch:
+    """A batch as a function of coordinates; shares the pass at the weights between radii and starts."""
 
-    def __init__(
-        self, space: WeightSpace, loss_fn: LossFunction | None, batch: Any, index: int, seed: int, buffers: Buffers
-    ) -> None:
-        self.space, self.loss_fn, self.batch, self.index, self.seed = space, loss_fn, batch, index, seed
-        self.buffers = buffers
+    def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int, gradient: Tensor) -> None:
+        self.space, self.objective, self.index = space, objective, index
+        if space.half_precision:
+            batch = mapped(batch, lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t)
+        self.pieces = objective.pieces(space.model, batch)
         self.worst_error: float | None = None
-        base_gradient = space.zero()
-        self.base = self(space.zero(), base_gradient)
-        if not bool(base_gradient.isfinite().all()):
+        self.passes = 0
+        self.base_gradient = gradient
+        self.base = self(None, gradient)
+        if not bool(self.base_gradient.isfinite().all()):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
                 f"{self.base:.6g}; look for a square root or logarithm at zero in the model or loss_fn"
             )
-        self.base_gradient = base_gradient
         self.base_error = self.worst_error
 
-    def __call__(self, xi: Tensor, out: Tensor | None) -> float:
+    def __call__(self, xi: Tensor | None, out: Tensor | None) -> float:
         self.space.move_to(xi)
-        with torch.set_grad_enabled(out is not None or self.loss_fn is not None):
-            outcome = _outcome(self.loss_fn, self.space.model, self.batch)
-        value = float(outcome.loss.detach())
-        if not math.isfinite(value):
-            distance = float(torch.linalg.vector_norm(xi))
-            if distance == 0:
-                raise ValueError(
-                    f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
-                )
-            word = "NaN" if math.isnan(value) else "infinite"
-            raise ValueError(
-                f"the loss of batch {self.index} became {word} at a distance of {distance:.4g} from the weights; "
-                "use a smaller rho"
-            )
-        if outcome.error is not None:
-            self.worst_error = max(outcome.error, self.worst_error or 0.0)
-        if out is None:
-            return value
-        if not outcome.loss.requires_grad:
-            raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
-        self.space.gradient(outcome.loss, out)
+        self.passes += 1
+        value, wrong, counted = 0.0, 0, 0
+
+        def losses() -> Iterator[Tensor]:
+            nonlocal value, wrong, counted
+            for weight, piece in self.pieces:
+                outcome = self.objective(self.space.model, piece)
+                part = float(outcome.loss.detach())
+                if not math.isfinite(part):
+                    raise ValueError(self._not_finite(part, xi))
+                value += weight * part
+                wrong += outcome.wrong or 0
+                counted += outcome.counted or 0
+                if out is not None and not outcome.loss.requires_grad:
+                    raise ValueError(
+                        "the loss does not depend on any trainable parameter; check loss_fn and requires_grad"
+                    )
+                yield outcome.loss * weight if weight != 1 else outcome.loss
+
+        with torch.set_grad_enabled(out is not None or self.objective.loss_fn is not None):
+            if out is None:
+                for _ in losses():
+                    pass
+            else:
+                self.space.gradient(losses(), out)
+        if counted:
+            self.worst_error = max(wrong / counted, self.worst_error or 0.0)
         return value
 
-    def run(self, rho: float, steps: int, restarts: int, bar: tqdm[Any]) -> tuple[BatchResult, Tensor]:
-        began = time.perf_counter()
-        self.worst_error = self.base_error
-        eps = torch.finfo(self.space.dtype).eps
-        slope = float(torch.linalg.vector_norm(self.base_gradient))
-        flat = rho * slope <= 10 * eps * abs(self.base)
-        best: Ascent | None = None
-        for start in range(restarts + 1):
-            known = None
-            if start == 0 and not flat:
-                xi, known = self.space.zero(), (self.base, self.base_gradient)
-            else:
-                xi = self.space.random(_generator(self.seed, self.index, start))
-                length = float(torch.linalg.vector_norm(xi))
-                if length == 0:
-                    raise ValueError(
-                        "there is no direction to move in: all trainable weights are zero or belong to pairs of rank 0 "
-                        "(LoRA's B = 0 before training); measure a trained model"
-                    )
-                xi = xi * (rho / length)
-
-            def show(value: float, top: float) -> None:
-                bar.update()
-                bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
-
-            found = auto_pgd(self, xi, rho, steps, first=known, buffers=self.buffers, callback=show)
-            worse: Ascent | None = found
-            if best is None or found.value > best.value:
-                worse, best = best, found
-            if worse is not None:
-                self.buffers.adopt(worse.point)
-        assert best is not None
-        point, value = best.point, best.value
-        if value < self.base:  # a random start that never rose: the centre belongs to the ball
-            point, value = self.space.zero(), self.base
-        seconds = time.perf_counter() - began
-        result = BatchResult(
-            self.index, rho, self.base, value, self.base_error, self.worst_error, flat, steps, best.history, seconds
+    def _not_finite(self, value: float, xi: Tensor | None) -> str:
+        distance = 0.0 if xi is None else float(torch.linalg.vector_norm(xi))
+        if distance == 0:
+            return f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
+        word = "NaN" if math.isnan(value) else "infinite"
+        return (
+            f"the loss of batch {self.index} became {word} at a distance of {distance:.4g} from the weights; "
+            "use a smaller rho"
         )
-        return result, point
 
 
-def _checked_radii(rho: float | Iterable[float]) -> tuple[tuple[float, ...], bool]:
+class _Search:
+    """Runs the units of work: (batch, radius, start), each independent of the others."""
+
+    def __init__(
+        self, space: WeightSpace, *, ascent: str, steps: int, tol: float, samples: int, seed: int, bar: tqdm[Any]
+    ) -> None:
+        self.space, self.how, self.ascend, self.bar = space, space.measure, ASCENTS[ascent], bar
+        self.steps, self.tol, self.samples, self.seed = steps, tol, samples, seed
+        self.gradient = space.empty()
+        self.buffers = Buffers(self.gradient)
+
+    def run(self, batch: _Batch, rho: float, start: int) -> tuple[BatchResult, Tensor | None]:
+        """One unit; the worst vector comes with it where one is sought."""
+        began = time.perf_counter()
+        batch.worst_error, batch.passes = batch.base_error, 0
+        if self.how.case == "gradient-norm":
+            norm = float(torch.linalg.vector_norm(batch.base_gradient))
+            return self._result(batch, rho, start, began, value=norm, history=(batch.base,)), None
+        if self.how.case == "average":
+            return self._average(batch, rho, start, began), None
+        return self._worst(batch, rho, start, began)
+
+    def _result(self, batch: _Batch, rho: float, start: int, began: float, **found: Any) -> BatchResult:
+        values: dict[str, Any] = {
+            "batch": batch.index, "rho": rho, "start": start, "base_loss": batch.base, "worst_loss": batch.base,
+            "base_error": batch.base_error, "worst_error": batch.worst_error, "random_start": False,
+            # The pass at the weights is shared, but every unit needs it.
+            "passes": batch.passes + 1, "gap": None, "converged": None, "spread": None,
+        }  # fmt: skip
+        return BatchResult(**{**values, **found}, seconds=time.perf_counter() - began)
+
+    def _average(self, batch: _Batch, rho: float, start: int, began: float) -> BatchResult:
+        losses = []
+        for sample in range(self.samples):
+            xi = self._random(batch, sample).mul_(rho)
+            losses.append(batch(xi, None))
+            self._show(rho, losses[-1], max(losses))
+        mean = statistics.fmean(losses)
+        spread = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
+        return self._result(
+            batch, rho, start, began, value=mean - batch.base, worst_loss=max(losses), history=tuple(losses),
+            spread=spread,
+        )  # fmt: skip
+
+    def _random(self, batch: _Batch, number: int) -> Tensor:
+        xi = self.space.random(_generator(self.seed, batch.index, number))
+        if not bool(xi.any()):
+            raise ValueError(
+                "there is no direction to move in: all trainable weights are zero or belong to pairs of rank 0 "
+                "(LoRA's B = 0 before training); measure a trained model"
+            )
+        return xi
+
+    def _worst(self, batch: _Batch, rho: float, start: int, began: float) -> tuple[BatchResult, Tensor]:
+        ball: Ball = RoundBall(rho) if self.how.p == 2 else CubeBall(rho)
+        flat = ball.reach(batch.base_gradient) <= 10 * torch.finfo(self.space.dtype).eps * abs(batch.base)
+        self.buffers.keep()
+        xi, known = self.buffers.take(), None
+        if start == 0 and not flat:
+            xi.zero_()
+            known = (batch.base, batch.base_gradient)
+        else:
+            ball.to_sphere_(xi.copy_(self._random(batch, start)))
+        found = self.ascend(
+            batch, xi, ball, self.steps, tol=self.tol, base=batch.base, first=known, buffers=self.buffers,
+            callback=lambda value, top: self._show(rho, value, top),
+        )  # fmt: skip
+        self.bar.update(self.steps + 1 - len(found.history))
+        point, value = found.point, found.value
+        if value < batch.base:  # a start that never rose: the centre belongs to the ball
+            point, value = point.zero_(), batch.base
+        rise = value - batch.base
+        return self._result(
+            batch, rho, start, began, value=rise, worst_loss=value, history=found.history, gap=found.gap,
+            converged=found.converged, random_start=flat,
+        ), point  # fmt: skip
+
+    def _show(self, rho: float, value: float, top: float) -> None:
+        self.bar.update()
+        self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
+
+
+def _checked_radii(how: Measure, rho: float | Iterable[float] | None) -> tuple[tuple[float, ...], bool]:
+    if how.case == "gradient-norm":
+        if rho is not None:
+            raise ValueError("the gradient norm has no radius; leave rho out")
+        return (0.0,), True
+    if rho is None:
+        if how.rho is None:
+            raise ValueError(f"give a radius rho: the measure {how.name!r} has no default")
+        rho = how.rho
     scalar = isinstance(rho, Real) or (isinstance(rho, Tensor) and rho.dim() == 0)
     try:
         if isinstance(rho, str):
@@ -287,21 +252,40 @@ def _checked_radii(rho: float | Iterable[float]) -> tuple[tuple[float, ...], boo
     return radii, scalar
 
 
+def _switched(measure: str | Measure, **switches: Any) -> Measure:
+    how = measure_with(measure, **switches)
+    if how.case == "average" and how.p != 2:
+        raise ValueError('case="average" draws Gaussian directions, for which p = inf means nothing; use p=2')
+    return how
+
+
 def evaluate(
     model: nn.Module,
     batches: Iterable[Any],
     loss_fn: LossFunction | None = None,
     *,
     measure: str | Measure = "geodesic-inv",
-    rho: float | Iterable[float],
+    rho: float | Iterable[float] | None = None,
     steps: int = 20,
-    geodesic: str | None = None,
+    tol: float = 1e-3,
+    ascent: str = "power",
     restarts: int = 0,
+    samples: int = 20,
     seed: int = 0,
-    progress: bool = True,
-    keep_directions: bool | None = None,
+    geodesic: str | None = None,
+    norm: str | None = None,
+    symmetry: str | None = None,
+    relaxation: float | None = None,
+    relaxation_kind: str | None = None,
+    case: str | None = None,
+    p: float | None = None,
+    normalize_logits: bool = False,
+    micro_batch: int | None = None,
     pairs: Sequence[SymmetricPair] | None = None,
     verify: bool = False,
+    keep_directions: bool | None = None,
+    progress: bool = True,
+    group: ProcessGroup | None = None,
 ) -> SharpnessResult:
     r"""Measure the sharpness of a model: the worst rise of the loss within a ball around its weights.
 
@@ -321,27 +305,44 @@ def evaluate(
         cross-entropy of ``model(x)`` against y.
     measure : str or Measure
         ``"geodesic-inv"``, ``"geodesic-mix"`` (attention pairs on the GL(h) quotient, every other weight in units of
-        its own size), ``"adaptive"`` (every weight in units of its own size) or ``"euclidean"``.
-    rho : float or iterable of float
-        Radius of the ball in the measure's metric; for "adaptive" a fraction of the weights' size.
+        its own size), ``"adaptive"`` (every weight in units of its own size), ``"euclidean"``, or ``"gradient-norm"``
+        (geodesic-inv for small ρ).
+    rho : float or iterable of float, optional
+        Radius of the ball in the measure's metric; for "adaptive" a fraction of the weights' size. By default the
+        measure's own, ``MEASURES[name].rho``. Every radius has its ascent from the weights, which share only the pass
+        there, so its result does not depend on the others.
     steps : int
-        Steps of Auto-PGD; one forward and one backward pass each.
-    geodesic : {"second-order", "first-order"}, optional
-        How attention pairs move: x + ξ + ½ acceleration(ξ), the default, or x + ξ.
+        Upper bound on the steps of an ascent; one forward and one backward pass each.
+    tol : float
+        Stop an ascent when a first-order step offers less than this share of the rise found so far; 0 takes all steps.
+    ascent : {"power", "apgd"}
+        The generalised power method or Auto-PGD, see :mod:`sharpness.ascent`.
     restarts : int
         Further ascents from random directions; the best counts.
+    samples : int
+        Random directions of ``case="average"``; one forward pass each.
     seed : int
-        The random directions depend on (seed, batch, start) alone.
-    progress : bool
-        Show a progress bar (on a terminal only).
-    keep_directions : bool, optional
-        Keep the worst direction of every batch and radius for ``result.direction``, in main memory; each is as large
-        as the model. By default the first ones, up to 2 GiB in all.
+        The random directions depend on (seed, batch, number of the start or sample) alone.
+    geodesic, norm, symmetry, relaxation, relaxation_kind, case, p : optional
+        Switches of the measure, see :class:`Measure`.
+    normalize_logits : bool
+        Divide every example's logits by their spread before the cross-entropy
+        (:func:`sharpness.losses.normalized_logits`).
+    micro_batch : int, optional
+        Examples that pass through the model at a time; the result is that of the whole batch, with less memory.
     pairs : sequence of SymmetricPair, optional
         The pairs to divide out, for example ``symmetries.find(model, extra=[…])`` or ``find(model,
         key_bias="drop")``; by default ``find(model)``. A pair without a group counts as any other weight.
     verify : bool
         First act on every pair by a random group element and compare the outputs (``symmetries.verify``).
+    keep_directions : bool, optional
+        Keep the worst direction of every batch and radius for ``result.direction``, in main memory; each is as large
+        as the model. By default the first ones, up to 2 GiB in all.
+    progress : bool
+        Show a progress bar (on a terminal only).
+    group : ProcessGroup, optional
+        Spread the work over these processes of ``torch.distributed``, all of which make the same call; every one
+        returns the whole result. Without it nothing is communicated.
 
     Returns
     -------
@@ -354,12 +355,13 @@ def evaluate(
         A module computes attention and no adapter knows it (geodesic measures only).
     ValueError
         No batches, a batch on another device, no trainable parameter, a loss that is NaN or differs between two
-        identical passes, or an argument out of range.
+        identical passes, an argument out of range, or switches whose combination means nothing.
 
     Notes
     -----
     Paper, §5.2 and Algorithm 1. The model is measured in evaluation mode; weights, gradients, modes, buffers and
     ``requires_grad`` are as before afterwards, bit for bit, whatever happens: the weights are never written to.
+    Half-precision models are measured in float32, see :meth:`sharpness.space.WeightSpace.attached`.
 
     Examples
     --------
@@ -371,67 +373,106 @@ def evaluate(
     >>> result.value > 0
     True
     """
-    radii, scalar = _checked_radii(rho)
+    how = _switched(
+        measure, geodesic=geodesic, norm=norm, symmetry=symmetry, relaxation=relaxation,
+        relaxation_kind=relaxation_kind, case=case, p=p,
+    )  # fmt: skip
+    radii, scalar = _checked_radii(how, rho)
     if steps < 1 or restarts < 0:
         raise ValueError(
             f"steps must be at least 1 and restarts at least 0, got steps = {steps}, restarts = {restarts}"
         )
-    how = look_up(measure)
-    if geodesic is not None:
-        how = replace(how, geodesic=geodesic)
-    if isinstance(loss_fn, nn.Module):
-        raise ValueError(
-            f"loss_fn is called as loss_fn(model, batch), so {type(loss_fn).__name__} cannot be one; write "
-            "lambda model, batch: criterion(model(batch[0]), batch[1])"
-        )
+    if samples < 1 or not tol >= 0:
+        raise ValueError(f"samples must be at least 1 and tol at least 0, got samples = {samples}, tol = {tol}")
+    if ascent not in ASCENTS:
+        raise ValueError(f"unknown ascent {ascent!r}; choose one of {', '.join(ASCENTS)}")
+    if restarts and how.case != "worst":
+        raise ValueError(f"restarts belong to case='worst'; leave them out for {how.case!r}")
+    objective = Objective(loss_fn, normalize_logits, micro_batch)
     if isinstance(batches, Mapping):
         raise ValueError("batches is a single dict; wrap it in a list")
-    stream = iter(batches)
-    try:
-        first = next(stream)
-    except StopIteration:
-        raise ValueError("batches is empty; give at least one batch") from None
-    try:
-        total = len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        total = None
+    world = distributed.World(group)
     found: list[BatchResult] = []
-    directions: dict[tuple[int, float], Direction] = {}
-    with ExitStack() as stack:
-        stack.enter_context(_undisturbed(model))
+    directions: dict[tuple[int, float], tuple[float, Direction]] = {}
+    with world.failing_together(), ExitStack() as stack:
+        stream = iter(batches)
+        try:
+            first = next(stream)
+        except StopIteration:
+            raise ValueError("batches is empty; give at least one batch") from None
+        stack.enter_context(undisturbed(model))
         space = WeightSpace(model, how, pairs)
         _check_device(first, 0, space.device)
-        _check_first(model, loss_fn, first, how, covered=pairs is not None)
-        if verify and how.pairs is not None:
+        _check_first(model, objective, first, coverage=how.divides and pairs is None)
+        if verify and how.divides:
             _verify(model, loss_fn, first, seed, pairs)
         stack.enter_context(space.attached())
-        per_batch = len(radii) * (restarts + 1) * steps
+        starts = range(restarts + 1)
+        effort = {"worst": steps, "average": samples, "gradient-norm": 0}[how.case]
+        count = len(batches) if isinstance(batches, Sized) else None
         bar = tqdm(
-            total=None if total is None else total * per_batch, desc=how.name, unit="step",
-            disable=None if progress else True,
+            total=None if count is None else len(world.share(count * len(radii) * len(starts))) * effort,
+            desc=how.name, unit="step", disable=None if progress else True,
         )  # fmt: skip
         stack.enter_context(bar)
-        buffers = Buffers(space.zero())
+        search = _Search(space, ascent=ascent, steps=steps, tol=tol, samples=samples, seed=seed, bar=bar)
         for index, batch in enumerate(itertools.chain([first], stream)):
+            units = [(rho, start) for rho in radii for start in starts]
+            mine = [u for i, u in enumerate(units, index * len(units)) if world.owns(i)]
+            if not mine:
+                continue
             _check_device(batch, index, space.device)
-            task = _Task(space, loss_fn, batch, index, seed, buffers)
-            for r in radii:
-                result, point = task.run(r, steps, restarts, bar)
+            task = _Batch(space, objective, batch, index, search.gradient)
+            for r, start in mine:
+                result, point = search.run(task, r, start)
                 found.append(result)
-                room = keep_directions is None and len(directions) * space.dim * point.element_size() < _DIRECTIONS
-                if keep_directions or room:
-                    directions[index, r] = space.direction(point)
-                buffers.adopt(point)
+                if point is None:
+                    continue
+                key = (index, r)
+                size = space.dim * point.element_size()
+                room = keep_directions is None and (key in directions or len(directions) * size < _DIRECTIONS)
+                if (keep_directions or room) and (key not in directions or result.value > directions[key][0]):
+                    directions[key] = (result.value, space.direction(point))
+                search.buffers.adopt(point)
+    units_found = sorted(world.gather(found), key=lambda r: (r.batch, radii.index(r.rho), r.start))
+    best = _best(units_found)
     return SharpnessResult(
         how,
         radii,
         steps,
+        tol,
+        ascent,
         restarts,
+        samples,
         seed,
         type(model).__name__,
         space.weakest(),
         space.absent(),
-        tuple(found),
-        scalar,
-        directions,
+        space.floored(),
+        batches=best,
+        scalar=scalar,
+        # Only the process that found a worst direction has it.
+        _directions={
+            (r.batch, r.rho): directions[r.batch, r.rho][1]
+            for r in best
+            if (r.batch, r.rho) in directions and directions[r.batch, r.rho][0] == r.value
+        },
     )
+
+
+def _best(units: list[BatchResult]) -> tuple[BatchResult, ...]:
+    """The best start of every batch and radius; the passes and seconds of all its starts, the worst error of any."""
+    found = []
+    for _, same in itertools.groupby(units, key=lambda r: (r.batch, r.rho)):
+        starts = list(same)
+        best = max(starts, key=lambda r: r.value)
+        errors = [r.worst_error for r in starts if r.worst_error is not None]
+        found.append(
+            dataclasses.replace(
+                best,
+                passes=1 + sum(r.passes - 1 for r in starts),
+                seconds=sum(r.seconds for r in starts),
+                worst_error=max(errors) if errors else None,
+            )
+        )
+    return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,45 +17,59 @@ __all__ = ["BatchResult", "SharpnessResult"]
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The ascent on one batch at one radius.
+    """What was found on one batch at one radius.
 
     Attributes
     ----------
     batch : int
         Position of the batch.
     rho : float
+        0 for the gradient norm.
+    start : int
+        0 for the ascent from the weights, else the number of the random start that came out best.
+    value : float
+        The sharpness: worst loss minus base loss, mean perturbed loss minus base loss, or the gradient's norm.
     base_loss, worst_loss : float
-        Loss at the weights, and the largest found in the ball.
-    sharpness : float
-        Their difference, ≥ 0.
+        Loss at the weights, and the largest that was met.
     base_error, worst_error : float or None
-        Fraction of the batch that is classified wrongly: at the weights, and the largest at any iterate. None where
-        labels or scores are not known.
+        Fraction of the batch that is classified wrongly: at the weights, and the largest at any point looked at. None
+        where labels or scores are not known.
     random_start : bool
         The gradient at the weights was at rounding level, so the ascent began in a random direction.
-    steps : int
-        Steps of every ascent.
+    passes : int
+        Passes through the model for the batch and radius, the one at the weights included.
+    gap : float or None
+        What a first-order step from the worst point still offers, see :class:`sharpness.ascent.Ascent`.
+    converged : bool or None
+        Whether that is below the tolerance; None if there was none.
+    spread : float or None
+        Standard error of an average over random directions.
     history : tuple of float
-        Loss at every iterate of the best ascent.
+        Loss at every iterate of the best ascent, or in every random direction.
     seconds : float
         Wall time.
     """
 
     batch: int
     rho: float
+    start: int
+    value: float
     base_loss: float
     worst_loss: float
     base_error: float | None
     worst_error: float | None
     random_start: bool
-    steps: int
+    passes: int
+    gap: float | None
+    converged: bool | None
+    spread: float | None
     history: tuple[float, ...]
     seconds: float
 
     @property
     def sharpness(self) -> float:
-        """Worst loss minus base loss."""
-        return self.worst_loss - self.base_loss
+        """The same as ``value``."""
+        return self.value
 
     @property
     def error_increase(self) -> float | None:
@@ -64,7 +79,7 @@ class BatchResult:
         return self.worst_error - self.base_error
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
@@ -78,7 +93,12 @@ class SharpnessResult:
         The metric and retraction; ``measure`` and ``geodesic`` are its names.
     rhos : tuple of float
         The radii, in the order asked for.
-    steps, restarts, seed : int
+    steps : int
+        Upper bound on the steps of an ascent.
+    tol : float
+        What ended an ascent before that.
+    ascent : str
+    restarts, samples, seed : int
     model : str
         Class of the model.
     weakest : float or None
@@ -86,6 +106,8 @@ class SharpnessResult:
         ρ < σ_h/√2; beyond that its value is set by the breakdown of the retraction.
     absent : int
         Directions of the pairs that count as absent (σ_i at rounding level).
+    floored : int
+        Directions of the pairs whose σ_i the metric's floor replaces.
     batches : tuple of BatchResult
         All batches at all radii.
     scalar : bool
@@ -95,11 +117,15 @@ class SharpnessResult:
     how: Measure
     rhos: tuple[float, ...]
     steps: int
+    tol: float
+    ascent: str
     restarts: int
+    samples: int
     seed: int
     model: str
     weakest: float | None
     absent: int
+    floored: int
     batches: tuple[BatchResult, ...]
     scalar: bool
     _directions: dict[tuple[int, float], Direction] = field(default_factory=dict, repr=False, compare=False)
@@ -188,20 +214,27 @@ class SharpnessResult:
             rows.append(row)
         mean = {str(rho): self.mean(rho) for rho in self.rhos}
         return {
+            **asdict(self.how),
             "measure": self.measure,
-            "geodesic": self.geodesic,
-            "relaxation": self.how.relaxation,
-            "metric_scale": self.how.metric_scale,
+            "rho_over_weakest_singular_value": {str(rho): self._relative(rho) for rho in self.rhos},
             "weakest_singular_value": self.weakest,
             "absent_directions": self.absent,
+            "floored_directions": self.floored,
             "model": self.model,
             "rho": list(self.rhos),
             "steps": self.steps,
+            "tol": self.tol,
+            "ascent": self.ascent,
             "restarts": self.restarts,
+            "samples": self.samples,
             "seed": self.seed,
             "sharpness": mean,
             "batches": rows,
         }
+
+    def _relative(self, rho: float) -> float | None:
+        """ρ/σ_h."""
+        return rho * self.how.metric_scale**-0.5 / self.weakest if self.weakest else None
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all."""
@@ -212,20 +245,55 @@ class SharpnessResult:
 
     def __str__(self) -> str:
         count = len(self.batches) // len(self.rhos)
-        lines = [
-            f"{self.measure} sharpness of {self.model}: {count} batch{'es' * (count > 1)}, {self.steps} steps, "
-            f"{self.geodesic} geodesics, seed {self.seed}",
-            f"{'rho':>10}  {'base loss':>10}  {'worst loss':>10}  {'sharpness':>10}  {'error rate':>16}",
-        ]
+        batches = f"{count} batch{'es' * (count > 1)}"
+        how = self.how
+        if how.case == "gradient-norm":
+            return f"gradient norm of {self.model} in the metric of {self.measure}: {self.mean(0.0):.6g}, {batches}"
+        lines = [f"{self.measure} sharpness of {self.model}: {batches}, {self._effort()}, seed {self.seed}"]
+        switched = self._switches()
+        if switched:
+            lines.append(", ".join(switched))
+        worst = "worst loss" if how.case == "worst" else "mean loss"
+        lines.append(
+            f"{'rho':>10}  {'base loss':>10}  {worst:>10}  {'sharpness':>10}  {'error rate':>16}  {'passes':>7}"
+        )
         for rho in self.rhos:
             found = self.at(rho)
-            base, worst = _mean([b.base_loss for b in found]), _mean([b.worst_loss for b in found])
+            base, value = _mean([b.base_loss for b in found]), self.mean(rho)
             errors = "-"
             if all(b.worst_error is not None for b in found):
                 e0 = _mean([b.base_error or 0.0 for b in found])
                 e1 = _mean([b.worst_error or 0.0 for b in found])
                 errors = f"{e0:.1%} → {e1:.1%}"
-            lines.append(f"{rho:>10.4g}  {base:>10.5f}  {worst:>10.5f}  {worst - base:>10.5f}  {errors:>16}")
+            passes = _mean([b.passes for b in found])
+            lines.append(
+                f"{rho:>10.4g}  {base:>10.5f}  {base + value:>10.5f}  {value:>10.5f}  {errors:>16}  {passes:>7.1f}"
+            )
+        return "\n".join(lines + self._remarks())
+
+    def _effort(self) -> str:
+        if self.how.case == "average":
+            return f"mean of {self.samples} Gaussian directions"
+        stop = f" or until {self.tol:g} of the rise" if self.tol else ""
+        starts = f", {self.restarts} restart{'s' * (self.restarts > 1)}" * bool(self.restarts)
+        return f"{self.ascent} ascent of {self.steps} steps{stop}{starts}"
+
+    def _switches(self) -> list[str]:
+        """What of the measure is worth naming beside its name."""
+        how, found = self.how, []
+        if how.divides:
+            found.append(f"{how.geodesic} geodesics")
+        found += [
+            f"{name}={getattr(how, name)!r}"
+            for name in ("norm", "symmetry", "relaxation_kind", "p")
+            if getattr(how, name) != Measure.__dataclass_fields__[name].default
+        ]
+        if how.relaxation != Measure.__dataclass_fields__["relaxation"].default:
+            found.append(f"relaxation={how.relaxation:g}")
+        return found
+
+    def _remarks(self) -> list[str]:
+        lines = []
         if self.how.pairs == "mix" and self.weakest:
             top = max(self.rhos) * self.how.metric_scale**-0.5 / self.weakest
             lines.append(f"largest rho over the smallest singular value of a pair: {top:.3g}")
@@ -234,6 +302,8 @@ class SharpnessResult:
                     "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
                     "breakdown of its retraction, not the network"
                 )
+        if self.floored:
+            lines.append(f"the metric's floor replaces {self.floored} singular values of pairs")
         if self.absent:
             lines.append(f"{self.absent} directions of pairs are at rounding level and count as absent")
         randoms = sum(b.random_start for b in self.batches)
@@ -242,4 +312,9 @@ class SharpnessResult:
                 f"{randoms} of {len(self.batches)} ascents began in a random direction: the gradient at the weights "
                 "was at rounding level"
             )
-        return "\n".join(lines)
+        unfinished = sum(b.converged is False for b in self.batches)
+        if unfinished:
+            lines.append(
+                f"{unfinished} of {len(self.batches)} ascents used all their steps; more may raise their value"
+            )
+        return lines

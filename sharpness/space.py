@@ -10,7 +10,7 @@ weights stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds import GLTangentSpace, canonical_gauge
+from quotient_manifolds.additive import additive_tangent_space
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find, stacks
 
+from .adaptive_norm import AdaptiveNorm
 from .measures import Measure
 
 __all__ = ["Direction", "WeightSpace", "perturbed"]
@@ -38,8 +40,8 @@ class Direction:
     measure : Measure
         Says how to move along it.
     tensors : dict of str to Tensor
-        One tensor a trainable parameter, of its shape and dtype, by the parameter's name. For attention pairs it is
-        the horizontal vector at the model's own representative.
+        One tensor a trainable parameter, of its shape and dtype (at least float32), by the parameter's name. For
+        attention pairs it is the horizontal vector at the model's own representative.
     norm : float
         Length in the measure's metric.
     pairs : tuple of SymmetricPair
@@ -67,19 +69,33 @@ class _Elementwise:
 
 @dataclass
 class _Pairs:
-    """A stack of attention pairs in canonical gauge."""
+    """A stack of attention pairs: in canonical gauge, unless the measure depends on the representative."""
 
     stack: PairStack
     point: geoopt.ManifoldParameter
     tangent: GLTangentSpace
-    exact: GLTangentSpace  # the same in float64, at the model's own representative
+    frame: GLTangentSpace | AdaptiveNorm  # its coordinates make the measure's metric the identity
+    sigma: Tensor
+    present: Tensor
+    back: tuple[Tensor, Tensor] | None  # (A, A⁻¹) in float64, from the canonical to the model's own representative
     where: slice
-    shape: tuple[int, ...]
-    u: Tensor | None = None  # where the model stands now
 
     def view(self, flat: Tensor) -> Tensor:
-        c = flat[self.where]
-        return torch.view_as_complex(c.view(*self.shape, 2)) if self.point.is_complex() else c.view(self.shape)
+        c, shape = flat[self.where], self.point.shape
+        return torch.view_as_complex(c.view(*shape, 2)) if self.point.is_complex() else c.view(shape)
+
+    def own(self, u: Tensor) -> Tensor:
+        """Carry a vector to the model's own representative, in float64."""
+        wide = u.to(torch.complex128 if u.is_complex() else torch.float64)
+        if self.back is None:
+            return wide
+        (A, A_inv), n = self.back, self.stack.n
+        return torch.cat([wide[..., :n, :] @ A, wide[..., n:, :] @ A_inv.mH], dim=-2)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which weights are moved and differentiated: half precision would swallow a small step."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _plain(name: str) -> str:
@@ -138,7 +154,7 @@ class WeightSpace:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self._step = measure.metric_scale**-0.5
         self._data = {p: p.data for p in self._parameters.values()}
-        found = [] if measure.pairs is None else stacks(find(model) if pairs is None else pairs)
+        found = _divided(model, measure, pairs)
         covered = _coverage(found)
         self._elementwise: list[_Elementwise] = []
         self._pairs: list[_Pairs] = []
@@ -158,12 +174,12 @@ class WeightSpace:
             self._elementwise.append(_Elementwise(name, p, slice(start, start + p.numel()), scale))
             start += p.numel()
         for s in found:
-            assert measure.pairs is not None
             block = _hold(s, measure, self.dtype, start)
             self._pairs.append(block)
             start = block.where.stop
         self.dim = start
         self._work: dict[Tensor, Tensor] = {}
+        self._at: Tensor | None = None
         self._reentrant: bool | None = None
         self._pairs_checked = False
 
@@ -173,6 +189,10 @@ class WeightSpace:
         """Give the zero vector, (dim,)."""
         return torch.zeros(self.dim, dtype=self.dtype, device=self.device)
 
+    def empty(self) -> Tensor:
+        """Give a vector with any content, (dim,)."""
+        return torch.empty(self.dim, dtype=self.dtype, device=self.device)
+
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit."""
         flat = torch.empty(self.dim, dtype=self.dtype)
@@ -180,8 +200,9 @@ class WeightSpace:
             flat[e.where].normal_(generator=generator)
         flat = flat.to(self.device)
         for b in self._pairs:
-            c = b.exact.coordinates(b.exact.random(generator)).to(b.point.dtype)
-            b.view(flat).copy_(b.tangent.project_coordinates(c))
+            # Already horizontal but for rounding, which in coordinates of weak directions is worth another projection.
+            c = b.frame.coordinates(b.frame.random(generator))
+            b.view(flat).copy_(b.frame.project_coordinates(c))
         self._mask_(flat)
         return flat
 
@@ -192,14 +213,15 @@ class WeightSpace:
 
     def direction(self, xi: Tensor) -> Direction:
         """Give the tangent vector with coordinates xi in terms of the parameters."""
-        tensors = {name: torch.zeros_like(data) for name, data in self._named_data()}
+        tensors = {
+            name: torch.zeros_like(data, dtype=at_least_float32(data.dtype)) for name, data in self._named_data()
+        }
         for e in self._elementwise:
             scale = self._data[e.parameter] if e.scale is None else e.scale
-            tensors[e.name] = (scale * e.view(xi) * self._step).to(e.parameter.dtype)
+            tensors[e.name] = (scale * e.view(xi) * self._step).to(tensors[e.name].dtype)
         by_parameter: dict[Tensor, Tensor] = {p: tensors[name] for name, p in self._parameters.items()}
         for b in self._pairs:
-            c = b.view(xi).to(b.exact.x.dtype)
-            b.stack.scatter_(b.exact.from_coordinates(c * self._step), by_parameter)
+            b.stack.scatter_(b.own(self._vector(b, xi)), by_parameter)
         tensors = {name: t.cpu() for name, t in tensors.items()}
         return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)), self.pairs)
 
@@ -209,55 +231,88 @@ class WeightSpace:
 
     def weakest(self) -> float | None:
         """Give σ_h, the smallest singular value that any pair's G Hᴴ has; None without pairs."""
-        values = [b.exact.gauge.sigma[b.exact.present].min() for b in self._pairs if bool(b.exact.present.any())]
+        values = [b.sigma[b.present].min() for b in self._pairs if bool(b.present.any())]
         return float(min(values)) if values else None
 
     def absent(self) -> int:
         """Count the directions that count as absent, for want of a singular value above rounding."""
-        return sum(int((~b.exact.present).sum()) for b in self._pairs)
+        return sum(int((~b.present).sum()) for b in self._pairs)
+
+    def floored(self) -> int:
+        """Count the directions that are present, but whose singular value the metric's floor replaces."""
+        if self.measure.relaxation_kind != "floor":
+            return 0
+        return sum(int((b.present & (b.sigma < self.measure.relaxation * b.sigma[..., :1])).sum()) for b in self._pairs)
 
     # -- the model -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def attached(self) -> Iterator[WeightSpace]:
-        """Let the model's parameters point to copies that :meth:`move_to` writes; undone on every way out."""
+        """Let the model's parameters point to copies that :meth:`move_to` writes; undone on every way out.
+
+        Half-precision weights point to float32 copies, and with them all other half-precision tensors of the model:
+        next to w, bfloat16 has no numbers closer than w (1 ± 2⁻⁸), so that nearly all of a small ξ would be rounded
+        away, in the weights and again by autocast, which casts them before every product.
+        """
         copies: dict[Tensor, Tensor] = {}
         for p, data in self._data.items():
-            copies[p] = data.clone(memory_format=torch.contiguous_format)
-        with _pointing_to(copies):
+            copies[p] = torch.empty_like(
+                data, dtype=at_least_float32(data.dtype), memory_format=torch.contiguous_format
+            )
+        widened = _half_precision_rest(self.model, copies) if self.half_precision else {}
+        with _pointing_to({**copies, **widened}), _wide_buffers(self.model, self.half_precision):
             self._work = copies
             try:
-                self.move_to(self.zero())
+                self._move_to(None)
                 yield self
             finally:
-                self._work = {}
+                self._work, self._at = {}, None
+
+    @property
+    def half_precision(self) -> bool:
+        """Whether any weight is narrower than float32."""
+        return any(data.dtype != at_least_float32(data.dtype) for data in self._data.values())
 
     @torch.no_grad()
-    def move_to(self, xi: Tensor) -> None:
-        """Put the model at the retraction of the vector with coordinates xi, (dim,)."""
+    def move_to(self, xi: Tensor | None) -> None:
+        """Put the model at the retraction of the vector with coordinates xi, (dim,); None is the base point.
+
+        The vector must not change before the gradient there is taken.
+        """
         with torch.autocast(self.device.type, enabled=False):
             self._move_to(xi)
 
-    def _move_to(self, xi: Tensor) -> None:
+    def _move_to(self, xi: Tensor | None) -> None:
+        self._at = xi
+        if xi is None:
+            for p, data in self._data.items():
+                self._work[p].copy_(data)
+            for b in self._pairs:
+                b.stack.scatter_(b.point, self._work)
+            return
         for e in self._elementwise:
             base, out = self._data[e.parameter], self._work[e.parameter]
             scale = base if e.scale is None else e.scale
-            if base.dtype == self.dtype:
+            if base.dtype == self.dtype == out.dtype:
                 torch.addcmul(base, scale, e.view(xi), value=self._step, out=out)
-            else:  # half precision: a small step would be swallowed by the product's own rounding
+            else:
                 out.copy_(torch.addcmul(base.to(self.dtype), scale.to(self.dtype), e.view(xi), value=self._step))
+        retract = _RETRACTIONS[self.measure.geodesic][0]
         for b in self._pairs:
-            b.u = b.tangent.from_coordinates(b.view(xi) * self._step)
-            second = self.measure.geodesic == "second-order"
-            b.stack.scatter_(b.tangent.retr(b.u) if second else b.point + b.u, self._work)
+            b.stack.scatter_(retract(b.tangent, self._vector(b, xi), self.measure), self._work)
 
-    def gradient(self, loss: Tensor, out: Tensor | None = None) -> Tensor:
+    def _vector(self, b: _Pairs, xi: Tensor) -> Tensor:
+        """The tangent vector of a stack at its point."""
+        return b.frame.from_coordinates(b.view(xi).to(b.point.dtype) * self._step)
+
+    def gradient(self, losses: Tensor | Iterable[Tensor], out: Tensor | None = None) -> Tensor:
         """Differentiate a loss of the model where it stands.
 
         Parameters
         ----------
-        loss : Tensor
-            Scalar with a graph that reaches the parameters.
+        losses : Tensor or iterable of Tensor
+            Scalar with a graph that reaches the parameters; or several whose sum is the loss, taken one after the
+            other, so that a generator needs the memory of one of them.
         out : Tensor, optional
             Where the result is written, (dim,).
 
@@ -266,9 +321,13 @@ class WeightSpace:
         Tensor
             (dim,), horizontal: the gradient of ξ → loss(R(ξ)) in the tangent space at the base point.
         """
-        if self._reentrant is None:  # walking the graph once is enough: the model does not change
-            self._reentrant = _has_reentrant_checkpoint(loss)
-        found = _differentiate(loss, list(self._parameters.values()), self._reentrant)
+        found: dict[Tensor, Tensor] = {}
+        for loss in [losses] if isinstance(losses, Tensor) else losses:
+            if self._reentrant is None:  # walking the graph once is enough: the model does not change
+                self._reentrant = _has_reentrant_checkpoint(loss)
+            for p, g in _differentiate(loss, list(self._parameters.values()), self._reentrant).items():
+                found[p] = found[p].add_(g) if p in found else g
+            del loss
         self._check_pairs(found)
         flat = torch.empty(self.dim, dtype=self.dtype, device=self.device) if out is None else out
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -282,12 +341,15 @@ class WeightSpace:
                 if self._step != 1:
                     part.mul_(self._step)
             for b in self._pairs:
-                assert b.u is not None
-                egrad = b.stack.gather(found).to(b.point.dtype)
-                if self.measure.geodesic == "second-order":
-                    egrad = b.tangent.pullback(b.u, egrad)
-                b.view(flat).copy_(b.tangent.project_coordinates(b.tangent.dual_coordinates(egrad) * self._step))
+                self._pull_back(b, b.stack.gather(found).to(b.point.dtype), b.view(flat))
         return flat
+
+    def _pull_back(self, b: _Pairs, egrad: Tensor, out: Tensor) -> None:
+        """Turn a Euclidean gradient where the model stands into coordinates of a horizontal vector at the base."""
+        if self._at is not None:
+            pull = _RETRACTIONS[self.measure.geodesic][1]
+            egrad = pull(b.tangent, self._vector(b, self._at), egrad, self.measure)
+        out.copy_(b.frame.project_coordinates(b.frame.dual_coordinates(egrad) * self._step))
 
     def _check_pairs(self, found: dict[Tensor, Tensor]) -> None:
         """Refuse pairs without any gradient, at the first one: a layer that is left out, or bypassed."""
@@ -347,27 +409,72 @@ def _pieces(s: PairStack) -> list[PairStack]:
     return [PairStack(s.pairs[i : i + count]) for i in range(0, len(s), count)]
 
 
+def _divided(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
+    """The pairs that a measure takes modulo their symmetry."""
+    if not measure.divides:
+        return []
+    found = find(model) if pairs is None else pairs
+    return stacks(p for p in found if measure.symmetry in ("all", p.kind))
+
+
 def _hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> _Pairs:
-    """Bring a stack into canonical gauge: once, in float64, then rounded to the working precision."""
+    """Factorise a stack, in float64; what is worked with in canonical gauge is then rounded to a dtype."""
     assert measure.pairs is not None
     with torch.no_grad():
         x = s.gather().to(torch.complex128 if s.group.field == "complex" else torch.float64)
-        manifold = s.manifold(measure.pairs, relaxation=measure.relaxation)
-        G, H = manifold.unpack_tensor(x)
-        gauge = canonical_gauge(G, H)
+        floor = measure.relaxation_kind == "floor"
+        manifold = s.manifold(measure.pairs, relaxation=measure.relaxation if floor else 0.0)
+        gauge = canonical_gauge(*manifold.unpack_tensor(x))
         # A group move turns σ_i = 0 into rounding noise times its condition number, which mix would then divide by.
-        tolerance = torch.finfo(_real(s.pairs[0].G[0].tensor.dtype)).eps ** 0.5
-        tangent = manifold.at_gauge(gauge.to(dtype), tolerance=tolerance)
+        tolerance = torch.finfo(at_least_float32(s.pairs[0].G[0].tensor.dtype)).eps ** 0.5
+        present, back = gauge.present(tolerance), None
+        frame: GLTangentSpace | AdaptiveNorm
+        if not floor:
+            frame = tangent = additive_tangent_space(manifold, x, measure.relaxation)
+        elif measure.norm == "adaptive":
+            tangent = manifold.at_gauge(gauge, x, tolerance=tolerance)
+            frame = AdaptiveNorm(tangent)
+        else:
+            frame = tangent = manifold.at_gauge(gauge.to(dtype), tolerance=tolerance)
+            back = (gauge.A, gauge.A_inv)
         point = geoopt.ManifoldParameter(tangent.x, manifold=manifold, requires_grad=False)
         stop = start + point.numel() * (2 if point.is_complex() else 1)
-        return _Pairs(
-            s, point, tangent, manifold.at_gauge(gauge, x, tolerance=tolerance), slice(start, stop), tuple(point.shape)
-        )
+        return _Pairs(s, point, tangent, frame, gauge.sigma, present, back, slice(start, stop))
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose rounding the weights carry; half precision counts as float32, where the geometry is done."""
-    return torch.promote_types(dtype, torch.float32)
+#: By geodesic: the retraction (tangent space, vector, measure) → point, and its adjoint derivative, with the Euclidean
+#: gradient at that point as a further argument before the measure.
+_RETRACTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "first-order": (lambda t, u, _: t.x + u, lambda t, u, egrad, _: egrad),
+    "second-order": (lambda t, u, _: t.retr(u), lambda t, u, egrad, _: t.pullback(u, egrad)),
+}
+
+
+def _half_precision_rest(model: nn.Module, known: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Float32 copies of the parameters that are not among those known and are narrower."""
+    return {
+        p: p.data.to(at_least_float32(p.dtype))
+        for p in model.parameters()
+        if p not in known and p.is_floating_point() and p.dtype != at_least_float32(p.dtype)
+    }
+
+
+@contextmanager
+def _wide_buffers(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Replace half-precision buffers by float32 ones for a while."""
+    narrow = [
+        (m, name, b)
+        for m in (model.modules() if wanted else ())
+        for name, b in m._buffers.items()
+        if b is not None and b.is_floating_point() and b.dtype != at_least_float32(b.dtype)
+    ]
+    try:
+        for m, name, b in narrow:
+            m._buffers[name] = b.to(at_least_float32(b.dtype))
+        yield
+    finally:
+        for m, name, b in narrow:
+            m._buffers[name] = b
 
 
 @contextmanager
@@ -413,7 +520,8 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     Yields
     ------
     nn.Module
-        The model. Its weights are restored, bit for bit, when the block ends, also by an exception.
+        The model. Its weights are restored, bit for bit, when the block ends, also by an exception. A half-precision
+        model is a float32 one within the block (see :meth:`WeightSpace.attached`) and takes float32 inputs.
 
     Raises
     ------
@@ -430,16 +538,23 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     measure = direction.measure
     with torch.no_grad():
         moved: dict[Tensor, Tensor] = {
-            parameters[name]: parameters[name].detach() + t * v.to(parameters[name].device)
+            parameters[name]: parameters[name].detach().to(v.dtype) + t * v.to(parameters[name].device)
             for name, v in direction.tensors.items()
         }
-        if measure.pairs is not None and measure.geodesic == "second-order":
+        if measure.divides and measure.geodesic != "first-order":
             vectors: dict[Tensor, Tensor] = {
                 parameters[name]: v.to(parameters[name].device) for name, v in direction.tensors.items()
             }
             for s in stacks(_same_pairs(model, direction)):
                 b = _hold(s, measure, torch.float64, 0)
-                u = t * s.gather(vectors).to(b.exact.x)
-                s.scatter_(b.exact.retr(u), moved)
-    with _pointing_to(moved):
+                u = t * s.gather(vectors).to(b.point.dtype)
+                if b.back is not None:
+                    (A, A_inv), n = b.back, s.n
+                    u = torch.cat([u[..., :n, :] @ A_inv, u[..., n:, :] @ A.mH], dim=-2)
+                end = _RETRACTIONS[measure.geodesic][0](b.tangent, u, measure)
+                s.scatter_(b.own(end), moved)
+        half = any(parameters[name].dtype != v.dtype for name, v in direction.tensors.items())
+        if half:
+            moved.update(_half_precision_rest(model, moved))
+    with _pointing_to(moved), _wide_buffers(model, half):
         yield model

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sharpness.ascent import auto_pgd, checkpoints
+from sharpness.ascent import Buffers, CubeBall, RoundBall, auto_pgd, checkpoints, power
 
 
 def plain_auto_pgd(f, start, radius, steps):
@@ -73,7 +73,7 @@ def test_checkpoints():
 @pytest.mark.parametrize("steps", [1, 2, 7, 20, 60])
 def test_equals_the_algorithm_written_out(seed, steps):
     f, start = problem(seed), 0.1 * torch.randn(20)
-    found = auto_pgd(f, start, 1.5, steps)
+    found = auto_pgd(f, start, RoundBall(1.5), steps)
     point, value = plain_auto_pgd(f, start, 1.5, steps)
     torch.testing.assert_close(found.value, value)
     torch.testing.assert_close(found.point, point)
@@ -81,7 +81,7 @@ def test_equals_the_algorithm_written_out(seed, steps):
 
 def test_the_best_iterate_and_its_value_belong_together():
     f = problem(1)
-    found = auto_pgd(f, torch.zeros(20), 2.0, 30, first=both(f, torch.zeros(20)))
+    found = auto_pgd(f, torch.zeros(20), RoundBall(2.0), 30, first=both(f, torch.zeros(20)))
     assert found.value == f(found.point, None)
     assert found.value == max(found.history)
     assert len(found.history) == 31
@@ -96,7 +96,7 @@ def test_quadratics_are_maximised():
             torch.mv(A, x, out=out)
         return float(0.5 * x @ A @ x)
 
-    found = auto_pgd(f, torch.tensor([0.1, 0.1, 0.1]), 2.0, 100)
+    found = auto_pgd(f, torch.tensor([0.1, 0.1, 0.1]), RoundBall(2.0), 100)
     assert found.value == pytest.approx(0.5 * 3 * 4, rel=1e-6)
 
 
@@ -109,7 +109,7 @@ def test_calls_one_function_a_step_and_no_gradient_at_the_last():
         return f(x, out)
 
     shown = []
-    auto_pgd(counted, torch.zeros(20), 1.0, 6, callback=lambda *v: shown.append(v))
+    auto_pgd(counted, torch.zeros(20), RoundBall(1.0), 6, callback=lambda *v: shown.append(v))
     assert calls == [True] * 6 + [False]
     assert len(shown) == 6
 
@@ -118,20 +118,118 @@ def test_vectors_longer_than_a_chunk(monkeypatch):
     from sharpness import ascent
 
     f, start = problem(3), 0.1 * torch.randn(20)
-    expected = auto_pgd(f, start, 1.5, 25)
+    expected = auto_pgd(f, start, RoundBall(1.5), 25)
     monkeypatch.setattr(ascent, "_CHUNK", 7)
-    found = auto_pgd(f, start, 1.5, 25)
+    found = auto_pgd(f, start, RoundBall(1.5), 25)
     torch.testing.assert_close(found.point, expected.point)
 
 
-def test_at_most_five_vectors_beside_the_start():
+@pytest.mark.parametrize(("ascend", "vectors"), [(power, 4), (auto_pgd, 5)])
+def test_vectors_in_memory(ascend, vectors, monkeypatch):
+    """With the gradient at the start given, the start included."""
     from sharpness import ascent
 
+    f, zero = shifted(2), torch.zeros(20)
+    first = both(f, zero)
     made = []
+    real = torch.empty_like
+    monkeypatch.setattr(ascent.torch, "empty_like", lambda t: made.append(1) or real(t))
+    buffers = Buffers(zero)
+    for _ in range(3):
+        buffers.keep()
+        found = ascend(f, buffers.take().zero_(), RoundBall(1.5), 60, first=first, buffers=buffers)
+        buffers.adopt(found.point)
+    assert len(made) == vectors
 
-    f, start = problem(2), 0.1 * torch.randn(20)
-    with pytest.MonkeyPatch.context() as patch:
-        real = torch.empty_like
-        patch.setattr(ascent.torch, "empty_like", lambda t: made.append(1) or real(t))
-        auto_pgd(f, start, 1.5, 60)
-    assert len(made) <= 5
+
+def shifted(seed):
+    """A problem whose gradient at the origin is not zero."""
+    f, centre = problem(seed), 0.3 * torch.randn(20, generator=torch.Generator().manual_seed(seed + 100))
+    return lambda x, out: f(x + centre, out)
+
+
+def plain_power(f, radius, steps):
+    """The power method of the docstring with explicit norms, from the origin."""
+
+    def onto(x):
+        return x * (radius / x.norm())
+
+    value, g = both(f, torch.zeros(20))
+    values = [value]
+    best_x = best_g = other = None
+    best, omega = -math.inf, 1.0
+    for _ in range(steps):
+        y = onto(g if best_x is None else best_g)
+        if other is not None:
+            y = onto(y + 0.25 * (best_x - other))
+        x = y if omega == 1 else onto(omega * y + (1 - omega) * best_x)
+        value, g = both(f, x)
+        values.append(value)
+        if value > best:
+            other, best_x, best_g, best, omega = best_x, x, g, value, min(1.0, 1.2 * omega)
+        else:
+            other, omega = None, omega / 2
+    return values, best_x
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("radius", [0.5, 2.0])
+def test_power_equals_the_algorithm_written_out(seed, radius):
+    f = shifted(seed)
+    # Both amplify rounding over many steps wherever the path is unstable.
+    found = power(f, torch.zeros(20), RoundBall(radius), 15)
+    values, point = plain_power(f, radius, 15)
+    torch.testing.assert_close(torch.tensor(found.history), torch.tensor(values), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.point, point, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ball", [RoundBall(0.5), CubeBall(0.1)], ids=["round", "cube"])
+@pytest.mark.parametrize("ascend", [power, auto_pgd])
+@pytest.mark.parametrize("seed", range(3))
+def test_tolerance_ends_an_ascent_near_its_maximum(ball, ascend, seed):
+    f, zero = shifted(seed), torch.zeros(20)
+    full = ascend(f, zero, ball, 300)
+    short = ascend(f, zero, ball, 300, tol=1e-3)
+    assert short.converged
+    assert full.converged is None
+    assert len(short.history) < 290 < len(full.history)
+    base = f(zero, None)
+    assert short.value - base > 0.99 * (full.value - base)
+    value, g = both(f, short.point)
+    assert value == short.value
+    assert short.gap == pytest.approx(ball.reach(g) - float(g @ short.point), rel=1e-6, abs=1e-12)
+    assert short.gap <= 1e-3 * (short.value - base) + 1e-12
+    assert ascend(f, zero, ball, 300, tol=0.3).value < short.value
+    for found in (full, short):
+        assert ball.norm(found.point) <= ball.radius * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ascend", [power, auto_pgd])
+def test_the_cube_has_its_maximum_in_a_corner(ascend):
+    g = torch.tensor([3.0, -1.0, 0.5])
+
+    def f(x, out):
+        if out is not None:
+            out.copy_(g + 0.1 * x)
+        return float(g @ x + 0.05 * x @ x)
+
+    found = ascend(f, torch.zeros(3), CubeBall(2.0), 20)
+    torch.testing.assert_close(found.point, torch.tensor([2.0, -2.0, 2.0]))
+    assert RoundBall(2.0).norm(found.point) > 2
+
+
+def test_more_steps_of_the_power_method_continue_fewer():
+    f = shifted(3)
+    long = power(f, torch.zeros(20), RoundBall(2.0), 40)
+    short = power(f, torch.zeros(20), RoundBall(2.0), 12)
+    assert long.history[:13] == short.history
+
+
+@pytest.mark.parametrize("ascend", [power, auto_pgd])
+def test_a_start_on_the_surface_counts_with_its_value(ascend):
+    f, ball = shifted(1), RoundBall(1.0)
+    best = power(f, torch.zeros(20), ball, 200).point
+    start = best.clone()
+    found = ascend(f, start, ball, 3)
+    assert found.value >= f(best, None)
+    torch.testing.assert_close(start, best)  # without buffers it is copied

@@ -195,7 +195,7 @@ def test_first_order_inv_equals_adaptive_for_scalar_pairs():
     def loss(model, batch):
         return F.mse_loss(model(batch[0], batch[0], batch[0], need_weights=False)[0], batch[1])
 
-    options = {"rho": 0.1, "steps": 200, "restarts": 2}
+    options = {"rho": 0.1, "steps": 200, "restarts": 2, "tol": 0}
     inv = sharpness.evaluate(model, [(x, y)], loss, measure="geodesic-inv", geodesic="first-order", **options).value
     adaptive = sharpness.evaluate(model, [(x, y)], loss, measure="adaptive", **options).value
     curved = sharpness.evaluate(model, [(x, y)], loss, measure="geodesic-inv", **options).value
@@ -288,10 +288,10 @@ def test_the_model_is_as_before_on_every_way_out(measure, at, error):
     model.register_buffer("counter", torch.zeros(1))
     before = snapshot(model)
     if error is None:
-        sharpness.evaluate(model, [batch] * 2, Interrupt(None, None), measure=measure, rho=0.1, steps=4)
+        sharpness.evaluate(model, [batch] * 2, Interrupt(None, None), measure=measure, rho=0.1, steps=4, tol=0)
     else:
         with pytest.raises(type(error)):
-            sharpness.evaluate(model, [batch] * 2, Interrupt(at, error), measure=measure, rho=0.1, steps=4)
+            sharpness.evaluate(model, [batch] * 2, Interrupt(at, error), measure=measure, rho=0.1, steps=4, tol=0)
     assert_same(snapshot(model), before)
 
 
@@ -399,8 +399,9 @@ def test_table_json_and_directions(tmp_path):
     model, batch = networks.vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=[0.1, 0.2], steps=2)
     table = str(result).splitlines()
-    assert "geodesic-inv sharpness of ViTForImageClassification: 1 batch, 2 steps" in table[0]
-    assert len(table) == 4
+    assert "geodesic-inv sharpness of ViTForImageClassification: 1 batch, power ascent of 2 steps" in table[0]
+    assert table[1] == "second-order geodesics"
+    assert len([line for line in table if line.split()[0] in ("0.1", "0.2")]) == 2
     result.to_json(tmp_path / "r.json")
     import json
 

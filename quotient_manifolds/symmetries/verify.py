@@ -14,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ..gauge import canonical_gauge
-from ..linalg import pack
 from .pairs import Block, SymmetricPair, stacks
 from .registry import adapter_of, find
 
@@ -165,7 +164,7 @@ def act_randomly_(
         G, H = manifold.unpack_tensor(x.to(wide))
         gauge = canonical_gauge(G, H)
         full = gauge.present()[..., -1]  # a head without full rank has no balanced representative of the same orbit
-        balanced = torch.where(full[..., None, None], pack(gauge.G, gauge.H), x.to(wide))
+        balanced = torch.where(full[..., None, None], gauge.x, x.to(wide))
         s.scatter_(manifold.act(balanced, A))
         moved += len(s)
     return moved

@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 from quotient_manifolds.symmetries import act_randomly_, find
 
 from ..evaluation import evaluate
-from ..measures import MEASURES
 from ..plots import plot_symmetry_demo
 from ..results import SharpnessResult
 from ..space import perturbed
@@ -158,8 +157,7 @@ def run(
     print(find(model), "\n", sep="")
     batches = [(x_train[i : i + 128], y_train[i : i + 128]) for i in (0, 128)]
     before, after, profiles = {}, {}, {}
-    for name in MEASURES:
-        radii = RADII[name]
+    for name, radii in RADII.items():
         before[name] = evaluate(model, batches, measure=name, rho=radii, seed=seed, progress=progress)
         after[name] = evaluate(
             twin, batches, measure=name, rho=radii, seed=seed, progress=progress, keep_directions=False

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from tqdm.auto import tqdm
 
-from ..ascent import auto_pgd
+from ..ascent import RoundBall, auto_pgd
 from ..statistics import kendall
 from .trust_region import maximise_quadratic
 
@@ -186,7 +186,7 @@ def maximised(problem: Problem, u: _Array, v: _Array, rho: float, *, steps: int 
                 out.copy_(torch.autograd.grad(loss, z)[0])
             return float(loss.detach())
 
-        return max(auto_pgd(f, s, radius, steps).value for s in (start, -start)) - base
+        return max(auto_pgd(f, s, RoundBall(radius), steps).value for s in (start, -start)) - base
 
     start = torch.from_numpy(B)
     d = len(u)

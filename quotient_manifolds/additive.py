@@ -1,0 +1,120 @@
+r"""The paper's additive relaxation of the Gram matrices, :math:`G^H G + εI`.
+
+Kept to redo the paper's Figure 9: unlike the floor of :class:`quotient_manifolds.GLQuotientInv` it depends on the
+representative, so nothing here is invariant along orbits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import standard_normal
+from .gauge import Gauge
+from .gl import GLTangentSpace, _GLQuotient, _InvTangentSpace, _MixTangentSpace
+from .linalg import hermitian_power, pack, real_dtype
+
+__all__ = ["additive_tangent_space"]
+
+
+class _Additive(GLTangentSpace):
+    """Evaluates the metric's formulas at the representative at hand, with M̂ = M + εI and N̂ = N + εI."""
+
+    # W^{1/2} and W^{-1/2} of the metric's two weights, and the bases that make its Sylvester equation diagonal.
+    _root_G: Tensor
+    _root_H: Tensor
+    _rise_G: Tensor
+    _rise_H: Tensor
+    _left: Tensor
+    _right: Tensor
+
+    def __init__(self, manifold: _GLQuotient, x: Tensor, epsilon: float, dtype: torch.dtype) -> None:
+        self.manifold, self._at_canonical = manifold, True  # no vector is carried anywhere
+        wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+        G, H = wide.split(manifold._row_split(), dim=-2)
+        M, N = G.mH @ G, H.mH @ H
+        identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        small = {"M": M, "N": N, "M_hat": M + epsilon * identity, "N_hat": N + epsilon * identity}
+        small["M_inv"], small["N_inv"] = (torch.linalg.inv(small[k]) for k in ("M_hat", "N_hat"))
+        for name, value in small.items():
+            setattr(self, name, value)
+        W_G, W_H = self._weights()
+        small["_root_G"], small["_root_H"] = hermitian_power(W_G, 0.5), hermitian_power(W_H, 0.5)
+        small["_rise_G"], small["_rise_H"] = hermitian_power(W_G, -0.5), hermitian_power(W_H, -0.5)
+        d1, Q1 = torch.linalg.eigh(small["_rise_G"] @ N @ small["_rise_G"])
+        d2, Q2 = torch.linalg.eigh(small["_rise_H"] @ M @ small["_rise_H"])
+        small["_left"], small["_right"] = small["_rise_G"] @ Q1, small["_rise_H"] @ Q2
+        cast = real_dtype(dtype).to_complex() if x.is_complex() else real_dtype(dtype)
+        for name, value in small.items():
+            setattr(self, name, value.to(cast))
+        self._denominator = (d1.unsqueeze(-1) + d2.unsqueeze(-2)).to(real_dtype(dtype))
+        self.x = x.to(cast)
+        self.G, self.H = self._split(self.x)
+        sigma = torch.linalg.svdvals(hermitian_power(M, 0.5) @ hermitian_power(N, 0.5))
+        self.sigma_hat = sigma
+        self.present = torch.ones_like(sigma, dtype=torch.bool)
+        self.gauge = Gauge(self.x, manifold.n, sigma, identity, identity)
+
+    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+        return P @ self._rise_G @ self._rise_G, R @ self._rise_H @ self._rise_H
+
+    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
+        # W_G X M + N X W_H = Hᴴ ξ_H W_H − W_G ξ_Gᴴ G with X = Λᴴ, in the bases that make all four diagonal.
+        W_G, W_H = self._weights()
+        B = self.H.mH @ eta @ W_H - W_G @ (xi.mH @ self.G)
+        Y = (self._left.mH @ B @ self._right) / self._denominator
+        return (self._left @ Y @ self._right.mH).mH
+
+    def coordinates(self, u: Tensor) -> Tensor:
+        xi, eta = self._split(u)
+        return pack(xi @ self._root_G, eta @ self._root_H)
+
+    def from_coordinates(self, c: Tensor) -> Tensor:
+        xi, eta = self._split(c)
+        return pack(xi @ self._rise_G, eta @ self._rise_H)
+
+    def dual_coordinates(self, e: Tensor) -> Tensor:
+        return self.from_coordinates(e)  # the roots are Hermitian
+
+    def project_coordinates(self, c: Tensor) -> Tensor:
+        return self.coordinates(self.proju(self.from_coordinates(c)))
+
+    def random(self, generator: torch.Generator | None = None) -> Tensor:
+        return self.proju(self.from_coordinates(standard_normal(tuple(self.x.shape), self.x, generator)))
+
+
+class _AdditiveInv(_Additive, _InvTangentSpace):
+    """The inv metric."""
+
+
+class _AdditiveMix(_Additive, _MixTangentSpace):
+    """The mix metric."""
+
+
+def additive_tangent_space(
+    manifold: _GLQuotient, x: Tensor, epsilon: float, dtype: torch.dtype | None = None
+) -> GLTangentSpace:
+    r"""Give the tangent space at x with the paper's relaxed Gram matrices.
+
+    .. math:: \hat M = G^H G + εI, \qquad \hat N = H^H H + εI
+
+    in the place of M and N in the metric and its inverses; the vertical space stays :math:`(GΛ, -HΛ^H)`.
+
+    Parameters
+    ----------
+    manifold : GLQuotientInv or GLQuotientMix
+    x : Tensor
+        The representative, (…, n + m, h). Another one of its orbit gives other distances.
+    epsilon : float
+        ε > 0, in units of squared weights.
+    dtype : torch.dtype, optional
+        Precision to work in; by default that of x. The set-up is done in float64.
+
+    Notes
+    -----
+    Paper, §5.2 and Figure 9.
+    """
+    if not epsilon > 0:
+        raise ValueError(f"the additive relaxation must be positive, got {epsilon}")
+    kind = _AdditiveInv if manifold._space_class is _InvTangentSpace else _AdditiveMix
+    return kind(manifold, x, epsilon, x.dtype if dtype is None else dtype)

@@ -1,0 +1,97 @@
+r"""Attention pairs on the quotient whose vectors are measured entry by entry, :math:`\|ξ \oslash |w|\|`.
+
+The ablation "corrected norm off" of the paper's App. G: directions stay horizontal and geodesics stay, but the ball is
+the one of adaptive sharpness. Its result depends on the representative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quotient_manifolds import GLTangentSpace
+
+__all__ = ["AdaptiveNorm"]
+
+
+class AdaptiveNorm:
+    r"""A horizontal space in the coordinates ζ = ξ/w, in which the adaptive norm is the Euclidean one.
+
+    Horizontal vectors are a linear subspace in these coordinates too, but their orthogonal projection is no division:
+    with :math:`k(Λ)` the coordinates of the covectors that vanish on it, :math:`ζ - k (k^* k)^{-1} k^* ζ` is found by
+    conjugate gradients, for all pairs at once.
+
+    Parameters
+    ----------
+    space : GLTangentSpace
+        At the representative whose entries count.
+    """
+
+    def __init__(self, space: GLTangentSpace) -> None:
+        self.space, self.x = space, space.x
+
+    def _times(self, c: Tensor) -> Tensor:
+        """Multiply by the weights, real and imaginary parts apart: they are weights of their own."""
+        if not self.x.is_complex():
+            return c * self.x
+        return torch.view_as_complex(torch.view_as_real(c.resolve_conj()) * torch.view_as_real(self.x))
+
+    def from_coordinates(self, c: Tensor) -> Tensor:
+        """Turn coordinates into a tangent vector, ξ = w ζ."""
+        return self._times(c)
+
+    def dual_coordinates(self, e: Tensor) -> Tensor:
+        """Turn a Euclidean gradient into one with respect to the coordinates."""
+        return self._times(e)
+
+    def project_coordinates(self, c: Tensor) -> Tensor:
+        """Project coordinates on those of horizontal vectors."""
+        space = self.space
+
+        def k(L: Tensor) -> Tensor:
+            return self._times(space.vertical_covector(L))
+
+        def k_adjoint(z: Tensor) -> Tensor:
+            return space.vertical_moment(self._times(z))
+
+        wide = c.to(self.x.dtype)
+        tolerance = 10 * torch.finfo(c.dtype).eps
+        return (wide - k(_conjugate_gradients(lambda L: k_adjoint(k(L)), k_adjoint(wide), tolerance))).to(c.dtype)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a tangent vector with standard Gaussian coordinates, projected."""
+        real = torch.view_as_real(self.x) if self.x.is_complex() else self.x
+        z = torch.randn(real.shape, dtype=real.dtype, generator=generator).to(self.x.device)
+        z = torch.view_as_complex(z) if self.x.is_complex() else z
+        return self._times(self.project_coordinates(z))
+
+    def coordinates(self, u: Tensor) -> Tensor:
+        """Invert :meth:`from_coordinates`; 0 where the weight is 0."""
+        real, weight = (torch.view_as_real(t) if t.is_complex() else t for t in (u, self.x))
+        c = torch.where(weight != 0, real / weight, torch.zeros_like(real))
+        return torch.view_as_complex(c) if self.x.is_complex() else c
+
+
+def _conjugate_gradients(apply: Callable[[Tensor], Tensor], b: Tensor, tolerance: float) -> Tensor:
+    """Solve a stack of positive semidefinite systems whose right-hand sides lie in the range."""
+
+    def dot(u: Tensor, v: Tensor) -> Tensor:
+        return (u.conj() * v).real.sum(dim=(-2, -1), keepdim=True)
+
+    def ratio(a: Tensor, c: Tensor) -> Tensor:
+        return torch.where(c > 0, a / torch.where(c > 0, c, torch.ones_like(c)), torch.zeros_like(a))
+
+    x, r = torch.zeros_like(b), b
+    p, rr = r, dot(r, r)
+    goal = tolerance**2 * rr
+    for _ in range(10 * b.shape[-1] ** 2):
+        if bool((rr <= goal).all()):
+            break
+        q = apply(p)
+        a = ratio(rr, dot(p, q))
+        x, r = x + a * p, r - a * q
+        rr, before = dot(r, r), rr
+        p = r + ratio(rr, before) * p
+    return x

@@ -1,0 +1,87 @@
+"""Work spread over processes; the only file that knows torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["World", "torchrun"]
+
+T = TypeVar("T")
+
+
+class World:
+    """The processes among which units of work go round, one after the other.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        None is this process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process does not belong to the group; call evaluate on its members only")
+
+    def owns(self, unit: int) -> bool:
+        """Tell whether a unit of work falls to this process."""
+        return unit % self.size == self.rank
+
+    def share(self, count: int) -> range:
+        """Which of a number of units fall to this process."""
+        return range(self.rank, count, self.size)
+
+    def gather(self, mine: list[T]) -> list[T]:
+        """Collect everybody's results, on every process."""
+        return [item for part in self._exchange(mine) for item in part]
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Let an error of one process end all: nobody is left waiting for results that never come."""
+        if self.group is None:
+            yield
+            return
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        reports = self._exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+        if failed:
+            raise RuntimeError("; ".join(f"process {rank} failed with {report}" for rank, report in failed))
+
+    def _exchange(self, item: Any) -> list[Any]:
+        if self.group is None:
+            return [item]
+        everybody: list[Any] = [None] * self.size
+        dist.all_gather_object(everybody, item, group=self.group)
+        return everybody
+
+
+@contextmanager
+def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> Iterator[dist.ProcessGroup | None]:
+    """Join the processes that torchrun started, and leave them at the end; None if it started none.
+
+    nccl where the device is a GPU, else gloo. A process that dies closes its connections, which ends the others with
+    an error.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield None
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,244 @@
+"""From a batch to its loss and error rate: whole, or in pieces that need less memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["LossFunction", "Objective", "Outcome", "default_loss", "mapped", "normalized_logits", "tensors"]
+
+#: ``loss_fn(model, batch) -> scalar tensor``
+LossFunction = Callable[[nn.Module, Any], Tensor]
+#: The label that cross-entropy, in torch and in transformers, leaves out.
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One forward pass.
+
+    Attributes
+    ----------
+    loss : Tensor
+        Scalar.
+    wrong, counted : int or None
+        Examples that are classified wrongly, and all examples; None where labels or scores are not known.
+    """
+
+    loss: Tensor
+    wrong: int | None = None
+    counted: int | None = None
+
+
+def normalized_logits(scores: Tensor) -> Tensor:
+    r"""Divide every example's logits by their spread over the K classes.
+
+    .. math:: \tilde f = f \Big/ \sqrt{\tfrac1K \sum_k (f_k - \bar f)^2}
+
+    A network that is only more confident then has the same loss.
+
+    Notes
+    -----
+    Andriushchenko, Croce, Müller, Hein, Flammarion 2023; their code leaves out 1/K, so its logits are √K times smaller.
+    """
+    return scores / scores.std(dim=1, correction=0, keepdim=True)
+
+
+def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -> Outcome:
+    """The ``.loss`` of a transformers model for a dict, else the cross-entropy of ``model(x)`` against ``y``."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"{type(model).__name__} returned no loss for a dict with the keys {sorted(batch)}; "
+                "add the labels, or pass loss_fn"
+            )
+        scores, labels = getattr(output, "logits", None), batch.get("labels")
+    elif isinstance(batch, Sequence) and len(batch) == 2:
+        x, labels = batch
+        output = model(x)
+        scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if scores is None:
+            raise ValueError(f"{type(model).__name__} returned {type(output).__name__} without logits; pass loss_fn")
+        if scores.dim() > 1 and scores.shape[1] == 1:
+            raise ValueError(
+                f"{type(model).__name__} returned one score an example, for which cross-entropy is always 0; "
+                "pass loss_fn for a regression"
+            )
+        loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
+    else:
+        raise ValueError(
+            f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
+            "pass loss_fn(model, batch) for anything else, and wrap a single batch in a list"
+        )
+    if not (isinstance(scores, Tensor) and isinstance(labels, Tensor) and _is_classification(scores, labels)):
+        if normalize_logits:
+            raise ValueError(
+                "normalize_logits needs one label and one row of scores an example, as in classification; leave it out"
+            )
+        return Outcome(loss)
+    if normalize_logits and isinstance(batch, Mapping):
+        loss = F.cross_entropy(normalized_logits(scores), labels)
+    return Outcome(loss, int((scores.detach().argmax(1) != labels).sum()), len(labels))
+
+
+def _is_classification(scores: Tensor, labels: Tensor) -> bool:
+    return scores.dim() == 2 and labels.dim() == 1 and scores.shape[1] >= 2 and not labels.is_floating_point()
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is maximised on a batch.
+
+    Attributes
+    ----------
+    loss_fn : callable or None
+        None is :func:`default_loss`.
+    normalize_logits : bool
+    micro_batch : int or None
+        Examples a piece; None takes a batch whole.
+    """
+
+    loss_fn: LossFunction | None = None
+    normalize_logits: bool = False
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_fn, nn.Module):
+            raise ValueError(
+                f"loss_fn is called as loss_fn(model, batch), so {type(self.loss_fn).__name__} cannot be one; write "
+                "lambda model, batch: criterion(model(batch[0]), batch[1])"
+            )
+        if self.normalize_logits and self.loss_fn is not None:
+            raise ValueError("normalize_logits applies to the default loss; normalise the logits inside loss_fn")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"micro_batch must be at least 1, got {self.micro_batch}; leave it out for whole batches")
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """Run the model on a batch, or on a piece of one."""
+        if self.loss_fn is None:
+            found = default_loss(model, batch, self.normalize_logits)
+        else:
+            loss = self.loss_fn(model, batch)
+            if not isinstance(loss, Tensor):
+                raise ValueError(f"loss_fn must return a scalar tensor, but it returned {type(loss).__name__}")
+            found = Outcome(loss)
+        if found.loss.numel() != 1:
+            raise ValueError(f"the loss must be a scalar, but it has shape {tuple(found.loss.shape)}; take the mean")
+        return found
+
+    def pieces(self, model: nn.Module, batch: Any) -> list[tuple[float, Any]]:
+        """Split a batch into pieces and the weights of their losses: the shares of the labels that count."""
+        if self.micro_batch is None:
+            return [(1.0, batch)]
+        count = _examples(batch)
+        parts = [_rows(batch, i, i + self.micro_batch, count) for i in range(0, count, self.micro_batch)]
+        weights = [_counted_labels(model, part) for part in parts]
+        total = sum(weights)
+        if total == 0:
+            raise ValueError("a batch has no label that counts (all are -100); leave it out")
+        return [(w / total, part) for w, part in zip(weights, parts, strict=True) if w]
+
+    def check_pieces(self, model: nn.Module, batch: Any) -> None:
+        """Raise if the weighted losses of two single examples are not the loss of both."""
+        if self.micro_batch is None:
+            return
+        for name, m in model.named_modules():
+            if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None:
+                raise ValueError(
+                    f"micro_batch would change what the layer {name!r} ({type(m).__name__} without running "
+                    "statistics) computes; leave micro_batch out"
+                )
+        count = _examples(batch)
+        if count < 2:
+            return
+        two = _rows(batch, 0, 2, count)
+        with torch.set_grad_enabled(self.loss_fn is not None):
+            both = float(self(model, two).loss.detach())
+            single = Objective(self.loss_fn, self.normalize_logits, 1)
+            apart = sum(w * float(self(model, part).loss.detach()) for w, part in single.pieces(model, two))
+        eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+        if math.isfinite(both) and abs(both - apart) > min(1e3 * eps, 1e-2) * max(abs(both), abs(apart), 1e-3):
+            raise ValueError(
+                f"micro_batch changes the loss: two examples give {both:.8g} together and {apart:.8g} one by one; the "
+                "loss must be a mean over examples or labels, and no layer may mix examples; leave micro_batch out, or "
+                "let loss_fn take the mean"
+            )
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Walk through the tensors of a batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for v in batch.values():
+            yield from tensors(v)
+    elif isinstance(batch, (list, tuple)):
+        for v in batch:
+            yield from tensors(v)
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a batch."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {k: mapped(v, change) for k, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(mapped(v, change) for v in batch)
+    return batch
+
+
+def _labels(batch: Any) -> Tensor | None:
+    found = None
+    if isinstance(batch, Mapping):
+        found = batch.get("labels")
+    elif isinstance(batch, (list, tuple)) and len(batch) == 2:
+        found = batch[1]
+    return found if isinstance(found, Tensor) and found.dim() else None
+
+
+def _examples(batch: Any) -> int:
+    labels = _labels(batch)
+    found = [labels] if labels is not None else [t for t in tensors(batch) if t.dim()]
+    if not found:
+        raise ValueError("micro_batch needs batches of tensors, with the examples along the first dimension")
+    return len(found[0])
+
+
+def _rows(batch: Any, start: int, stop: int, count: int) -> Any:
+    def cut(t: Tensor) -> Tensor:
+        if t.dim() == 0:
+            return t
+        if len(t) != count:
+            raise ValueError(
+                f"micro_batch cannot split a batch of {count} examples that has a tensor of shape {tuple(t.shape)}; "
+                "its first dimension must be the examples"
+            )
+        return t[start:stop]
+
+    return mapped(batch, cut)
+
+
+def _counted_labels(model: nn.Module, batch: Any) -> int:
+    labels = _labels(batch)
+    if labels is None or labels.is_floating_point():
+        return _examples(batch)
+    if labels.dim() == 2 and _predicts_next_token(model):
+        labels = labels[:, 1:]  # the first token is predicted by none
+    return int((labels != _IGNORED).sum())
+
+
+def _predicts_next_token(model: nn.Module) -> bool:
+    for m in model.modules():
+        loss = getattr(m, "loss_function", None)
+        if loss is not None:
+            return "CausalLM" in getattr(loss, "__name__", "")
+    return False
