@@ -35,9 +35,11 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write(name: str, rows: Any) -> None:
-    """Write rows with their environment to ``results/NAME.json`` and print them."""
+def write(name: str, rows: Any, **more: Any) -> None:
+    """Write rows, and what else is given, with their environment to ``results/NAME.json``; print the rows."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({"environment": environment(), "rows": rows, **more}, indent=1) + "\n"
+    )
     for row in rows:
         print(row)

@@ -6,8 +6,9 @@ finds the points in a network.
 
 from .base import QuotientManifold, TangentSpace
 from .gauge import Gauge, canonical_gauge
+from .geodesics import GeodesicExitError
 from .gl import GLQuotientInv, GLQuotientMix, GLTangentSpace
-from .rescale import GeodesicExitError, RescaleQuotient
+from .rescale import RescaleQuotient
 
 __all__ = [
     "GLQuotientInv",

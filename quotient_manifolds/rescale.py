@@ -8,22 +8,9 @@ import torch
 from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
+from .geodesics import GeodesicExitError
 
-__all__ = ["GeodesicExitError", "RescaleQuotient"]
-
-
-class GeodesicExitError(ValueError):
-    """A geodesic leaves the manifold before the time asked for.
-
-    Attributes
-    ----------
-    time : float
-        First time at which the geodesic reaches the manifold's boundary.
-    """
-
-    def __init__(self, message: str, time: float) -> None:
-        super().__init__(message)
-        self.time = time
+__all__ = ["RescaleQuotient"]
 
 
 class _RescaleTangentSpace(TangentSpace):

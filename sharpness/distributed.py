@@ -11,9 +11,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["World", "torchrun"]
+__all__ = ["RemoteError", "World", "torchrun"]
 
 T = TypeVar("T")
+
+
+class RemoteError(RuntimeError):
+    """Another process of the group failed."""
 
 
 class World:
@@ -60,7 +64,7 @@ class World:
             raise failure
         failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if failed:
-            raise RuntimeError("; ".join(f"process {rank} failed with {report}" for rank, report in failed))
+            raise RemoteError("; ".join(f"process {rank} failed with {report}" for rank, report in failed))
 
     def _exchange(self, item: Any) -> list[Any]:
         if self.group is None:

@@ -165,7 +165,9 @@ class Objective:
             single = Objective(self.loss_fn, self.normalize_logits, 1)
             apart = sum(w * float(self(model, part).loss.detach()) for w, part in single.pieces(model, two))
         eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-        if math.isfinite(both) and abs(both - apart) > min(1e3 * eps, 1e-2) * max(abs(both), abs(apart), 1e-3):
+        if math.isfinite(both) and abs(both - apart) > max(1e-5, min(1e3 * eps, 1e-2)) * max(
+            abs(both), abs(apart), 1e-3
+        ):
             raise ValueError(
                 f"micro_batch changes the loss: two examples give {both:.8g} together and {apart:.8g} one by one; the "
                 "loss must be a mean over examples or labels, and no layer may mix examples; leave micro_batch out, or "

@@ -83,6 +83,10 @@ class Measure:
                 f"measure {self.name!r}: the ball with p = inf is not defined on a quotient; use p=2, or the measure "
                 '"adaptive" or "euclidean"'
             )
+        if self.geodesic == "rk4" and self.relaxation_kind != "floor":
+            raise ValueError(
+                f"measure {self.name!r}: the additive relaxation has no geodesic equation; use second-order"
+            )
         if self.norm == "adaptive" and (self.elementwise != "adaptive" or self.relaxation_kind != "floor"):
             raise ValueError(
                 f'measure {self.name!r}: norm="adaptive" needs elementwise="adaptive" and relaxation_kind="floor"'

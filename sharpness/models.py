@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LoadedModel", "load", "load_state_dict"]
+__all__ = ["LoadedModel", "load", "load_state_dict", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,9 @@ class LoadedModel:
     model : nn.Module
         In evaluation mode.
     source : str
-        ``"transformers"``, ``"open_clip"`` or ``"timm"``.
-    example : dict or Tensor
-        Random inputs: ``model(**example)`` or ``model(example)``.
+        ``"transformers"``, ``"open_clip"``, ``"timm"`` or ``"function"``.
+    example : dict, Tensor or None
+        Random inputs: ``model(**example)`` or ``model(example)``; None for a function's model.
     """
 
     model: nn.Module
@@ -158,6 +161,36 @@ def _timm(name: str, checkpoint: str | None) -> LoadedModel:
     return LoadedModel(model.eval(), "timm", torch.randn(2, *model.default_cfg["input_size"]))
 
 
+def resolve(name: str) -> Callable[..., Any]:
+    """Import ``module:function``, from the current folder too.
+
+    Raises
+    ------
+    ValueError
+        No such module or function.
+    """
+    module, _, function = name.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r} is not an importable module:function ({error})") from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is not a function")
+    result: Callable[..., Any] = found
+    return result
+
+
+def _from_function(name: str, checkpoint: str | None) -> LoadedModel:
+    model = resolve(name)()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
+    if checkpoint is not None:
+        _fill(model, checkpoint)
+    return LoadedModel(model.eval(), "function", None)
+
+
 def load(name: str, checkpoint: str | None = None) -> LoadedModel:
     """Build a model from a local folder or a library's name, with local weights.
 
@@ -165,7 +198,8 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
     ----------
     name : str
         A folder with ``config.json`` (transformers; only local files are read), an open_clip model name such as
-        ``"ViT-B-32"``, or a timm model name such as ``"vit_tiny_patch16_224"``.
+        ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function`` for what a
+        function without arguments returns.
     checkpoint : str, optional
         Local weights for a name; without them the weights are random.
 
@@ -185,6 +219,8 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         if checkpoint is not None:
             raise ValueError("a transformers folder holds its own weights; leave out the checkpoint")
         return _transformers(folder)
+    if ":" in name:
+        return _from_function(name, checkpoint)
     for library, build in (("open_clip", _open_clip), ("timm", _timm)):
         try:
             module = __import__(library)
@@ -194,5 +230,5 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
             return build(name, checkpoint)
     raise ValueError(
         f"{name!r} is neither a folder with a transformers model nor the name of an open_clip or timm model "
-        "(is that library installed?)"
+        "(is that library installed?), nor module:function"
     )

@@ -12,7 +12,7 @@ from typing import Any
 from .measures import Measure
 from .space import Direction
 
-__all__ = ["BatchResult", "SharpnessResult"]
+__all__ = ["BatchResult", "SharpnessResult", "write_json"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,14 @@ class BatchResult:
         if self.worst_error is None or self.base_error is None:
             return None
         return self.worst_error - self.base_error
+
+
+def write_json(path: str | os.PathLike[str], found: Any) -> None:
+    """Write numbers, strings, lists and dicts to a file, which is replaced as a whole or not at all."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -238,10 +246,7 @@ class SharpnessResult:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_json(path, self.to_dict())
 
     def __str__(self) -> str:
         count = len(self.batches) // len(self.rhos)

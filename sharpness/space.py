@@ -322,11 +322,18 @@ class WeightSpace:
             (dim,), horizontal: the gradient of ξ → loss(R(ξ)) in the tangent space at the base point.
         """
         found: dict[Tensor, Tensor] = {}
+        summed: set[Tensor] = set()
         for loss in [losses] if isinstance(losses, Tensor) else losses:
             if self._reentrant is None:  # walking the graph once is enough: the model does not change
                 self._reentrant = _has_reentrant_checkpoint(loss)
             for p, g in _differentiate(loss, list(self._parameters.values()), self._reentrant).items():
-                found[p] = found[p].add_(g) if p in found else g
+                if p in summed:
+                    found[p].add_(g)
+                elif p in found:  # what autograd gives may share memory: not to be written to
+                    found[p] = found[p] + g
+                    summed.add(p)
+                else:
+                    found[p] = g
             del loss
         self._check_pairs(found)
         flat = torch.empty(self.dim, dtype=self.dtype, device=self.device) if out is None else out
@@ -442,11 +449,28 @@ def _hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> _Pa
         return _Pairs(s, point, tangent, frame, gauge.sigma, present, back, slice(start, stop))
 
 
+def _rk4(t: GLTangentSpace, u: Tensor, measure: Measure) -> Tensor:
+    return t.rk4(u, measure.substeps)
+
+
+def _pull_by_autograd(
+    retract: Callable[[GLTangentSpace, Tensor, Measure], Tensor],
+    t: GLTangentSpace,
+    u: Tensor,
+    egrad: Tensor,
+    measure: Measure,
+) -> Tensor:
+    with torch.enable_grad():
+        u = u.detach().requires_grad_()
+        return torch.autograd.grad(retract(t, u, measure), u, egrad)[0]
+
+
 #: By geodesic: the retraction (tangent space, vector, measure) → point, and its adjoint derivative, with the Euclidean
 #: gradient at that point as a further argument before the measure.
 _RETRACTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "first-order": (lambda t, u, _: t.x + u, lambda t, u, egrad, _: egrad),
     "second-order": (lambda t, u, _: t.retr(u), lambda t, u, egrad, _: t.pullback(u, egrad)),
+    "rk4": (_rk4, lambda t, u, egrad, measure: _pull_by_autograd(_rk4, t, u, egrad, measure)),
 }
 
 

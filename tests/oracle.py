@@ -79,3 +79,79 @@ def geodesic(name, n, x, u, rtol=1e-12):
     start = np.concatenate([to_real(x).numpy(), to_real(u).numpy()])
     end = solve_ivp(field, (0, 1), start, method="DOP853", rtol=rtol, atol=1e-13).y[:, -1]
     return from_real(torch.from_numpy(end[:size].copy()), x)
+
+
+def plain_adaptive_sharpness(model, batch, rho, steps):
+    """Adaptive sharpness by Auto-PGD (L2) on the weights themselves, written plainly.
+
+    The gradient step is scaled by |w|, as in adaptive sharpness-aware minimisation; the projection on the ellipsoid
+    ‖δ ⊘ |w|‖ ≤ ρ is the Euclidean one, δ / (1 + λ/w²), with λ found by bisection to rounding.
+    """
+    x, y = batch
+    weights = [p.detach().clone() for p in model.parameters()]
+    sizes = [w.abs() for w in weights]
+
+    def loss_and_gradient(delta):
+        with torch.no_grad():
+            for p, w, d in zip(model.parameters(), weights, delta, strict=True):
+                p.copy_(w + d)
+        output = model(x)
+        loss = torch.nn.functional.cross_entropy(getattr(output, "logits", output), y)
+        return float(loss), torch.autograd.grad(loss, list(model.parameters()))
+
+    def norm(vectors):
+        return float(torch.sqrt(sum((v.double() ** 2).sum() for v in vectors)))
+
+    def length(delta):
+        return norm([d / torch.where(s > 0, s, 1.0) for d, s in zip(delta, sizes, strict=True)])
+
+    def project(delta):
+        if length(delta) <= rho:
+            return delta
+
+        def shrunk(factor):
+            return [d * s**2 / (s**2 + factor) for d, s in zip(delta, sizes, strict=True)]
+
+        low, high = 0.0, 1e-12
+        while length(shrunk(high)) > rho:
+            high *= 4
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if length(shrunk(middle)) > rho else (low, middle)
+        return shrunk(high)
+
+    marks, before, now = [], 0, 22
+    while now <= 100:
+        marks.append(-(-now * steps // 100))
+        before, now = now, now + max(now - before - 3, 6)
+    try:
+        delta = previous = [torch.zeros_like(w) for w in weights]
+        value, gradient = loss_and_gradient(delta)
+        base = value
+        best, best_delta, best_gradient = value, delta, gradient
+        eta, raised, last, halved, best_at_mark = 2 * rho, 0, 0, False, value
+        for k in range(1, steps + 1):
+            scaled = [g * s for g, s in zip(gradient, sizes, strict=True)]
+            size = norm(scaled) + 1e-12
+            z = project([d + eta * g * s / size for d, g, s in zip(delta, scaled, sizes, strict=True)])
+            a = 1.0 if k == 1 else 0.75
+            new = project([d + a * (q - d) + (1 - a) * (d - p) for d, q, p in zip(delta, z, previous, strict=True)])
+            previous, delta = delta, new
+            after, gradient = loss_and_gradient(delta)
+            raised += after > value
+            value = after
+            if value > best:
+                best, best_delta, best_gradient = value, delta, gradient
+            if k in marks:
+                stuck = not halved and best == best_at_mark
+                halved = raised < 0.75 * (k - last) or stuck
+                if halved:
+                    eta /= 2
+                    value, delta, gradient = best, best_delta, best_gradient
+                    previous = delta
+                last, raised, best_at_mark = k, 0, best
+        return best - base
+    finally:
+        with torch.no_grad():
+            for p, w in zip(model.parameters(), weights, strict=True):
+                p.copy_(w)

@@ -1,12 +1,16 @@
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from quotient_manifolds.symmetries import find
-from sharpness import cli
+from sharpness import cli, evaluate
 from sharpness.studies import demo
+
+from . import networks, spread
 
 
 def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
@@ -51,3 +55,48 @@ def test_help_and_module():
     assert found.returncode == 0
     for option in ("--seed", "--out", "--condition", "--quiet"):
         assert option in found.stdout
+
+
+# -- run -----------------------------------------------------------------------------------------------------------------
+
+
+def test_run_on_files(tmp_path, capsys, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    model = spread.model()
+    x, y = networks.tokens(10)
+    safetensors.save_file({"x": x, "y": y}, tmp_path / "data.safetensors")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    out = tmp_path / "out.json"
+    arguments = [
+        "run", "tests.spread:model", str(tmp_path / "data.safetensors"), "--checkpoint", str(tmp_path / "weights.pt"),
+        "--rho", "0.1", "--batch-size", "4", "--batches", "2", "--quiet", "--out", str(out), "--measure", "adaptive",
+        "gradient-norm",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--help"])
+    assert caught.value.code == 0
+    assert "torchrun" in capsys.readouterr().out
+    assert cli.main(arguments) == 2
+    assert "gradient norm has no radius" in capsys.readouterr().err
+    assert cli.main([*arguments[:-1]]) == 0
+    assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
+    found = json.loads(out.read_text())[0]
+    batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
+    assert found["sharpness"]["0.1"] == evaluate(model, batches, measure="adaptive", rho=0.1).value
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [
+        ("tests.spread:nothing", "tests.spread:batches", "not an importable module:function"),
+        ("tests.spread:batches", "tests.spread:batches", "returned list, not a torch module"),
+        ("tests.spread:model", "nowhere.safetensors", "there is no checkpoint file nowhere.safetensors"),
+        ("no-such-model", "tests.spread:batches", "nor module:function"),
+    ],
+)
+def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    assert cli.main(["run", model, data, "--rho", "0.1", "--quiet"]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,504 @@
+r"""Exact geodesics of the GL(h) quotients, in reduced coordinates.
+
+Notation of :mod:`quotient_manifolds.gl`. In canonical gauge a point is :math:`G = X Σ^{1/2}, H = Y Σ^{1/2}` with
+orthonormal columns in X and Y, and a tangent vector is
+
+.. math:: ξ_G = ξ Σ^{1/2},\; ξ_H = η Σ^{1/2} \;\text{(inv)}, \qquad
+          ξ_G = ξ Σ^{-1/2},\; ξ_H = η Σ^{-1/2} \;\text{(mix)},
+
+which makes the metric the identity, :math:`\|(ξ, η)\|_F`. The functions below take X, ξ, Y, η, σ. They use that
+:math:`X^H X` is well conditioned, not that it is the identity: with X a differentiable function of the point (and Σ a
+constant scale) their derivatives are exact.
+
+Along every geodesic G(t) stays in span[X, ξ], so everything happens on 2h × h coefficient matrices. The basis is
+[X, E/s] with :math:`E = ξ - X C`, :math:`C = (X^H X)^{-1} X^H ξ`, Gram matrix
+:math:`J = \mathrm{diag}(X^H X, E^H E/s^2)`. Unlike an orthonormal basis from a QR it is a polynomial in ξ,
+hence differentiable at ξ = 0 and at vertical ξ. The number s = ‖ξ‖ only balances the two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdiffeq import odeint
+
+from .linalg import real_dtype
+from .linalg import symmetric_part_doubled as sym2
+
+__all__ = ["GeodesicExitError", "exit_time", "inv_geodesic", "mix_geodesic", "rk4"]
+
+#: (a, p, b, q), see :class:`Reduced`; a tuple of four tensors.
+State = tuple[Tensor, ...]
+
+
+class GeodesicExitError(ValueError):
+    """A geodesic leaves the manifold before the time asked for.
+
+    Attributes
+    ----------
+    time : float
+        First time at which a geodesic reaches the manifold's boundary.
+    times : Tensor or None
+        That time for every item of a batch, inf where there is none.
+    """
+
+    def __init__(self, message: str, time: float, times: Tensor | None = None) -> None:
+        super().__init__(message)
+        self.time, self.times = time, times
+
+
+# -- the frame in which a factor moves ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frame:
+    r"""Basis [X, E/s] of span[X, ξ] (…, n, 2h), its Gram matrix J, and the coefficients of X and ξ (…, 2h, h)."""
+
+    basis: Tensor
+    gram: Tensor
+    point: Tensor
+    velocity: Tensor
+
+    def __matmul__(self, a: Tensor) -> Tensor:
+        """Give the n × h matrix with coefficients a, which may have more leading dimensions."""
+        return self.basis @ a
+
+
+def _unit(size: Tensor) -> Tensor:
+    """Use a size as a unit: constant to autograd (results do not depend on it), and 1 where it is zero."""
+    size = size.detach()
+    return torch.where(size > 0, size, torch.ones_like(size))
+
+
+def _blocks(rows: list[list[Tensor]]) -> Tensor:
+    return torch.cat([torch.cat(torch.broadcast_tensors(*row), dim=-1) for row in rows], dim=-2)
+
+
+def frame(X: Tensor, xi: Tensor) -> Frame:
+    """Build the frame; X, xi are (…, n, h), X well conditioned."""
+    X, xi = torch.broadcast_tensors(X, xi)
+    P = X.mH @ X
+    # Columns that are zero count as unit vectors which nothing else meets: they neither move nor matter.
+    P = P + torch.diag_embed((P.diagonal(dim1=-2, dim2=-1) == 0).to(P.dtype))
+    C = torch.linalg.solve(P, X.mH @ xi)
+    s = _unit(torch.linalg.matrix_norm(xi))[..., None, None]
+    E = (xi - X @ C) / s
+    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device).expand_as(P)
+    zero = torch.zeros_like(P)
+    return Frame(
+        basis=torch.cat([X, E], dim=-1),
+        gram=_blocks([[P, zero], [zero, E.mH @ E]]),
+        point=torch.cat([eye, zero], dim=-2),
+        velocity=torch.cat([C, eye * s], dim=-2),
+    )
+
+
+def _times(t: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(t, dtype=real_dtype(like.dtype), device=like.device)
+
+
+def _column(t: Tensor, like: Tensor) -> Tensor:
+    """Give times of shape (k…) the shape (k…, 1, …, 1) that multiplies a batch of matrices."""
+    return t.reshape(*t.shape, *(1,) * like.dim())
+
+
+# -- inv: closed form -----------------------------------------------------------------------------------------------
+
+
+def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
+    r"""Follow the geodesic of one factor for the inv metric (the factors decouple).
+
+    With :math:`Ω = ξ P^{-1} X^H - X P^{-1} ξ^H`, :math:`P = X^H X` and :math:`W = P^{-1} ξ^H X`
+
+    .. math:: X(t) = e^{tΩ} X e^{tW}, \qquad \dot X(t) = e^{tΩ} ξ e^{tW},
+
+    and :math:`Ω [X, E/s] = [X, E/s] K` with
+    :math:`K = \begin{pmatrix} C - W & -P^{-1} E^H E / s \\ s I & 0 \end{pmatrix}`, so one exponential of size 2h and
+    one of size h suffice. The metric is complete: it exists for all t.
+
+    Parameters
+    ----------
+    X, xi : Tensor
+        Factor and tangent vector, (…, n, h); a common right multiplication by an invertible matrix may have been
+        applied (whitening), and the result carries it too.
+    t : float or Tensor
+        Times, of any shape (k…).
+
+    Returns
+    -------
+    tuple of Tensor
+        X(t) and its velocity, (k…, …, n, h).
+    """
+    f = frame(X, xi)
+    h = X.shape[-1]
+    t = _column(_times(t, X), f.gram)
+    P, S = f.gram[..., :h, :h], f.gram[..., h:, h:]  # S = EᴴE/s²
+    C, s = f.velocity[..., :h, :], f.velocity[..., h:, :]
+    W = torch.linalg.solve(P, C.mH @ P)
+    K = _blocks([[C - W, -torch.linalg.solve(P, S) @ s], [s, torch.zeros_like(P)]])
+    rotation = torch.linalg.matrix_exp(t * K)
+    right = torch.linalg.matrix_exp(t * W)
+    return f @ (rotation[..., :h] @ right), f @ (rotation @ f.velocity @ right)
+
+
+# -- right-hand sides of the geodesic equation on coefficients, shared by the solvers -------------------------------
+
+
+@dataclass(frozen=True)
+class Reduced:
+    r"""The geodesic equation of one pair on coefficients: :math:`G = [X, E/s]\, a\, Σ^{1/2}`, likewise b for H.
+
+    The velocities p, q are those of the whitened tangent vectors:
+    inv :math:`\dot a = p,\ \dot b = q`; mix :math:`\dot a = p Σ^{-1},\ \dot b = q Σ^{-1}`. With
+    :math:`M = a^H J_G a,\ N = b^H J_H b`, :math:`B_G = a^H J_G p`, :math:`A_G = p^H J_G p`, …
+
+    - inv: :math:`\dot p = p M^{-1} (B_G + B_G^H) - a M^{-1} A_G`, likewise q with N;
+    - mix: :math:`\dot p = [a A_H Σ^{-1} - p (Σ^{-1} B_H^H + B_H Σ^{-1})] N^{-1}`, likewise q with the roles exchanged.
+
+    Written with p Σ^{-1} instead of ȧ no entry is multiplied by a ratio of singular values.
+    """
+
+    G: Frame
+    H: Frame
+    inverse_sigma: Tensor | None  # (…, h), 0 for directions that the point lacks; None for inv
+
+    @classmethod
+    def of(cls, metric: str, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor, sigma: Tensor) -> Reduced:
+        problem = cls(frame(X, xi), frame(Y, eta), None)
+        return problem if metric == "inv" else problem.scaled(sigma)
+
+    def scaled(self, sigma: Tensor) -> Reduced:
+        """Give the same equation (mix) for another scale σ of the columns."""
+        inverse = torch.where(sigma > 0, 1 / torch.where(sigma > 0, sigma, 1), 0.0)
+        return replace(self, inverse_sigma=inverse)
+
+    def start(self) -> State:
+        """Coefficients (a, p, b, q) at t = 0."""
+        a, b = self.G.point, self.H.point
+        if self.inverse_sigma is not None:
+            present = (self.inverse_sigma > 0).unsqueeze(-2)
+            a, b = a * present, b * present
+        return a, self.G.velocity, b, self.H.velocity
+
+    def _grams(self, f: Frame, a: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give M⁻¹, B, A of one factor."""
+        Ja, Jp = f.gram @ a, f.gram @ p
+        M = a.mH @ Ja
+        if self.inverse_sigma is not None:
+            M = M + torch.diag_embed((self.inverse_sigma == 0).to(M.dtype))
+        return torch.linalg.inv(M), Ja.mH @ p, p.mH @ Jp
+
+    def derivative(self, state: State) -> tuple[State, Tensor]:
+        """Give the time derivative of (a, p, b, q), and the squared speed (…) in the inv metric."""
+        a, p, b, q = state
+        M1, B_G, A_G = self._grams(self.G, a, p)
+        N1, B_H, A_H = self._grams(self.H, b, q)
+        if self.inverse_sigma is None:
+            w = torch.ones_like(M1[..., :1, :].real)
+            dp = p @ (M1 @ sym2(B_G)) - a @ (M1 @ A_G)
+            dq = q @ (N1 @ sym2(B_H)) - b @ (N1 @ A_H)
+        else:
+            w = self.inverse_sigma.unsqueeze(-2)  # ⋅ w is right multiplication by Σ⁻¹
+            dp = a @ ((A_H * w) @ N1) - p @ (sym2(B_H * w) @ N1)
+            dq = b @ ((A_G * w) @ M1) - q @ (sym2(B_G * w) @ M1)
+        # Tr(M⁻¹ ȧᴴJȧ) + Tr(N⁻¹ ḃᴴJḃ)
+        speed2 = ((M1.mT * A_G + N1.mT * A_H) * w * w.mT).real.sum((-2, -1))
+        return (p * w, dp, q * w, dq), speed2
+
+    def end(self, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Give the factors X(t), ξ(t), Y(t), η(t): whitened, as they came in."""
+        a, p, b, q = state
+        return self.G @ a, self.G @ p, self.H @ b, self.H @ q
+
+
+def rk4(
+    metric: str, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor, sigma: Tensor, t: Any = 1.0, steps: int = 4
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Follow the geodesic by the classical Runge–Kutta method with ``steps`` equal steps.
+
+    Parameters as in :func:`mix_geodesic`; t of any shape (k…). Never raises: after an exit the result is not finite or
+    meaningless.
+    """
+    problem = Reduced.of(metric, X, xi, Y, eta, sigma)
+    step = _column(_times(t, X), problem.G.gram) / steps
+
+    def shifted(state: State, slope: State, factor: Any) -> State:
+        return tuple(y + factor * k for y, k in zip(state, slope, strict=True))
+
+    state: State = tuple(torch.broadcast_tensors(y, step)[0] for y in problem.start())
+    for _ in range(steps):
+        k1, _v = problem.derivative(state)
+        k2, _v = problem.derivative(shifted(state, k1, step / 2))
+        k3, _v = problem.derivative(shifted(state, k2, step / 2))
+        k4, _v = problem.derivative(shifted(state, k3, step))
+        total: State = tuple(a + 2 * b + 2 * c + d for a, b, c, d in zip(k1, k2, k3, k4, strict=True))
+        state = shifted(state, total, step / 6)
+    return problem.end(state)
+
+
+# -- mix: reduced equation, adaptive solver -------------------------------------------------------------------------
+
+
+def _flatten(state: State) -> Tensor:
+    y = torch.cat(torch.broadcast_tensors(*state), dim=-2)
+    y = y.reshape(*y.shape[:-2], -1)
+    return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
+
+
+def _unflatten(y: Tensor, h: int, is_complex: bool) -> State:
+    if is_complex:
+        y = torch.complex(*y.reshape(*y.shape[:-1], -1, 2).unbind(-1))
+    return y.reshape(*y.shape[:-1], 8 * h, h).split(2 * h, dim=-2)
+
+
+def _worst_item(error: Tensor) -> Tensor:
+    """Root mean square of every batch item, then the largest: no item is averaged away by the others.
+
+    A step with a singular or overflowing stage counts as infinitely wrong, so that it is repeated with a smaller one.
+    """
+    rms = error.square().mean(-1).sqrt()
+    return rms.nan_to_num(nan=1e9, posinf=1e9).amax()
+
+
+def _integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol: float) -> Tensor:
+    t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
+    # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.
+    options = {"norm": _worst_item, "step_t": t[1:]}
+    method = "dopri8" if tol < 1e-8 else "dopri5"
+    return odeint(f, y, t, rtol=tol, atol=tol, method=method, options=options)[-1]
+
+
+@dataclass(frozen=True)
+class _Waypoint:
+    r"""A mix geodesic at some time, in the canonical gauge of the point it has reached.
+
+    The coefficients are those of :class:`Reduced` for the scale σ; in the gauge of the start they are
+    :math:`a L,\ p R^{-H},\ b R,\ q L^{-H}`.
+    """
+
+    y: Tensor  # flattened (a, p, b, q), (…, features)
+    sigma: Tensor  # (…, h)
+    L: Tensor  # (…, h, h)
+    R: Tensor
+    time: Tensor  # (…)
+
+    @classmethod
+    def start(cls, problem: Reduced, sigma: Tensor) -> _Waypoint:
+        state = problem.start()
+        y = _flatten(state)
+        eye = torch.eye(sigma.shape[-1], dtype=state[0].dtype, device=y.device).expand(*y.shape[:-1], -1, -1)
+        return cls(y, sigma.expand(*y.shape[:-1], -1), eye, eye, torch.zeros_like(y[..., 0]))
+
+    def regauged(self, problem: Reduced, y: Tensor, time: Tensor) -> _Waypoint:
+        r"""Go on to y, and to the canonical gauge there.
+
+        From Cholesky factors :math:`M = R_X^H R_X,\ N = R_Y^H R_Y` (one leg keeps M and N well conditioned) and
+        :math:`R_X Σ R_Y^H = U Σ' V^H`: the step is :math:`L = U^H R_X,\ R = V^H R_Y`. It is constant to autograd.
+        """
+        h, is_complex = self.sigma.shape[-1], self.L.is_complex()
+        a, p, b, q = _unflatten(y, h, is_complex)
+        with torch.no_grad():
+            present = self.sigma > 0
+            absent = torch.diag_embed((~present).to(a.dtype))
+            R_X = torch.linalg.cholesky(a.mH @ problem.G.gram @ a + absent).mH
+            R_Y = torch.linalg.cholesky(b.mH @ problem.H.gram @ b + absent).mH
+            U, sigma, Vh = torch.linalg.svd((R_X * self.sigma.unsqueeze(-2)) @ R_Y.mH)
+            sigma = torch.where(present, sigma, 0.0)  # both are in descending order
+            L, R = U.mH @ R_X, Vh @ R_Y
+        a, b = torch.linalg.solve(L, a, left=False), torch.linalg.solve(R, b, left=False)
+        return _Waypoint(_flatten((a, p @ R.mH, b, q @ L.mH)), sigma, L @ self.L, R @ self.R, time)
+
+    def at_start_gauge(self, y: Tensor) -> State:
+        """Give the coefficients y in the gauge of the start."""
+        a, p, b, q = _unflatten(y, self.sigma.shape[-1], self.L.is_complex())
+        return (
+            a @ self.L,
+            torch.linalg.solve(self.R.mH, p, left=False),
+            b @ self.R,
+            torch.linalg.solve(self.L.mH, q, left=False),
+        )
+
+
+def _follow(
+    problem: Reduced, sigma: Tensor, until: Tensor, tol: float, max_length: int
+) -> tuple[list[_Waypoint], Tensor]:
+    r"""Follow mix geodesics until they have passed the time ``until`` or left the manifold.
+
+    The independent variable is r with :math:`dr = \sqrt{v^2 + \mathrm{until}^{-2}}\,dt`, v the speed in the *inv*
+    metric. That metric is complete: where the rank falls at T, v grows like 1/(T − t), T is approached exponentially
+    in r and never crossed, and the batch items advance at equal relative rates whatever their singular values are.
+    Every unit of r is one leg, after which the point reached is brought to its own canonical gauge: conditions do not
+    build up.
+
+    Returns
+    -------
+    list of _Waypoint
+    Tensor
+        Exit times (…), inf where there is none.
+    """
+    here = _Waypoint.start(problem, sigma)
+    h, is_complex = here.L.shape[-1], here.L.is_complex()
+
+    def inv_speed(w: _Waypoint) -> Tensor:
+        return problem.scaled(w.sigma).derivative(_unflatten(w.y, h, is_complex))[1].sqrt()
+
+    with torch.no_grad():
+        speed = inv_speed(here)
+        slowest = _unit(until).reciprocal()
+    waypoints = [here]
+    exit_time = torch.full_like(here.time, torch.inf)
+    active = torch.ones_like(exit_time, dtype=torch.bool)
+    for _ in range(max_length):
+        leg, moving = problem.scaled(here.sigma), active.unsqueeze(-1)
+        unit = (slowest + speed).unsqueeze(-1)
+
+        def slope(_r: Tensor, y: Tensor, leg: Reduced = leg, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
+            dy, speed2 = leg.derivative(_unflatten(y[..., :-1], h, is_complex))
+            rate = torch.where(moving, 1 / (slowest**2 + speed2).sqrt().unsqueeze(-1), 0.0)
+            # One more feature: the time since the start of the leg, in units of its first speed.
+            return torch.cat([_flatten(dy) * rate, unit * rate], dim=-1)
+
+        y = _integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), 1.0, tol)
+        previous, last_speed = here, speed
+        here = previous.regauged(problem, y[..., :-1], previous.time + (y[..., -1:] / unit).squeeze(-1))
+        waypoints.append(here)
+        with torch.no_grad():
+            speed = inv_speed(here)
+            # 1/v falls linearly to 0 at the exit.
+            left = (here.time - previous.time) / (speed / last_speed - 1)
+            # Very close to a rank-deficient point, the side on which it is passed is rounding.
+            near = (left > 0) & (left < torch.finfo(left.dtype).eps ** 0.375 * here.time)
+            gone = active & near & (here.time + left <= until)
+            exit_time = torch.where(gone, here.time + left, exit_time)
+            active = active & ~near & (here.time < until)
+        if not bool(active.any()):
+            return waypoints, exit_time
+    raise RuntimeError(f"mix geodesic: {int(active.sum())} still under way after {max_length} units of inv length")
+
+
+def _default_tolerance(x: Tensor) -> float:
+    return 1e-12 if torch.finfo(x.dtype).bits == 64 else 2e-6
+
+
+def _certainly_inside(xi: Tensor, eta: Tensor, sigma: Tensor, until: float) -> bool:
+    """Tell whether ρ < σ_h/√2, which keeps the geodesic on the manifold, holds for all items with a margin."""
+    rho = (torch.linalg.matrix_norm(xi).square() + torch.linalg.matrix_norm(eta).square()).sqrt()
+    lowest = torch.where(sigma > 0, sigma, torch.inf).amin(-1)
+    return bool((until * rho < lowest / 4).all())
+
+
+def exit_time(
+    X: Tensor,
+    xi: Tensor,
+    Y: Tensor,
+    eta: Tensor,
+    sigma: Tensor,
+    until: float = 1.0,
+    *,
+    tol: float | None = None,
+    max_length: int = 1000,
+) -> Tensor:
+    """Give the time in (0, until] at which every mix geodesic leaves the manifold, inf where it does not; (…).
+
+    Parameters as in :func:`mix_geodesic`.
+    """
+    with torch.no_grad():
+        if _certainly_inside(xi, eta, sigma, until):
+            return torch.full_like(torch.linalg.matrix_norm(xi), torch.inf)
+        problem = Reduced.of("mix", X, xi, Y, eta, sigma)
+        return _follow(problem, sigma, _times(until, X), tol or _default_tolerance(X), max_length)[1]
+
+
+def mix_geodesic(
+    X: Tensor,
+    xi: Tensor,
+    Y: Tensor,
+    eta: Tensor,
+    sigma: Tensor,
+    t: Any = 1.0,
+    *,
+    tol: float | None = None,
+    max_length: int = 1000,
+) -> State:
+    r"""Follow the geodesic of a pair for the mix metric.
+
+    Integrates the equation of :class:`Reduced` with an adaptive Runge–Kutta pair (Dormand–Prince, of order 8 for
+    tolerances below 1e-8, else 5), see :func:`_follow`.
+
+    Parameters
+    ----------
+    X, xi, Y, eta : Tensor
+        Whitened factors and tangent vectors, (…, n, h) and (…, m, h).
+    sigma : Tensor
+        (…, h), the constant scale of the columns, descending; 0 for directions that the point lacks.
+    t : float or Tensor
+        Times of any shape (k…), of either sign.
+    tol : float, optional
+        Relative tolerance of a step, held by every batch item; by default 1e-12 in float64 and 2e-6 in float32.
+    max_length : int
+        Give up after this length of the path in the inv metric.
+
+    Returns
+    -------
+    tuple of Tensor
+        X(t), ξ(t), Y(t), η(t), each (k…, …, rows, h).
+
+    Raises
+    ------
+    GeodesicExitError
+        The rank falls before a time asked for. ``time`` is the first such time of the batch, ``times`` (…) holds them
+        all (inf: none).
+    """
+    shape = torch.as_tensor(t).shape
+    t = _times(t, X).reshape(-1)
+    if bool((t < 0).any()):
+        forward = mix_geodesic(X, xi, Y, eta, sigma, t.clamp_min(0), tol=tol, max_length=max_length)
+        back = mix_geodesic(X, -xi, Y, -eta, sigma, (-t).clamp_min(0), tol=tol, max_length=max_length)
+        negative = _column(t, forward[0][0]) < 0
+        pairs = zip((1, -1, 1, -1), back, forward, strict=True)
+        result = tuple(torch.where(negative, sign * b, f) for sign, b, f in pairs)
+        return tuple(r.reshape(*shape, *r.shape[1:]) for r in result)
+    tol = tol or _default_tolerance(X)
+    problem = Reduced.of("mix", X, xi, Y, eta, sigma)
+    last = t.detach().amax()
+    if _certainly_inside(xi.detach(), eta.detach(), sigma, last.item()):
+        waypoints = [_Waypoint.start(problem, sigma)]
+    else:
+        waypoints, times = _follow(problem, sigma, last, tol, max_length)
+        _raise_on_exit(times, last.item())
+    # For every time asked for the last way-point before it.
+    goal = _column(t, waypoints[0].time)
+    passed = torch.stack([w.time.detach() for w in waypoints])
+    index = (passed.unsqueeze(1) <= goal.detach()).sum(0).clamp_min(1) - 1
+
+    def pick(name: str) -> Tensor:
+        values = torch.stack([getattr(w, name) for w in waypoints])
+        i = index.reshape(*index.shape, *(1,) * (values.dim() - index.dim()))
+        return values.gather(0, i.expand(*index.shape, *values.shape[index.dim() :]))
+
+    here = _Waypoint(pick("y"), pick("sigma"), pick("L"), pick("R"), pick("time"))
+    h, is_complex = X.shape[-1], X.is_complex()
+    leg, span = problem.scaled(here.sigma), (goal - here.time).unsqueeze(-1)
+
+    def slope(_theta: Tensor, y: Tensor) -> Tensor:
+        return _flatten(leg.derivative(_unflatten(y, h, is_complex))[0]) * span
+
+    y = _integrate(slope, here.y, 1.0, tol)
+    result = problem.end(here.at_start_gauge(y))
+    return tuple(r.reshape(*shape, *r.shape[1:]) for r in result)
+
+
+def _raise_on_exit(times: Tensor, until: float) -> None:
+    leaving = int(times.isfinite().sum())
+    if leaving:
+        first = times.min().item()
+        raise GeodesicExitError(
+            f"the mix geodesic leaves the manifold at t = {first:.6g} < {until:.6g}, where the rank of G Hᴴ falls "
+            f"({leaving} of {times.numel()} in the batch do); use a shorter tangent vector, or retr",
+            first,
+            times,
+        )

@@ -1,0 +1,268 @@
+"""The switches of the measures, through evaluate."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sharpness
+from quotient_manifolds.symmetries import act_randomly_, find
+from sharpness.measures import MEASURES, Measure, measure_with
+
+from . import networks
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    twin = copy.deepcopy(model)
+    act_randomly_(twin, 30.0, seed=1)
+    return model, twin, batch
+
+
+def values(trained, **options):
+    """Value of the model and of its twin on the same orbit."""
+    model, twin, batch = trained
+    options = {"rho": 0.1, "steps": 8, "tol": 0, "progress": False, **options}
+    return tuple(sharpness.evaluate(m, [batch], **options).value for m in (model, twin))
+
+
+# -- symmetry ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
+def test_symmetry_none_equals_adaptive(trained, metric):
+    assert values(trained, measure=metric, symmetry="none") == values(trained, measure="adaptive")
+
+
+def test_symmetry_of_one_kind(trained):
+    model, _twin, batch = trained
+    one, two = values(trained), values(trained, symmetry="none")
+    for kind, other in (("qk", "vo"), ("vo", "qk")):
+        half = values(trained, symmetry=kind)
+        assert half[0] not in (one[0], two[0])
+        # Only what is divided out may be moved.
+        moved = copy.deepcopy(model)
+        act_randomly_(moved, 30.0, seed=1, pairs=[p for p in find(moved) if p.kind == kind])
+        same = sharpness.evaluate(moved, [batch], rho=0.1, steps=8, tol=0, symmetry=kind).value
+        assert same == pytest.approx(half[0], rel=1e-8)
+        unlike = sharpness.evaluate(moved, [batch], rho=0.1, steps=8, tol=0, symmetry=other).value
+        assert abs(unlike / values(trained, symmetry=other)[0] - 1) > 0.01
+        kinds = {p.kind for p in sharpness.evaluate(model, [batch], rho=0.1, steps=1, symmetry=kind).direction(0).pairs}
+        assert kinds == {kind}
+
+
+# -- geodesic ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("metric", "rho"), [("inv", 0.5), ("mix", 0.03)])
+def test_runge_kutta_geodesics(trained, metric, rho):
+    model, _twin, batch = trained
+    base = MEASURES[f"geodesic-{metric}"]
+    fine, coarse = (values(trained, measure=replace(base, geodesic="rk4", substeps=k), rho=rho) for k in (8, 1))
+    assert fine[0] == pytest.approx(fine[1], rel=1e-8)
+    second = values(trained, measure=base, rho=rho)[0]
+    assert 0 < abs(coarse[0] - fine[0]) < abs(second - fine[0])
+    # The direction that is handed out leads to the loss that was reported.
+    result = sharpness.evaluate(model, [batch], measure=base, geodesic="rk4", rho=rho, steps=4)
+    with sharpness.perturbed(model, result.direction(0)), torch.no_grad():
+        loss = float(F.cross_entropy(model(batch[0]).logits, batch[1]))
+    assert loss == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        replace(MEASURES["geodesic-inv"], geodesic="rk4", substeps=2),
+        replace(MEASURES["geodesic-mix"], geodesic="rk4", substeps=2),
+        replace(MEASURES["geodesic-mix"], norm="adaptive"),
+        replace(MEASURES["geodesic-inv"], norm="adaptive", geodesic="first-order"),
+        replace(MEASURES["geodesic-inv"], relaxation=0.01, relaxation_kind="additive"),
+        replace(MEASURES["geodesic-mix"], relaxation=0.01, relaxation_kind="additive"),
+    ],
+    ids=lambda m: f"{m.pairs}-{m.geodesic}-{m.norm}-{m.relaxation_kind}",
+)
+def test_gradients_of_the_pulled_back_loss(trained, how):
+    """By central differences along horizontal vectors."""
+    model, _, (x, y) = trained
+    space = sharpness.WeightSpace(model, how)
+    generator = torch.Generator().manual_seed(3)
+    xi, v = (space.random(generator) for _ in range(2))
+    xi, v = xi * (0.02 / xi.norm()), v / v.norm()
+    with space.attached():
+
+        def loss(c):
+            space.move_to(c)
+            return F.cross_entropy(model(x).logits, y)
+
+        g = space.gradient(loss(xi))
+        with torch.no_grad():
+            expected = float(loss(xi + 1e-5 * v) - loss(xi - 1e-5 * v)) / 2e-5
+    assert float(g @ v) == pytest.approx(expected, rel=1e-5, abs=1e-8)
+
+
+# -- norm --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
+def test_adaptive_norm_of_horizontal_vectors(trained, metric):
+    model, _, batch = trained
+    result = sharpness.evaluate(model, [batch], measure=metric, norm="adaptive", rho=0.1, steps=5, tol=0)
+    direction = result.direction(0)
+    parameters = dict(model.named_parameters())
+    square = sum(float((v / parameters[n].detach()).square().sum()) for n, v in direction.tensors.items())
+    assert math.sqrt(square) == pytest.approx(0.1, rel=1e-9)
+    by_parameter = {parameters[n]: v for n, v in direction.tensors.items()}
+    for pair in direction.pairs:
+        manifold, x = pair.manifold(metric.removeprefix("geodesic-")), pair.gather().detach()
+        u = torch.cat([by_parameter[b.tensor].as_strided(b.size, b.stride, b.offset) for b in pair.G + pair.H])
+        assert float((manifold.proju(x, u) - u).norm()) < 1e-7 * float(u.norm())
+    one, two = values(trained, measure=metric, norm="adaptive")
+    assert abs(one / two - 1) > 0.05  # it is the metric's norm that makes the measure invariant
+
+
+# -- relaxation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
+def test_relaxation(trained, metric):
+    exact = values(trained, measure=metric, rho=0.02)
+    floor = values(trained, measure=metric, rho=0.02, relaxation=0.3)
+    assert floor[0] == pytest.approx(floor[1], rel=1e-8)
+    assert abs(floor[0] / exact[0] - 1) > 1e-3
+    tiny = values(trained, measure=metric, rho=0.02, relaxation=1e-12, relaxation_kind="additive")
+    assert tiny[0] == pytest.approx(exact[0], rel=1e-6)
+    large = values(trained, measure=metric, rho=0.02, relaxation=0.1, relaxation_kind="additive")
+    assert abs(large[0] / large[1] - 1) > 0.01
+
+
+def test_directions_at_the_floor_are_counted(trained):
+    model, _, batch = trained
+    sigma = [torch.linalg.svdvals(p.manifold().product(p.gather().detach()))[: p.group.h] for p in find(model)]
+    expected = sum(int((s < 0.2 * s[0]).sum()) for s in sigma)
+    result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1, relaxation=0.2)
+    assert result.floored == expected > 0
+    assert f"floor replaces {expected} singular values" in str(result)
+    assert result.to_dict()["floored_directions"] == expected
+    assert sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1).floored == 0
+
+
+# -- case and p --------------------------------------------------------------------------------------------------------
+
+
+def test_average_case_of_a_quadratic_is_half_the_trace():
+    model = nn.Linear(3, 1, bias=False)
+    H = torch.tensor([[2.0, 0.3, 0.0], [0.3, 1.0, 0.1], [0.0, 0.1, 0.5]])
+
+    def loss(model, batch):
+        w = model.weight[0]
+        return 0.5 * w @ H @ w
+
+    options = {"rho": 0.1, "case": "average", "samples": 4000}
+    plain = sharpness.evaluate(model, [0], loss, measure="euclidean", **options).batches[0]
+    assert plain.value == pytest.approx(0.5 * 0.1**2 * float(H.trace()), abs=4 * plain.spread)
+    w = model.weight.detach()[0]
+    scaled = sharpness.evaluate(model, [0], loss, measure="adaptive", **options).batches[0]
+    assert scaled.value == pytest.approx(0.5 * 0.1**2 * float(w**2 @ H.diagonal()), abs=4 * scaled.spread)
+    assert plain.passes == 4001
+    assert len(plain.history) == 4000
+
+
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
+def test_average_case_and_gradient_norm_are_invariant(trained, metric):
+    rho = 0.01 if metric == "geodesic-inv" else 0.002
+    one, two = values(trained, measure=metric, case="average", rho=rho)
+    assert one == pytest.approx(two, rel=1e-6)
+    one, two = values(trained, measure="adaptive", case="average", rho=rho)
+    assert abs(one / two - 1) > 0.01
+    one, two = values(trained, measure=metric, case="gradient-norm", rho=None)
+    assert one == pytest.approx(two, rel=1e-8)
+    small = values(trained, measure=metric, rho=1e-4)[0] / 1e-4
+    assert small == pytest.approx(one, rel=0.02)
+    one, two = values(trained, measure="adaptive", case="gradient-norm", rho=None)
+    assert abs(one / two - 1) > 0.01
+
+
+def test_gradient_norm_by_name(trained):
+    model, _, batch = trained
+    result = sharpness.evaluate(model, [batch], measure="gradient-norm")
+    assert result.value == values(trained, case="gradient-norm", rho=None)[0]
+    assert "gradient norm of ViTForImageClassification" in str(result)
+    assert result.batches[0].passes == 1
+    with pytest.raises(KeyError, match="no direction"):
+        result.direction(0)
+
+
+@pytest.mark.parametrize("ascent", ["power", "apgd"])
+def test_the_cube(trained, ascent):
+    model, _, (x, y) = trained
+    result = sharpness.evaluate(
+        model, [(x, y)], measure="adaptive", p=math.inf, rho=1e-5, steps=5, tol=0, ascent=ascent, restarts=1
+    )
+    loss = F.cross_entropy(model(x).logits, y)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    slope = sum(float((g * p.detach()).abs().sum()) for g, p in zip(gradients, model.parameters(), strict=True))
+    assert result.value == pytest.approx(1e-5 * slope, rel=0.01)
+    parameters = dict(model.named_parameters())
+    for name, v in result.direction(0).tensors.items():
+        assert float((v / parameters[name].detach()).abs().max()) <= 1e-5 * (1 + 1e-9)
+    assert "p=inf" in str(result)
+
+
+def test_every_ascent_and_radius_is_independent_of_the_list(trained):
+    model, _, batch = trained
+    options = {"rho": [0.05, 0.2], "restarts": 1, "steps": 6}
+    together = sharpness.evaluate(model, [batch, batch], **options)
+    for rho in options["rho"]:
+        alone = sharpness.evaluate(model, [batch, batch], **{**options, "rho": rho})
+        assert alone.value == together.value[rho]
+
+
+# -- bad combinations --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "switches", "words"),
+    [
+        ("adaptive", {"geodesic": "first-order"}, "geodesic says how attention pairs are treated"),
+        ("euclidean", {"norm": "adaptive"}, "norm says how attention pairs"),
+        ("adaptive", {"symmetry": "qk"}, "symmetry says how"),
+        ("adaptive", {"relaxation": 1e-3}, "relaxation says how"),
+        ("geodesic-inv", {"p": math.inf}, "not defined on a quotient"),
+        ("geodesic-inv", {"p": 3}, "p must be one of"),
+        ("geodesic-inv", {"case": "best"}, "case must be one of"),
+        ("geodesic-inv", {"relaxation": -1.0}, "relaxation must be positive"),
+        ("geodesic-inv", {"relaxation": 0.0, "relaxation_kind": "additive"}, "relaxation must be positive"),
+        ("geodesic-inv", {"relaxation_kind": "additive", "geodesic": "rk4"}, "no geodesic equation"),
+        ("geodesic-inv", {"relaxation_kind": "additive", "norm": "adaptive"}, 'norm="adaptive" needs'),
+        (Measure("odd", pairs="inv", elementwise="euclidean"), {"norm": "adaptive"}, 'norm="adaptive" needs'),
+    ],
+)
+def test_combinations_without_meaning(name, switches, words):
+    with pytest.raises(ValueError, match=words):
+        measure_with(name, **switches)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"measure": "gradient-norm", "rho": 0.1}, "has no radius; leave rho out"),
+        ({"case": "average", "restarts": 1}, "restarts belong to case='worst'"),
+        ({"measure": "adaptive", "case": "average", "p": math.inf}, "p = inf means nothing"),
+        ({"ascent": "newton"}, "unknown ascent 'newton'; choose one of power, apgd"),
+        ({"tol": -1}, "tol at least 0"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"measure": Measure("own"), "rho": None}, "the measure 'own' has no default"),
+    ],
+)
+def test_bad_arguments(trained, options, words):
+    model, _, batch = trained
+    with pytest.raises(ValueError, match=words):
+        sharpness.evaluate(model, [batch], **{"rho": 0.1, **options})
