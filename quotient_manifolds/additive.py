@@ -58,10 +58,10 @@ class _Additive(GLTangentSpace):
     def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
         return P @ self._rise_G @ self._rise_G, R @ self._rise_H @ self._rise_H
 
-    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
+    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
         # W_G X M + N X W_H = Hᴴ ξ_H W_H − W_G ξ_Gᴴ G with X = Λᴴ, in the bases that make all four diagonal.
         W_G, W_H = self._weights()
-        B = self.H.mH @ eta @ W_H - W_G @ (xi.mH @ self.G)
+        B = H_eta @ W_H - W_G @ G_xi.mH
         Y = (self._left.mH @ B @ self._right) / self._denominator
         return (self._left @ Y @ self._right.mH).mH
 

@@ -11,6 +11,7 @@ exact, and it keeps the condition number of the representative out of every inve
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,45 @@ from .linalg import column_rank_ratio, pack, sylvester, trace_product
 from .linalg import symmetric_part_doubled as sym2
 
 __all__ = ["GLQuotientInv", "GLQuotientMix", "GLTangentSpace"]
+
+
+class _Small:
+    """The h × h products of a factor X, a tangent vector v = c · scale and a covector p, computed when asked for."""
+
+    def __init__(self, X: Tensor, c: Tensor, p: Tensor | None = None, scale: Tensor | None = None) -> None:
+        self._X, self._c, self._p, self._scale = X, c, p, scale
+
+    @cached_property
+    def vX(self) -> Tensor:
+        product = self._c.mH @ self._X
+        return product if self._scale is None else self._scale.mT * product
+
+    @cached_property
+    def vv(self) -> Tensor:
+        product = self._c.mH @ self._c
+        return product if self._scale is None else self._scale.mT * product * self._scale
+
+    @cached_property
+    def pX(self) -> Tensor:
+        assert self._p is not None
+        return self._p.mH @ self._X
+
+    @cached_property
+    def pv(self) -> Tensor:
+        assert self._p is not None
+        product = self._p.mH @ self._c
+        return product if self._scale is None else product * self._scale
+
+
+def _sum_of_products(out: Tensor, *terms: tuple[Tensor, Tensor]) -> None:
+    """Write Σ X A for matrices A that are small."""
+    (X, A), *rest = terms
+    if out.dim() != 3 or any(t.dim() != 3 for pair in terms for t in pair):
+        out.copy_(X @ A + sum(Y @ B for Y, B in rest))
+        return
+    torch.bmm(X, A, out=out)
+    for Y, B in rest:
+        out.baddbmm_(Y, B)
 
 
 class GLTangentSpace(TangentSpace):
@@ -107,19 +147,20 @@ class GLTangentSpace(TangentSpace):
         """(W_G, W_H) of the metric Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H)."""
         raise NotImplementedError
 
-    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
-        """Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal."""
+    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
+        """Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal, from Gᴴξ_G and Hᴴξ_H."""
         raise NotImplementedError
 
     def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
         """Turn a covector into the vector that represents it in the metric."""
         raise NotImplementedError
 
-    def _acceleration(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+    def _acceleration_matrices(self, G: _Small, H: _Small) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """((a, b), (c, d)) with acceleration = (G a + ξ_G b, H c + ξ_H d)."""
         raise NotImplementedError
 
-    def _acceleration_adjoint(self, xi: Tensor, eta: Tensor, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        """(D acceleration)ᴴ applied to the covector (P, R)."""
+    def _adjoint_matrices(self, G: _Small, H: _Small) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """((e, a, b), (f, c, d)) with (D acceleration)ᴴ(P, R) = (P e + G a + ξ_G b, R f + H c + ξ_H d)."""
         raise NotImplementedError
 
     #: Exponent p of the column scale σ̂^p that makes the metric the identity in canonical gauge.
@@ -135,7 +176,7 @@ class GLTangentSpace(TangentSpace):
         return result[..., None, None] if keepdim else result
 
     def _project(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        L = self._vertical_part(xi, eta)
+        L = self._vertical_part(self.G.mH @ xi, self.H.mH @ eta)
         return xi + self.G @ L, eta - self.H @ L.mH
 
     def proju(self, u: Tensor) -> Tensor:
@@ -166,7 +207,9 @@ class GLTangentSpace(TangentSpace):
         -----
         Paper, Eq. 12 and App. B.
         """
-        return self._from_gauge(*self._acceleration(*self._to_gauge(u)))
+        xi, eta = self._to_gauge(u)
+        (a, b), (c, d) = self._acceleration_matrices(_Small(self.G, xi), _Small(self.H, eta))
+        return self._from_gauge(self.G @ a + xi @ b, self.H @ c + eta @ d)
 
     def geodesic(self, u: Tensor, t: Any = 1.0, *, tol: float | None = None) -> tuple[Tensor, Tensor]:
         """Follow the exact geodesic with horizontal velocity u.
@@ -261,8 +304,9 @@ class GLTangentSpace(TangentSpace):
             Euclidean gradient with respect to u, same shape; :meth:`egrad2rgrad` turns it into a tangent vector.
         """
         P, R = self._dual_to_gauge(egrad)
-        dP, dR = self._acceleration_adjoint(*self._to_gauge(u), P, R)
-        return self._dual_from_gauge(P + 0.5 * dP, R + 0.5 * dR)
+        xi, eta = self._to_gauge(u)
+        (e, a, b), (f, c, d) = self._adjoint_matrices(_Small(self.G, xi, P), _Small(self.H, eta, R))
+        return self._dual_from_gauge(P + 0.5 * (P @ e + self.G @ a + xi @ b), R + 0.5 * (R @ f + self.H @ c + eta @ d))
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw a standard Gaussian horizontal vector.
@@ -316,6 +360,46 @@ class GLTangentSpace(TangentSpace):
         """Give the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
         return pack(*self._dual_to_gauge(e)) * self._scale(self._scale_exponent)
 
+    def retr_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Give ``retr(from_coordinates(c))``, in canonical gauge, in fewer passes over c."""
+        scale = self._scale(self._scale_exponent)
+        xi, eta = self._split(c)
+        accelerations = self._acceleration_matrices(_Small(self.G, xi, scale=scale), _Small(self.H, eta, scale=scale))
+        identity = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
+        out = torch.empty_like(c) if out is None else out
+        for part, X, v, (a, b) in zip(self._split(out), (self.G, self.H), (xi, eta), accelerations, strict=True):
+            _sum_of_products(part, (X, identity + 0.5 * a), (v, scale.mT * (identity + 0.5 * b)))
+        return out
+
+    def pullback_coordinates(
+        self, c: Tensor, egrad: Tensor, factor: float = 1.0, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Give the coordinates of the horizontal part of ``pullback(from_coordinates(c), egrad)``, times a factor.
+
+        In canonical gauge, in fewer passes over c: all that is done is to add up multiples of the gradient, the point
+        and c by h × h matrices, and what the projection needs follows from these.
+        """
+        scale = self._scale(self._scale_exponent)
+        vectors, covectors, points = self._split(c), self._split(egrad), (self.G, self.H)
+        small = [_Small(X, v, p, scale) for X, v, p in zip(points, vectors, covectors, strict=True)]
+        identity = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
+        # Q = P (I + e/2) + X a/2 + ξ b/2 is the pulled back covector, and Xᴴ Q = (PᴴX)ᴴ (I + e/2) + …
+        matrices = [(identity + 0.5 * e, 0.5 * a, 0.5 * b) for e, a, b in self._adjoint_matrices(*small)]
+        inner = [
+            s.pX.mH @ e + gram @ a + s.vX.mH @ b
+            for s, gram, (e, a, b) in zip(small, (self.M, self.N), matrices, strict=True)
+        ]
+        L = self._vertical_part(inner[0] * scale**2, inner[1] * scale**2)
+        vertical, back = (L, -L.mH), self._scale(-self._scale_exponent)
+        out = torch.empty_like(c) if out is None else out
+        for part, X, v, p, (e, a, b), V in zip(
+            self._split(out), points, vectors, covectors, matrices, vertical, strict=True
+        ):
+            _sum_of_products(
+                part, (p, factor * e * scale), (X, factor * (a * scale + V * back)), (v, factor * scale.mT * b * scale)
+            )
+        return out
+
     def project_coordinates(self, c: Tensor) -> Tensor:
         """Project coordinates on those of horizontal vectors."""
         xi, eta = self._split(c * self._scale(self._scale_exponent))
@@ -331,25 +415,22 @@ class _InvTangentSpace(GLTangentSpace):
     def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
         return P @ self.M_hat, R @ self.N_hat
 
-    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
+    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
         # (M̂N) X + X (MN̂) = M̂ Hᴴ ξ_H − ξ_Gᴴ G N̂ with X = Λᴴ
-        B = self.M_hat @ (self.H.mH @ eta) - (xi.mH @ self.G) @ self.N_hat
+        B = self.M_hat @ H_eta - G_xi.mH @ self.N_hat
         return sylvester(self.M_hat @ self.N, self.M @ self.N_hat, B).mH
 
-    def _acceleration(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        def one(X: Tensor, v: Tensor, gram_inv: Tensor) -> Tensor:
-            return v @ (gram_inv @ sym2(X.mH @ v)) - X @ (gram_inv @ (v.mH @ v))
+    def _acceleration_matrices(self, G: _Small, H: _Small) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        def one(s: _Small, gram_inv: Tensor) -> tuple[Tensor, Tensor]:
+            return -gram_inv @ s.vv, gram_inv @ sym2(s.vX)
 
-        return one(self.G, xi, self.M_inv), one(self.H, eta, self.N_inv)
+        return one(G, self.M_inv), one(H, self.N_inv)
 
-    def _acceleration_adjoint(self, xi: Tensor, eta: Tensor, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        def one(X: Tensor, v: Tensor, p: Tensor, gram_inv: Tensor) -> Tensor:
-            E = sym2(v.mH @ X)
-            F = p.mH @ v @ gram_inv
-            C = p.mH @ X @ gram_inv
-            return p @ (E @ gram_inv) + X @ sym2(F) - v @ sym2(C)
+    def _adjoint_matrices(self, G: _Small, H: _Small) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        def one(s: _Small, gram_inv: Tensor) -> tuple[Tensor, ...]:
+            return sym2(s.vX) @ gram_inv, sym2(s.pv @ gram_inv), -sym2(s.pX @ gram_inv)
 
-        return one(self.G, xi, P, self.M_inv), one(self.H, eta, R, self.N_inv)
+        return one(G, self.M_inv), one(H, self.N_inv)
 
 
 class _MixTangentSpace(GLTangentSpace):
@@ -361,28 +442,23 @@ class _MixTangentSpace(GLTangentSpace):
     def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
         return P @ self.N_inv, R @ self.M_inv
 
-    def _vertical_part(self, xi: Tensor, eta: Tensor) -> Tensor:
+    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
         # MΛN̂ + M̂ΛN = M̂ ξ_Hᴴ H − Gᴴ ξ_G N̂, divided by M̂ on the left and N̂ on the right.
-        B = (eta.mH @ self.H) @ self.N_inv - self.M_inv @ (self.G.mH @ xi)
+        B = H_eta.mH @ self.N_inv - self.M_inv @ G_xi
         return sylvester(self.M_inv @ self.M, self.N @ self.N_inv, B)
 
-    def _acceleration(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        def one(X: Tensor, v: Tensor, Y: Tensor, w: Tensor, gram_inv: Tensor) -> Tensor:
-            return X @ (w.mH @ w @ gram_inv) - v @ (sym2(w.mH @ Y) @ gram_inv)
+    def _acceleration_matrices(self, G: _Small, H: _Small) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        def one(other: _Small, gram_inv: Tensor) -> tuple[Tensor, Tensor]:
+            return other.vv @ gram_inv, -sym2(other.vX) @ gram_inv
 
-        return one(self.G, xi, self.H, eta, self.N_inv), one(self.H, eta, self.G, xi, self.M_inv)
+        return one(H, self.N_inv), one(G, self.M_inv)
 
-    def _acceleration_adjoint(self, xi: Tensor, eta: Tensor, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        def one(X: Tensor, v: Tensor, Y: Tensor, w: Tensor, p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            # p, i belong to the factor X itself (i the inverse of the other Gram matrix); q, j to the other factor.
-            C = j @ (q.mH @ Y)
-            F = j @ (q.mH @ w)
-            return v @ sym2(C) - X @ sym2(F) - p @ (i @ sym2(w.mH @ Y))
+    def _adjoint_matrices(self, G: _Small, H: _Small) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        def one(other: _Small, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
+            # i is the inverse Gram matrix of the other factor, j that of the factor itself.
+            return -i @ sym2(other.vX), -sym2(j @ other.pv), sym2(j @ other.pX)
 
-        return (
-            one(self.G, xi, self.H, eta, P, R, self.N_inv, self.M_inv),
-            one(self.H, eta, self.G, xi, R, P, self.M_inv, self.N_inv),
-        )
+        return one(H, self.N_inv, self.M_inv), one(G, self.M_inv, self.N_inv)
 
 
 class _GLQuotient(QuotientManifold):

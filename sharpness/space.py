@@ -81,8 +81,7 @@ class _Pairs:
     where: slice
 
     def view(self, flat: Tensor) -> Tensor:
-        c, shape = flat[self.where], self.point.shape
-        return torch.view_as_complex(c.view(*shape, 2)) if self.point.is_complex() else c.view(shape)
+        return _like(self.point, flat[self.where])
 
     def own(self, u: Tensor) -> Tensor:
         """Carry a vector to the model's own representative, in float64."""
@@ -91,6 +90,12 @@ class _Pairs:
             return wide
         (A, A_inv), n = self.back, self.stack.n
         return torch.cat([wide[..., :n, :] @ A, wide[..., n:, :] @ A_inv.mH], dim=-2)
+
+
+def _like(point: Tensor, numbers: Tensor) -> Tensor:
+    """See the first so many real numbers as a tensor of a point's shape."""
+    real = numbers[: point.numel() * (2 if point.is_complex() else 1)]
+    return torch.view_as_complex(real.view(*point.shape, 2)) if point.is_complex() else real.view(point.shape)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -180,6 +185,7 @@ class WeightSpace:
         self.dim = start
         self._work: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
+        self._spare: Tensor | None = None
         self._reentrant: bool | None = None
         self._pairs_checked = False
 
@@ -299,11 +305,30 @@ class WeightSpace:
                 out.copy_(torch.addcmul(base.to(self.dtype), scale.to(self.dtype), e.view(xi), value=self._step))
         retract = _RETRACTIONS[self.measure.geodesic][0]
         for b in self._pairs:
-            b.stack.scatter_(retract(b.tangent, self._vector(b, xi), self.measure), self._work)
+            if self._fused(b):
+                end = b.tangent.retr_coordinates(self._coordinates(b, xi), out=_like(b.point, self._scratch()))
+            else:
+                end = retract(b.tangent, self._vector(b, xi), self.measure)
+            b.stack.scatter_(end, self._work)
+
+    def _scratch(self) -> Tensor:
+        """Memory for one stack that is used again and again: fresh memory costs more than the arithmetic."""
+        if self._spare is None:
+            size = max(p.point.numel() * (2 if p.point.is_complex() else 1) for p in self._pairs)
+            self._spare = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self._spare
+
+    def _fused(self, b: _Pairs) -> bool:
+        """Whether the tangent space can go from coordinates to points and back at once."""
+        return b.back is not None and self.measure.geodesic == "second-order"
+
+    def _coordinates(self, b: _Pairs, xi: Tensor) -> Tensor:
+        c = b.view(xi).to(b.point.dtype)
+        return c if self._step == 1 else c * self._step
 
     def _vector(self, b: _Pairs, xi: Tensor) -> Tensor:
         """The tangent vector of a stack at its point."""
-        return b.frame.from_coordinates(b.view(xi).to(b.point.dtype) * self._step)
+        return b.frame.from_coordinates(self._coordinates(b, xi))
 
     def gradient(self, losses: Tensor | Iterable[Tensor], out: Tensor | None = None) -> Tensor:
         """Differentiate a loss of the model where it stands.
@@ -348,11 +373,15 @@ class WeightSpace:
                 if self._step != 1:
                     part.mul_(self._step)
             for b in self._pairs:
-                self._pull_back(b, b.stack.gather(found).to(b.point.dtype), b.view(flat))
+                egrad = b.stack.gather(found, out=self._scratch())
+                self._pull_back(b, egrad.to(b.point.dtype), b.view(flat))
         return flat
 
     def _pull_back(self, b: _Pairs, egrad: Tensor, out: Tensor) -> None:
         """Turn a Euclidean gradient where the model stands into coordinates of a horizontal vector at the base."""
+        if self._at is not None and self._fused(b):
+            b.tangent.pullback_coordinates(self._coordinates(b, self._at), egrad, self._step, out=out)
+            return
         if self._at is not None:
             pull = _RETRACTIONS[self.measure.geodesic][1]
             egrad = pull(b.tangent, self._vector(b, self._at), egrad, self.measure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -325,13 +326,15 @@ class PairStack:
         width = (self.group.h, 2) if self.group.field == "complex" else (self.group.h,)
         return (len(self.pairs), self.n + self.m, *width)
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None, *, out: Tensor | None = None) -> Tensor:
         """Copy the blocks into one point.
 
         Parameters
         ----------
         tensors : mapping, optional
             What to read in place of each parameter (gradients, say), by parameter; those absent count as zero.
+        out : Tensor, optional
+            Contiguous real memory that the result may use, at least as many numbers; not differentiable then.
 
         Returns
         -------
@@ -339,6 +342,8 @@ class PairStack:
             (pairs, n + m, h), or (pairs, h, n + m, 1) for a group of scalars; complex if the group's field is.
             Differentiable with respect to the parameters.
         """
+        if out is not None:
+            return self._gather_into(out.view(-1)[: math.prod(self._shape())].view(self._shape()), tensors)
         parts: dict[tuple[int, int], Tensor] = {}
         for run in self._runs:
             source = run.first.tensor
@@ -349,6 +354,16 @@ class PairStack:
         rows = sorted({row for row, _ in parts})
         stacked = [torch.cat([parts[k] for k in sorted(parts) if k[0] == row]) for row in rows]
         return self._as_point(torch.cat(stacked, dim=1))
+
+    def _gather_into(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None) -> Tensor:
+        for run in self._runs:
+            source = run.first.tensor if tensors is None else tensors.get(run.first.tensor)
+            part = x[run.start : run.start + run.count, run.row : run.row + run.first.rows]
+            if source is None:
+                part.zero_()
+            else:
+                part.copy_(run.view(source.contiguous()))
+        return self._as_point(x)
 
     def _as_point(self, x: Tensor) -> Tensor:
         if self.group.field == "complex":
