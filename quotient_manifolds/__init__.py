@@ -8,9 +8,11 @@ from .base import QuotientManifold, TangentSpace
 from .gauge import Gauge, canonical_gauge
 from .geodesics import GeodesicExitError
 from .gl import GLQuotientInv, GLQuotientMix, GLTangentSpace
+from .logarithm import ConvergenceError
 from .rescale import RescaleQuotient
 
 __all__ = [
+    "ConvergenceError",
     "GLQuotientInv",
     "GLQuotientMix",
     "GLTangentSpace",

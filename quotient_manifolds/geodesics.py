@@ -29,7 +29,16 @@ from torchdiffeq import odeint
 from .linalg import real_dtype
 from .linalg import symmetric_part_doubled as sym2
 
-__all__ = ["GeodesicExitError", "exit_time", "inv_geodesic", "mix_geodesic", "rk4"]
+__all__ = [
+    "GeodesicExitError",
+    "column",
+    "exit_time",
+    "integrate",
+    "inv_geodesic",
+    "mix_geodesic",
+    "raise_on_exit",
+    "rk4",
+]
 
 #: (a, p, b, q), see :class:`Reduced`; a tuple of four tensors.
 State = tuple[Tensor, ...]
@@ -86,7 +95,8 @@ def frame(X: Tensor, xi: Tensor) -> Frame:
     P = P + torch.diag_embed((P.diagonal(dim1=-2, dim2=-1) == 0).to(P.dtype))
     C = torch.linalg.solve(P, X.mH @ xi)
     s = _unit(torch.linalg.matrix_norm(xi))[..., None, None]
-    E = (xi - X @ C) / s
+    # A square X spans everything. Rounding in E would matter: geodesics of mix are unstable in the directions off X.
+    E = (xi - X @ C) / s if X.shape[-2] > X.shape[-1] else torch.zeros_like(xi)
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device).expand_as(P)
     zero = torch.zeros_like(P)
     return Frame(
@@ -101,7 +111,7 @@ def _times(t: Any, like: Tensor) -> Tensor:
     return torch.as_tensor(t, dtype=real_dtype(like.dtype), device=like.device)
 
 
-def _column(t: Tensor, like: Tensor) -> Tensor:
+def column(t: Tensor, like: Tensor) -> Tensor:
     """Give times of shape (k…) the shape (k…, 1, …, 1) that multiplies a batch of matrices."""
     return t.reshape(*t.shape, *(1,) * like.dim())
 
@@ -135,7 +145,7 @@ def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
     """
     f = frame(X, xi)
     h = X.shape[-1]
-    t = _column(_times(t, X), f.gram)
+    t = column(_times(t, X), f.gram)
     P, S = f.gram[..., :h, :h], f.gram[..., h:, h:]  # S = EᴴE/s²
     C, s = f.velocity[..., :h, :], f.velocity[..., h:, :]
     W = torch.linalg.solve(P, C.mH @ P)
@@ -224,7 +234,7 @@ def rk4(
     meaningless.
     """
     problem = Reduced.of(metric, X, xi, Y, eta, sigma)
-    step = _column(_times(t, X), problem.G.gram) / steps
+    step = column(_times(t, X), problem.G.gram) / steps
 
     def shifted(state: State, slope: State, factor: Any) -> State:
         return tuple(y + factor * k for y, k in zip(state, slope, strict=True))
@@ -264,7 +274,8 @@ def _worst_item(error: Tensor) -> Tensor:
     return rms.nan_to_num(nan=1e9, posinf=1e9).amax()
 
 
-def _integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol: float) -> Tensor:
+def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol: float) -> Tensor:
+    """Solve ẏ = f(t, y) from 0 to ``end``; every batch item keeps the tolerance, and steps end exactly there."""
     t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
     # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.
     options = {"norm": _worst_item, "step_t": t[1:]}
@@ -362,7 +373,7 @@ def _follow(
             # One more feature: the time since the start of the leg, in units of its first speed.
             return torch.cat([_flatten(dy) * rate, unit * rate], dim=-1)
 
-        y = _integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), 1.0, tol)
+        y = integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), 1.0, tol)
         previous, last_speed = here, speed
         here = previous.regauged(problem, y[..., :-1], previous.time + (y[..., -1:] / unit).squeeze(-1))
         waypoints.append(here)
@@ -458,7 +469,7 @@ def mix_geodesic(
     if bool((t < 0).any()):
         forward = mix_geodesic(X, xi, Y, eta, sigma, t.clamp_min(0), tol=tol, max_length=max_length)
         back = mix_geodesic(X, -xi, Y, -eta, sigma, (-t).clamp_min(0), tol=tol, max_length=max_length)
-        negative = _column(t, forward[0][0]) < 0
+        negative = column(t, forward[0][0]) < 0
         pairs = zip((1, -1, 1, -1), back, forward, strict=True)
         result = tuple(torch.where(negative, sign * b, f) for sign, b, f in pairs)
         return tuple(r.reshape(*shape, *r.shape[1:]) for r in result)
@@ -469,9 +480,9 @@ def mix_geodesic(
         waypoints = [_Waypoint.start(problem, sigma)]
     else:
         waypoints, times = _follow(problem, sigma, last, tol, max_length)
-        _raise_on_exit(times, last.item())
+        raise_on_exit(times, last.item())
     # For every time asked for the last way-point before it.
-    goal = _column(t, waypoints[0].time)
+    goal = column(t, waypoints[0].time)
     passed = torch.stack([w.time.detach() for w in waypoints])
     index = (passed.unsqueeze(1) <= goal.detach()).sum(0).clamp_min(1) - 1
 
@@ -487,12 +498,12 @@ def mix_geodesic(
     def slope(_theta: Tensor, y: Tensor) -> Tensor:
         return _flatten(leg.derivative(_unflatten(y, h, is_complex))[0]) * span
 
-    y = _integrate(slope, here.y, 1.0, tol)
+    y = integrate(slope, here.y, 1.0, tol)
     result = problem.end(here.at_start_gauge(y))
     return tuple(r.reshape(*shape, *r.shape[1:]) for r in result)
 
 
-def _raise_on_exit(times: Tensor, until: float) -> None:
+def raise_on_exit(times: Tensor, until: float) -> None:
     leaving = int(times.isfinite().sum())
     if leaving:
         first = times.min().item()

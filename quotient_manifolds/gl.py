@@ -15,10 +15,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from . import geodesics
+from . import geodesics, logarithm, transport
 from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
 from .gauge import Gauge, canonical_gauge
 from .linalg import column_rank_ratio, pack, sylvester, trace_product
@@ -163,6 +164,8 @@ class GLTangentSpace(TangentSpace):
         """((e, a, b), (f, c, d)) with (D acceleration)ᴴ(P, R) = (P e + G a + ξ_G b, R f + H c + ξ_H d)."""
         raise NotImplementedError
 
+    #: "inv" or "mix".
+    metric: str
     #: Exponent p of the column scale σ̂^p that makes the metric the identity in canonical gauge.
     _scale_exponent: float
 
@@ -175,10 +178,6 @@ class GLTangentSpace(TangentSpace):
         result = trace_product(W_G, xi, zeta) + trace_product(W_H, eta, nu)
         return result[..., None, None] if keepdim else result
 
-    def _project(self, xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        L = self._vertical_part(self.G.mH @ xi, self.H.mH @ eta)
-        return xi + self.G @ L, eta - self.H @ L.mH
-
     def proju(self, u: Tensor) -> Tensor:
         r"""Project on the horizontal space: :math:`(ξ_G + GΛ, ξ_H - HΛ^H)`; Λ depends on the metric.
 
@@ -187,7 +186,15 @@ class GLTangentSpace(TangentSpace):
         Paper, §5.2, Λ^inv and Λ^mix; for inv the printed Sylvester equation is corrected, see
         :func:`quotient_manifolds.linalg.sylvester`.
         """
-        return self._from_gauge(*self._project(*self._to_gauge(u)))
+        # Only h × h matrices are carried to the gauge: Ĝᴴ(ξ A⁻¹) = (Ĝᴴξ) A⁻¹, and (ĜΛ) A = Ĝ (ΛA).
+        xi, eta = self._split(u)
+        G_xi, H_eta = self.G.mH @ xi, self.H.mH @ eta
+        if self._at_canonical:
+            L = self._vertical_part(G_xi, H_eta)
+            return pack(xi + self.G @ L, eta - self.H @ L.mH)
+        A, A_inv = self.gauge.A, self.gauge.A_inv
+        L = self._vertical_part(G_xi @ A_inv, H_eta @ A.mH)
+        return pack(xi + self.G @ (L @ A), eta - self.H @ (L.mH @ A_inv.mH))
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
         r"""Turn a Euclidean gradient :math:`(\nabla_G, \nabla_H)` into the Riemannian one.
@@ -195,7 +202,9 @@ class GLTangentSpace(TangentSpace):
         inv: :math:`(\nabla_G M, \nabla_H N)`; mix: :math:`(\nabla_G N^{-1}, \nabla_H M^{-1})`. For a function of
         :math:`G H^H` these are horizontal already; the vertical part that any other gradient has is removed.
         """
-        return self._from_gauge(*self._project(*self._raise(*self._dual_to_gauge(u))))
+        P, R = self._raise(*self._dual_to_gauge(u))
+        L = self._vertical_part(self.G.mH @ P, self.H.mH @ R)
+        return self._from_gauge(P + self.G @ L, R - self.H @ L.mH)
 
     def acceleration(self, u: Tensor) -> Tensor:
         r"""Compute :math:`-Γ(u, u)` for the velocity :math:`u = (\dot G, \dot H)`.
@@ -240,7 +249,7 @@ class GLTangentSpace(TangentSpace):
         The metric's floor on σ (``relaxation``) is left out.
         """
         X, xi, Y, eta, sigma = self._whitened(u)
-        if self._scale_exponent > 0:
+        if self.metric == "inv":
             return self._unwhitened(*geodesics.inv_geodesic(X, xi, t), *geodesics.inv_geodesic(Y, eta, t))
         return self._unwhitened(*geodesics.mix_geodesic(X, xi, Y, eta, sigma, t, tol=tol))
 
@@ -251,15 +260,18 @@ class GLTangentSpace(TangentSpace):
     def rk4(self, u: Tensor, steps: int) -> Tensor:
         """Follow the geodesic to time 1 by steps of the classical Runge–Kutta method; never raises."""
         X, xi, Y, eta, sigma = self._whitened(u)
-        metric = "inv" if self._scale_exponent > 0 else "mix"
-        return self._unwhitened(*geodesics.rk4(metric, X, xi, Y, eta, sigma, 1.0, steps))[0]
+        return self._unwhitened(*geodesics.rk4(self.metric, X, xi, Y, eta, sigma, 1.0, steps))[0]
 
     def exit_time(self, u: Tensor, until: float = 1.0) -> Tensor:
         """Give the time in (0, until] at which the geodesic leaves the manifold, inf where it does not; (…)."""
         X, xi, Y, eta, sigma = self._whitened(u)
-        if self._scale_exponent > 0:  # the inv metric is complete
+        if self.metric == "inv":  # the inv metric is complete
             return torch.full(xi.shape[:-2], torch.inf, dtype=sigma.dtype, device=u.device)
         return geodesics.exit_time(X, xi, Y, eta, sigma, until)
+
+    def parallel_transport(self, u: Tensor, v: Tensor, *, tol: float = 1e-11) -> tuple[Tensor, Tensor]:
+        """Transport v along the geodesic with velocity u; end point and vector. See the manifold's method."""
+        return transport.parallel_transport(self, u, v, tol=tol)
 
     def _roots(self) -> tuple[Tensor, Tensor]:
         """√σ and 1/√σ as rows, both 0 for directions that the point lacks."""
@@ -273,14 +285,14 @@ class GLTangentSpace(TangentSpace):
         """(X, ξ, Y, η, σ): factors with orthonormal columns, vectors whose metric is the identity, and the scale."""
         xi, eta = self._to_gauge(u)
         root, inverse = self._roots()
-        scale = inverse if self._scale_exponent > 0 else root
+        scale = inverse if self.metric == "inv" else root
         sigma = torch.where(self.present, self.gauge.sigma, torch.zeros_like(self.gauge.sigma))
         return self.G * inverse, xi * scale, self.H * inverse, eta * scale, sigma
 
     def _unwhitened(self, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
         """Undo :meth:`_whitened`: point and velocity at the representative at hand; what is lacking stays put."""
         root, inverse = self._roots()
-        scale = root if self._scale_exponent > 0 else inverse
+        scale = root if self.metric == "inv" else inverse
         still = ~self.present.unsqueeze(-2)
         point = self._from_gauge(X * root + self.G * still, Y * root + self.H * still)
         return point, self._from_gauge(xi * scale, eta * scale)
@@ -402,11 +414,18 @@ class GLTangentSpace(TangentSpace):
 
     def project_coordinates(self, c: Tensor) -> Tensor:
         """Project coordinates on those of horizontal vectors."""
-        xi, eta = self._split(c * self._scale(self._scale_exponent))
-        return pack(*self._project(xi, eta)) * self._scale(-self._scale_exponent)
+        scale, back = self._scale(self._scale_exponent), self._scale(-self._scale_exponent)
+        xi, eta = self._split(c)
+        L = self._vertical_part((self.G.mH @ xi) * scale, (self.H.mH @ eta) * scale)
+        out = torch.empty_like(c)
+        for part, v, X, V in zip(self._split(out), (xi, eta), (self.G, self.H), (L, -L.mH), strict=True):
+            torch.mul(v, self.present.unsqueeze(-2), out=part)
+            part += X @ (V * back)
+        return out
 
 
 class _InvTangentSpace(GLTangentSpace):
+    metric = "inv"
     _scale_exponent = 0.5
 
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -434,6 +453,7 @@ class _InvTangentSpace(GLTangentSpace):
 
 
 class _MixTangentSpace(GLTangentSpace):
+    metric = "mix"
     _scale_exponent = -0.5
 
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -461,10 +481,13 @@ class _MixTangentSpace(GLTangentSpace):
         return one(H, self.N_inv, self.M_inv), one(G, self.M_inv, self.N_inv)
 
 
+_scaled = QuotientManifold.__scaling__.copy()
+
+
 class _GLQuotient(QuotientManifold):
     """What the inv and the mix metric share."""
 
-    __scaling__ = QuotientManifold.__scaling__.copy()
+    __scaling__ = _scaled
     _space_class: type[GLTangentSpace]
 
     def __init__(self, n: int, m: int, *, relaxation: float = 1e-12) -> None:
@@ -549,6 +572,102 @@ class _GLQuotient(QuotientManifold):
         self.at(x)  # the checks
         G, H = self.unpack_tensor(x)
         return canonical_gauge(G, H).x
+
+    def _gl_space(self, x: Tensor, u: Tensor) -> GLTangentSpace:
+        space = self._vector_space(x, u)
+        assert isinstance(space, GLTangentSpace)
+        return space
+
+    # -- exact geodesics ---------------------------------------------------------------------------------------------
+
+    @_scaled(ScalingInfo(u=-1))
+    def expmap(self, x: Tensor, u: Tensor, *, tol: float | None = None) -> Tensor:
+        """Follow the exact geodesic from x with horizontal velocity u for unit time; shape of u.
+
+        inv: closed form; mix: an adaptive solver with relative tolerance ``tol``. Differentiable. :meth:`retr` is the
+        cheaper second-order approximation that optimisers use, and never raises.
+
+        Raises
+        ------
+        GeodesicExitError
+            A mix geodesic reaches a rank-deficient matrix before that time (``time``, and ``times`` item by item).
+        """
+        return self._gl_space(x, u).expmap(u, tol=tol)
+
+    @_scaled(ScalingInfo.NotCompatible)
+    def geodesic(self, x: Tensor, u: Tensor, t: Any, *, tol: float | None = None) -> tuple[Tensor, Tensor]:
+        """Give points and velocities at many times of the geodesic from x with velocity u.
+
+        Parameters
+        ----------
+        x, u : Tensor
+            Point and horizontal vector, (…, n + m, h).
+        t : float or Tensor
+            Times of any shape (k…) and sign.
+        tol : float, optional
+            See :meth:`expmap`.
+
+        Returns
+        -------
+        tuple of Tensor
+            Both (k…, …, n + m, h).
+        """
+        return self._gl_space(x, u).geodesic(u, t, tol=tol)
+
+    @_scaled(ScalingInfo.NotCompatible)
+    def exit_time(self, x: Tensor, u: Tensor, until: float = 1.0) -> Tensor:
+        """Give the time in (0, until] at which each geodesic leaves the manifold, inf where it stays; (…)."""
+        return self._gl_space(x, u).exit_time(u, until)
+
+    @_scaled(ScalingInfo(1))
+    def logmap(self, x: Tensor, y: Tensor) -> Tensor:
+        """Give the horizontal vector at x whose geodesic reaches the orbit of y at time 1, by shooting.
+
+        Differs from 0 for y ≠ x on one orbit by rounding only. Not differentiable.
+
+        Raises
+        ------
+        ConvergenceError
+            The points are too far apart, or only a geodesic longer than the straight path between the aligned
+            representatives was found. ``residual`` says how much of the way is missing.
+        """
+        self._check_vector(x, y, "y")
+        with torch.no_grad():
+            return logarithm.logmap(self, x, y)
+
+    @_scaled(ScalingInfo(1))
+    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Give the distance of the orbits of x and y, the length of :meth:`logmap`; (…) or (…, 1, 1)."""
+        return self.norm(x, self.logmap(x, y), keepdim=keepdim)
+
+    @_scaled(ScalingInfo.NotCompatible)
+    def align(self, x: Tensor, y: Tensor) -> Tensor:
+        """Give the representative of y's orbit nearest to x in the metric at x (a local minimum); shape of y."""
+        self._check_vector(x, y, "y")
+        with torch.no_grad():
+            return logarithm.align(self, x, y)
+
+    @_scaled(ScalingInfo.NotCompatible)
+    def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
+        """Interpolate: the points at times t of the geodesic from x (t = 0) to the orbit of y (t = 1); (k…, …)."""
+        return self.geodesic(x, self.logmap(x, y), t)[0]
+
+    @_scaled(ScalingInfo.NotCompatible)
+    def mean(self, points: Tensor) -> Tensor:
+        """Give the Fréchet mean over the first dimension, (…, n + m, h); raises as :meth:`logmap` does."""
+        self._assert_check_shape(points.shape, "x")
+        with torch.no_grad():
+            return logarithm.mean(self, points)
+
+    @_scaled(ScalingInfo.NotCompatible)
+    def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Transport v parallel along the geodesic from x with velocity u, for unit time; end point and vector.
+
+        With the connection of the quotient, so that inner products stay. :meth:`transp` is the cheaper projection.
+        """
+        return self._gl_space(x, u).parallel_transport(u, v)
+
+    # -- geoopt's checks ---------------------------------------------------------------------------------------------
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Give the point G = [I; 0], H = [I; 0]; ``seed`` is accepted for geoopt's sake."""

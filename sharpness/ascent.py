@@ -238,7 +238,7 @@ def power(
     base : float, optional
         Value at the origin, from which the rise counts; by default the value at ``start``.
     first : (float, Tensor), optional
-        Value and gradient at ``start``, if known.
+        Value and gradient at ``start``, if known. If the gradient is one of the buffers, it is overwritten.
     buffers : Buffers, optional
         Vectors to work in, kept from one ascent to the next. The result's point is taken out of them.
     callback : callable, optional
@@ -390,7 +390,7 @@ def _begin(
         start = work.take().copy_(start)
     else:
         work = buffers
-        work.keep(start)
+        work.keep(start, *([] if first is None else [first[1]]))
     if first is None:
         g = work.take()
         value = f(start, g)

@@ -22,6 +22,7 @@ from quotient_manifolds.symmetries import SymmetricPair
 
 from . import distributed
 from .ascent import ASCENTS, Ball, Buffers, CubeBall, RoundBall
+from .hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
 from .losses import LossFunction, Objective, mapped, tensors
 from .measures import Measure, measure_with
 from .results import BatchResult, SharpnessResult
@@ -136,6 +137,11 @@ class _Batch:
             self.worst_error = max(wrong / counted, self.worst_error or 0.0)
         return value
 
+    def losses(self) -> Iterator[Tensor]:
+        """The losses of the pieces, which add up to the batch's, with their graphs."""
+        for weight, piece in self.pieces:
+            yield self.objective(self.space.model, piece).loss * weight
+
     def _not_finite(self, value: float, xi: Tensor | None) -> str:
         distance = 0.0 if xi is None else float(torch.linalg.vector_norm(xi))
         if distance == 0:
@@ -158,25 +164,41 @@ class _Search:
         self.gradient = space.empty()
         self.buffers = Buffers(self.gradient)
 
-    def run(self, batch: _Batch, rho: float, start: int) -> tuple[BatchResult, Tensor | None]:
-        """One unit; the worst vector comes with it where one is sought."""
+    def run(self, batch: _Batch, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor | None]:
+        """One unit, the last of its batch or not; the worst vector comes with it where one is sought."""
         began = time.perf_counter()
         batch.worst_error, batch.passes = batch.base_error, 0
         if self.how.case == "gradient-norm":
             norm = float(torch.linalg.vector_norm(batch.base_gradient))
             return self._result(batch, rho, start, began, value=norm, history=(batch.base,)), None
+        if self.how.case == "hessian":
+            return self._hessian(batch, rho, start, began), None
         if self.how.case == "average":
             return self._average(batch, rho, start, began), None
-        return self._worst(batch, rho, start, began)
+        if last:  # nobody needs the gradient at the weights after this: work in its memory
+            self.buffers.adopt(self.gradient)
+        found = self._worst(batch, rho, start, began)
+        if last:
+            self.buffers.keep(found[1])
+            self.gradient = self.buffers.take()
+            self.buffers.give(self.gradient)
+        return found
 
     def _result(self, batch: _Batch, rho: float, start: int, began: float, **found: Any) -> BatchResult:
         values: dict[str, Any] = {
             "batch": batch.index, "rho": rho, "start": start, "base_loss": batch.base, "worst_loss": batch.base,
             "base_error": batch.base_error, "worst_error": batch.worst_error, "random_start": False,
             # The pass at the weights is shared, but every unit needs it.
-            "passes": batch.passes + 1, "gap": None, "converged": None, "spread": None,
+            "passes": batch.passes + 1, "gap": None, "converged": None, "spread": None, "trace": None, "leaving": 0,
         }  # fmt: skip
         return BatchResult(**{**values, **found}, seconds=time.perf_counter() - began)
+
+    def _hessian(self, batch: _Batch, rho: float, start: int, began: float) -> BatchResult:
+        operator = HessianOperator(self.space, batch.losses)
+        top = float(largest_eigenvalues(operator, seed=self.seed)[0])
+        trace, spread = hutch_plus_plus(operator, self.samples, seed=self.seed)
+        batch.passes += operator.products
+        return self._result(batch, rho, start, began, value=top, history=(batch.base,), trace=trace, spread=spread)
 
     def _average(self, batch: _Batch, rho: float, start: int, began: float) -> BatchResult:
         losses = []
@@ -203,7 +225,7 @@ class _Search:
     def _worst(self, batch: _Batch, rho: float, start: int, began: float) -> tuple[BatchResult, Tensor]:
         ball: Ball = RoundBall(rho) if self.how.p == 2 else CubeBall(rho)
         flat = ball.reach(batch.base_gradient) <= 10 * torch.finfo(self.space.dtype).eps * abs(batch.base)
-        self.buffers.keep()
+        self.buffers.keep(batch.base_gradient)
         xi, known = self.buffers.take(), None
         if start == 0 and not flat:
             xi.zero_()
@@ -219,9 +241,13 @@ class _Search:
         if value < batch.base:  # a start that never rose: the centre belongs to the ball
             point, value = point.zero_(), batch.base
         rise = value - batch.base
+        leaving = 0
+        if self.how.geodesic == "exact" and self.how.pairs == "mix":
+            self.space.move_to(point)
+            leaving = self.space.leaving()
         return self._result(
             batch, rho, start, began, value=rise, worst_loss=value, history=found.history, gap=found.gap,
-            converged=found.converged, random_start=flat,
+            converged=found.converged, random_start=flat, leaving=leaving,
         ), point  # fmt: skip
 
     def _show(self, rho: float, value: float, top: float) -> None:
@@ -230,9 +256,9 @@ class _Search:
 
 
 def _checked_radii(how: Measure, rho: float | Iterable[float] | None) -> tuple[tuple[float, ...], bool]:
-    if how.case == "gradient-norm":
+    if how.local:
         if rho is not None:
-            raise ValueError("the gradient norm has no radius; leave rho out")
+            raise ValueError(f"case={how.case!r} has no radius; leave rho out")
         return (0.0,), True
     if rho is None:
         if how.rho is None:
@@ -306,7 +332,8 @@ def evaluate(
     measure : str or Measure
         ``"geodesic-inv"``, ``"geodesic-mix"`` (attention pairs on the GL(h) quotient, every other weight in units of
         its own size), ``"adaptive"`` (every weight in units of its own size), ``"euclidean"``, or ``"gradient-norm"``
-        (geodesic-inv for small ρ).
+        (geodesic-inv for small ρ), ``"riemannian-hessian"`` (λ_max as the value, and the trace) or
+        ``"euclidean-hessian"``, its baseline.
     rho : float or iterable of float, optional
         Radius of the ball in the measure's metric; for "adaptive" a fraction of the weights' size. By default the
         measure's own, ``MEASURES[name].rho``. Every radius has its ascent from the weights, which share only the pass
@@ -320,7 +347,7 @@ def evaluate(
     restarts : int
         Further ascents from random directions; the best counts.
     samples : int
-        Random directions of ``case="average"``; one forward pass each.
+        Random directions of ``case="average"``, one forward pass each; or products of the Hessian for its trace.
     seed : int
         The random directions depend on (seed, batch, number of the start or sample) alone.
     geodesic, norm, symmetry, relaxation, relaxation_kind, case, p : optional
@@ -408,7 +435,7 @@ def evaluate(
             _verify(model, loss_fn, first, seed, pairs)
         stack.enter_context(space.attached())
         starts = range(restarts + 1)
-        effort = {"worst": steps, "average": samples, "gradient-norm": 0}[how.case]
+        effort = {"worst": steps, "average": samples}.get(how.case, 0)
         count = len(batches) if isinstance(batches, Sized) else None
         bar = tqdm(
             total=None if count is None else len(world.share(count * len(radii) * len(starts))) * effort,
@@ -423,8 +450,8 @@ def evaluate(
                 continue
             _check_device(batch, index, space.device)
             task = _Batch(space, objective, batch, index, search.gradient)
-            for r, start in mine:
-                result, point = search.run(task, r, start)
+            for number, (r, start) in enumerate(mine, 1):
+                result, point = search.run(task, r, start, last=number == len(mine))
                 found.append(result)
                 if point is None:
                     continue

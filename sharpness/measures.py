@@ -20,9 +20,10 @@ class Measure:
         Metric of the attention pairs; None treats their weights like all others.
     elementwise : {"adaptive", "euclidean"}
         Metric of every other weight w: :math:`\|ξ \oslash |w|\|^2` or :math:`\|ξ\|^2`.
-    geodesic : {"second-order", "first-order", "rk4"}
-        How pairs move along ξ: x + ξ + ½ acceleration(ξ); the straight line x + ξ; or the geodesic equation integrated
-        by ``substeps`` steps of the classical Runge–Kutta method.
+    geodesic : {"second-order", "first-order", "rk4", "exact"}
+        How pairs move along ξ: x + ξ + ½ acceleration(ξ); the straight line x + ξ; the geodesic equation integrated by
+        ``substeps`` steps of the classical Runge–Kutta method; or the exact geodesic. A mix geodesic that would leave
+        the manifold is then shortened to 0.99 of its exit time.
     substeps : int
         Steps of "rk4".
     norm : {"metric", "adaptive"}
@@ -38,10 +39,11 @@ class Measure:
     metric_scale : float
         The whole metric times c: the same geodesics, and the ball of radius ρ√c is the one of radius ρ before.
         Paper, App. I.3.
-    case : {"worst", "average", "gradient-norm"}
+    case : {"worst", "average", "gradient-norm", "hessian"}
         The largest rise of the loss in the ball of radius ρ; the mean rise over Gaussian horizontal directions with
-        standard deviation ρ in every coordinate; or the length of the loss's gradient in the metric, which is the
-        limit of worst/ρ for small ρ.
+        standard deviation ρ in every coordinate; the length of the loss's gradient in the metric, which is the limit
+        of worst/ρ for small ρ; or the largest eigenvalue and the trace of the Riemannian Hessian. The last two have no
+        radius.
     p : {2, inf}
         The ball's norm in the coordinates of the metric; inf for elementwise measures only.
     rho : float or None
@@ -66,11 +68,11 @@ class Measure:
         for attribute, allowed in (
             ("pairs", ("inv", "mix", None)),
             ("elementwise", ("adaptive", "euclidean")),
-            ("geodesic", ("second-order", "first-order", "rk4")),
+            ("geodesic", ("second-order", "first-order", "rk4", "exact")),
             ("norm", ("metric", "adaptive")),
             ("symmetry", ("all", "qk", "vo", "none")),
             ("relaxation_kind", ("floor", "additive")),
-            ("case", ("worst", "average", "gradient-norm")),
+            ("case", ("worst", "average", "gradient-norm", "hessian")),
             ("p", (2, math.inf)),
         ):
             if getattr(self, attribute) not in allowed:
@@ -83,7 +85,7 @@ class Measure:
                 f"measure {self.name!r}: the ball with p = inf is not defined on a quotient; use p=2, or the measure "
                 '"adaptive" or "euclidean"'
             )
-        if self.geodesic == "rk4" and self.relaxation_kind != "floor":
+        if self.geodesic in ("rk4", "exact") and self.relaxation_kind != "floor":
             raise ValueError(
                 f"measure {self.name!r}: the additive relaxation has no geodesic equation; use second-order"
             )
@@ -104,6 +106,11 @@ class Measure:
             )
 
     @property
+    def local(self) -> bool:
+        """Whether it is a quantity at the weights themselves, without a radius."""
+        return self.case in ("gradient-norm", "hessian")
+
+    @property
     def divides(self) -> bool:
         """Whether attention pairs are taken modulo their symmetry."""
         return self.pairs is not None and self.symmetry != "none"
@@ -111,11 +118,13 @@ class Measure:
 
 #: The measures by name.
 MEASURES: dict[str, Measure] = {
-    "geodesic-inv": Measure("geodesic-inv", pairs="inv"),
-    "geodesic-mix": Measure("geodesic-mix", pairs="mix"),
-    "adaptive": Measure("adaptive"),
+    "geodesic-inv": Measure("geodesic-inv", pairs="inv", rho=0.1),
+    "geodesic-mix": Measure("geodesic-mix", pairs="mix", rho=0.02),
+    "adaptive": Measure("adaptive", rho=0.5),
     "euclidean": Measure("euclidean", elementwise="euclidean"),
     "gradient-norm": Measure("gradient-norm", pairs="inv", case="gradient-norm"),
+    "riemannian-hessian": Measure("riemannian-hessian", pairs="inv", case="hessian"),
+    "euclidean-hessian": Measure("euclidean-hessian", elementwise="euclidean", case="hessian"),
 }
 
 

@@ -28,7 +28,8 @@ class BatchResult:
     start : int
         0 for the ascent from the weights, else the number of the random start that came out best.
     value : float
-        The sharpness: worst loss minus base loss, mean perturbed loss minus base loss, or the gradient's norm.
+        The sharpness: worst loss minus base loss, mean perturbed loss minus base loss, the gradient's norm, or the
+        Hessian's largest eigenvalue.
     base_loss, worst_loss : float
         Loss at the weights, and the largest that was met.
     base_error, worst_error : float or None
@@ -43,7 +44,11 @@ class BatchResult:
     converged : bool or None
         Whether that is below the tolerance; None if there was none.
     spread : float or None
-        Standard error of an average over random directions.
+        Standard error of an average over random directions, or of the trace.
+    trace : float or None
+        Estimate of the Hessian's trace.
+    leaving : int
+        Pairs whose exact mix geodesic would have left the manifold at the worst point, and was shortened.
     history : tuple of float
         Loss at every iterate of the best ascent, or in every random direction.
     seconds : float
@@ -63,6 +68,8 @@ class BatchResult:
     gap: float | None
     converged: bool | None
     spread: float | None
+    trace: float | None
+    leaving: int
     history: tuple[float, ...]
     seconds: float
 
@@ -254,6 +261,11 @@ class SharpnessResult:
         how = self.how
         if how.case == "gradient-norm":
             return f"gradient norm of {self.model} in the metric of {self.measure}: {self.mean(0.0):.6g}, {batches}"
+        if how.case == "hessian":
+            trace = _mean([b.trace for b in self.batches if b.trace is not None])
+            return (
+                f"{self.measure} of {self.model}: largest eigenvalue {self.mean(0.0):.6g}, trace {trace:.6g}, {batches}"
+            )
         lines = [f"{self.measure} sharpness of {self.model}: {batches}, {self._effort()}, seed {self.seed}"]
         switched = self._switches()
         if switched:
@@ -316,6 +328,12 @@ class SharpnessResult:
             lines.append(
                 f"{randoms} of {len(self.batches)} ascents began in a random direction: the gradient at the weights "
                 "was at rounding level"
+            )
+        leaving = sum(b.leaving > 0 for b in self.batches)
+        if leaving:
+            lines.append(
+                f"{leaving} of {len(self.batches)} worst points have pairs whose geodesic would leave the manifold; "
+                "it was shortened"
             )
         unfinished = sum(b.converged is False for b in self.batches)
         if unfinished:

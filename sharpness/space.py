@@ -311,6 +311,13 @@ class WeightSpace:
                 end = retract(b.tangent, self._vector(b, xi), self.measure)
             b.stack.scatter_(end, self._work)
 
+    def leaving(self) -> int:
+        """Count the pairs whose exact geodesic was shortened where the model stands, lest it leave the manifold."""
+        if self._at is None or self.measure.geodesic != "exact" or self.measure.pairs != "mix":
+            return 0
+        with torch.no_grad():
+            return sum(int(b.tangent.exit_time(self._vector(b, self._at)).isfinite().sum()) for b in self._pairs)
+
     def _scratch(self) -> Tensor:
         """Memory for one stack that is used again and again: fresh memory costs more than the arithmetic."""
         if self._spare is None:
@@ -386,6 +393,60 @@ class WeightSpace:
             pull = _RETRACTIONS[self.measure.geodesic][1]
             egrad = pull(b.tangent, self._vector(b, self._at), egrad, self.measure)
         out.copy_(b.frame.project_coordinates(b.frame.dual_coordinates(egrad) * self._step))
+
+    def hessian_product(self, losses: Callable[[], Tensor | Iterable[Tensor]], v: Tensor) -> Tensor:
+        """Multiply v, (dim,), by the Hessian of ξ → loss(R(ξ)) at 0, projected on horizontal vectors on both sides.
+
+        ``losses`` gives what :meth:`gradient` takes; the model is moved to the base point first.
+        """
+        self.move_to(None)
+        v = self._projected(v)
+        moving = {p: torch.zeros_like(work) for p, work in self._work.items()}
+        with torch.no_grad():
+            for e in self._elementwise:
+                scale = self._data[e.parameter] if e.scale is None else e.scale
+                moving[e.parameter].copy_(scale.to(self.dtype) * e.view(v) * self._step)
+            vectors = [self._vector(b, v) for b in self._pairs]
+            for b, u in zip(self._pairs, vectors, strict=True):
+                b.stack.scatter_(u, moving)
+        first: dict[Tensor, Tensor] = {}
+        second: dict[Tensor, Tensor] = {}
+        found = losses()
+        parameters = list(self._parameters.values())
+        for loss in [found] if isinstance(found, Tensor) else found:
+            grads = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+            known = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
+            slope = sum(((g * moving[p]).sum() for p, g in known), start=loss.new_zeros(()))
+            twice: Sequence[Tensor | None] = [None] * len(parameters)
+            if slope.requires_grad:
+                twice = torch.autograd.grad(slope, parameters, allow_unused=True)
+            for into, some in ((first, grads), (second, twice)):
+                for p, g in zip(parameters, some, strict=True):
+                    if g is not None:
+                        into[p] = into[p] + g.detach() if p in into else g.detach()
+        out = self.zero()
+        with torch.no_grad():
+            for e in self._elementwise:
+                if e.parameter in second:
+                    scale = self._data[e.parameter] if e.scale is None else e.scale
+                    e.view(out).copy_(second[e.parameter].to(self.dtype) * scale.to(self.dtype) * self._step)
+            for b, u in zip(self._pairs, vectors, strict=True):
+                egrad = b.stack.gather(second).to(b.point.dtype)
+                if self.measure.geodesic != "first-order":
+                    at_base = b.stack.gather(first).to(b.point.dtype)
+                    egrad = egrad + b.tangent.pullback(u, at_base) - at_base
+                c = b.frame.dual_coordinates(egrad) * self._step
+                b.view(out).copy_(b.frame.project_coordinates(c))
+        return out
+
+    def _projected(self, v: Tensor) -> Tensor:
+        """The horizontal part."""
+        v = v.clone()
+        with torch.no_grad():
+            self._mask_(v)
+            for b in self._pairs:
+                b.view(v).copy_(b.frame.project_coordinates(b.view(v)))
+        return v
 
     def _check_pairs(self, found: dict[Tensor, Tensor]) -> None:
         """Refuse pairs without any gradient, at the first one: a layer that is left out, or bypassed."""
@@ -482,6 +543,15 @@ def _rk4(t: GLTangentSpace, u: Tensor, measure: Measure) -> Tensor:
     return t.rk4(u, measure.substeps)
 
 
+#: Share of its way to the manifold's boundary to which a geodesic is shortened that would leave.
+_INSIDE = 0.99
+
+
+def _exact(t: GLTangentSpace, u: Tensor, measure: Measure) -> Tensor:
+    # The share is constant to autograd: beyond the boundary the retraction follows the vector's direction only.
+    return t.expmap(u * (_INSIDE * t.exit_time(u.detach())).clamp_max(1)[..., None, None])
+
+
 def _pull_by_autograd(
     retract: Callable[[GLTangentSpace, Tensor, Measure], Tensor],
     t: GLTangentSpace,
@@ -499,6 +569,7 @@ def _pull_by_autograd(
 _RETRACTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "first-order": (lambda t, u, _: t.x + u, lambda t, u, egrad, _: egrad),
     "second-order": (lambda t, u, _: t.retr(u), lambda t, u, egrad, _: t.pullback(u, egrad)),
+    "exact": (_exact, lambda t, u, egrad, measure: _pull_by_autograd(_exact, t, u, egrad, measure)),
     "rk4": (_rk4, lambda t, u, egrad, measure: _pull_by_autograd(_rk4, t, u, egrad, measure)),
 }
 

@@ -143,7 +143,6 @@ def test_retraction_is_of_second_order(metric, dtype):
 
     assert abs(slope(lambda v: manifold.retr(x, v)) - 3) < 0.1
     assert abs(slope(lambda v: x + v) - 2) < 0.1  # the test tells the order: a straight step has one less
-    assert torch.equal(manifold.expmap(x, u), manifold.retr(x, u))
 
 
 @metrics

@@ -1,0 +1,238 @@
+r"""Logarithm, alignment and means on the GL(h) quotients, by shooting with the exact exponential.
+
+Works with orbits: results do not depend on the representatives but for being expressed at that of x. Points are first
+expressed in orthonormal bases of the spans of their factors (2h rows), in which the geodesics between them stay: a
+reflection that fixes both points is an isometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .gauge import canonical_gauge
+from .geodesics import GeodesicExitError, column
+from .linalg import real_dtype
+
+if TYPE_CHECKING:
+    from .gl import GLTangentSpace
+    from .gl import _GLQuotient as GLManifold
+
+__all__ = ["ConvergenceError", "align", "compressed", "logmap", "mean"]
+
+
+class ConvergenceError(ArithmeticError):
+    """An iteration did not converge.
+
+    Attributes
+    ----------
+    residual : Tensor
+        What is left, (…).
+    """
+
+    def __init__(self, message: str, residual: Tensor) -> None:
+        super().__init__(message)
+        self.residual = residual
+
+
+def compressed(manifold: GLManifold, *points: Tensor) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
+    """Express points in orthonormal bases of the spans of their factors; the last result undoes it.
+
+    Geodesics between the points stay in these spans: a reflection that fixes them is an isometry.
+    """
+    factors = list(zip(*(manifold.unpack_tensor(x) for x in points), strict=True))
+    bases = [torch.linalg.qr(torch.cat(torch.broadcast_tensors(*f), dim=-1))[0] for f in factors]
+    rows = [Q.shape[-1] for Q in bases]
+    small = type(manifold)(*rows, relaxation=manifold.relaxation)
+    compressed = [
+        small.pack_point(*(Q.mH @ X for Q, X in zip(bases, x, strict=True))) for x in zip(*factors, strict=True)
+    ]
+
+    def back(u: Tensor) -> Tensor:
+        return manifold.pack_point(*(Q @ X for Q, X in zip(bases, u.split(rows, dim=-2), strict=True)))
+
+    return small, compressed, back
+
+
+def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
+    r"""Give the Λ of a Gauss–Newton step of :func:`align` at y = (G, H), in canonical gauge.
+
+    Minimises :math:`\|(r_G + GΛ) W^{1/2}\|^2 + \|(r_H - HΛ^H) W^{1/2}\|^2`, r = y − x:
+    :math:`\tilde M \tilde Λ + \tilde Λ \tilde N = W^{-1/2} (W r_H^H H - G^H r_G W) W^{-1/2}` with
+    :math:`\tilde M = W^{-1/2} M W^{-1/2}`, :math:`Λ = W^{-1/2} \tilde Λ W^{-1/2}`.
+    """
+    G, H = space._split(y)
+    r_G, r_H = G - space.G, H - space.H
+    w = space._scale(-2 * space._scale_exponent)
+    f = w.rsqrt()
+    c, C = torch.linalg.eigh((G * f).mH @ (G * f))
+    d, D = torch.linalg.eigh((H * f).mH @ (H * f))
+    right = (w.mT * (r_H.mH @ H) - (G.mH @ r_G) * w) * f * f.mT
+    return (C @ ((C.mH @ right @ D) / (c.unsqueeze(-1) + d.unsqueeze(-2))) @ D.mH) * f * f.mT
+
+
+def _moved(space: GLTangentSpace, y: Tensor, L: Tensor) -> Tensor:
+    """Move y by the group element exp(−Λ): (G e^Λ, H e^{−Λᴴ})."""
+    G, H = space._split(y)
+    return torch.cat([G @ torch.linalg.matrix_exp(L), H @ torch.linalg.matrix_exp(-L.mH)], dim=-2)
+
+
+def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
+    """Align in canonical gauge; result, and the size of the last step relative to 1."""
+    y = y.clone()
+    value = space.norm(y - space.x)
+    size = torch.full_like(value, torch.inf)
+    for _ in range(max_iter):
+        L = _alignment_step(space, y)
+        size = torch.linalg.matrix_norm(L)
+        if bool((size <= tol).all()):
+            break
+        L = L * (1 / size).clamp_max(1)[..., None, None]
+        todo = torch.ones_like(value, dtype=torch.bool)
+        for _ in range(30):
+            trial = _moved(space, y, L)
+            new = space.norm(trial - space.x)
+            better = todo & (new <= value)
+            y = torch.where(better[..., None, None], trial, y)
+            value = torch.where(better, new, value)
+            todo = todo & ~better
+            if not bool(todo.any()):
+                break
+            L = torch.where(todo[..., None, None], L / 2, 0)
+        if bool(todo.all()):
+            break
+    return y, size
+
+
+def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_iter: int = 500) -> Tensor:
+    r"""Give the representative of y's orbit nearest to x in the metric at x.
+
+    A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Gauss–Newton with step halving; every step is one Sylvester
+    equation. It starts from the canonical gauges of both points.
+    """
+    y = torch.broadcast_to(y, torch.broadcast_shapes(x.shape, y.shape))
+    space = manifold.at(x.expand_as(y))
+    flat = manifold.at_gauge(space.gauge)
+    result, size = _aligned(flat, _gauge_start(flat, y), tol, max_iter)
+    if bool((size > max(tol, 1e-5)).any()):
+        raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after {max_iter} iterations", size)
+    return space._from_gauge(*space._split(result))
+
+
+def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
+    """Take y to the representative whose first-order mismatch in both factors is balanced."""
+    g = canonical_gauge(*flat._split(y))
+    # The unitary between the two canonical gauges, from both factors together.
+    P, _, Qh = torch.linalg.svd(g.G.mH @ flat.G + g.H.mH @ flat.H)
+    rotation = P @ Qh
+    return torch.cat([g.G @ rotation, g.H @ rotation], dim=-2)
+
+
+def logmap(
+    manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-11, max_iter: int = 200, memory: int = 10
+) -> Tensor:
+    r"""Give the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
+
+    Shooting: from the aligned difference, :math:`u \leftarrow u + P_x(r)`, r the horizontal part of what is missing at
+    the end point z = exp_x(u) to the representative of y aligned with z; accelerated by Anderson's method. The result
+    is *a* geodesic; one that is longer than the straight path between the aligned representatives is rejected.
+
+    Raises
+    ------
+    ConvergenceError
+        ``residual`` is :math:`\|z - y\| / \|y - x\|` of the products :math:`G H^H` (‖y − x‖ at least 0.01 ‖y‖).
+    """
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    full = manifold.at(x.expand(shape))
+    manifold, (x, y), back = compressed(manifold, full.gauge.x, y.expand(shape))
+    start = manifold.at(x)
+    space = manifold.at_gauge(start.gauge)
+    y, _ = _aligned(space, _gauge_start(space, y), 1e-3, 50)
+    target = manifold.product(y)
+    size = torch.linalg.matrix_norm(target)
+    size = torch.linalg.matrix_norm(target - manifold.product(x)).clamp(0.01 * size, size)
+    straight = _path_length(manifold, space.x, y)
+    c = space.coordinates(space.proju(y - space.x))
+    real = (lambda v: torch.view_as_real(v).flatten(-3)) if c.is_complex() else (lambda v: v.flatten(-2))
+    history: list[tuple[Tensor, Tensor]] = []
+    best, best_residual, stalled = c, torch.full_like(size, torch.inf), 0
+    for _ in range(max_iter):
+        if stalled >= 15:
+            break
+        stalled += 1
+        try:
+            z = space.expmap(space.from_coordinates(c))
+            there = manifold.at(z)
+        except GeodesicExitError as error:
+            times = torch.full_like(size, error.time) if error.times is None else error.times
+            keep = torch.where(times.isfinite(), 0.8 * times, torch.ones_like(times))
+            c, history = c * keep[..., None, None], []
+            continue
+        except (ValueError, RuntimeError):  # not a point, not finite, no end
+            break
+        residual = torch.linalg.matrix_norm(manifold.product(z) - target) / size
+        improved = residual < best_residual
+        if bool((improved & (best_residual > tol)).any()):
+            stalled = 0
+        best = torch.where(improved[..., None, None], c, best)
+        best_residual = torch.where(improved, residual, best_residual)
+        if bool((best_residual <= tol).all()):
+            break
+        flat = manifold.at_gauge(there.gauge)
+        moved = torch.cat(there._to_gauge(y), -2)
+        moved, _ = _aligned(flat, moved, 1e-12, 3)
+        y = there._from_gauge(*flat._split(moved))
+        missing = there._from_gauge(*flat._split(flat.proju(moved - flat.x)))
+        f = space.coordinates(space.proju(missing))
+        history = [*history, (c, f)][-min(memory, real(f).shape[-1]) :]
+        step = f
+        if len(history) > 1:
+            dF = torch.stack([real(f - old) for _, old in history[:-1]], dim=-1)
+            dC = torch.stack([c - old for old, _ in history[:-1]], dim=-1)
+            dFull = dC + torch.stack([f - old for _, old in history[:-1]], dim=-1)
+            q, r = torch.linalg.qr(dF)
+            r = r + 1e-14 * torch.linalg.matrix_norm(r)[..., None, None] * torch.eye(
+                r.shape[-1], dtype=r.dtype, device=r.device
+            )
+            gamma = torch.linalg.solve_triangular(r, q.mT @ real(f).unsqueeze(-1), upper=True).to(c.dtype)
+            step = f - (dFull @ gamma.unsqueeze(-3)).squeeze(-1)
+        limit = (best_residual > tol)[..., None, None]
+        c = torch.where(limit, c + step, c)
+        c = space.project_coordinates(c)
+    if bool((best_residual > 10 * tol).any()):
+        worst = best_residual.max().item()
+        raise ConvergenceError(
+            f"logmap: {worst:.1e} of the way is missing; the points are too far apart", best_residual
+        )
+    length = best.abs().square().sum((-2, -1)).sqrt()
+    if bool((length > straight * 1.001 + 1e-6).any()):
+        raise ConvergenceError(
+            "logmap: found a geodesic longer than the straight path; not the shortest", best_residual
+        )
+    u = start._from_gauge(*space._split(space.from_coordinates(best)))
+    return full._from_gauge(*full._split(back(u)))
+
+
+def _path_length(manifold: GLManifold, x: Tensor, y: Tensor, nodes: int = 12) -> Tensor:
+    """Give the length on the quotient of the straight path between two representatives (Gauss–Legendre)."""
+    points, weights = (torch.as_tensor(a, dtype=real_dtype(x.dtype)) for a in np.polynomial.legendre.leggauss(nodes))
+    path = x + column((points + 1) / 2, x) * (y - x)
+    space = manifold.at(path)
+    return (column(weights / 2, x[..., 0, 0]) * space.norm(space.proju((y - x).expand_as(path)))).sum(0)
+
+
+def mean(manifold: GLManifold, points: Tensor, *, tol: float = 1e-10, max_iter: int = 50) -> Tensor:
+    """Give the Fréchet mean over the first dimension: m ← exp_m(mean of log_m(points)), started from the first."""
+    m = points[0]
+    for _ in range(max_iter):
+        u = logmap(manifold, m.expand_as(points), points).mean(0)
+        space = manifold.at(m)
+        size = space.norm(u)
+        if bool((size <= tol).all()):
+            return m
+        m = space.expmap(u)
+    raise ConvergenceError(f"mean: gradient of {size.max().item():.1e} after {max_iter} steps", size)

@@ -1,0 +1,121 @@
+r"""The Riemannian Hessian of a loss at a model's weights: Hessian–vector products, largest eigenvalues, trace.
+
+.. math:: \langle H ξ, ξ \rangle = \frac{d^2}{dt^2} \ell(γ_ξ(t))\big|_{t=0}
+
+along the geodesics of the measure's metric, for horizontal ξ. In terms of the weights this is the second derivative of
+ℓ plus the derivative of ℓ in the direction of the geodesic's acceleration; without that term it would depend on the
+representative wherever the gradient is not 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .space import WeightSpace
+
+__all__ = ["HessianOperator", "hutch_plus_plus", "largest_eigenvalues"]
+
+
+class HessianOperator(scipy.sparse.linalg.LinearOperator):
+    """The Hessian as a symmetric operator on coordinates in which the metric is the identity.
+
+    It is 0 on what is not horizontal. Use it while the space is attached
+    (:meth:`sharpness.space.WeightSpace.attached`).
+
+    Parameters
+    ----------
+    space : WeightSpace
+    losses : callable
+        Gives the loss of the model where it stands, or an iterable of losses that add up to it; called at every
+        product.
+
+    Attributes
+    ----------
+    products : int
+        Number of products computed so far.
+
+    Notes
+    -----
+    Differentiates twice by torch's autograd. Fused attention has no second derivative on a CPU, so the plain kernel of
+    ``scaled_dot_product_attention`` is used meanwhile.
+    """
+
+    def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
+        self.space, self.losses, self.products = space, losses, 0
+        dtype = np.float64 if space.dtype == torch.float64 else np.float32
+        super().__init__(dtype=dtype, shape=(space.dim, space.dim))
+
+    def _matvec(self, v: np.ndarray) -> np.ndarray:
+        x = torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=self.space.dtype).to(self.space.device)
+        return self.product(x).cpu().numpy()
+
+    def _rmatvec(self, v: np.ndarray) -> np.ndarray:
+        return self._matvec(v)
+
+    def product(self, v: Tensor) -> Tensor:
+        """Multiply a vector of coordinates, (dim,)."""
+        self.products += 1
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.space.hessian_product(self.losses, v)
+
+
+def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int = 0, tol: float = 1e-4) -> np.ndarray:
+    """Find the largest eigenvalues (in value, not in size), in descending order, by Lanczos' method.
+
+    Parameters
+    ----------
+    operator : HessianOperator
+    count : int
+    seed : int
+        Of the horizontal vector to start from.
+    tol : float
+        Relative accuracy.
+    """
+    start = operator.space.random(torch.Generator().manual_seed(seed)).cpu().numpy()
+    if operator.space.dim <= count + 1:
+        basis = np.eye(operator.space.dim, dtype=operator.dtype)
+        values = np.linalg.eigvalsh(np.stack([operator.matvec(e) for e in basis]))
+    else:
+        values = scipy.sparse.linalg.eigsh(
+            operator, k=count, which="LA", v0=start, tol=tol, return_eigenvectors=False,
+            ncv=min(operator.space.dim, max(2 * count + 1, 12)),
+        )  # fmt: skip
+    return np.sort(values)[::-1][:count]
+
+
+def hutch_plus_plus(operator: HessianOperator, products: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
+    r"""Estimate the trace from about so many products.
+
+    With A S = Q R for a third of the products, and random vectors g projected off Q for another,
+    :math:`\mathrm{tr}(Q^T A Q) + \mathrm{mean}\, g^T A g`.
+
+    Returns
+    -------
+    float
+        The estimate; without bias.
+    float or None
+        Its standard error; None from a single random vector.
+
+    Notes
+    -----
+    Meyer, Musco, Musco, Woodruff 2021. The random vectors are horizontal and depend on the orbit alone, so the
+    estimate is invariant too.
+    """
+    each = max(1, products // 3)
+    generator = torch.Generator().manual_seed(seed)
+    S = torch.stack([operator.product(operator.space.random(generator)) for _ in range(each)], dim=1)
+    Q = torch.linalg.qr(S)[0]
+    total = sum(float(q @ operator.product(q)) for q in Q.unbind(1))
+    rest = []
+    for _ in range(each):
+        g = operator.space.random(generator)
+        g = g - Q @ (Q.T @ g)
+        rest.append(float(g @ operator.product(g)))
+    spread = float(np.std(rest, ddof=1) / np.sqrt(each)) if each > 1 else None
+    return total + float(np.mean(rest)), spread

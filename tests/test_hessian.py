@@ -1,0 +1,156 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sharpness
+from quotient_manifolds.symmetries import Group, act_randomly_, block, pair
+from sharpness.hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
+from sharpness.measures import MEASURES, measure_with
+
+from . import networks
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    batch = networks.images()
+    model = networks.train(networks.vit(layers=1, hidden=8), batch, steps=10)
+    twin = copy.deepcopy(model)
+    act_randomly_(twin, 30.0, seed=1)
+    return model, twin, batch
+
+
+def operator(model, batch, space):
+    return HessianOperator(space, lambda: F.cross_entropy(model(batch[0]).logits, batch[1]))
+
+
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix", "adaptive", "euclidean"])
+def test_second_derivative_along_exact_geodesics(trained, metric):
+    model, _, (x, y) = trained
+    how = MEASURES[metric]
+    space = sharpness.WeightSpace(model, how)
+    exact = sharpness.WeightSpace(model, measure_with(how, geodesic="exact") if how.pairs else how)
+    v = space.random(torch.Generator().manual_seed(1))
+    v = v / v.norm()
+    with space.attached():
+        curvature = float(v @ operator(model, (x, y), space).product(v))
+    step = 1e-2 if metric == "geodesic-inv" else 2e-3
+    losses = []
+    with exact.attached(), torch.no_grad():
+        for t in (-2, -1, 0, 1, 2):
+            exact.move_to(t * step * v)
+            losses.append(float(F.cross_entropy(model(x).logits, y)))
+    weights = np.array([-1, 16, -30, 16, -1]) / (12 * step**2)
+    assert curvature == pytest.approx(float(weights @ np.array(losses)), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
+def test_symmetric_and_zero_off_the_horizontal_space(trained, metric):
+    model, _, batch = trained
+    space = sharpness.WeightSpace(model, MEASURES[metric])
+    generator = torch.Generator().manual_seed(0)
+    with space.attached():
+        H = operator(model, batch, space)
+        u, v = (space.random(generator) for _ in range(2))
+        assert float(u @ H.product(v)) == pytest.approx(float(v @ H.product(u)), rel=1e-9)
+        ambient = torch.randn(space.dim, generator=generator)
+        off = ambient - space._projected(ambient)
+        assert off.norm() > 0.1
+        assert H.product(off).norm() < 1e-10 * H.product(ambient).norm()
+        as_numpy = H.matvec(v.numpy())
+        np.testing.assert_allclose(as_numpy, H.product(v).numpy())
+        assert H.products == 6
+
+
+@pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
+def test_spectrum_is_invariant_also_where_the_gradient_is_not_zero(trained, metric):
+    model, twin, batch = trained
+    options = {"case": "hessian", "samples": 12}
+    one, two = (sharpness.evaluate(m, [batch], measure=metric, **options).batches[0] for m in (model, twin))
+    assert one.value == pytest.approx(two.value, rel=1e-6)
+    assert one.trace == pytest.approx(two.trace, rel=1e-6)
+    for baseline in ("euclidean", "adaptive"):
+        plain, moved = (sharpness.evaluate(m, [batch], measure=baseline, **options).batches[0] for m in (model, twin))
+        assert abs(moved.value / plain.value - 1) > 0.1
+        assert abs(moved.trace / plain.trace - 1) > 0.1
+    # Without the acceleration the second derivative along straight lines depends on the representative.
+    straight = [
+        sharpness.evaluate(m, [batch], measure=metric, geodesic="first-order", norm="adaptive", **options).value
+        for m in (model, twin)
+    ]
+    assert abs(straight[1] / straight[0] - 1) > 1e-3
+
+
+def test_by_name_and_in_pieces(trained):
+    model, _, batch = trained
+    result = sharpness.evaluate(model, [batch], measure="riemannian-hessian", samples=9)
+    assert "largest eigenvalue" in str(result)
+    assert result.batches[0].trace is not None
+    assert result.to_dict()["batches"][0]["trace"] == result.batches[0].trace
+    pieces = sharpness.evaluate(model, [batch], measure="riemannian-hessian", samples=9, micro_batch=5)
+    assert pieces.value == pytest.approx(result.value, rel=1e-9)
+    assert pieces.batches[0].trace == pytest.approx(result.batches[0].trace, rel=1e-9)
+    euclidean = sharpness.evaluate(model, [batch], measure="euclidean-hessian", samples=9)
+    assert euclidean.value != result.value
+    with pytest.raises(ValueError, match="has no radius"):
+        sharpness.evaluate(model, [batch], measure="riemannian-hessian", rho=0.1)
+
+
+def test_eigenvalues_and_trace_of_a_dense_matrix():
+    """Against the matrix written out, for a network without attention."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(9, 4), torch.randint(3, (9,))
+    for name in ("euclidean", "adaptive"):
+        space = sharpness.WeightSpace(model, MEASURES[name])
+        with space.attached():
+            H = HessianOperator(space, lambda: F.cross_entropy(model(x), y))
+            dense = np.stack([H.matvec(e) for e in np.eye(space.dim)])
+            values = np.linalg.eigvalsh(dense)[::-1]
+            np.testing.assert_allclose(largest_eigenvalues(H, 3, tol=1e-10), values[:3], rtol=1e-8)
+            traces = [hutch_plus_plus(H, 24, seed=s)[0] for s in range(40)]
+        names = dict(model.named_parameters())
+
+        def loss(p, names=names):
+            return F.cross_entropy(torch.func.functional_call(model, p, (x,)), y)
+
+        blocks = torch.func.hessian(loss)({n: p.detach() for n, p in names.items()})
+        scale = {n: torch.ones_like(p) if name == "euclidean" else p.detach() for n, p in names.items()}
+        expected = sum(
+            float((blocks[n][n].reshape(p.numel(), p.numel()).diagonal() * scale[n].reshape(-1) ** 2).sum())
+            for n, p in names.items()
+        )
+        np.testing.assert_allclose(np.trace(dense), expected, rtol=1e-9)
+        error = np.std(traces, ddof=1) / np.sqrt(len(traces))
+        assert abs(np.mean(traces) - expected) < 4 * error + 1e-9
+        assert np.std(traces) < 0.5 * np.std(
+            [float(g @ dense @ g) for g in np.random.default_rng(0).normal(size=(99, len(dense)))]
+        )
+
+
+def test_the_scalar_network():
+    """ℓ = (βx − y)² with β = gh, along β e^{2Bt} (inv) and β (1 + 2Bt) (mix), with unit speed."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    g, h, x, y = 1.5, -0.8, 0.7, 0.4
+    with torch.no_grad():
+        model[0].weight.fill_(h)
+        model[1].weight.fill_(g)
+    only = pair([block(model[1], "weight")], [block(model[0], "weight", transpose=True)], Group(1))
+    batch = (torch.tensor([[x]]), torch.tensor([[y]]))
+
+    def loss(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    beta, r = g * h, g * h * x - y
+    # d²/dt² (βe^{2Bt}x − y)² at 0 with 2B² = 1: 2 (2Bβx)² + 2 r (2B)² β x.
+    inv = sharpness.evaluate(model, [batch], loss, measure="riemannian-hessian", pairs=[only]).batches[0]
+    assert inv.value == pytest.approx(4 * (beta * x) ** 2 + 4 * r * beta * x, rel=1e-9)
+    # β(1 + 2Bt) with 2β²B² = 1: 2 (2Bβx)² = 4x².
+    mix = sharpness.evaluate(model, [batch], loss, measure="geodesic-mix", case="hessian", pairs=[only]).batches[0]
+    assert mix.value == pytest.approx(4 * x**2, rel=1e-9)
+    assert mix.trace == pytest.approx(4 * x**2, rel=1e-6)

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+
+from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
+
+from .test_geodesics import METRICS, field, metric, problem
+
+
+@metric
+@field
+@pytest.mark.parametrize("shape", [(7, 5, 3), (4, 6, 1), (3, 3, 3)], ids=str)
+def test_logarithm_inverts_the_exponential(name, dtype, shape):
+    manifold, x, u = problem(name, *shape, dtype=dtype, batch=(2,))
+    u = u * (1.0 if name == "inv" else 0.5)
+    y = manifold.act(manifold.expmap(x, u), torch.randn(2, shape[2], shape[2], dtype=dtype))
+    found = manifold.logmap(x, y)
+    torch.testing.assert_close(found, u, rtol=1e-7, atol=1e-8)
+    assert manifold.norm(x, found - manifold.proju(x, found)).max() < 1e-10
+    end, target = manifold.product(manifold.expmap(x, found)), manifold.product(y)
+    assert (end - target).abs().max() < 1e-8 * target.abs().max()
+    torch.testing.assert_close(manifold.dist(x, y), manifold.norm(x, u), rtol=1e-8, atol=0)
+    assert manifold.dist(x, y, keepdim=True).shape == (2, 1, 1)
+
+
+@metric
+@field
+def test_distance_of_orbits(name, dtype):
+    """Points that no exponential made: a perturbed copy."""
+    torch.manual_seed(1)
+    manifold = METRICS[name](9, 6)
+    x = manifold.random(15, 3, dtype=dtype)
+    y = x + 0.2 * torch.randn_like(x)
+    A, B = (torch.randn(3, 3, dtype=dtype) for _ in range(2))
+    one = manifold.dist(x, y)
+    torch.testing.assert_close(manifold.dist(y, x), one, rtol=1e-8, atol=0)
+    torch.testing.assert_close(manifold.dist(manifold.act(x, A), manifold.act(y, B)), one, rtol=1e-8, atol=0)
+    assert manifold.dist(x, manifold.act(x, A)) < 1e-7
+    # Shorter than the straight line between the best aligned representatives, and not by much.
+    aligned = manifold.align(x, y)
+    straight = manifold.norm(x, aligned - x)
+    assert 0.5 * straight < one < 1.2 * straight
+
+
+@metric
+def test_logarithm_is_equivariant(name):
+    manifold, x, u = problem(name)
+    y = manifold.expmap(x, 0.5 * u)
+    A = torch.randn(3, 3)
+    moved = manifold.act(x, A)
+    expected = manifold.act(x + 0.5 * u, A) - moved
+    torch.testing.assert_close(manifold.logmap(moved, y), expected, rtol=1e-6, atol=1e-7)
+
+
+@metric
+def test_align_finds_the_nearest_representative(name):
+    torch.manual_seed(2)
+    manifold = METRICS[name](6, 5)
+    x = manifold.random(11, 2)
+    y = manifold.act(x + 0.2 * torch.randn_like(x), torch.randn(2, 2))
+    found = manifold.align(x, y)
+    torch.testing.assert_close(manifold.product(found), manifold.product(y))
+    value = float(manifold.norm(x, found - x))
+
+    def distance(a):
+        z = manifold.act(found, torch.eye(2) + torch.tensor(a).view(2, 2))
+        return float(manifold.norm(x, z - x))
+
+    best = min(
+        scipy.optimize.minimize(distance, start, method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12}).fun
+        for start in (np.zeros(4), np.array([0.1, -0.2, 0.1, 0.3]))
+    )
+    assert value <= best + 1e-9
+    assert float(manifold.norm(x, y - x)) > 1.5 * value
+
+
+@pytest.mark.parametrize("manifold", [GLQuotientInv(9, 8), GLQuotientMix(3, 3)], ids=repr)
+def test_points_too_far_apart(manifold):
+    torch.manual_seed(3)
+    h = min(3, manifold.n - 1)
+    x, y = (manifold.random(manifold.n + manifold.m, h) for _ in range(2))
+    with pytest.raises(ConvergenceError) as caught:
+        manifold.logmap(x, 30 * y)
+    assert caught.value.residual.shape == ()
+    assert float(caught.value.residual) > 0
+
+
+@metric
+def test_interpolation_and_means(name):
+    manifold, x, u = problem(name)
+    u = 0.6 * u
+    y = manifold.act(manifold.expmap(x, u), torch.randn(3, 3))
+    t = torch.tensor([0.0, 0.5, 1.0])
+    path = manifold.geodesic_between(x, y, t)
+    torch.testing.assert_close(path[0], x)
+    torch.testing.assert_close(manifold.product(path[2]), manifold.product(y), rtol=1e-8, atol=1e-8)
+    middle = manifold.mean(torch.stack([x, y]))
+    torch.testing.assert_close(manifold.product(middle), manifold.product(path[1]), rtol=1e-7, atol=1e-7)
+    # Of three points: the sum of logarithms vanishes, whatever the representatives.
+    z = manifold.expmap(x, 0.4 * manifold.proju(x, torch.randn_like(x)) * manifold.norm(x, u) / 3)
+    points = torch.stack([x, y, z])
+    mean = manifold.mean(points)
+    total = manifold.logmap(mean.expand_as(points), points).sum(0)
+    assert manifold.norm(mean, total) < 1e-8
+    moved = manifold.mean(torch.stack([manifold.act(p, torch.randn(3, 3)) for p in points]))
+    torch.testing.assert_close(manifold.product(moved), manifold.product(mean), rtol=1e-7, atol=1e-7)
+    # The mean of the factors themselves is another matrix, which depends on the representatives.
+    plain = [manifold.product(torch.stack([x, manifold.act(y, torch.randn(3, 3))]).mean(0)) for _ in range(2)]
+    assert (plain[0] - plain[1]).norm() > 0.1 * plain[0].norm()
