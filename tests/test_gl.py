@@ -394,3 +394,35 @@ def test_points_that_pass_the_check_are_accepted(metric):
     manifold.assert_check_point_on_manifold(x)
     u = manifold.proju(x, torch.randn(15, 3).float())
     assert manifold.retr(x, 1e-3 * u).isfinite().all()
+
+
+@metrics
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("shape", [(12, 4), (3, 12, 4)], ids=str)
+def test_coordinates_to_points_and_back_at_once(metric, dtype, shape):
+    """The fused forms that the ascent uses are the public operations one after the other."""
+    manifold = MANIFOLDS[metric](7, 5)
+    x = manifold.random(*shape, dtype=dtype)
+    gauge = canonical_gauge(*manifold.unpack_tensor(x))
+    for tolerance in (None, float(gauge.sigma.min() / gauge.sigma.max()) * 1.01):  # all directions, and one absent
+        space = manifold.at_gauge(gauge, tolerance=tolerance)
+        c, egrad = space.project_coordinates(torch.randn_like(x)), torch.randn_like(x)
+        u = space.from_coordinates(c)
+        torch.testing.assert_close(space.retr_coordinates(c), space.retr(u))
+        expected = 2 * space.project_coordinates(space.dual_coordinates(space.pullback(u, egrad)))
+        torch.testing.assert_close(space.pullback_coordinates(c, egrad, 2.0), expected)
+        out = torch.empty_like(c)
+        assert space.retr_coordinates(c, out=out) is out
+
+
+@metrics
+def test_vertical_moment(metric):
+    manifold = MANIFOLDS[metric](7, 5)
+    x = manifold.random(12, 3)
+    space = manifold.at(x)
+    u, L = torch.randn_like(x), torch.randn(3, 3)
+    A = space.gauge.A
+    vertical = manifold.vertical(x, space.gauge.A_inv @ L @ A)  # (GΛ, −HΛᴴ) of the canonical representative
+    torch.testing.assert_close((space.vertical_moment(u) * L).sum(), space.inner(u, vertical))
+    torch.testing.assert_close((space.vertical_covector(L) * u).sum(), space.inner(u, vertical))
+    assert space.vertical_moment(space.proju(u)).abs().max() < 1e-10
