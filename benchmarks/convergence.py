@@ -15,9 +15,9 @@ from _common import RESULTS, write
 import sharpness
 
 RADII = {
-    "geodesic-inv": (0.01, 0.03, 0.1, 0.2, 0.4),
-    "geodesic-mix": (0.002, 0.006, 0.02, 0.04, 0.08),
-    "adaptive": (0.05, 0.15, 0.5, 1.0, 2.0),
+    "geodesic-inv": (0.01, 0.03, 0.1, 0.2, 0.3),
+    "geodesic-mix": (0.003, 0.01, 0.03, 0.1, 0.2),
+    "adaptive": (0.05, 0.15, 0.5, 1.0, 1.5),
 }
 STEPS = (5, 10, 20, 50, 100)
 

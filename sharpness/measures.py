@@ -119,7 +119,7 @@ class Measure:
 #: The measures by name.
 MEASURES: dict[str, Measure] = {
     "geodesic-inv": Measure("geodesic-inv", pairs="inv", rho=0.1),
-    "geodesic-mix": Measure("geodesic-mix", pairs="mix", rho=0.02),
+    "geodesic-mix": Measure("geodesic-mix", pairs="mix", rho=0.1),
     "adaptive": Measure("adaptive", rho=0.5),
     "euclidean": Measure("euclidean", elementwise="euclidean"),
     "gradient-norm": Measure("gradient-norm", pairs="inv", case="gradient-norm"),
