@@ -270,7 +270,7 @@ def _worst_item(error: Tensor) -> Tensor:
 
     A step with a singular or overflowing stage counts as infinitely wrong, so that it is repeated with a smaller one.
     """
-    rms = error.square().mean(-1).sqrt()
+    rms = error.detach().square().mean(-1).sqrt()  # the choice of steps is constant to autograd
     return rms.nan_to_num(nan=1e9, posinf=1e9).amax()
 
 

@@ -120,20 +120,56 @@ class RescaleQuotient(QuotientManifold):
         GeodesicExitError
             mix, if 1 + 2B ≤ 0 somewhere: the geodesic leaves the manifold; ``time`` says when.
         """
+        return self.geodesic(x, u, 1.0)[0]
+
+    def geodesic(self, x: Tensor, u: Tensor, t: Any) -> tuple[Tensor, Tensor]:
+        r"""Give points and velocities at many times: :math:`x e^{Bt}` (inv) or :math:`x \sqrt{1 + 2Bt}` (mix).
+
+        Parameters
+        ----------
+        x, u : Tensor
+            Point and horizontal vector, (…, 2, d).
+        t : float or Tensor
+            Times of any shape (k…) and sign.
+
+        Returns
+        -------
+        tuple of Tensor
+            Both (k…, …, 2, d).
+
+        Raises
+        ------
+        GeodesicExitError
+            mix, if 1 + 2Bt ≤ 0 somewhere at a time asked for.
+        """
         self._check_vector(x, u)
         self.at(x)
         B = (u / x).mean(dim=-2, keepdim=True)
+        t = torch.as_tensor(t, dtype=x.dtype, device=x.device)
+        t = t.reshape(*t.shape, *(1,) * B.dim())
         if self.metric == "inv":
-            return x * B.exp()
-        lowest = B.min().item() if B.numel() else 0.0
-        if 1 + 2 * lowest <= 0:
-            time = -1 / (2 * lowest)
+            point = x * (B * t).exp()
+            return point, point * B
+        square = 1 + 2 * B * t
+        if not bool((square > 0).all()):
+            past = torch.where(square > 0, torch.full_like(square, torch.inf), (-1 / (2 * B)).abs().expand_as(square))
+            time = past.min().item()
             raise GeodesicExitError(
-                f"{self}: the geodesic leaves the manifold at t = {time:.6g} < 1, where β changes sign; "
-                "use a shorter tangent vector, or retr",
+                f"{self}: the geodesic leaves the manifold at t = {time:.6g} < {t.abs().max().item():.6g}, where β "
+                "changes sign; use a shorter tangent vector, or retr",
                 time,
             )
-        return x * (1 + 2 * B).sqrt()
+        root = square.sqrt()
+        return x * root, x * B / root
+
+    def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
+        """Interpolate: the points at times t of the geodesic from x (t = 0) to the orbit of y (t = 1); (k…, …)."""
+        return self.geodesic(x, self.logmap(x, y), t)[0]
+
+    def mean(self, points: Tensor) -> Tensor:
+        """Give the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β."""
+        first = points[0]
+        return self.expmap(first, self.logmap(first.expand_as(points), points).mean(0))
 
     def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
         self._check_vector(x, y, "y")

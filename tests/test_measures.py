@@ -82,6 +82,8 @@ def test_runge_kutta_geodesics(trained, metric, rho):
     [
         replace(MEASURES["geodesic-inv"], geodesic="rk4", substeps=2),
         replace(MEASURES["geodesic-mix"], geodesic="rk4", substeps=2),
+        replace(MEASURES["geodesic-inv"], geodesic="exact"),
+        replace(MEASURES["geodesic-mix"], geodesic="exact"),
         replace(MEASURES["geodesic-mix"], norm="adaptive"),
         replace(MEASURES["geodesic-inv"], norm="adaptive", geodesic="first-order"),
         replace(MEASURES["geodesic-inv"], relaxation=0.01, relaxation_kind="additive"),
@@ -106,6 +108,42 @@ def test_gradients_of_the_pulled_back_loss(trained, how):
         with torch.no_grad():
             expected = float(loss(xi + 1e-5 * v) - loss(xi - 1e-5 * v)) / 2e-5
     assert float(g @ v) == pytest.approx(expected, rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize(("metric", "rho"), [("inv", 0.5), ("mix", 0.03)])
+def test_exact_geodesics(trained, metric, rho):
+    model, _, batch = trained
+    base = MEASURES[f"geodesic-{metric}"]
+    exact = values(trained, measure=base, geodesic="exact", rho=rho)
+    assert exact[0] == pytest.approx(exact[1], rel=1e-8)
+    fine = values(trained, measure=replace(base, geodesic="rk4", substeps=8), rho=rho)[0]
+    assert exact[0] == pytest.approx(fine, rel=1e-5)
+    assert abs(exact[0] - values(trained, measure=base, rho=rho)[0]) > 10 * abs(exact[0] - fine)
+    result = sharpness.evaluate(model, [batch], measure=base, geodesic="exact", rho=rho, steps=4)
+    with sharpness.perturbed(model, result.direction(0)), torch.no_grad():
+        loss = float(F.cross_entropy(model(batch[0]).logits, batch[1]))
+    assert loss == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+    assert result.batches[0].leaving == 0
+
+
+def test_geodesics_that_would_leave_the_manifold_are_shortened():
+    """Scalar pairs leave at t = −1/(2B), where the product has shrunk to zero."""
+    torch.manual_seed(3)
+    model = networks.shake(nn.MultiheadAttention(1, 1, bias=False, batch_first=True), 0.7)
+    x, y = torch.randn(6, 5, 1), torch.randn(6, 5, 1)
+
+    def loss(model, batch):
+        return -F.mse_loss(model(batch[0], batch[0], batch[0], need_weights=False)[0], batch[1])
+
+    options = {"measure": "geodesic-mix", "geodesic": "exact", "tol": 0, "steps": 10}
+    far = sharpness.evaluate(model, [(x, y)], loss, rho=3.0, **options)
+    assert far.batches[0].leaving > 0
+    assert "geodesic would leave the manifold; it was shortened" in str(far)
+    assert math.isfinite(far.value)
+    near = sharpness.evaluate(model, [(x, y)], loss, rho=1e-3, **options)
+    assert near.batches[0].leaving == 0
+    with sharpness.perturbed(model, far.direction(0)), torch.no_grad():
+        assert float(loss(model, (x, y))) == pytest.approx(far.batches[0].worst_loss, rel=1e-6)
 
 
 # -- norm --------------------------------------------------------------------------------------------------------------

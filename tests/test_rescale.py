@@ -104,3 +104,31 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="complex128"):
         manifold.proju(torch.ones(2, 2, dtype=torch.complex128), torch.ones(2, 2, dtype=torch.complex128))
     assert (manifold.projx(torch.zeros(2, 3)) != 0).all()
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_geodesics_with_velocity_and_means(metric):
+    manifold = RescaleQuotient(metric)
+    x = manifold.random(3, 2, 4)
+    u = x * torch.empty(3, 1, 4).uniform_(-0.2, 0.2)
+    t = torch.linspace(-1, 1, 5)
+    points, velocities = manifold.geodesic(x, u, t)
+    assert points.shape == velocities.shape == (5, 3, 2, 4)
+    torch.testing.assert_close(points[-1], manifold.expmap(x, u))
+    torch.testing.assert_close(velocities[2], u)
+    speed = manifold.norm(points, velocities)
+    torch.testing.assert_close(speed, manifold.norm(x, u).expand_as(speed))
+    plus, minus = (manifold.geodesic(x, u, 0.5 + d)[0] for d in (1e-5, -1e-5))
+    torch.testing.assert_close((plus - minus) / 2e-5, manifold.geodesic(x, u, 0.5)[1], rtol=1e-6, atol=1e-8)
+    # As the GL(1) quotient of every coordinate.
+    cls = GLQuotientInv if metric == "inv" else GLQuotientMix
+    pairs = cls(1, 1).expmap(x.mT.unsqueeze(-1), u.mT.unsqueeze(-1)).squeeze(-1).mT
+    torch.testing.assert_close(pairs, points[-1], rtol=1e-9, atol=1e-9)
+    y = manifold.act(manifold.expmap(x, u), torch.full((4,), 3.0))
+    path = manifold.geodesic_between(x, y, [0.0, 0.5, 1.0])
+    torch.testing.assert_close(manifold.product(path[2]), manifold.product(y))
+    middle = manifold.mean(torch.stack([x, y]))
+    torch.testing.assert_close(manifold.product(middle), manifold.product(path[1]))
+    a, b = manifold.product(x), manifold.product(y)
+    expected = a.sign() * (a * b).sqrt() if metric == "inv" else (a + b) / 2
+    torch.testing.assert_close(manifold.product(middle), expected)
