@@ -154,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--measure", nargs="+", default=["geodesic-inv"], help="one or several measures")
     run.add_argument("--rho", type=float, nargs="+", help="radii (default: each measure's own)")
     run.add_argument("--steps", type=int, default=20, help="most steps of an ascent")
-    run.add_argument("--tol", type=float, default=1e-3, help="stop when a step offers less than this share of the rise")
+    run.add_argument("--tol", type=float, default=3e-4, help="stop when a step offers less than this share of the rise")
     run.add_argument("--ascent", choices=["power", "apgd"], default="power", help="how the maximum is sought")
     run.add_argument("--restarts", type=int, default=0, help="further ascents from random directions")
     run.add_argument("--seed", type=int, default=0, help="seed of the random directions")

@@ -293,7 +293,7 @@ def evaluate(
     measure: str | Measure = "geodesic-inv",
     rho: float | Iterable[float] | None = None,
     steps: int = 20,
-    tol: float = 1e-3,
+    tol: float = 3e-4,
     ascent: str = "power",
     restarts: int = 0,
     samples: int = 20,

@@ -79,7 +79,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert caught.value.code == 0
     assert "torchrun" in capsys.readouterr().out
     assert cli.main(arguments) == 2
-    assert "gradient norm has no radius" in capsys.readouterr().err
+    assert "has no radius; leave rho out" in capsys.readouterr().err
     assert cli.main([*arguments[:-1]]) == 0
     assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
     found = json.loads(out.read_text())[0]
