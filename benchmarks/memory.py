@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--measures", nargs="+", default=list(RADII))
+    parser.add_argument("--ascents", nargs="+", default=["power", "apgd"])
     parser.add_argument("--keep", action="store_true", help="keep the worst direction too")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -66,8 +68,8 @@ def main() -> None:
 
     bare = run("bare")
     rows = []
-    for ascent in ("power", "apgd"):
-        for measure in RADII:
+    for ascent in options.ascents:
+        for measure in options.measures:
             found = run(f"{measure}:{ascent}")
             rows.append(
                 {
