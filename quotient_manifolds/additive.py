@@ -76,8 +76,9 @@ class _Additive(GLTangentSpace):
     def dual_coordinates(self, e: Tensor) -> Tensor:
         return self.from_coordinates(e)  # the roots are Hermitian
 
-    def project_coordinates(self, c: Tensor) -> Tensor:
-        return self.coordinates(self.proju(self.from_coordinates(c)))
+    def project_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
+        result = self.coordinates(self.proju(self.from_coordinates(c)))
+        return result if out is None else out.copy_(result)
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         return self.proju(self.from_coordinates(standard_normal(tuple(self.x.shape), self.x, generator)))

@@ -412,15 +412,18 @@ class GLTangentSpace(TangentSpace):
             )
         return out
 
-    def project_coordinates(self, c: Tensor) -> Tensor:
+    def project_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Project coordinates on those of horizontal vectors."""
         scale, back = self._scale(self._scale_exponent), self._scale(-self._scale_exponent)
         xi, eta = self._split(c)
         L = self._vertical_part((self.G.mH @ xi) * scale, (self.H.mH @ eta) * scale)
-        out = torch.empty_like(c)
+        out = torch.empty_like(c) if out is None else out
         for part, v, X, V in zip(self._split(out), (xi, eta), (self.G, self.H), (L, -L.mH), strict=True):
             torch.mul(v, self.present.unsqueeze(-2), out=part)
-            part += X @ (V * back)
+            if part.dim() == 3:
+                part.baddbmm_(X, V * back)
+            else:
+                part += X @ (V * back)
         return out
 
 
