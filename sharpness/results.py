@@ -311,8 +311,8 @@ class SharpnessResult:
 
     def _remarks(self) -> list[str]:
         lines = []
-        if self.how.pairs == "mix" and self.weakest:
-            top = max(self.rhos) * self.how.metric_scale**-0.5 / self.weakest
+        top = self._relative(max(self.rhos))
+        if self.how.pairs == "mix" and top is not None:
             lines.append(f"largest rho over the smallest singular value of a pair: {top:.3g}")
             if top > 2**-0.5:
                 lines.append(
