@@ -25,7 +25,8 @@ def environment() -> dict[str, Any]:
         ]
         cpu = names[0] if names else cpu
     return {
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        # Of a path outside the working directory only the last part means anything elsewhere.
+        "command": "python " + " ".join(Path(a).name if os.path.isabs(a) else a for a in sys.argv),
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
