@@ -5,7 +5,7 @@ finds the points in a network.
 """
 
 from .base import QuotientManifold, TangentSpace
-from .gauge import Gauge, canonical_gauge
+from .gauge import Gauge, canonical_gauge, from_product
 from .geodesics import GeodesicExitError
 from .gl import GLQuotientInv, GLQuotientMix, GLTangentSpace
 from .logarithm import ConvergenceError
@@ -22,5 +22,6 @@ __all__ = [
     "RescaleQuotient",
     "TangentSpace",
     "canonical_gauge",
+    "from_product",
 ]
 __version__ = "0.1.0"

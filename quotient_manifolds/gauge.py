@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .linalg import pack, real_dtype
 
-__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge"]
+__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_product"]
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0
@@ -106,6 +106,43 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     A_inv = (R_H.mH @ V) * inverse_root.unsqueeze(-2)
     x = pack(U_hat, Q_H @ V) * root.unsqueeze(-2)
     return Gauge(x, G.shape[-2], sigma, A, A_inv)
+
+
+def from_product(X: Tensor, h: int) -> Tensor:
+    r"""Give the point whose product is the best approximation of rank h to a matrix.
+
+    .. math:: X \approx U Σ V^H, \qquad G = U Σ^{1/2},\; H = V Σ^{1/2}
+
+    Parameters
+    ----------
+    X : Tensor
+        (…, n, m), float or complex.
+    h : int
+        Rank, at most min(n, m).
+
+    Returns
+    -------
+    Tensor
+        (…, n + m, h), in canonical gauge up to column phases.
+
+    Raises
+    ------
+    ValueError
+        h out of range, or a matrix of lower rank.
+
+    Examples
+    --------
+    >>> x = from_product(torch.diag(torch.tensor([4.0, 1.0, 0.25])), 2)
+    >>> x.shape
+    torch.Size([6, 2])
+    """
+    if not 1 <= h <= min(X.shape[-2:]):
+        raise ValueError(f"a matrix of shape {tuple(X.shape[-2:])} has no point of rank {h}")
+    U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
+    sigma = sigma[..., :h]
+    if bool((sigma[..., -1] <= RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]).any()):
+        raise ValueError(f"the matrix has a rank below {h}, so that no point of the manifold has it for a product")
+    return pack(U[..., :h], Vh.mH[..., :h]) * sigma.sqrt().unsqueeze(-2)
 
 
 def _inverse(s: Tensor) -> Tensor:

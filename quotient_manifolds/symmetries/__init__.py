@@ -3,7 +3,7 @@
 from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its adapters)
 from .attention import Projection, attention_pairs
 from .pairs import Block, Group, PairStack, SymmetricPair, block, pair, stack, stacks
-from .registry import PairList, find, register, skip
+from .registry import PairList, adapter_pairs, find, register, skip
 from .verify import UnknownAttentionError, Verification, act_randomly_, check_coverage, default_forward, verify
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "UnknownAttentionError",
     "Verification",
     "act_randomly_",
+    "adapter_pairs",
     "attention_pairs",
     "block",
     "check_coverage",

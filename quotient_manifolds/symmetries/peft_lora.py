@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
 from .pairs import Group, SymmetricPair, block
 
-__all__ = ["is_lora", "lora_factors", "lora_obstacle", "lora_pairs"]
+__all__ = ["adapter_names", "is_lora", "lora_factors", "lora_obstacle", "lora_pairs"]
 
 #: Variants that see the factors through their product only. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
@@ -22,9 +22,9 @@ def is_lora(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "lora_A")
 
 
-def _factors(module: Any) -> Iterator[tuple[str, Place, Place]]:
-    """Adapter name, place of A (r, in) and place of B (out, r) of every active adapter."""
-    for name in module.active_adapters:
+def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Place, Place]]:
+    """Adapter name, place of A (r, in) and place of B (out, r) of every adapter with one of these names."""
+    for name in names:
         if name in module.lora_A:
             yield name, (module.lora_A[name], "weight"), (module.lora_B[name], "weight")
         elif name in module.lora_embedding_A:
@@ -37,9 +37,10 @@ def _is_off(module: Any) -> bool:
 
 def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
     """Places of A and B whose product adds to the weight of a module; none if it carries no LoRA at work."""
+    layer: Any = module
     if not is_lora(module) or _is_off(module):
         return []
-    return [(A, B) for _, A, B in _factors(module)]
+    return [(A, B) for _, A, B in _factors(layer, layer.active_adapters)]
 
 
 def lora_obstacle(module: nn.Module) -> str:
@@ -52,15 +53,23 @@ def lora_obstacle(module: nn.Module) -> str:
     return ""
 
 
-def lora_pairs(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """G = B (out, r), H = Aᵀ (in, r), the group GL(r), for every active adapter of a LoRA layer."""
-    for adapter, A, B in _factors(module):
+def adapter_names(module: Any) -> list[str]:
+    """Names of all adapters of a LoRA layer, active or not."""
+    return [*module.lora_A, *module.lora_embedding_A]
+
+
+def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) -> Iterator[SymmetricPair]:
+    """G = B (out, r), H = Aᵀ (in, r), the group GL(r), for every active adapter of a LoRA layer.
+
+    ``adapters`` names those wanted instead, whether they are active or not.
+    """
+    for adapter, A, B in _factors(module, module.active_adapters if adapters is None else adapters):
         label = f"{name} lora {adapter}"
         variant = getattr(module, "lora_variant", {}).get(adapter)
         word = "" if variant is None else getattr(variant, "__name__", type(variant).__name__)
-        if module.merged:
+        if module.merged and adapters is None:
             yield SymmetricPair(label, "lora", None, reason="merged into the base weight; unmerge it")
-        elif module.disable_adapters:
+        elif module.disable_adapters and adapters is None:
             yield SymmetricPair(label, "lora", None, reason="the adapter is disabled")
         elif word and not word.startswith(_PRODUCT_VARIANTS):
             yield SymmetricPair(label, "lora", None, reason=f"no known symmetry of {word}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from .pairs import Block, SymmetricPair
-from .peft_lora import is_lora, lora_pairs
+from .peft_lora import adapter_names, is_lora, lora_pairs
 
-__all__ = ["PairList", "find", "register", "skip"]
+__all__ = ["PairList", "adapter_pairs", "find", "register", "skip"]
 
 Adapter = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _ADAPTERS: dict[str, Adapter] = {}
@@ -153,6 +153,14 @@ def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
     return result
 
 
+def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
+    """Take the group from a pair with a parameter that is not trainable."""
+    frozen = sorted(
+        {f"{b.attribute} of {type(b.module).__name__}" for b in pair.G + pair.H if not b.tensor.requires_grad}
+    )
+    return pair.without_group(f"frozen: {', '.join(frozen)}") if frozen and pair.group is not None else pair
+
+
 def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
     if pair.group is None:
         return pair
@@ -160,11 +168,10 @@ def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
     if computed:
         b = computed[0]
         return pair.without_group(f"{b.attribute} of {type(b.module).__name__} is computed, not a parameter")
-    frozen = sorted(
-        {f"{b.attribute} of {type(b.module).__name__}" for b in pair.G + pair.H if not b.tensor.requires_grad}
-    )
-    if frozen and not include_frozen:
-        return pair.without_group(f"frozen: {', '.join(frozen)}")
+    if not include_frozen:
+        pair = _without_frozen(pair)
+    if pair.group is None:
+        return pair
     if pair.group.kind == "GL" and pair.group.h > min(pair.n, pair.m):
         return pair.without_group(f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
     return pair
@@ -232,3 +239,35 @@ def find(
         taken.update({b.key: p.name for b in p.G + p.H})
     merged = [p.drop_null() if key_bias == "drop" else p for p in merge([*found, *extra])]
     return PairList(_disjoint([_usable(p, include_frozen) for p in merged]))
+
+
+def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairList:
+    """List the pairs (B, Aᵀ) of a model's LoRA adapters, active or not, and nothing else.
+
+    Parameters
+    ----------
+    model : nn.Module
+    names : sequence of str, optional
+        Adapters; by default all that are trainable.
+
+    Returns
+    -------
+    PairList
+        Pairs whose two factors are frozen are left out; one frozen factor is a pair without a group.
+
+    Raises
+    ------
+    ValueError
+        A name that no layer has.
+    """
+    layers = [(path, m) for path, m in model.named_modules() if is_lora(m)]
+    known = {a for _, m in layers for a in adapter_names(m)}
+    unknown = sorted(set(names or ()) - known)
+    if unknown:
+        raise ValueError(f"no layer has an adapter {unknown[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
+    found: list[SymmetricPair] = []
+    for path, m in layers:
+        wanted = [a for a in adapter_names(m) if names is None or a in names]
+        found.extend(lora_pairs(m, path, wanted))
+    trainable = [p for p in merge(found) if p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)]
+    return PairList(_without_frozen(p) for p in trainable)

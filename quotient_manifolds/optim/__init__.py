@@ -1,0 +1,16 @@
+"""Optimisers of torch that work on the quotient: the same run whichever equivalent factors it starts from."""
+
+from .adam import QuotientAdam
+from .balance import balance_
+from .base import QuotientOptimizer
+from .create import create_quotient_lora_optimizer, create_quotient_optimizer
+from .sgd import QuotientSGD
+
+__all__ = [
+    "QuotientAdam",
+    "QuotientOptimizer",
+    "QuotientSGD",
+    "balance_",
+    "create_quotient_lora_optimizer",
+    "create_quotient_optimizer",
+]

@@ -1,0 +1,162 @@
+"""Adam on the quotient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ..symmetries import SymmetricPair
+from .base import PairStep, QuotientOptimizer, trace
+
+__all__ = ["QuotientAdam"]
+
+#: Least eigenvalue of a second moment relative to its largest; below it lies rounding, which must not be amplified.
+_LEAST = 1e-3
+
+
+class QuotientAdam(QuotientOptimizer):
+    r"""Adam for pairs (G, H), the same whichever equivalent factors it starts from; AdamW for everything else.
+
+    For each factor, with K the root of its metric's weight, :math:`W = K K^H` (:math:`W_G = H^H H` for mix):
+
+    .. math::
+        \bar g &= \nabla K^{-H} \quad \text{(coordinates in an orthonormal frame of the other factor)} \\
+        m &\leftarrow β_1 m + (1 - β_1) \bar g, \qquad
+        V \leftarrow β_2 V + (1 - β_2)\, \bar g^H \bar g / n \\
+        d &= \hat m\, (\hat V^{1/2} + ε)^{-1}, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
+
+    Then m and V are carried to the frames of the new point. ``second_moment="scalar"`` has one number in place of V,
+    the mean of :math:`|\bar g|^2`. A step changes the product by about η in each of its directions, as a step of AdamW
+    changes a weight, so that the learning rates of AdamW carry over.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters or parameter groups, as for any torch optimiser.
+    pairs : iterable of SymmetricPair
+        ``quotient_manifolds.symmetries.find(model)``.
+    lr : float
+        η.
+    betas : (float, float)
+        β₁, β₂.
+    eps : float
+        ε.
+    weight_decay : float
+        λ. The product of a pair becomes (1 - ηλ) times itself; a bias does not decay.
+    metric : {"mix", "inv"}
+    second_moment : {"matrix", "scalar"}
+    max_grad_norm : float, optional
+        Clip the norm of the whole gradient, that of pairs in the metric. Clipping elsewhere, as in transformers'
+        ``Trainer`` (``max_grad_norm=0`` turns it off there), makes the run depend on the representative.
+
+    Raises
+    ------
+    ValueError
+        See :class:`~quotient_manifolds.optim.QuotientOptimizer`.
+
+    Notes
+    -----
+    math.md §6 with, beyond it: a floor of the metric where a factor is zero, see
+    :mod:`quotient_manifolds.optim.frames`; moments stored as covectors of the parameters' own shape (``exp_avg``), and
+    one h × h matrix a factor, never more than AdamW stores. Invariance holds from the first step on where G = 0.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import Group, block, pair
+    >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
+    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))
+    >>> optimizer = QuotientAdam([down.weight, up.weight], [p], lr=1e-2)
+    >>> loss = up(down(torch.ones(1, 6))).square().sum()
+    >>> loss.backward()
+    >>> optimizer.step()
+    >>> bool(up(down(torch.ones(1, 6))).square().sum() < loss)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        pairs: Iterable[SymmetricPair],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        metric: str = "mix",
+        second_moment: str = "matrix",
+        max_grad_norm: float | None = None,
+    ) -> None:
+        if second_moment not in ("matrix", "scalar"):
+            raise ValueError(f'second_moment must be "matrix" or "scalar", got {second_moment!r}')
+        if not all(0 <= b < 1 for b in betas):
+            raise ValueError(f"betas must lie in [0, 1), got {betas}")
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "metric": metric,
+            "second_moment": second_moment, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
+        super().__init__(params, pairs, defaults)
+
+    def _direction(
+        self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        g, S = s.gradients["GH".index(factor)], s.grams["GH".index(factor)]
+        if factor == "G":
+            self._count(group, s)
+        beta1, beta2 = group["betas"]
+        count = s.read("step").to(K_inv.real.dtype).to(g.device).view(-1, *[1] * (g.dim() - 1))
+        m = torch.lerp(m, g, 1 - beta1)
+        V = s.read(factor).to(K_inv.dtype if group["second_moment"] == "matrix" else K_inv.real.dtype)
+        if group["second_moment"] == "matrix":
+            V = torch.lerp(V, S / g.shape[-2], 1 - beta2)
+            values, vectors = torch.linalg.eigh(K_inv @ (V / (1 - beta2**count)) @ K_inv.mH)
+            values = torch.maximum(values, _LEAST * values[..., -1:]).clamp_min(0)
+            B = K_inv.mH @ (vectors / (values.sqrt() + group["eps"]).unsqueeze(-2)) @ (vectors.mH @ K_inv)
+        else:
+            V = torch.lerp(V, trace(K_inv @ S @ K_inv.mH) / (g.shape[-2] * g.shape[-1]), 1 - beta2)
+            B = (K_inv.mH @ K_inv) / ((V[..., None, None] / (1 - beta2**count)).sqrt() + group["eps"])
+        s.write(factor, V)
+        return m @ (B / (1 - beta1**count)).to(m.dtype), m
+
+    def _count(self, group: Mapping[str, Any], s: PairStep) -> None:
+        """Count a step of these pairs; the first one makes room for second moments."""
+        small, like = s.bucket.small, s.gradients[0]
+        if not small:
+            batch = (len(s.bucket.stack), *like.shape[1:-2])
+            h = like.shape[-1]
+            for factor in "GH":
+                if group["second_moment"] == "matrix":
+                    small[factor] = like.new_zeros(*batch, h, h)
+                else:
+                    small[factor] = torch.zeros(batch, dtype=like.real.dtype, device=like.device)
+            small["step"] = torch.zeros(batch[0], dtype=torch.float64)
+        s.write("step", s.read("step") + 1)
+
+    def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        for p in params:
+            state = self.state[p]
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name not in state:
+                    state[name] = torch.zeros_like(p)
+            if "step" not in state:
+                state["step"] = torch.zeros(())
+        states = [self.state[p] for p in params]
+        adamw(
+            params,
+            gradients,
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

@@ -1,0 +1,47 @@
+"""Adapters in canonical gauge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..gauge import canonical_gauge
+from ..symmetries import adapter_pairs
+from .frames import wide
+
+__all__ = ["balance_"]
+
+
+@torch.no_grad()
+def balance_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
+    r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place, but for rounding not in function.
+    adapter_names : sequence of str, optional
+        By default all trainable adapters.
+
+    Returns
+    -------
+    list of str
+        Names of the pairs that were balanced. A pair whose product lacks rank, as at B = 0, has no canonical
+        representative from which training could go on; it is left as it is.
+
+    Notes
+    -----
+    The state of an optimiser refers to the factors as they were; call this before training or after it.
+    """
+    done = []
+    for pair in adapter_pairs(model, adapter_names):
+        if pair.group is None:
+            continue
+        x = wide(pair.gather().detach())
+        gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
+        if bool(gauge.present().all()):
+            pair.scatter_(gauge.x)
+            done.append(pair.name)
+    return done

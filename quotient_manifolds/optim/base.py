@@ -1,0 +1,482 @@
+"""What the optimisers on the quotient share: which parameters are pairs, clipping, decay, mixed precision, state."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..linalg import column_rank_ratio
+from ..symmetries import PairStack, SymmetricPair, stacks
+from .frames import Frames, gram, wide
+
+__all__ = ["PairBucket", "PairStep", "QuotientOptimizer", "at_least_float32", "trace"]
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of moments and steps."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def trace(S: Tensor) -> Tensor:
+    """Real part of the trace, (…)."""
+    return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
+
+
+class PairBucket:
+    """Pairs of equal shape in one parameter group, oriented so that H is the anchor: of full column rank.
+
+    Attributes
+    ----------
+    stack : PairStack
+    members : list of int
+        Positions of the pairs among all of the optimiser's.
+    flipped : bool
+        The roles of G and H are changed.
+    group : int
+        Index of the parameter group.
+    small : dict of str to Tensor
+        State that does not have the shape of a parameter; first dimension: pairs.
+    """
+
+    def __init__(self, pairs: Sequence[SymmetricPair], members: Sequence[int], flipped: bool, group: int) -> None:
+        self.stack = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
+        self.members, self.flipped, self.group = list(members), flipped, group
+        self.small: dict[str, Tensor] = {}
+        first = self.stack.pairs[0]
+        rows = [torch.full((b.rows,), float(len(b.shape) > 1)) for b in (*first.G, *first.H)]
+        # 1 for rows of matrices, 0 for biases, which do not decay: (n + m, 1).
+        self.decaying = torch.cat(rows).unsqueeze(-1)
+        self._subsets: dict[tuple[int, ...], PairStack] = {}
+
+    def active(self) -> tuple[PairStack, Tensor | None] | None:
+        """Give the pairs that have a gradient, and their positions in the stack (None: all of them)."""
+        found = []
+        for i, p in enumerate(self.stack.pairs):
+            without = [b for b in p.G + p.H if b.tensor.grad is None]
+            if not without:
+                found.append(i)
+            elif len(without) < len(p.G + p.H):
+                b = without[0]
+                raise ValueError(
+                    f"pair {p.name!r}: {b.attribute} of {type(b.module).__name__} has no gradient but the rest of the "
+                    "pair has; train both factors, or give this pair to another optimiser"
+                )
+        if not found:
+            return None
+        if len(found) == len(self.stack):
+            return self.stack, None
+        key = tuple(found)
+        if key not in self._subsets:
+            self._subsets[key] = PairStack([self.stack.pairs[i] for i in found])
+        return self._subsets[key], torch.tensor(found)
+
+
+@dataclass
+class PairStep:
+    """One step of the pairs of a bucket that have gradients.
+
+    Attributes
+    ----------
+    bucket : PairBucket
+    stack : PairStack
+    index : Tensor or None
+        Positions in the bucket; None: all.
+    frames : Frames
+        Metric at the weights.
+    gradients, grams : tuple of Tensor
+        Of G and H: (pairs, …, n, h) and (pairs, …, m, h), and their Gram matrices in double precision.
+    """
+
+    bucket: PairBucket
+    stack: PairStack
+    index: Tensor | None
+    frames: Frames
+    gradients: tuple[Tensor, Tensor]
+    grams: tuple[Tensor, Tensor]
+
+    def read(self, name: str) -> Tensor:
+        """Read the small state of these pairs."""
+        whole = self.bucket.small[name]
+        return whole if self.index is None else whole[self.index.to(whole.device)]
+
+    def write(self, name: str, part: Tensor) -> None:
+        """Write the small state of these pairs."""
+        whole = self.bucket.small[name]
+        if self.index is None:
+            whole.copy_(part)
+        else:
+            whole[self.index.to(whole.device)] = part.to(whole.dtype)
+
+    def scaled(self, factor: float) -> PairStep:
+        """Give the step with smaller gradients."""
+        if factor == 1:
+            return self
+        (a, b), (c, d) = self.gradients, self.grams
+        return replace(self, gradients=(a * factor, b * factor), grams=(c * factor**2, d * factor**2))
+
+
+class QuotientOptimizer(Optimizer):
+    """Optimiser for parameters some of which are pairs (G, H) that a model sees through G Hᴴ only.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters or parameter groups, as for any torch optimiser.
+    pairs : iterable of SymmetricPair
+        ``quotient_manifolds.symmetries.find(model)``; those without a group are passed over, and those none of whose
+        parameters are among ``params``.
+    defaults : dict
+
+    Raises
+    ------
+    ValueError
+        No pair among the parameters; a pair whose parameters lie in several groups or are not all there; a pair with
+        one frozen factor, or with two factors that both lack rank; sharded parameters.
+
+    Notes
+    -----
+    A subclass gives :meth:`_direction` for pairs and :meth:`_step_others` for what belongs to no pair.
+    """
+
+    #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
+    _step_supports_amp_scaling = True
+    #: Name of the first moment in ``state``.
+    _moment = "exp_avg"
+
+    def __init__(self, params: Any, pairs: Iterable[SymmetricPair], defaults: dict[str, Any]) -> None:
+        if defaults["metric"] not in ("inv", "mix"):
+            raise ValueError(f'metric must be "mix" or "inv", got {defaults["metric"]!r}')
+        for name in ("lr", "weight_decay"):
+            if not float(defaults[name]) >= 0:
+                raise ValueError(f"{name} must not be negative, got {defaults[name]}")
+        if defaults["max_grad_norm"] is not None and not defaults["max_grad_norm"] > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {defaults['max_grad_norm']}; None does not clip")
+        self._pairs: list[SymmetricPair] = []
+        self._buckets: list[PairBucket] = []
+        self._covered: dict[Tensor, Tensor] = {}
+        super().__init__(params, defaults)
+        self.add_pairs(pairs)
+        if not self._pairs:
+            raise ValueError(
+                "there is no pair (G, H) among the parameters, so there is nothing to divide out; pass "
+                "quotient_manifolds.symmetries.find(model) of a model whose LoRA or attention weights are trainable, "
+                "or use torch.optim.AdamW"
+            )
+
+    # -- which parameters are pairs ------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among its parameters."""
+        group = dict(param_group)
+        pairs = group.pop("pairs", ())
+        super().add_param_group(group)
+        self.add_pairs(pairs)
+
+    def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
+        """Tell which of the optimiser's parameters form pairs; those known already are passed over."""
+        home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        known = {b.key for p in self._pairs for b in p.G + p.H}
+        chosen: dict[tuple[int, bool], list[int]] = {}
+        found = list(self._pairs)
+        for pair in pairs:
+            if any(b.key in known for b in pair.G + pair.H):
+                continue
+            group = _group_of(pair, home)
+            if group is not None:
+                chosen.setdefault((group, _is_flipped(pair)), []).append(len(found))
+                found.append(pair)
+        self._pairs = found
+        for (group, flipped), members in chosen.items():
+            position = {id(found[i]): i for i in members}
+            for stack in stacks(found[i] for i in members):
+                self._buckets.append(PairBucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
+        self._covered = self._coverage()
+
+    def _coverage(self) -> dict[Tensor, Tensor]:
+        """For every parameter of a pair, which of its entries belong to one."""
+        masks: dict[Tensor, Tensor] = {}
+        for bucket in self._buckets:
+            for p in bucket.stack.parameters():
+                masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
+            bucket.stack.mark_(masks)
+        return masks
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Recomputes the loss and its gradients; called once.
+
+        Returns
+        -------
+        The closure's loss, or None.
+
+        Raises
+        ------
+        ValueError
+            NaN or infinite gradients; neither weights nor state have changed then. Under a ``GradScaler`` the step is
+            skipped with a warning.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.autocast(self._device.type, enabled=False):
+            gradients = self._gradients()
+            if not gradients or not self._finite(gradients):
+                return loss
+            steps = [s for bucket in self._buckets for s in self._begin(bucket, gradients)]
+            clip = self._clip(steps, gradients)
+            for group in self.param_groups:
+                present = [p for p in group["params"] if p in gradients]
+                whole = [p for p in present if p not in self._covered]
+                if whole:
+                    self._step_others(group, whole, [gradients[p] * clip for p in whole])
+                self._step_rests(group, [p for p in present if p in self._covered], gradients, clip)
+            for s in steps:
+                self._step_pairs(s.scaled(clip))
+        return loss
+
+    @property
+    def _device(self) -> torch.device:
+        found: torch.device = self.param_groups[0]["params"][0].device
+        return found
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        scale = getattr(self, "grad_scale", None)
+        found = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build "
+                        "the embedding with sparse=False"
+                    )
+                found[p] = p.grad if scale is None else p.grad / scale.to(p.grad.device, p.grad.dtype)
+        return found
+
+    def _finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """Whether all gradients are finite; if not, a warning under a GradScaler, an error else."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            if float(found_inf) == 0:
+                return True
+            warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
+            return False
+        if bool(torch.stack([g.isfinite().all().to(self._device) for g in gradients.values()]).all()):
+            return True
+        bad = next(p for p, g in gradients.items() if not bool(g.isfinite().all()))
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
+            "changed; look at the loss, lower the learning rate, or train in bfloat16 or float32"
+        )
+
+    def _begin(self, bucket: PairBucket, gradients: Mapping[Tensor, Tensor]) -> Iterable[PairStep]:
+        found = bucket.active()
+        if found is None:
+            return
+        stack, index = found
+        x, g = stack.gather(), stack.gather(gradients)
+        if not x.is_complex():
+            x = x.to(at_least_float32(x.dtype))
+        G, H = x.split([stack.n, stack.m], dim=-2)
+        dG, dH = g.to(x.dtype).split([stack.n, stack.m], dim=-2)
+        frames = Frames(self.param_groups[bucket.group]["metric"], G, H)
+        yield PairStep(bucket, stack, index, frames, (dG, dH), (gram(dG), gram(dH)))
+
+    def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> float:
+        """The factor that brings the gradient's norm, that of pairs in the metric, down to ``max_grad_norm``."""
+        bound = self.defaults["max_grad_norm"]
+        if bound is None:
+            return 1.0
+        squares = []
+        for s in steps:
+            for factor, S in zip("GH", s.grams, strict=True):
+                K_inv = s.frames.whitening(factor)
+                squares.append(trace(K_inv @ S @ K_inv.mH).sum())
+        for p, g in gradients.items():
+            mask = self._covered.get(p)
+            squares.append(wide(g if mask is None else g.masked_fill(mask, 0)).square().sum())
+        norm = torch.stack([v.to(self._device) for v in squares]).sum().sqrt()
+        return min(1.0, bound / (float(norm) + 1e-12))
+
+    def _step_pairs(self, s: PairStep) -> None:
+        """Move both factors of the pairs, and carry the moments along."""
+        group, stack, frames = self.param_groups[s.bucket.group], s.stack, s.frames
+        lr = float(group["lr"])
+        rows = [stack.n, stack.m]
+        moments = self._moments(stack, group)
+        m = stack.gather(moments).split(rows, dim=-2) if moments else (None, None)
+        moved, steps = [], []
+        for factor, m_old in zip("GH", m, strict=True):
+            direction, m_new = self._direction(group, s, factor, m_old, frames.whitening(factor))
+            steps.append(direction * -lr)
+            moved.append(m_new)
+            if factor == "G":
+                frames.floor_(steps[0])
+        x = torch.cat([frames.G, frames.H], dim=-2)
+        if group["weight_decay"]:
+            keep = max(1 - lr * group["weight_decay"], 0) ** 0.5
+            x = x * (1 - (1 - keep) * s.bucket.decaying.to(x.device, x.real.dtype))
+        x = x + torch.cat(steps, dim=-2)
+        stack.scatter_(x)
+        if not moments:
+            return
+        G, H = x.split(rows, dim=-2)
+        transport = frames.carry(Frames(frames.metric, G, H))
+        stack.scatter_(torch.cat([v @ T.to(v.dtype) for v, T in zip(moved, transport, strict=True)], dim=-2), moments)
+        for factor, T in zip("GH", transport, strict=True):
+            if factor in s.bucket.small and s.bucket.small[factor].dim() == T.dim():
+                s.write(factor, T.mH @ s.read(factor).to(T.dtype) @ T)
+
+    def _moments(self, stack: PairStack, group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
+        """First moments of the pairs' parameters: covectors in their own coordinates, at least in float32."""
+        for p in stack.parameters():
+            if self._moment not in self.state[p]:
+                self.state[p][self._moment] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
+        return {p: self.state[p][self._moment] for p in stack.parameters()}
+
+    def _direction(
+        self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Give the direction of ascent of the factor ``"G"`` or ``"H"``, and its new first moment."""
+        raise NotImplementedError
+
+    def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        """Step parameters that belong to no pair."""
+        raise NotImplementedError
+
+    def _step_rests(
+        self, group: Mapping[str, Any], params: list[Tensor], gradients: Mapping[Tensor, Tensor], clip: float
+    ) -> None:
+        """Step the entries that belong to no pair, of parameters that have others which do."""
+        for p in params:
+            rest = ~self._covered[p]
+            if not bool(rest.any()):
+                continue
+            # A float32 parameter of its own, whose state is the same but for the pairs' first moment.
+            state = self.state[p]
+            stand_in = p.to(at_least_float32(p.dtype), copy=True)
+            moment = state.get(self._moment)
+            self.state[stand_in] = {k: v.clone() if k == self._moment else v for k, v in state.items()}
+            self._step_others(group, [stand_in], [(gradients[p] * clip).to(stand_in.dtype)])
+            p[rest] = stand_in[rest].to(p.dtype)
+            new = self.state.pop(stand_in)
+            if moment is not None and self._moment in new:
+                moment[rest] = new[self._moment][rest]
+                new[self._moment] = moment
+            elif self._moment in new:
+                new[self._moment][~rest] = 0
+            state.update(new)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_pairs", "_buckets", "_covered")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give torch's state and, under ``"pairs"`` and ``"buckets"``, what belongs to whole pairs."""
+        found = super().state_dict()
+        found["pairs"] = [p.name for p in self._pairs]
+        found["buckets"] = [
+            {"members": list(b.members), "flipped": b.flipped, "group": b.group, "small": dict(b.small)}
+            for b in self._buckets
+        ]
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave; training goes on exactly as it would have.
+
+        Raises
+        ------
+        ValueError
+            The state is of other pairs, or of another optimiser.
+        """
+        if "buckets" not in state_dict:
+            raise ValueError(f"this state was saved by another optimiser, not by {type(self).__name__}")
+        if state_dict["pairs"] != [p.name for p in self._pairs]:
+            differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]
+            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+        buckets = []
+        for entry in state_dict["buckets"]:
+            pairs = [self._pairs[i] for i in entry["members"]]
+            bucket = PairBucket(pairs, entry["members"], entry["flipped"], entry["group"])
+            device = pairs[0].G[0].tensor.device
+            bucket.small = {  # counters stay on the CPU
+                k: v.clone() if k == "step" else v.to(device, copy=True) for k, v in entry["small"].items()
+            }
+            buckets.append(bucket)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("pairs", "buckets")})
+        self._buckets, self._covered = buckets, self._coverage()
+        # torch rounds state to the dtype of its parameter; moments of half-precision weights are wider.
+        keys = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        params = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
+        for key, p in zip(keys, params, strict=True):
+            given = state_dict["state"].get(key, {}).get(self._moment)
+            if given is not None and p in self._covered:
+                self.state[p][self._moment] = given.detach().to(p.device, copy=True)
+
+
+def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
+    """The parameter group in which a usable pair lies; None for pairs that are to be passed over."""
+    blocks = pair.G + pair.H
+    inside = {home[b.tensor] for b in blocks if b.tensor in home}
+    if not inside:
+        return None
+    if pair.group is None:
+        if pair.reason.startswith("frozen"):
+            raise ValueError(
+                f"pair {pair.name!r} is half frozen ({pair.reason}), but the quotient needs both factors to move; "
+                "unfreeze it, or train the other half with torch.optim.AdamW"
+            )
+        return None
+    outside = [b for b in blocks if b.tensor not in home]
+    if outside:
+        b = outside[0]
+        raise ValueError(
+            f"pair {pair.name!r}: {b.attribute} of {type(b.module).__name__} is not among the optimiser's parameters "
+            "but the rest of the pair is; pass both factors"
+        )
+    if len(inside) > 1:
+        raise ValueError(
+            f"pair {pair.name!r} is split over the parameter groups {sorted(inside)}; put both of its factors into "
+            "one group, for they move together"
+        )
+    for b in blocks:
+        if type(b.tensor).__name__ == "DTensor" or hasattr(b.tensor, "_is_flat_param") or hasattr(b.tensor, "ds_id"):
+            raise ValueError(
+                f"pair {pair.name!r} has a sharded parameter ({type(b.tensor).__name__}; FSDP, DTensor or ZeRO-3), but "
+                "its geometry needs whole factors; use DDP, or keep these modules out of the sharding"
+            )
+    return inside.pop()
+
+
+def _is_flipped(pair: SymmetricPair) -> bool:
+    """Whether the factors must change roles, because H lacks full column rank and G does not."""
+    x = pair.gather().detach()
+    full = []
+    for X in x.split([pair.n, pair.m], dim=-2):
+        tolerance = max(X.shape[-2:]) * torch.finfo(at_least_float32(X.real.dtype)).eps
+        full.append(X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(wide(X)) > tolerance).all()))
+    if not any(full):
+        raise ValueError(
+            f"pair {pair.name!r}: both factors lack full column rank ({pair.n} and {pair.m} rows, {x.shape[-1]} "
+            "columns), so that some directions can never get a gradient; initialise one of them with a full-rank "
+            "matrix, lower the rank, or leave the pair out"
+        )
+    return not full[1]

@@ -1,0 +1,133 @@
+"""From a model to its optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..symmetries import SymmetricPair, adapter_pairs, find
+from .adam import QuotientAdam
+
+__all__ = ["create_quotient_lora_optimizer", "create_quotient_optimizer"]
+
+
+def create_quotient_lora_optimizer(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    metric: str = "mix",
+    second_moment: str = "matrix",
+    adapter_names: Sequence[str] | None = None,
+    other_params_lr: float | None = None,
+    max_grad_norm: float | None = None,
+) -> QuotientAdam:
+    """Create the optimiser of a model with LoRA adapters of peft.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With adapters; plain, DDP-wrapped or compiled.
+    lr, betas, eps, weight_decay, metric, second_moment, max_grad_norm
+        See :class:`QuotientAdam`.
+    adapter_names : sequence of str, optional
+        Train these adapters; by default all whose factors are trainable, active or not.
+    other_params_lr : float, optional
+        Learning rate of everything that is no pair: ``modules_to_save``, biases, DoRA's magnitudes; by default ``lr``.
+        Vectors and biases do not decay.
+
+    Returns
+    -------
+    QuotientAdam
+
+    Raises
+    ------
+    ValueError
+        No trainable adapter, an unknown adapter, or an adapter with one frozen factor.
+
+    Examples
+    --------
+    With ``transformers``::
+
+        optimizer = create_quotient_lora_optimizer(model, lr=2e-4, max_grad_norm=1.0)
+        Trainer(model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, None))
+    """
+    pairs = list(adapter_pairs(model, adapter_names))
+    if not any(p.group is not None for p in pairs):
+        why = sorted({p.reason for p in pairs})
+        raise ValueError(
+            "the model has no LoRA adapter of peft whose two factors are trainable"
+            + (f" ({'; '.join(why)})" if why else "; wrap it with peft.get_peft_model")
+        )
+    left = _adapter_parameters(adapter_pairs(model, None), adapter_names is not None) - _adapter_parameters(pairs, True)
+    return _create(
+        model, pairs, left, other_params_lr, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, metric=metric,
+        second_moment=second_moment, max_grad_norm=max_grad_norm,
+    )  # fmt: skip
+
+
+def create_quotient_optimizer(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    metric: str = "mix",
+    second_moment: str = "matrix",
+    pairs: Sequence[SymmetricPair] | None = None,
+    other_params_lr: float | None = None,
+    max_grad_norm: float | None = None,
+) -> QuotientAdam:
+    """Create the optimiser of a model's trainable weights, its attention heads (and adapters) on the quotient.
+
+    Parameters
+    ----------
+    model : nn.Module
+    lr, betas, eps, weight_decay, metric, second_moment, max_grad_norm
+        See :class:`QuotientAdam`.
+    pairs : sequence of SymmetricPair, optional
+        By default what ``quotient_manifolds.symmetries.find`` names.
+    other_params_lr : float, optional
+        Learning rate of everything that is no pair; by default ``lr``. Vectors and biases do not decay.
+
+    Returns
+    -------
+    QuotientAdam
+
+    Raises
+    ------
+    ValueError
+        No pair is trainable.
+    """
+    return _create(
+        model, find(model) if pairs is None else pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
+        weight_decay=weight_decay, metric=metric, second_moment=second_moment, max_grad_norm=max_grad_norm,
+    )  # fmt: skip
+
+
+def _adapter_parameters(pairs: Iterable[SymmetricPair], wanted: bool) -> set[int]:
+    return {id(b.tensor) for p in pairs for b in p.G + p.H} if wanted else set()
+
+
+def _create(
+    model: nn.Module, pairs: Sequence[SymmetricPair], left: set[int], other_lr: float | None, **options: Any
+) -> QuotientAdam:
+    mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in left]
+    rest = [(n, p) for n, p in named if id(p) not in mine]
+    rate = {} if other_lr is None else {"lr": other_lr}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for _, p in named if id(p) in mine]},
+        {"params": [p for n, p in rest if _decays(n, p)], **rate},
+        {"params": [p for n, p in rest if not _decays(n, p)], **rate, "weight_decay": 0.0},
+    ]
+    return QuotientAdam([g for g in groups if g["params"]], pairs, **options)
+
+
+def _decays(name: str, p: nn.Parameter) -> bool:
+    return p.dim() > 1 and not name.endswith("bias")

@@ -1,0 +1,117 @@
+r"""The metrics as the optimisers use them: where they are floored, and how moments are carried.
+
+Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`, σ the singular values of
+:math:`G H^H`. Both metrics break down at :math:`G = 0`, where LoRA starts. Here M is replaced by
+
+.. math:: \hat M = M + δ^2 N^{-1},
+
+which an element A of the group turns into :math:`A^{-H} \hat M A^{-1}`, as it does M: the floor depends on the orbit
+only. In the gauge in which H has orthonormal columns it adds δ² to every :math:`σ_i^2`.
+
+For mix, δ is the length of the step of G, so that the term of second order in the step's effect on the product,
+:math:`ξ_G ξ_H^H`, is never larger than the one of first order. For inv, δ = 1: a singular value below 1 moves as in the
+mix metric. N stands as it is: the *anchor* H has full rank, and where it has not (peft's embeddings start with A = 0)
+the two factors change roles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..linalg import trace_product
+
+__all__ = ["Frames", "gram", "wide"]
+
+#: Smallest δ², for a point G = 0 at which nothing moves.
+_TINY = 1e-60
+
+
+def wide(X: Tensor) -> Tensor:
+    """Widen to double precision, in which the small matrices are worked out, where the device has it."""
+    if X.device.type == "mps":
+        return X
+    return X.to(torch.complex128 if X.is_complex() else torch.float64)
+
+
+def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:
+    """Return Xᴴ Y in double precision, (…, h, h)."""
+    X = wide(X)
+    return X.mH @ (X if Y is None else wide(Y))
+
+
+def _cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
+    """L and L⁻¹ with S = L Lᴴ up to rounding; never fails on a semidefinite S ≠ 0."""
+    diagonal = S.diagonal(dim1=-2, dim2=-1).real
+    rounding = torch.finfo(S.dtype).eps * S.shape[-1]
+    L, _ = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
+    eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
+    return L, torch.linalg.solve_triangular(L, eye, upper=False)
+
+
+@dataclass
+class _Factor:
+    """A positive definite h × h matrix S = L Lᴴ."""
+
+    S: Tensor
+
+    def __post_init__(self) -> None:
+        self.L, self.L_inv = _cholesky(self.S)
+        self.S_inv = self.L_inv.mH @ self.L_inv
+
+
+class Frames:
+    r"""The metric at a stack of points, and the orthonormal frames in which it is the identity.
+
+    The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (N, \hat M)` for mix
+    and :math:`(\hat M^{-1}, N^{-1})` for inv. With :math:`W = K K^H`, a covector ∇ has the coordinates
+    :math:`\nabla K^{-H}`, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G along the orbit rotates
+    the frame; nothing that is computed in it and carried back depends on the rotation.
+
+    Parameters
+    ----------
+    metric : {"inv", "mix"}
+    G, H : Tensor
+        (…, n, h) and (…, m, h); H has full column rank.
+    """
+
+    def __init__(self, metric: str, G: Tensor, H: Tensor) -> None:
+        self.metric = metric
+        self.eps = torch.finfo(G.dtype).eps
+        self.G, self.H = G, H
+        self.M, self._N = gram(G), _Factor(gram(H))
+        self._size = (self.M * self._N.S.mT).sum(dim=(-2, -1)).real.clamp_min(0)  # ‖G Hᴴ‖²
+        self.floor_(None)
+
+    def floor_(self, step: Tensor | None) -> None:
+        """Set δ for a step of G; None sets it to rounding (mix), the least that it can be."""
+        if self.metric == "inv":
+            delta2 = torch.ones_like(self._size)
+        else:
+            delta2 = self.eps * self._size + _TINY
+            if step is not None:
+                delta2 = delta2 + trace_product(self._N.S, wide(step), wide(step))
+        self.delta2 = delta2[..., None, None]
+        self._M = _Factor(self.M + self.delta2 * self._N.S_inv)
+
+    def whitening(self, factor: str) -> Tensor:
+        """Return K⁻¹ of the factor ``"G"`` or ``"H"``, (…, h, h)."""
+        own, other = (self._M, self._N) if factor == "G" else (self._N, self._M)
+        return other.L_inv if self.metric == "mix" else own.L.mH
+
+    def carry(self, to: Frames) -> tuple[Tensor, Tensor]:
+        r"""Return (T_G, T_H): covectors at this point become :math:`\nabla_G T_G, \nabla_H T_H` at another one.
+
+        The coordinates of the covector are projected from the span of the old frame on that of the new one. The frames
+        are those of the column spaces of H, and of G under its floor: of the columns of
+        :math:`(G;\; δ H N^{-1})`, whose Gram matrix is :math:`\hat M`.
+        """
+        to.delta2 = self.delta2
+        to._M = _Factor(to.M + to.delta2 * to._N.S_inv)
+        across_H = gram(self.H, to.H)
+        across_G = gram(self.G, to.G) + self.delta2 * (self._N.S_inv @ across_H @ to._N.S_inv)
+        if self.metric == "mix":
+            return self._N.S_inv @ across_H, self._M.S_inv @ across_G
+        return across_G @ to._M.S_inv, across_H @ to._N.S_inv

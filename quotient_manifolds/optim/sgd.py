@@ -1,0 +1,107 @@
+"""Gradient descent on the quotient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from ..symmetries import PairStack, SymmetricPair
+from .base import PairStep, QuotientOptimizer
+
+__all__ = ["QuotientSGD"]
+
+
+class QuotientSGD(QuotientOptimizer):
+    r"""Riemannian gradient descent with momentum for pairs (G, H); plain SGD for everything else.
+
+    .. math:: m \leftarrow μ m + \nabla_G, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, m W_G^{-1}
+
+    with the metric's weight :math:`W_G = H^H H` (mix) or :math:`(G^H G + (H^H H)^{-1})^{-1}` (inv), and H likewise; the
+    covector m is carried along. All of it is the same whichever equivalent factors it starts from.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters or parameter groups, as for any torch optimiser.
+    pairs : iterable of SymmetricPair
+        ``quotient_manifolds.symmetries.find(model)``.
+    lr : float
+        η.
+    momentum : float
+        μ.
+    nesterov : bool
+        Step along ∇ + μ m.
+    weight_decay : float
+        λ, decoupled: the product of a pair becomes (1 - ηλ) times itself, another parameter w becomes (1 - ηλ) w.
+    metric : {"mix", "inv"}
+    max_grad_norm : float, optional
+        Clip the norm of the whole gradient, that of pairs in the metric.
+
+    Raises
+    ------
+    ValueError
+        See :class:`~quotient_manifolds.optim.QuotientOptimizer`.
+
+    Notes
+    -----
+    Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.frames`.
+    """
+
+    _moment = "momentum_buffer"
+
+    def __init__(
+        self,
+        params: Any,
+        pairs: Iterable[SymmetricPair],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        metric: str = "mix",
+        max_grad_norm: float | None = None,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+        if nesterov and not momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        defaults = {
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "metric": metric,
+            "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
+        super().__init__(params, pairs, defaults)
+
+    def _moments(self, stack: PairStack, group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
+        return super()._moments(stack, group) if group["momentum"] else {}
+
+    def _direction(
+        self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor
+    ) -> tuple[Tensor, Any]:
+        g = s.gradients["GH".index(factor)]
+        direction = g
+        if m is not None:
+            m = group["momentum"] * m + g
+            direction = g + group["momentum"] * m if group["nesterov"] else m
+        return direction @ (K_inv.mH @ K_inv).to(g.dtype), m
+
+    def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        for p in params:
+            p.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        buffers = [self.state[p].get(self._moment) for p in params]
+        sgd(
+            params,
+            gradients,
+            buffers,
+            weight_decay=0.0,
+            momentum=group["momentum"],
+            lr=float(group["lr"]),
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+        for p, buffer in zip(params, buffers, strict=True):
+            if buffer is not None:
+                self.state[p][self._moment] = buffer

@@ -1,0 +1,121 @@
+"""A small BERT of one's own: WordPiece vocabulary and masked-language pre-training on given text.
+
+Needs the extra ``transformers``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+__all__ = ["pretrain", "wordpiece"]
+
+
+def wordpiece(texts: Sequence[str], size: int = 8000, *, length: int = 64) -> Any:
+    """Train an uncased WordPiece vocabulary.
+
+    Parameters
+    ----------
+    texts : sequence of str
+    size : int
+        Entries of the vocabulary, the special ones included.
+    length : int
+        Longest input in tokens.
+
+    Returns
+    -------
+    transformers.PreTrainedTokenizerFast
+    """
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    trained = BertWordPieceTokenizer(lowercase=True)
+    trained.train_from_iterator(texts, vocab_size=size, show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer,
+        model_max_length=length,
+        unk_token="[UNK]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+def pretrain(
+    texts: Sequence[str],
+    folder: str | os.PathLike[str],
+    *,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    vocabulary: int = 8000,
+    length: int = 64,
+    steps: int = 3000,
+    batch: int = 64,
+    lr: float = 1e-3,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[float]:
+    """Pre-train a BERT by masked-language modelling and write it, with its tokenizer, as a transformers folder.
+
+    Parameters
+    ----------
+    texts : sequence of str
+    folder
+        Where model and tokenizer go.
+    width, depth, heads, vocabulary, length : int
+        Size of the network: hidden width, layers, heads, vocabulary, tokens of an input.
+    steps, batch : int
+    lr : float
+        Peak of a one-cycle schedule of AdamW.
+    seed : int
+    progress : bool
+
+    Returns
+    -------
+    list of float
+        The loss of every step.
+    """
+    from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
+
+    torch.manual_seed(seed)
+    tokenizer = wordpiece(texts, vocabulary, length=length)
+    coded = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+    # Texts of like length share a batch, so that little is padding.
+    order = np.argsort([len(ids) for ids in coded], kind="stable")
+    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
+    if not batches:
+        raise ValueError(f"pre-training needs at least {batch} texts, got {len(texts)}")
+    model = BertForMaskedLM(
+        BertConfig(
+            vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads,
+            intermediate_size=4 * width, max_position_embeddings=length, pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+    collate = DataCollatorForLanguageModeling(tokenizer, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    rng = np.random.default_rng(seed)
+    losses = []
+    for _ in tqdm(range(steps), desc="pre-training", disable=not progress):
+        chosen = batches[rng.integers(len(batches))]
+        found = collate([{"input_ids": coded[i]} for i in chosen])
+        loss = model(**found).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    folder = Path(folder)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return losses
