@@ -198,7 +198,7 @@ class ExplicitAdam:
             moments.append((m, V))
             if k == 0 and self.metric == "mix":
                 length = ((ends[0] - G) @ H.mH).square().sum()
-                delta = float((length + torch.finfo(G.dtype).eps * (G @ H.mH).square().sum() + 1e-60).sqrt())
+                delta = float((length + torch.finfo(G.dtype).eps * (G @ H.mH).square().sum() + 1e-20).sqrt())
         before, after = frames_of(G, H, delta), frames_of(*ends, delta)
         for k in (0, 1):
             (Q_old, _), (Q_new, R_new) = self.pick(k, before), self.pick(k, after)
@@ -267,11 +267,18 @@ def test_the_loss_falls_from_step_one(kind, metric, second, lr):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_a_zero_learning_rate_does_nothing():
-    model = lora(full_rank=False)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("kind", "metric", "second"), KINDS)
+def test_a_zero_learning_rate_does_nothing(kind, metric, second, dtype):
+    """Warm-up starts with one."""
+    model = lora(full_rank=False, dtype=dtype)
     before = copy.deepcopy(model.state_dict())
-    train(model, optimizer_of(model, "adam", lr=0.0), steps=3, schedule=False)
+    optimizer = optimizer_of(model, kind, metric, second, lr=0.0)
+    train(model, optimizer, steps=3, schedule=False)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    optimizer.param_groups[0].update(lr=1e-2, initial_lr=1e-2)
+    losses = train(model, optimizer, steps=5, schedule=False)
+    assert losses[-1] < losses[0]
 
 
 def test_gradients_of_low_rank_do_no_harm():
@@ -533,6 +540,30 @@ def test_fused_and_conv1d_targets():
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
     assert apart(one, two) < 1e-6  # the library computes this loss in float32
+
+
+def test_a_quantised_base_stays_as_it_is():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    net = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32), nn.Tanh(), nn.Linear(64, 9))
+    net.is_loaded_in_4bit = True
+    model = peft.get_peft_model(net.to("cpu"), peft.LoraConfig(r=4, target_modules=["0"]))
+    base = model.base_model.model[0].get_base_layer().weight
+    before = base.detach().clone()
+    assert "bnb" in type(model.base_model.model[0]).__module__
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    x = torch.randn(48, 64)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - Y.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert base.dtype == torch.uint8
+    assert torch.equal(base, before)
 
 
 def test_adapters_switched_and_added_later():

@@ -25,8 +25,8 @@ from ..linalg import trace_product
 
 __all__ = ["Frames", "gram", "wide"]
 
-#: Smallest δ², for a point G = 0 at which nothing moves.
-_TINY = 1e-60
+#: Least δ², at a point G = 0 where nothing moves (a warm-up that starts at 0); its inverse fits into float32.
+_TINY = 1e-20
 
 
 def wide(X: Tensor) -> Tensor:
