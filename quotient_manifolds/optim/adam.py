@@ -14,24 +14,33 @@ from .base import PairStep, QuotientOptimizer, trace
 
 __all__ = ["QuotientAdam"]
 
-#: Least eigenvalue of a second moment relative to its largest; below it lies rounding, which must not be amplified.
+#: Least eigenvalue of a second moment relative to its largest.
 _LEAST = 1e-3
+
+
+def _size(g: Tensor) -> int:
+    """Entries of a factor."""
+    return g.shape[-2] * g.shape[-1]
 
 
 class QuotientAdam(QuotientOptimizer):
     r"""Adam for pairs (G, H), the same whichever equivalent factors it starts from; AdamW for everything else.
 
-    For each factor, with K the root of its metric's weight, :math:`W = K K^H` (:math:`W_G = H^H H` for mix):
+    For each factor, here G, with K the root of its metric's weight, :math:`W = K K^H`, see
+    :mod:`quotient_manifolds.optim.frames`:
 
     .. math::
-        \bar g &= \nabla K^{-H} \quad \text{(coordinates in an orthonormal frame of the other factor)} \\
+        \bar g &= \nabla_G K^{-H} \\
         m &\leftarrow β_1 m + (1 - β_1) \bar g, \qquad
-        V \leftarrow β_2 V + (1 - β_2)\, \bar g^H \bar g / n \\
-        d &= \hat m\, (\hat V^{1/2} + ε)^{-1}, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
+        C \leftarrow β_2 C + (1 - β_2)\, \bar g^H \bar g / n \\
+        r_i &\leftarrow β_2 r_i + (1 - β_2)\, \tfrac1h \| (\bar g\, \hat C^{-1/2})_i \|^2 \\
+        d_i &= \frac{(\hat m\, (\hat C^{1/2} + ε)^{-1})_i}{\sqrt{\hat r_i} + ε}, \qquad
+        G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
 
-    Then m and V are carried to the frames of the new point. ``second_moment="scalar"`` has one number in place of V,
-    the mean of :math:`|\bar g|^2`. A step changes the product by about η in each of its directions, as a step of AdamW
-    changes a weight, so that the learning rates of AdamW carry over.
+    Then m and C are carried to the frames of the new point. C is an h × h matrix, r one number a row, both the same for
+    all representatives but for a rotation of the frame that d undoes. ``second_moment="scalar"`` has one number in
+    place of both, the mean of :math:`|\bar g|^2`. A step changes the product by about η in each of its directions, so
+    that the learning rates of AdamW carry over.
 
     Parameters
     ----------
@@ -60,9 +69,10 @@ class QuotientAdam(QuotientOptimizer):
 
     Notes
     -----
-    math.md §6 with, beyond it: a floor of the metric where a factor is zero, see
-    :mod:`quotient_manifolds.optim.frames`; moments stored as covectors of the parameters' own shape (``exp_avg``), and
-    one h × h matrix a factor, never more than AdamW stores. Invariance holds from the first step on where G = 0.
+    The first moment is stored as a covector of the parameters' own shape (``exp_avg``); with C and r that is no more
+    than AdamW stores. Invariance holds from the first step on, also where G = 0. Where gradients lack rank, the
+    directions they leave out hold rounding only; C counts its least eigenvalue as 1e-3 of its largest, lest that be
+    blown up.
 
     Examples
     --------
@@ -110,17 +120,23 @@ class QuotientAdam(QuotientOptimizer):
         beta1, beta2 = group["betas"]
         count = s.read("step").to(K_inv.real.dtype).to(g.device).view(-1, *[1] * (g.dim() - 1))
         m = torch.lerp(m, g, 1 - beta1)
-        V = s.read(factor).to(K_inv.dtype if group["second_moment"] == "matrix" else K_inv.real.dtype)
-        if group["second_moment"] == "matrix":
-            V = torch.lerp(V, S / g.shape[-2], 1 - beta2)
-            values, vectors = torch.linalg.eigh(K_inv @ (V / (1 - beta2**count)) @ K_inv.mH)
-            values = torch.maximum(values, _LEAST * values[..., -1:]).clamp_min(0)
-            B = K_inv.mH @ (vectors / (values.sqrt() + group["eps"]).unsqueeze(-2)) @ (vectors.mH @ K_inv)
-        else:
-            V = torch.lerp(V, trace(K_inv @ S @ K_inv.mH) / (g.shape[-2] * g.shape[-1]), 1 - beta2)
-            B = (K_inv.mH @ K_inv) / ((V[..., None, None] / (1 - beta2**count)).sqrt() + group["eps"])
-        s.write(factor, V)
-        return m @ (B / (1 - beta1**count)).to(m.dtype), m
+        correction = 1 - beta2**count
+        if group["second_moment"] == "scalar":
+            v = torch.lerp(s.read(factor).to(K_inv.real.dtype), trace(K_inv @ S @ K_inv.mH) / _size(g), 1 - beta2)
+            s.write(factor, v)
+            root = (v[..., None, None] / correction).sqrt() + group["eps"]
+            B = K_inv.mH @ K_inv / root
+            return m @ (B / (1 - beta1**count)).to(m.dtype), m
+        C = torch.lerp(s.read(factor).to(K_inv.dtype), S / g.shape[-2], 1 - beta2)
+        s.write(factor, C)
+        values, vectors = torch.linalg.eigh(K_inv @ (C / correction) @ K_inv.mH)
+        values = torch.maximum(values, _LEAST * values[..., -1:]).clamp_min(0)
+        halfway = K_inv.mH @ (vectors / (values.sqrt() + group["eps"]).unsqueeze(-2))  # K⁻ᴴ C^(-1/2), turned
+        rows = (g @ halfway.to(g.dtype)).abs().square().mean(-1, keepdim=True)
+        r = torch.lerp(s.read(factor + " rows"), rows, 1 - beta2)
+        s.write(factor + " rows", r)
+        B = halfway @ (vectors.mH @ K_inv) / (1 - beta1**count)
+        return (m / ((r / correction.to(r.dtype)).sqrt() + group["eps"])) @ B.to(m.dtype), m
 
     def _count(self, group: Mapping[str, Any], s: PairStep) -> None:
         """Count a step of these pairs; the first one makes room for second moments."""
@@ -130,7 +146,9 @@ class QuotientAdam(QuotientOptimizer):
             h = like.shape[-1]
             for factor in "GH":
                 if group["second_moment"] == "matrix":
+                    n = s.gradients["GH".index(factor)].shape[-2]
                     small[factor] = like.new_zeros(*batch, h, h)
+                    small[factor + " rows"] = like.real.new_zeros(*batch, n, 1)
                 else:
                     small[factor] = torch.zeros(batch, dtype=like.real.dtype, device=like.device)
             small["step"] = torch.zeros(batch[0], dtype=torch.float64)

@@ -326,8 +326,6 @@ class QuotientOptimizer(Optimizer):
             direction, m_new = self._direction(group, s, factor, m_old, frames.whitening(factor))
             steps.append(direction * -lr)
             moved.append(m_new)
-            if factor == "G":
-                frames.floor_(steps[0])
         x = torch.cat([frames.G, frames.H], dim=-2)
         if group["weight_decay"]:
             keep = max(1 - lr * group["weight_decay"], 0) ** 0.5

@@ -3,15 +3,15 @@ r"""The metrics as the optimisers use them: where they are floored, and how mome
 Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`, σ the singular values of
 :math:`G H^H`. Both metrics break down at :math:`G = 0`, where LoRA starts. Here M is replaced by
 
-.. math:: \hat M = M + δ^2 N^{-1},
+.. math:: \hat M = M + N^{-1},
 
 which an element A of the group turns into :math:`A^{-H} \hat M A^{-1}`, as it does M: the floor depends on the orbit
-only. In the gauge in which H has orthonormal columns it adds δ² to every :math:`σ_i^2`.
+only. In the gauge in which H has orthonormal columns it makes :math:`σ_i^2 + 1` of every :math:`σ_i^2`. A step of
+length η thus moves G by about η where σ is small, in both metrics, as AdamW would, and H in proportion to σ; the part
+of second order in the change of the product, :math:`ξ_G ξ_H^H`, is of the order of η², however small σ.
 
-For mix, δ is the length of the step of G, so that the term of second order in the step's effect on the product,
-:math:`ξ_G ξ_H^H`, is never larger than the one of first order. For inv, δ = 1: a singular value below 1 moves as in the
-mix metric. N stands as it is: the *anchor* H has full rank, and where it has not (peft's embeddings start with A = 0)
-the two factors change roles.
+N stands as it is: the *anchor* H has full column rank, and where it has not (peft's embeddings start with A = 0) the
+two factors change roles.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..linalg import trace_product
-
 __all__ = ["Frames", "gram", "wide"]
-
-#: Least δ², at a point G = 0 where nothing moves (a warm-up that starts at 0); its inverse fits into float32.
-_TINY = 1e-20
 
 
 def wide(X: Tensor) -> Tensor:
@@ -79,22 +74,9 @@ class Frames:
 
     def __init__(self, metric: str, G: Tensor, H: Tensor) -> None:
         self.metric = metric
-        self.eps = torch.finfo(G.dtype).eps
         self.G, self.H = G, H
-        self.M, self._N = gram(G), _Factor(gram(H))
-        self._size = (self.M * self._N.S.mT).sum(dim=(-2, -1)).real.clamp_min(0)  # ‖G Hᴴ‖²
-        self.floor_(None)
-
-    def floor_(self, step: Tensor | None) -> None:
-        """Set δ for a step of G; None sets it to rounding (mix), the least that it can be."""
-        if self.metric == "inv":
-            delta2 = torch.ones_like(self._size)
-        else:
-            delta2 = self.eps * self._size + _TINY
-            if step is not None:
-                delta2 = delta2 + trace_product(self._N.S, wide(step), wide(step))
-        self.delta2 = delta2[..., None, None]
-        self._M = _Factor(self.M + self.delta2 * self._N.S_inv)
+        self._N = _Factor(gram(H))
+        self._M = _Factor(gram(G) + self._N.S_inv)
 
     def whitening(self, factor: str) -> Tensor:
         """Return K⁻¹ of the factor ``"G"`` or ``"H"``, (…, h, h)."""
@@ -105,13 +87,10 @@ class Frames:
         r"""Return (T_G, T_H): covectors at this point become :math:`\nabla_G T_G, \nabla_H T_H` at another one.
 
         The coordinates of the covector are projected from the span of the old frame on that of the new one. The frames
-        are those of the column spaces of H, and of G under its floor: of the columns of
-        :math:`(G;\; δ H N^{-1})`, whose Gram matrix is :math:`\hat M`.
+        are those of the column spaces of H, and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M`.
         """
-        to.delta2 = self.delta2
-        to._M = _Factor(to.M + to.delta2 * to._N.S_inv)
         across_H = gram(self.H, to.H)
-        across_G = gram(self.G, to.G) + self.delta2 * (self._N.S_inv @ across_H @ to._N.S_inv)
+        across_G = gram(self.G, to.G) + self._N.S_inv @ across_H @ to._N.S_inv
         if self.metric == "mix":
             return self._N.S_inv @ across_H, self._M.S_inv @ across_G
         return across_G @ to._M.S_inv, across_H @ to._N.S_inv

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from torch.nn import functional as F
+from tqdm.auto import tqdm
 
 __all__ = ["pretrain", "wordpiece"]
 
@@ -107,8 +108,11 @@ def pretrain(
     losses = []
     for _ in tqdm(range(steps), desc="pre-training", disable=not progress):
         chosen = batches[rng.integers(len(batches))]
-        found = collate([{"input_ids": coded[i]} for i in chosen])
-        loss = model(**found).loss
+        found = dict(collate([{"input_ids": coded[i]} for i in chosen]))
+        labels = found.pop("labels")
+        hidden = model.bert(**found).last_hidden_state
+        masked = labels != -100
+        loss = F.cross_entropy(model.cls(hidden[masked]), labels[masked])  # scores of the masked words alone
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
