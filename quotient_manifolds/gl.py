@@ -111,7 +111,8 @@ class GLTangentSpace(TangentSpace):
             self.M, self.N = self.G.mH @ self.G, self.H.mH @ self.H
             floor = diagonal_hat - diagonal
             self.M_hat, self.N_hat = self.M + floor, self.N + floor
-            self.M_inv, self.N_inv = torch.linalg.inv(self.M_hat), torch.linalg.inv(self.N_hat)
+            absent = torch.diag_embed(~self.present).to(x.dtype)  # nothing has components there
+            self.M_inv, self.N_inv = torch.linalg.inv(self.M_hat + absent), torch.linalg.inv(self.N_hat + absent)
         else:
             self.G, self.H = gauge.G, gauge.H
             self.M = self.N = diagonal
@@ -522,7 +523,9 @@ class _GLQuotient(QuotientManifold):
         assert gauge is not None
         return self._space_class(self, x, gauge, differentiable=differentiable)
 
-    def at_gauge(self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None) -> GLTangentSpace:
+    def at_gauge(
+        self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
+    ) -> GLTangentSpace:
         """Give the tangent space at a point whose gauge is known, without factorising again.
 
         Parameters
@@ -533,6 +536,10 @@ class _GLQuotient(QuotientManifold):
         tolerance : float, optional
             Directions with σ_i below it, relative to σ_1, count as absent in coordinates and random vectors; by
             default those at rounding level.
+        moved : bool
+            x has moved since its gauge was computed. Gram matrices are computed anew, in the frame that the old group
+            element gives: nothing but their conditioning suffers, and vectors that are horizontal already, such as
+            gradients of a function of the product, are treated exactly.
 
         Notes
         -----
@@ -540,7 +547,7 @@ class _GLQuotient(QuotientManifold):
         """
         if x is None:
             return self._space_class(self, gauge.x, gauge, at_canonical=True, tolerance=tolerance)
-        return self._space_class(self, x, gauge, tolerance=tolerance)
+        return self._space_class(self, x, gauge, tolerance=tolerance, differentiable=moved)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit: :math:`(G A^{-1}, H A^H)`; A is (…, h, h), invertible."""

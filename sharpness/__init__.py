@@ -3,12 +3,14 @@
 from .evaluation import evaluate
 from .measures import MEASURES, Measure
 from .results import BatchResult, SharpnessResult
+from .sam import GeodesicSAM
 from .space import Direction, WeightSpace, perturbed
 
 __all__ = [
     "MEASURES",
     "BatchResult",
     "Direction",
+    "GeodesicSAM",
     "Measure",
     "SharpnessResult",
     "WeightSpace",

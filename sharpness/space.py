@@ -108,7 +108,7 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(
@@ -152,20 +152,20 @@ class WeightSpace:
 
     def __init__(self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None) -> None:
         self.model, self.measure = model, measure
-        self._parameters = _trainable(model)
+        self._parameters = trainable(model)
         self.device = next(iter(self._parameters.values())).device
         self.dtype = torch.float32
         for p in self._parameters.values():
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self._step = measure.metric_scale**-0.5
         self._data = {p: p.data for p in self._parameters.values()}
-        found = _divided(model, measure, pairs)
-        covered = _coverage(found)
+        found = divided(model, measure, pairs)
+        covered = coverage(found)
         self._elementwise: list[_Elementwise] = []
         self._pairs: list[_Pairs] = []
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for s in found for p in s.pairs)
         if self.device.type == "cpu":
-            found = [piece for s in found for piece in _pieces(s)]
+            found = [piece for s in found for piece in pieces(s)]
         start = 0
         for name, p in self._parameters.items():
             mask = covered.get(p)
@@ -303,7 +303,7 @@ class WeightSpace:
                 torch.addcmul(base, scale, e.view(xi), value=self._step, out=out)
             else:
                 out.copy_(torch.addcmul(base.to(self.dtype), scale.to(self.dtype), e.view(xi), value=self._step))
-        retract = _RETRACTIONS[self.measure.geodesic][0]
+        retract = RETRACTIONS[self.measure.geodesic][0]
         for b in self._pairs:
             if self._fused(b):
                 end = b.tangent.retr_coordinates(self._coordinates(b, xi), out=_like(b.point, self._scratch()))
@@ -390,7 +390,7 @@ class WeightSpace:
             b.tangent.pullback_coordinates(self._coordinates(b, self._at), egrad, self._step, out=out)
             return
         if self._at is not None:
-            pull = _RETRACTIONS[self.measure.geodesic][1]
+            pull = RETRACTIONS[self.measure.geodesic][1]
             egrad = pull(b.tangent, self._vector(b, self._at), egrad, self.measure)
         out.copy_(b.frame.project_coordinates(b.frame.dual_coordinates(egrad) * self._step))
 
@@ -491,7 +491,7 @@ def _has_reentrant_checkpoint(loss: Tensor) -> bool:
     return False
 
 
-def _coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
+def coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
     masks: dict[Tensor, Tensor] = {}
     for s in found:
         for p in s.parameters():
@@ -500,13 +500,13 @@ def _coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
     return masks
 
 
-def _pieces(s: PairStack) -> list[PairStack]:
+def pieces(s: PairStack) -> list[PairStack]:
     """Split a stack so that temporaries stay in a CPU's cache; fresh large ones cost more than the arithmetic."""
     count = max(1, _PIECE // ((s.n + s.m) * s.group.h))
     return [PairStack(s.pairs[i : i + count]) for i in range(0, len(s), count)]
 
 
-def _divided(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
+def divided(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
     """The pairs that a measure takes modulo their symmetry."""
     if not measure.divides:
         return []
@@ -566,7 +566,7 @@ def _pull_by_autograd(
 
 #: By geodesic: the retraction (tangent space, vector, measure) → point, and its adjoint derivative, with the Euclidean
 #: gradient at that point as a further argument before the measure.
-_RETRACTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+RETRACTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "first-order": (lambda t, u, _: t.x + u, lambda t, u, egrad, _: egrad),
     "second-order": (lambda t, u, _: t.retr(u), lambda t, u, egrad, _: t.pullback(u, egrad)),
     "exact": (_exact, lambda t, u, egrad, measure: _pull_by_autograd(_exact, t, u, egrad, measure)),
@@ -675,7 +675,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
                 if b.back is not None:
                     (A, A_inv), n = b.back, s.n
                     u = torch.cat([u[..., :n, :] @ A_inv, u[..., n:, :] @ A.mH], dim=-2)
-                end = _RETRACTIONS[measure.geodesic][0](b.tangent, u, measure)
+                end = RETRACTIONS[measure.geodesic][0](b.tangent, u, measure)
                 s.scatter_(b.own(end), moved)
         half = any(parameters[name].dtype != v.dtype for name, v in direction.tensors.items())
         if half:

@@ -91,7 +91,8 @@ def create_quotient_optimizer(
     lr, betas, eps, weight_decay, metric, second_moment, max_grad_norm
         See :class:`QuotientAdam`.
     pairs : sequence of SymmetricPair, optional
-        By default what ``quotient_manifolds.symmetries.find`` names.
+        By default what ``quotient_manifolds.symmetries.find(model, key_bias="drop")`` names: the bias of the keys has
+        no effect and no gradient but rounding, which Adam would blow up; it stays as it is.
     other_params_lr : float, optional
         Learning rate of everything that is no pair; by default ``lr``. Vectors and biases do not decay.
 
@@ -105,7 +106,7 @@ def create_quotient_optimizer(
         No pair is trainable.
     """
     return _create(
-        model, find(model) if pairs is None else pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
+        model, find(model, key_bias="drop") if pairs is None else pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
         weight_decay=weight_decay, metric=metric, second_moment=second_moment, max_grad_norm=max_grad_norm,
     )  # fmt: skip
 

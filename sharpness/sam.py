@@ -1,0 +1,335 @@
+"""Sharpness-aware minimisation on the quotient."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, canonical_gauge
+from quotient_manifolds.symmetries import PairStack, SymmetricPair
+
+from .measures import Measure, measure_with
+from .space import RETRACTIONS, at_least_float32, coverage, divided, pieces, trainable
+
+__all__ = ["GeodesicSAM"]
+
+
+@dataclass
+class _Stack:
+    """Pairs of equal shape, and the gauge in which their Gram matrices were well conditioned when last looked at."""
+
+    pairs: PairStack
+    manifold: GLQuotientInv | GLQuotientMix
+    gauge: Gauge | None = None
+
+    def refresh(self, x: Tensor) -> None:
+        wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+        self.gauge = canonical_gauge(*self.manifold.unpack_tensor(wide)).to(x.dtype)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all directions were there."""
+        return self.gauge is not None and bool(self.gauge.present(self.tolerance).all())
+
+    @property
+    def tolerance(self) -> float:
+        return float(torch.finfo(at_least_float32(self.pairs.pairs[0].G[0].tensor.dtype)).eps ** 0.5)
+
+
+class _Restore:
+    """Hook that puts weights back before they are saved or evaluated; pickled, it has no optimiser any more."""
+
+    def __init__(self, sam: GeodesicSAM, always: bool) -> None:
+        self._sam: weakref.ref[GeodesicSAM] | None = weakref.ref(sam)
+        self._always = always
+
+    def __call__(self, *_: Any) -> None:
+        sam = self._sam() if self._sam is not None else None
+        if sam is not None and (self._always or not torch.is_grad_enabled()):
+            sam.restore()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_sam": None, "_always": self._always}
+
+
+class GeodesicSAM(Optimizer):
+    r"""Sharpness-aware minimisation whose inner step is taken on the quotient.
+
+    .. math:: θ \leftarrow \text{base step with } \nabla \ell\big(R_θ(ξ)\big), \qquad
+              ξ = ρ\, \frac{\operatorname{grad} \ell(θ)}{\|\operatorname{grad} \ell(θ)\|_θ}
+
+    grad, norm and retraction R are those of the measure, as in :func:`sharpness.evaluate`: horizontal vectors and the
+    second-order retraction for attention and LoRA pairs, the elementwise metric for every other weight. ξ is the first
+    ascent step of the measure, and does not depend on the representative. With ``measure="euclidean"`` this is SAM,
+    with ``"adaptive"`` ASAM (without its η).
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its trainable weights must be float32 or wider; use autocast for mixed precision.
+    base_optimizer : torch.optim.Optimizer
+        Takes the step: any of torch's, or one of :mod:`quotient_manifolds.optim`, with which the whole training is
+        the same for all equivalent starts. It has its own learning rates, decay and schedule.
+    rho : float
+        ρ, in the metric of the measure.
+    measure : str or Measure
+        ``"geodesic-inv"``, ``"geodesic-mix"``, ``"adaptive"``, ``"euclidean"``, or a :class:`sharpness.Measure`.
+    refresh : int
+        Factorise the pairs every so many steps. The metric is that of the current weights at every step; what grows
+        old is the frame that keeps its inverses well conditioned.
+    pairs : sequence of SymmetricPair, optional
+        By default those that ``quotient_manifolds.symmetries.find`` names.
+
+    Raises
+    ------
+    ValueError
+        Half-precision weights; a measure with another norm or case; ρ not positive.
+
+    Notes
+    -----
+    Foret et al. 2021 (SAM), Kwon et al. 2021 (ASAM). Three ways to use it::
+
+        loss = sam.step(closure)  # the closure sets gradients to zero, computes the loss and its gradients
+
+        loss_fn(model, batch).backward()
+        with sam.perturbed(zero_grad=True):
+            loss_fn(model, batch).backward()
+        sam.step()
+
+        loss_fn(model, batch).backward()
+        sam.first_step(zero_grad=True)
+        loss_fn(model, batch).backward()
+        sam.second_step(zero_grad=True)
+
+    The first two put the weights back whatever happens. After an exception between the steps of the third, the weights
+    come back with the next ``state_dict`` of the model, its next forward pass without gradients, the next
+    ``first_step``, or :meth:`restore`. The weights' own storage is never written to: parameters point to copies
+    meanwhile.
+
+    The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
+    optimiser to ``scaler.step`` for the second. Under DDP all ranks perturb alike, along the mean gradient. A gradient
+    that is zero, NaN or infinite perturbs nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05, measure="euclidean")
+    >>> def closure():
+    ...     sam.zero_grad()
+    ...     loss = model(torch.ones(2, 3)).square().mean()
+    ...     loss.backward()
+    ...     return loss
+    >>> before = sam.step(closure).item()
+    >>> closure().item() < before
+    True
+    """
+
+    #: ``GradScaler`` then always calls :meth:`step`, which puts the weights back and skips.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base_optimizer: Optimizer,
+        *,
+        rho: float,
+        measure: str | Measure = "geodesic-inv",
+        refresh: int = 20,
+        pairs: Sequence[SymmetricPair] | None = None,
+    ) -> None:
+        how = measure_with(measure)
+        if how.case != "worst" or how.p != 2 or how.norm != "metric" or how.relaxation_kind != "floor":
+            raise ValueError(f"GeodesicSAM takes measures of the worst case in their own metric, not {how.name!r}")
+        if not 0 < rho < math.inf:
+            raise ValueError(f"rho must be positive, got {rho}; without perturbation use the base optimiser itself")
+        if refresh < 1:
+            raise ValueError(f"refresh must be at least 1, got {refresh}")
+        self._parameters = trainable(model)
+        for name, p in self._parameters.items():
+            if p.dtype != at_least_float32(p.dtype):
+                raise ValueError(
+                    f"parameter {name!r} is {p.dtype}, in which a perturbation of rho = {rho:g} would be rounded away; "
+                    "keep the weights in float32 and train under torch.autocast"
+                )
+        self.model, self.base_optimizer = model, base_optimizer
+        self.rho, self.measure, self.refresh = float(rho), how, refresh
+        found = [piece for s in divided(model, how, pairs) for piece in pieces(s)]
+        assert how.pairs is not None or not found
+        self._stacks = [_Stack(s, s.manifold(how.pairs or "inv", relaxation=how.relaxation)) for s in found]
+        self._covered = coverage(found)
+        self._count = 0
+        self._original: dict[Tensor, Tensor] = {}
+        self._pending = False
+        super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
+        self._link()
+        model.register_state_dict_pre_hook(_Restore(self, always=True))
+        model.register_forward_pre_hook(_Restore(self, always=False))
+
+    def _link(self) -> None:
+        """Share groups and state with the base optimiser, so that schedulers and scalers reach it."""
+        self.param_groups = self.base_optimizer.param_groups
+        self.state = self.base_optimizer.state
+
+    # -- the inner step --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Move the model to the perturbed weights, along its parameters' ``.grad``.
+
+        Parameters
+        ----------
+        zero_grad : bool
+            Set gradients to zero afterwards.
+        """
+        self.restore()
+        device = next(iter(self._parameters.values())).device.type
+        with torch.autocast(device, enabled=False):
+            moved = self._moved({p: p.grad for p in self._parameters.values() if p.grad is not None})
+        self._pending = True
+        for p, data in moved.items():
+            self._original[p] = p.data
+            p.data = data
+        if zero_grad:
+            self.zero_grad()
+
+    def _moved(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The perturbed weights; nothing for a gradient without direction."""
+        squares: list[Tensor] = []
+        raised: dict[Tensor, Tensor] = {}  # Riemannian gradients of single weights
+        for p, g in gradients.items():
+            mask = self._covered.get(p)
+            if mask is not None and bool(mask.all()):
+                continue
+            if self.measure.elementwise == "adaptive":
+                scaled = g * p
+                raised[p] = scaled * p
+            else:
+                raised[p] = scaled = g
+            if mask is not None:
+                scaled, raised[p] = scaled.masked_fill(mask, 0), raised[p].masked_fill(mask, 0)
+            squares.append(scaled.square().sum())
+        tangents = []
+        for s in self._stacks:
+            x = s.pairs.gather()
+            if self._count % self.refresh == 0 or not s.complete:
+                s.refresh(x)
+            assert s.gauge is not None
+            tangent = s.manifold.at_gauge(s.gauge, x, tolerance=s.tolerance, moved=True)
+            covector = s.pairs.gather(gradients)
+            vector = tangent.egrad2rgrad(covector)
+            squares.append((covector.conj() * vector).real.sum())
+            tangents.append((s, tangent, vector))
+        self._count += 1
+        norm = float(torch.stack([v.double() if v.device.type != "mps" else v for v in squares]).sum().sqrt())
+        if not 0 < norm < math.inf:
+            return {}
+        length = self.rho / norm / self.measure.metric_scale**0.5
+        moved: dict[Tensor, Tensor] = {
+            p: torch.add(p, raised[p], alpha=length) if p in raised else p.detach().clone()
+            for p in self._parameters.values()
+            if p in raised or p in self._covered
+        }
+        retract = RETRACTIONS[self.measure.geodesic][0]
+        for s, tangent, vector in tangents:
+            s.pairs.scatter_(retract(tangent, vector * length, self.measure), moved)
+        return moved
+
+    def restore(self) -> None:
+        """Put the weights back where they were; harmless at any time."""
+        for p, data in self._original.items():
+            p.data = data
+        self._original = {}
+
+    @contextmanager
+    def perturbed(self, zero_grad: bool = False) -> Iterator[nn.Module]:
+        """Keep the model at the perturbed weights for the time of a ``with`` block; then call :meth:`step`."""
+        self.first_step(zero_grad)
+        try:
+            yield self.model
+        except BaseException:
+            self._pending = False
+            raise
+        finally:
+            self.restore()
+
+    # -- the outer step --------------------------------------------------------------------------------------------
+
+    def second_step(self, zero_grad: bool = False) -> None:
+        """Put the weights back, and let the base optimiser step with the gradients at hand."""
+        self.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take both steps with a closure, or the second one after :meth:`first_step` or :meth:`perturbed`.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Sets gradients to zero, computes the loss and its gradients; called twice.
+
+        Returns
+        -------
+        The closure's loss at the weights, or None.
+
+        Raises
+        ------
+        ValueError
+            There is neither a closure nor a first step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+                with self.perturbed():
+                    closure()
+        elif not self._pending:
+            raise ValueError("GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it")
+        self.restore()
+        self._pending = False
+        if not self._skipped():
+            self.base_optimizer.step()
+        return loss
+
+    def _skipped(self) -> bool:
+        """What ``GradScaler`` leaves to an optimiser of this kind: to skip, or to unscale."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) > 0:
+            return True
+        if scale is not None:
+            for p in self._parameters.values():
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device, p.grad.dtype))
+        return False
+
+    # -- the base optimiser ----------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base optimiser."""
+        known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
+        params = param_group["params"]
+        if any(id(p) not in known for p in ([params] if isinstance(params, Tensor) else params)):
+            self.base_optimizer.add_param_group(param_group)
+            self._link()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the base optimiser's state and the number of steps."""
+        return {"base": self.base_optimizer.state_dict(), "count": self._count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave. With ``refresh`` above 1 the pairs are factorised anew at once."""
+        self.restore()
+        self.base_optimizer.load_state_dict(state_dict["base"])
+        self._count, self._pending = state_dict["count"], False
+        for s in self._stacks:
+            s.gauge = None
+        self._link()
