@@ -8,28 +8,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from typing import Any
 
 import peft
 import torch
+from toy_sentences import accuracy, sentences
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from quotient_manifolds.optim import create_quotient_lora_optimizer
-
-
-def sentences(count: int, seed: int) -> list[dict[str, Any]]:
-    """Sixteen of 40 words a sentence; of the lower 20 in one class, of the upper 20 in the other come three in four."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(2, (count,), generator=generator)
-    common = torch.rand(count, 16, generator=generator) < 0.75
-    upper = common == labels.bool()[:, None]
-    ids = torch.randint(20, (count, 16), generator=generator) + 20 * upper
-    return [{"input_ids": row, "labels": int(label)} for row, label in zip(ids, labels, strict=True)]
-
-
-def accuracy(prediction: Any) -> dict[str, float]:
-    """Share of right answers."""
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent.parent / "examples"
 @pytest.fixture
 def example(monkeypatch):
     torch.set_default_dtype(torch.float32)
+    monkeypatch.syspath_prepend(FOLDER)
 
     def load(name):
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
@@ -34,6 +35,12 @@ def test_lora_vit(example, capsys):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 def test_lora_trainer(example, capsys):
     assert example("lora_trainer").main(["--steps", "60"])["eval_accuracy"] > 0.8
+    assert "accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_sam_trainer(example, capsys):
+    assert example("sam_trainer").main(["--steps", "60"])["eval_accuracy"] > 0.8
     assert "accuracy" in capsys.readouterr().out
 
 

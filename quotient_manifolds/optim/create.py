@@ -105,8 +105,9 @@ def create_quotient_optimizer(
     ValueError
         No pair is trainable.
     """
+    pairs = find(model, key_bias="drop") if pairs is None else pairs
     return _create(
-        model, find(model, key_bias="drop") if pairs is None else pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
+        model, pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
         weight_decay=weight_decay, metric=metric, second_moment=second_moment, max_grad_norm=max_grad_norm,
     )  # fmt: skip
 
