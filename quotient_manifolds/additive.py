@@ -55,8 +55,8 @@ class _Additive(GLTangentSpace):
         self.present = torch.ones_like(sigma, dtype=torch.bool)
         self.gauge = Gauge(self.x, manifold.n, sigma, identity, identity)
 
-    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        return P @ self._rise_G @ self._rise_G, R @ self._rise_H @ self._rise_H
+    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
+        return self._rise_G @ self._rise_G, self._rise_H @ self._rise_H
 
     def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
         # W_G X M + N X W_H = Hᴴ ξ_H W_H − W_G ξ_Gᴴ G with X = Λᴴ, in the bases that make all four diagonal.

@@ -11,8 +11,9 @@ exact, and it keeps the condition number of the representative out of every inve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from geoopt.manifolds.base import ScalingInfo
@@ -29,20 +30,37 @@ __all__ = ["GLQuotientInv", "GLQuotientMix", "GLTangentSpace"]
 
 
 class _Small:
-    """The h × h products of a factor X, a tangent vector v = c · scale and a covector p, computed when asked for."""
+    """The h × h products of a factor X, a tangent vector v and a covector p, computed when asked for.
 
-    def __init__(self, X: Tensor, c: Tensor, p: Tensor | None = None, scale: Tensor | None = None) -> None:
-        self._X, self._c, self._p, self._scale = X, c, p, scale
+    v = c · scale with a row ``scale``, or v = c · matrix.
+    """
+
+    def __init__(
+        self, X: Tensor, c: Tensor, p: Tensor | None = None, scale: Tensor | None = None, matrix: Tensor | None = None
+    ) -> None:
+        self._X, self._c, self._p, self._scale, self._matrix = X, c, p, scale, matrix
+
+    def _left(self, product: Tensor) -> Tensor:
+        if self._matrix is not None:
+            return self._matrix.mH @ product
+        return product if self._scale is None else self._scale.mT * product
+
+    def _right(self, product: Tensor) -> Tensor:
+        if self._matrix is not None:
+            return product @ self._matrix
+        return product if self._scale is None else product * self._scale
 
     @cached_property
     def vX(self) -> Tensor:
-        product = self._c.mH @ self._X
-        return product if self._scale is None else self._scale.mT * product
+        return self._left(self._c.mH @ self._X)
+
+    @cached_property
+    def cc(self) -> Tensor:
+        return self._c.mH @ self._c
 
     @cached_property
     def vv(self) -> Tensor:
-        product = self._c.mH @ self._c
-        return product if self._scale is None else self._scale.mT * product * self._scale
+        return self._right(self._left(self.cc))
 
     @cached_property
     def pX(self) -> Tensor:
@@ -52,8 +70,7 @@ class _Small:
     @cached_property
     def pv(self) -> Tensor:
         assert self._p is not None
-        product = self._p.mH @ self._c
-        return product if self._scale is None else product * self._scale
+        return self._right(self._p.mH @ self._c)
 
 
 def _sum_of_products(out: Tensor, *terms: tuple[Tensor, Tensor]) -> None:
@@ -153,8 +170,8 @@ class GLTangentSpace(TangentSpace):
         """Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal, from Gᴴξ_G and Hᴴξ_H."""
         raise NotImplementedError
 
-    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn a covector into the vector that represents it in the metric."""
+    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
+        """(W_G⁻¹, W_H⁻¹): a covector (P, R) is represented by the vector (P W_G⁻¹, R W_H⁻¹)."""
         raise NotImplementedError
 
     def _acceleration_matrices(self, G: _Small, H: _Small) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -203,9 +220,43 @@ class GLTangentSpace(TangentSpace):
         inv: :math:`(\nabla_G M, \nabla_H N)`; mix: :math:`(\nabla_G N^{-1}, \nabla_H M^{-1})`. For a function of
         :math:`G H^H` these are horizontal already; the vertical part that any other gradient has is removed.
         """
-        P, R = self._raise(*self._dual_to_gauge(u))
+        P, R = (X @ W for X, W in zip(self._dual_to_gauge(u), self._inverse_weights(), strict=True))
         L = self._vertical_part(self.G.mH @ P, self.H.mH @ R)
         return self._from_gauge(P + self.G @ L, R - self.H @ L.mH)
+
+    def along_gradient(self, egrad: Tensor) -> tuple[Tensor, Callable[[float], Tensor]]:
+        """Give the squared length of a gradient, and where the retraction leads along it.
+
+        Parameters
+        ----------
+        egrad : Tensor
+            Euclidean gradient of a function of G Hᴴ, (…, n + m, h); its Riemannian gradient is horizontal as it is.
+
+        Returns
+        -------
+        (Tensor, callable)
+            Squared length (…); and t ↦ ``retr(t * egrad2rgrad(egrad))``, in half the products that this takes.
+        """
+        covector, weights = self._dual_to_gauge(egrad), self._inverse_weights()
+        small = [_Small(X, P, matrix=W) for X, P, W in zip((self.G, self.H), covector, weights, strict=True)]
+        square = sum((W.mT * s.cc).real.sum(dim=(-2, -1)) for W, s in zip(weights, small, strict=True))
+        accelerations = self._acceleration_matrices(*small)
+
+        def end(t: float) -> Tensor:
+            carriers = (None, None) if self._at_canonical else (self.gauge.A, self.gauge.A_inv.mH)
+            out = torch.empty_like(self.x)
+            for part, x, X, P, W, (a, b), A in zip(
+                self._split(out), self._split(self.x), (self.G, self.H), covector, weights, accelerations, carriers,
+                strict=True,
+            ):  # fmt: skip
+                of_point, of_vector = 0.5 * t**2 * a, W @ (t * torch.eye(b.shape[-1]).to(b) + 0.5 * t**2 * b)
+                if A is not None:
+                    of_point, of_vector = of_point @ A, of_vector @ A
+                _sum_of_products(part, (X, of_point), (P, of_vector))
+                part.add_(x)
+            return out
+
+        return cast(Tensor, square), end
 
     def acceleration(self, u: Tensor) -> Tensor:
         r"""Compute :math:`-Γ(u, u)` for the velocity :math:`u = (\dot G, \dot H)`.
@@ -435,8 +486,8 @@ class _InvTangentSpace(GLTangentSpace):
     def _weights(self) -> tuple[Tensor, Tensor]:
         return self.M_inv, self.N_inv
 
-    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        return P @ self.M_hat, R @ self.N_hat
+    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
+        return self.M_hat, self.N_hat
 
     def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
         # (M̂N) X + X (MN̂) = M̂ Hᴴ ξ_H − ξ_Gᴴ G N̂ with X = Λᴴ
@@ -463,8 +514,8 @@ class _MixTangentSpace(GLTangentSpace):
     def _weights(self) -> tuple[Tensor, Tensor]:
         return self.N_hat, self.M_hat
 
-    def _raise(self, P: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        return P @ self.N_inv, R @ self.M_inv
+    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
+        return self.N_inv, self.M_inv
 
     def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
         # MΛN̂ + M̂ΛN = M̂ ξ_Hᴴ H − Gᴴ ξ_G N̂, divided by M̂ on the left and N̂ on the right.

@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, canonical_gauge
+from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, GLTangentSpace, canonical_gauge
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 
 from .measures import Measure, measure_with
@@ -42,6 +43,10 @@ class _Stack:
     @property
     def tolerance(self) -> float:
         return float(torch.finfo(at_least_float32(self.pairs.pairs[0].G[0].tensor.dtype)).eps ** 0.5)
+
+
+def _along(retract: Callable[..., Tensor], tangent: GLTangentSpace, v: Tensor, measure: Measure, t: float) -> Tensor:
+    return retract(tangent, t * v, measure)
 
 
 class _Restore:
@@ -111,8 +116,8 @@ class GeodesicSAM(Optimizer):
 
     The first two put the weights back whatever happens. After an exception between the steps of the third, the weights
     come back with the next ``state_dict`` of the model, its next forward pass without gradients, the next
-    ``first_step``, or :meth:`restore`. The weights' own storage is never written to: parameters point to copies
-    meanwhile.
+    ``first_step``, or :meth:`restore`. The weights' own storage is never written to: parameters point to a copy
+    meanwhile, which takes as much memory as they do.
 
     The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
     optimiser to ``scaler.step`` for the second. Under DDP all ranks perturb alike, along the mean gradient. A gradient
@@ -168,6 +173,7 @@ class GeodesicSAM(Optimizer):
         self._covered = coverage(found)
         self._count = 0
         self._original: dict[Tensor, Tensor] = {}
+        self._work: dict[Tensor, Tensor] = {}
         self._pending = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
         self._link()
@@ -204,20 +210,19 @@ class GeodesicSAM(Optimizer):
     def _moved(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The perturbed weights; nothing for a gradient without direction."""
         squares: list[Tensor] = []
-        raised: dict[Tensor, Tensor] = {}  # Riemannian gradients of single weights
-        for p, g in gradients.items():
-            mask = self._covered.get(p)
-            if mask is not None and bool(mask.all()):
-                continue
-            if self.measure.elementwise == "adaptive":
-                scaled = g * p
-                raised[p] = scaled * p
-            else:
-                raised[p] = scaled = g
+        adaptive = self.measure.elementwise == "adaptive"
+        single = [p for p in gradients if p not in self._covered or not bool(self._covered[p].all())]
+        for p in (*gradients, *self._covered):
+            if p not in self._work:  # kept: fresh memory costs more than the arithmetic
+                self._work[p] = torch.empty_like(p)
+        chosen = set(single)
+        for p in single:
+            g, mask = gradients[p], self._covered.get(p)
+            scaled = torch.mul(g, p, out=self._work[p]) if adaptive else g
             if mask is not None:
-                scaled, raised[p] = scaled.masked_fill(mask, 0), raised[p].masked_fill(mask, 0)
-            squares.append(scaled.square().sum())
-        tangents = []
+                scaled = self._work[p].copy_(scaled).masked_fill_(mask, 0)
+            squares.append(torch.linalg.vector_norm(scaled).square())
+        ends: list[tuple[_Stack, Callable[[float], Tensor]]] = []
         for s in self._stacks:
             x = s.pairs.gather()
             if self._count % self.refresh == 0 or not s.complete:
@@ -225,22 +230,27 @@ class GeodesicSAM(Optimizer):
             assert s.gauge is not None
             tangent = s.manifold.at_gauge(s.gauge, x, tolerance=s.tolerance, moved=True)
             covector = s.pairs.gather(gradients)
-            vector = tangent.egrad2rgrad(covector)
-            squares.append((covector.conj() * vector).real.sum())
-            tangents.append((s, tangent, vector))
+            square, along = tangent.along_gradient(covector)
+            squares.append(square.sum())
+            if self.measure.geodesic != "second-order":
+                retract, vector = RETRACTIONS[self.measure.geodesic][0], tangent.egrad2rgrad(covector)
+                along = partial(_along, retract, tangent, vector, self.measure)
+            ends.append((s, along))
         self._count += 1
         norm = float(torch.stack([v.double() if v.device.type != "mps" else v for v in squares]).sum().sqrt())
         if not 0 < norm < math.inf:
             return {}
         length = self.rho / norm / self.measure.metric_scale**0.5
-        moved: dict[Tensor, Tensor] = {
-            p: torch.add(p, raised[p], alpha=length) if p in raised else p.detach().clone()
-            for p in self._parameters.values()
-            if p in raised or p in self._covered
-        }
-        retract = RETRACTIONS[self.measure.geodesic][0]
-        for s, tangent, vector in tangents:
-            s.pairs.scatter_(retract(tangent, vector * length, self.measure), moved)
+        moved = {p: self._work[p] for p in self._work if p in gradients or p in self._covered}
+        for p, out in moved.items():
+            if p not in chosen:
+                out.copy_(p)
+            elif adaptive:
+                torch.addcmul(p, out, p, value=length, out=out)
+            else:
+                torch.add(p, out if p in self._covered else gradients[p], alpha=length, out=out)
+        for s, along in ends:
+            s.pairs.scatter_(along(length), moved)
         return moved
 
     def restore(self) -> None:

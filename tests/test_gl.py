@@ -426,3 +426,23 @@ def test_vertical_moment(metric):
     torch.testing.assert_close((space.vertical_moment(u) * L).sum(), space.inner(u, vertical))
     torch.testing.assert_close((space.vertical_covector(L) * u).sum(), space.inner(u, vertical))
     assert space.vertical_moment(space.proju(u)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])
+@pytest.mark.parametrize("moved", [False, True])
+def test_along_gradient(cls, dtype, moved):
+    """Length and retraction of a gradient of a function of the product, also in the frame of an older gauge."""
+    manifold = cls(7, 5)
+    x = manifold.random(3, 12, 3, dtype=dtype)
+    gauge = canonical_gauge(*manifold.unpack_tensor(x))
+    if moved:
+        x = x + 0.05 * torch.randn_like(x)
+    C = torch.randn(3, 7, 5, dtype=dtype)
+    G, H = manifold.unpack_tensor(x)
+    egrad = torch.cat([C @ H, C.mH @ G], dim=-2)
+    square, along = manifold.at_gauge(gauge, x, moved=moved).along_gradient(egrad)
+    rgrad = manifold.egrad2rgrad(x, egrad)
+    assert torch.allclose(square, manifold.inner(x, rgrad, rgrad), rtol=1e-9)
+    for t in (0.0, 0.01, -0.3):
+        assert torch.allclose(along(t), manifold.retr(x, t * rgrad), atol=1e-9)
