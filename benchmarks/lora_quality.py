@@ -60,7 +60,6 @@ METHODS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "Riemannian (peft)": riemannian,
     "quotient, scalar": quotient(second_moment="scalar"),
     "quotient, matrix": quotient(second_moment="matrix"),
-    "quotient, matrix, inv": quotient(second_moment="matrix", metric="inv"),
 }
 
 

@@ -7,8 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .distributed import RemoteError
+
+if TYPE_CHECKING:
+    from .models import LoadedModel
 
 __all__ = ["main"]
 
@@ -57,6 +61,31 @@ def _symmetries(options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _data_options(options: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
+    """What the files of a data set are read with."""
+    from .data import TextColumns
+    from .models import ImageFormat
+
+    images = loaded.images
+    if options.mean is not None or options.std is not None or options.image_size is not None:
+        given = images or ImageFormat((224, 224), (0.5,), (0.5,))
+        size = (options.image_size, options.image_size) if options.image_size else given.size
+        mean, std = (
+            tuple(v) if v is not None else w for v, w in ((options.mean, given.mean), (options.std, given.std))
+        )
+        channels = max(len(mean), len(std), 1 if images is None else images.channels)
+        images = ImageFormat(size, mean, std, channels, given.crop, given.resample)
+    names = {}
+    for entry in (options.map or "").split(","):
+        if entry:
+            name, _, number = entry.rpartition("=")
+            if not name or not number.isdigit():
+                raise ValueError(f"--map takes NAME=NUMBER,…, and {entry!r} is none")
+            names[name] = int(number)
+    text = TextColumns(options.text, options.pair, options.label, names, not options.no_header, options.length)
+    return {"images": images, "text": text, "tokenizer": loaded.tokenizer, "labels": loaded.labels}
+
+
 def _run(options: argparse.Namespace) -> int:
     import torch
 
@@ -71,8 +100,12 @@ def _run(options: argparse.Namespace) -> int:
         if device.type == "cuda" and group is not None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-        model = load(options.model, options.checkpoint).model.to(device)
-        batches = load_batches(options.data, batch_size=options.batch_size, count=options.batches, device=device)
+        loaded = load(options.model, options.checkpoint, head=options.head)
+        model = loaded.model.to(device)
+        batches = load_batches(
+            options.data, batch_size=options.batch_size, count=options.batches, examples=options.examples,
+            seed=options.choose_seed, device=device, **_data_options(options, loaded),
+        )  # fmt: skip
         leader = group is None or int(os.environ["RANK"]) == 0
         found = []
         for measure in options.measure:
@@ -87,6 +120,21 @@ def _run(options: argparse.Namespace) -> int:
         if leader and options.out is not None:
             write_json(options.out, found)
     return 0
+
+
+def _add_data_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("data")
+    group.add_argument("--examples", type=int, help="use the first so many examples of a file (default: all)")
+    group.add_argument("--choose-seed", type=int, help="choose them at random with this seed instead")
+    group.add_argument("--text", default="text", help="column of the text, by name, or by number without a header")
+    group.add_argument("--pair", help="column of the second text of a pair")
+    group.add_argument("--label", default="label", help="column of the label")
+    group.add_argument("--map", help="what labels mean, as entailment=0,neutral=1 (default: the model's own names)")
+    group.add_argument("--no-header", action="store_true", help="the table's first line is no header")
+    group.add_argument("--length", type=int, default=128, help="longest input in tokens")
+    group.add_argument("--image-size", type=int, help="side of the images (default: what the model says)")
+    group.add_argument("--mean", type=float, nargs="+", help="mean of each channel (default: what the model says)")
+    group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,10 +195,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "data",
         metavar="DATA",
-        help="a .safetensors file with tensors x and y, or with a transformers model's inputs and labels by name; or "
-        "module:function that returns batches",
+        help="a folder of class folders of images or a zip of them (FILE.zip:FOLDER/INSIDE); an idx file of images "
+        "as MNIST's, its labels beside it; a .tsv, .csv or .jsonl table of text; a .safetensors file with tensors x "
+        "and y, or with a transformers model's inputs and labels by name; or module:function that returns batches",
     )
     run.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
+    run.add_argument("--head", help="file with weight (and bias) of a classifier on open_clip's image tower")
+    _add_data_options(run)
     run.add_argument("--measure", nargs="+", default=["geodesic-inv"], help="one or several measures")
     run.add_argument("--rho", type=float, nargs="+", help="radii (default: each measure's own)")
     run.add_argument("--steps", type=int, default=20, help="most steps of an ascent")

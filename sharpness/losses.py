@@ -52,6 +52,24 @@ def normalized_logits(scores: Tensor) -> Tensor:
 
 def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -> Outcome:
     """The ``.loss`` of a transformers model for a dict, else the cross-entropy of ``model(x)`` against ``y``."""
+    try:
+        return _default_loss(model, batch, normalize_logits)
+    except IndexError as error:
+        labels, ids = _labels(batch), batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if ids is not None and "out of range" in str(error):
+            raise ValueError(
+                f"the token ids go up to {int(ids.max())} and inputs to {ids.shape[1]} tokens, which is more than "
+                f"{type(model).__name__} has; use its own tokenizer, and shorter inputs"
+            ) from error
+        if labels is None or "out of bounds" not in str(error):
+            raise
+        raise ValueError(
+            f"the labels go from {int(labels.min())} to {int(labels.max())}, but {type(model).__name__} has fewer "
+            f"classes ({' '.join(str(error).split())}); check that model and data belong together"
+        ) from error
+
+
+def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outcome:
     if isinstance(batch, Mapping):
         output = model(**batch)
         loss = getattr(output, "loss", None)

@@ -6,20 +6,55 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["LoadedModel", "load", "load_state_dict", "resolve"]
+__all__ = ["ClipClassifier", "ImageFormat", "LoadedModel", "load", "load_state_dict", "resolve"]
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """What a model expects of images.
+
+    Attributes
+    ----------
+    size : tuple of int
+        Height and width.
+    mean, std : tuple of float
+        Of every channel, for pixels in [0, 1].
+    channels : int
+        3, or 1 for grey values.
+    crop : bool
+        Resize the shorter side and cut out the middle; otherwise both sides are resized.
+    resample : {"bicubic", "bilinear", "nearest", "lanczos"}
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    channels: int = 3
+    crop: bool = False
+    resample: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        if len(self.mean) not in (1, self.channels) or len(self.std) not in (1, self.channels):
+            raise ValueError(
+                f"images of {self.channels} channels need as many means and stds, got {self.mean}, {self.std}"
+            )
+        if min(self.size) < 1 or not all(v > 0 for v in self.std):
+            raise ValueError(f"no such images: size {self.size}, std {self.std}")
+        if self.resample not in ("bicubic", "bilinear", "nearest", "lanczos"):
+            raise ValueError(f"no such resampling: {self.resample!r}")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A module, and a random batch that fits its forward pass.
+    """A module, a random batch that fits its forward pass, and what it says of its inputs.
 
     Attributes
     ----------
@@ -29,11 +64,55 @@ class LoadedModel:
         ``"transformers"``, ``"open_clip"``, ``"timm"`` or ``"function"``.
     example : dict, Tensor or None
         Random inputs: ``model(**example)`` or ``model(example)``; None for a function's model.
+    images : ImageFormat or None
+        Where the model comes with it.
+    folder : Path or None
+        Of a transformers model; its tokenizer is read when asked for.
+    labels : dict of str to int
+        The model's own names of its classes, if it has any.
     """
 
     model: nn.Module
     source: str
     example: Any
+    images: ImageFormat | None = None
+    folder: Path | None = None
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in a transformers folder; None if there is none."""
+        # Without files transformers makes up a tokenizer with an empty vocabulary.
+        files = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm")
+        if self.folder is None or not any(any(self.folder.glob(name)) for name in files):
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+class ClipClassifier(nn.Module):
+    """CLIP's image tower with a linear head: logits = head(f / ‖f‖), f the features of the image.
+
+    Parameters
+    ----------
+    visual : nn.Module
+        Image tower of open_clip.
+    head : nn.Linear
+        For zero-shot classification its rows are the texts' features times the logit scale.
+    """
+
+    def __init__(self, visual: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.visual, self.classification_head = visual, head
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.visual(images)
+        scores: torch.Tensor = self.classification_head(features / features.norm(dim=-1, keepdim=True))
+        return scores
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -81,9 +160,11 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return {str(k).removeprefix("module."): v for k, v in found.items()}
 
 
-def _fill(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
+def _fill(
+    model: nn.Module, checkpoint: str | os.PathLike[str], state: Mapping[str, torch.Tensor] | None = None
+) -> None:
     try:
-        model.load_state_dict(load_state_dict(checkpoint))
+        model.load_state_dict(load_state_dict(checkpoint) if state is None else state)
     except RuntimeError as error:
         first = " ".join(str(error).split())[:300]
         raise ValueError(f"the weights in {checkpoint} are not those of {type(model).__name__}: {first}") from error
@@ -112,7 +193,27 @@ def _transformers(folder: Path) -> LoadedModel:
         raise ValueError(
             f"{folder} cannot be loaded as {cls.__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
-    return LoadedModel(model.eval(), "transformers", _transformers_example(model))
+    labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
+    example, images = _transformers_example(model), _transformers_images(folder, model.config)
+    return LoadedModel(model.eval(), "transformers", example, images, folder, labels)
+
+
+def _transformers_images(folder: Path, config: Any) -> ImageFormat | None:
+    """What ``preprocessor_config.json`` says."""
+    path = folder / "preprocessor_config.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    crop = bool(found.get("do_center_crop"))
+    size = found.get("crop_size" if crop else "size", found.get("size"))
+    if isinstance(size, dict):
+        side = size.get("shortest_edge")
+        size = (size.get("height", side), size.get("width", side))
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    resample = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}.get(found.get("resample"), "bilinear")
+    channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)
+    mean, std = ((0.0,), (1.0,)) if not found.get("do_normalize", True) else (found["image_mean"], found["image_std"])
+    return ImageFormat((int(height), int(width)), tuple(mean), tuple(std), channels, crop, resample)
 
 
 def _transformers_example(model: Any) -> dict[str, torch.Tensor]:
@@ -139,26 +240,62 @@ def _transformers_example(model: Any) -> dict[str, torch.Tensor]:
     return example
 
 
-def _open_clip(name: str, checkpoint: str | None) -> LoadedModel:
+def _open_clip(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
     import open_clip
 
+    state = None if checkpoint is None else load_state_dict(checkpoint)
     model = open_clip.create_model(name, pretrained=None)
-    if checkpoint is not None:
-        _fill(model, checkpoint)
-    size = model.visual.image_size
+    visual = model.visual
+    size = visual.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    length, words = getattr(model, "context_length", 77), getattr(model, "vocab_size", 49408)
-    example = {"image": torch.randn(2, 3, height, width), "text": torch.randint(1, words - 1, (2, length))}
-    return LoadedModel(model.eval(), "open_clip", example)
+    images = ImageFormat((height, width), tuple(visual.image_mean), tuple(visual.image_std), crop=True)
+    example: Any = {"image": torch.randn(2, 3, height, width)}
+    if (state is None or "classification_head.weight" not in state) and head is None:
+        if state is not None:
+            _fill(model, str(checkpoint), state)
+        length, words = getattr(model, "context_length", 77), getattr(model, "vocab_size", 49408)
+        example["text"] = torch.randint(1, words - 1, (2, length))
+        return LoadedModel(model.eval(), "open_clip", example, images)
+    given = {} if state is None else {k: v.float() for k, v in state.items() if v.is_floating_point()}
+    if "classification_head.weight" in given and f"{name}-quickgelu" in open_clip.list_models():
+        raise ValueError(
+            f"{checkpoint} is a fine-tuned CLIP of OpenAI's, which uses QuickGELU: name the model {name}-quickgelu "
+            f"({name} would give other outputs)"
+        )
+    tower = {k.removeprefix("model."): v for k, v in given.items()}
+    tower = {k.removeprefix("visual."): v for k, v in tower.items() if k.startswith("visual.")}
+    if state is not None:
+        _fill(visual, str(checkpoint), tower)
+    prefix = "" if head is not None else "classification_head."
+    linear = {k: v.float() for k, v in load_state_dict(head).items()} if head is not None else given
+    weight, bias = linear.get(f"{prefix}weight"), linear.get(f"{prefix}bias")
+    if weight is None or weight.dim() != 2:
+        raise ValueError(f"{head or checkpoint} has no matrix {prefix}weight (classes × features) for the head")
+    top = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    _fill(top, str(head or checkpoint), {"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    return LoadedModel(ClipClassifier(visual, top).eval(), "open_clip", example["image"], images)
 
 
-def _timm(name: str, checkpoint: str | None) -> LoadedModel:
+def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
     import timm
 
+    if head is not None:
+        raise ValueError("a head of its own is for open_clip's image towers; timm models bring theirs")
+    state = None if checkpoint is None else load_state_dict(checkpoint)
     model = timm.create_model(name, pretrained=False)
-    if checkpoint is not None:
-        _fill(model, checkpoint)
-    return LoadedModel(model.eval(), "timm", torch.randn(2, *model.default_cfg["input_size"]))
+    settings = model.default_cfg
+    classifier = settings.get("classifier")
+    if state is not None:
+        own = state.get(f"{classifier}.weight")
+        if own is not None and own.shape[0] != model.num_classes:
+            model = timm.create_model(name, pretrained=False, num_classes=own.shape[0])
+        _fill(model, str(checkpoint), state)
+    channels, height, width = settings["input_size"]
+    images = ImageFormat(
+        (height, width), tuple(settings["mean"]), tuple(settings["std"]), channels, crop=True,
+        resample=settings.get("interpolation", "bicubic"),
+    )  # fmt: skip
+    return LoadedModel(model.eval(), "timm", torch.randn(2, channels, height, width), images)
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -191,7 +328,7 @@ def _from_function(name: str, checkpoint: str | None) -> LoadedModel:
     return LoadedModel(model.eval(), "function", None)
 
 
-def load(name: str, checkpoint: str | None = None) -> LoadedModel:
+def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -> LoadedModel:
     """Build a model from a local folder or a library's name, with local weights.
 
     Parameters
@@ -201,7 +338,11 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function`` for what a
         function without arguments returns.
     checkpoint : str, optional
-        Local weights for a name; without them the weights are random.
+        Local weights for a name; without them the weights are random. Of an open_clip model either all of it, or, as in
+        the public "model soups", ``model.visual.…`` with ``classification_head.weight`` and ``.bias``: then the model
+        is a :class:`ClipClassifier`. Half-precision weights of these become float32.
+    head : str, optional
+        File with the ``weight`` (classes × features), and maybe ``bias``, of a head on open_clip's image tower.
 
     Returns
     -------
@@ -216,7 +357,7 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"the folder {folder} has no config.json, so it is no transformers model")
-        if checkpoint is not None:
+        if checkpoint is not None or head is not None:
             raise ValueError("a transformers folder holds its own weights; leave out the checkpoint")
         return _transformers(folder)
     if ":" in name:
@@ -227,7 +368,7 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
         except ImportError:
             continue
         if name in module.list_models():
-            return build(name, checkpoint)
+            return build(name, checkpoint, head)
     raise ValueError(
         f"{name!r} is neither a folder with a transformers model nor the name of an open_clip or timm model "
         "(is that library installed?), nor module:function"

@@ -92,7 +92,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     [
         ("tests.spread:nothing", "tests.spread:batches", "not an importable module:function"),
         ("tests.spread:batches", "tests.spread:batches", "returned list, not a torch module"),
-        ("tests.spread:model", "nowhere.safetensors", "there is no checkpoint file nowhere.safetensors"),
+        ("tests.spread:model", "nowhere.safetensors", "there is no data at nowhere.safetensors"),
         ("no-such-model", "tests.spread:batches", "nor module:function"),
     ],
 )

@@ -1,3 +1,4 @@
+import json
 import pickle
 from pathlib import Path
 
@@ -79,3 +80,76 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
         assert err.startswith("sharpness: ")
         assert err.count("\n") == 1
     assert not (tmp_path / "executed").exists()
+
+
+# -- fine-tuned image towers of CLIP ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def soup(tmp_path):
+    """A checkpoint as those of the public "model soups": half precision, left-overs of the text tower, a head."""
+    open_clip = pytest.importorskip("open_clip")
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    clip = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None)
+    head = torch.nn.Linear(512, 10)
+    state = {"module.model." + k: v.half() for k, v in clip.state_dict().items() if not k.startswith("transformer.")}
+    state |= {"module.classification_head." + k: v.half() for k, v in head.state_dict().items()}
+    torch.save(state, tmp_path / "model_0.pt")
+    return tmp_path / "model_0.pt", clip.eval(), head
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_soups_checkpoint(soup, tmp_path):
+    path, clip, head = soup
+    loaded = load("ViT-B-32-quickgelu", str(path))
+    x = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        f = clip.encode_image(x)
+        expected = head(f / f.norm(dim=-1, keepdim=True))
+        assert torch.allclose(loaded.model(x), expected, atol=1e-2)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.images.size == (224, 224)
+    assert loaded.images.crop
+    assert loaded.images.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+    with pytest.raises(ValueError, match="uses QuickGELU: name the model ViT-B-32-quickgelu"):
+        load("ViT-B-32", str(path))
+    torch.save({"weight": head.weight.detach()}, tmp_path / "head.pt")
+    torch.save(clip.state_dict(), tmp_path / "clip.pt")
+    zero_shot = load("ViT-B-32-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
+    with torch.no_grad():
+        assert torch.allclose(zero_shot.model(x) + head.bias, expected, atol=1e-5)
+    torch.save({"model.visual.proj": torch.zeros(3, 3), "classification_head.weight": head.weight}, path)
+    with pytest.raises(ValueError, match="are not those of"):
+        load("ViT-B-32-quickgelu", str(path))
+    torch.save({"other": torch.zeros(3, 3)}, tmp_path / "head.pt")
+    with pytest.raises(ValueError, match=r"has no matrix weight \(classes × features\) for the head"):
+        load("ViT-B-32-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timm_with_another_number_of_classes(tmp_path):
+    import timm
+
+    torch.set_default_dtype(torch.float32)
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=7)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    loaded = load("vit_tiny_patch16_224", str(tmp_path / "weights.pt"))
+    assert loaded.model.head.weight.shape[0] == 7
+    assert loaded.images.size == (224, 224)
+    assert len(loaded.images.mean) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_image_format_of_a_transformers_folder(tmp_path):
+    networks.vit().save_pretrained(tmp_path)
+    assert load(str(tmp_path)).images is None
+    settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5], "image_std": [0.25], "resample": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    found = load(str(tmp_path)).images
+    assert (found.size, found.mean, found.std, found.channels, found.crop, found.resample) == (
+        (8, 8), (0.5,), (0.25,), 1, False, "bilinear",
+    )  # fmt: skip
+    settings |= {"do_center_crop": True, "size": {"shortest_edge": 12}, "crop_size": {"height": 8, "width": 8}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert load(str(tmp_path)).images.crop
