@@ -187,12 +187,18 @@ def _transformers(folder: Path) -> LoadedModel:
         raise ValueError(
             f"{folder / 'config.json'} names the architecture {names[0]}, which transformers does not have"
         )
+    bars = transformers.utils.logging
+    before = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()  # local files are read in no time
     try:
         model = cls.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{folder} cannot be loaded as {cls.__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
+    finally:
+        if before:
+            bars.enable_progress_bar()
     labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
     example, images = _transformers_example(model), _transformers_images(folder, model.config)
     return LoadedModel(model.eval(), "transformers", example, images, folder, labels)
