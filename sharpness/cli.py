@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .distributed import RemoteError
 
 if TYPE_CHECKING:
-    from .models import LoadedModel
+    from .data import DataChoice
 
 __all__ = ["main"]
 
@@ -61,35 +61,22 @@ def _symmetries(options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _data_options(options: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
-    """What the files of a data set are read with."""
-    from .data import TextColumns
-    from .models import ImageFormat
+def _data(options: argparse.Namespace) -> DataChoice:
+    from .data import DataChoice, TextColumns, named_labels
 
-    images = loaded.images
-    if options.mean is not None or options.std is not None or options.image_size is not None:
-        given = images or ImageFormat((224, 224), (0.5,), (0.5,))
-        size = (options.image_size, options.image_size) if options.image_size else given.size
-        mean, std = (
-            tuple(v) if v is not None else w for v, w in ((options.mean, given.mean), (options.std, given.std))
-        )
-        channels = max(len(mean), len(std), 1 if images is None else images.channels)
-        images = ImageFormat(size, mean, std, channels, given.crop, given.resample)
-    names = {}
-    for entry in (options.map or "").split(","):
-        if entry:
-            name, _, number = entry.rpartition("=")
-            if not name or not number.isdigit():
-                raise ValueError(f"--map takes NAME=NUMBER,…, and {entry!r} is none")
-            names[name] = int(number)
-    text = TextColumns(options.text, options.pair, options.label, names, not options.no_header, options.length)
-    return {"images": images, "text": text, "tokenizer": loaded.tokenizer, "labels": loaded.labels}
+    columns = TextColumns(
+        options.text, options.pair, options.label, named_labels(options.map), not options.no_header, options.length
+    )
+    mean, std = (None if v is None else tuple(v) for v in (options.mean, options.std))
+    return DataChoice(
+        options.data, options.batch_size, options.batches, options.examples, options.choose_seed, columns,
+        options.image_size, mean, std,
+    )  # fmt: skip
 
 
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from .data import load_batches
     from .distributed import torchrun
     from .evaluation import evaluate
     from .models import load
@@ -102,10 +89,7 @@ def _run(options: argparse.Namespace) -> int:
             torch.cuda.set_device(device)
         loaded = load(options.model, options.checkpoint, head=options.head)
         model = loaded.model.to(device)
-        batches = load_batches(
-            options.data, batch_size=options.batch_size, count=options.batches, examples=options.examples,
-            seed=options.choose_seed, device=device, **_data_options(options, loaded),
-        )  # fmt: skip
+        batches = _data(options).load(loaded, device)
         leader = group is None or int(os.environ["RANK"]) == 0
         found = []
         for measure in options.measure:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .losses import mapped
-from .models import ImageFormat, load_state_dict, resolve
+from .models import ImageFormat, LoadedModel, load_state_dict, resolve
 
-__all__ = ["Examples", "TextColumns", "choose", "load_batches", "load_examples"]
+__all__ = ["DataChoice", "Examples", "TextColumns", "choose", "load_batches", "load_examples", "named_labels"]
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 _TABLES = {".tsv", ".csv", ".jsonl"}
@@ -391,3 +391,66 @@ def load_batches(
     if not result:
         raise ValueError(f"{source} gave no batch")
     return result
+
+
+def named_labels(text: str | None) -> dict[str, int]:
+    """Read ``NAME=NUMBER,…``.
+
+    Raises
+    ------
+    ValueError
+        Anything else.
+    """
+    names = {}
+    for entry in (text or "").split(","):
+        if entry:
+            name, _, number = entry.rpartition("=")
+            if not name or not number.isdigit():
+                raise ValueError(f"labels are mapped by NAME=NUMBER,…, and {entry!r} is none")
+            names[name] = int(number)
+    return names
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """A data set, and which of its examples are taken how.
+
+    Attributes
+    ----------
+    source : str
+        See :func:`load_batches`.
+    batch_size : int
+    batches, examples, seed : int or None
+        The first so many batches; the first so many examples, or as many at random.
+    columns : TextColumns
+    image_size : int or None
+        Side of the images; by default, like mean and std, what the model says.
+    mean, std : tuple of float or None
+    """
+
+    source: str
+    batch_size: int = 256
+    batches: int | None = None
+    examples: int | None = None
+    seed: int | None = None
+    columns: TextColumns = TextColumns()
+    image_size: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> list[Any]:
+        """Read the batches for a model."""
+        return load_batches(
+            self.source, batch_size=self.batch_size, count=self.batches, examples=self.examples, seed=self.seed,
+            device=device, images=self._images(loaded.images), text=self.columns, tokenizer=loaded.tokenizer,
+            labels=loaded.labels,
+        )  # fmt: skip
+
+    def _images(self, known: ImageFormat | None) -> ImageFormat | None:
+        if self.image_size is None and self.mean is None and self.std is None:
+            return known
+        base = known or ImageFormat((224, 224), (0.5,), (0.5,))
+        size = base.size if self.image_size is None else (self.image_size, self.image_size)
+        mean, std = self.mean or base.mean, self.std or base.std
+        channels = max(len(mean), len(std), 1 if known is None else known.channels)
+        return ImageFormat(size, mean, std, channels, base.crop, base.resample)
