@@ -106,6 +106,29 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _sweep(options: argparse.Namespace) -> int:
+    import torch
+
+    from .distributed import torchrun
+    from .sweep import read_config, read_rows, run_sweep, write_rows
+
+    first, _, last = options.shard.partition("/")
+    if not (first.isdigit() and last.isdigit()):
+        raise ValueError(f"--shard takes i/n, as 1/4, and {options.shard!r} is none")
+    sweep = read_config(options.config)
+    with torchrun(torch.device("cpu")) as group:
+        leader = group is None or int(os.environ["RANK"]) == 0
+        failed = run_sweep(sweep, options.out, shard=(int(first), int(last)), progress=not options.quiet and leader)
+    rows = read_rows(options.out, sweep)
+    write_rows(options.out / "results.jsonl", rows)
+    for unit in failed:
+        what = unit.get("measure", "losses")
+        print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
+    if not options.quiet and leader:
+        print(f"{len(rows)} rows in {options.out / 'results.jsonl'}")
+    return 1 if failed else 0
+
+
 def _add_data_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("data")
     group.add_argument("--examples", type=int, help="use the first so many examples of a file (default: all)")
@@ -200,6 +223,22 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, help="JSON file for the results")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     run.set_defaults(run=_run)
+    sweep = commands.add_parser(
+        "sweep",
+        help="measure many checkpoints; resumes where it was stopped",
+        description="Measure many checkpoints under many measures, radii and ablations, as a YAML or JSON file says: "
+        "checkpoints (a pattern, or a list of {path, model, head}), data and test (a source, or a mapping with source, "
+        "examples, seed, batch_size, text, label, ...), measures, rho (a list, or lists by measure), ablations (a list "
+        "of switches such as {geodesic: first-order}), steps, tol, device. Finished units are kept in the folder OUT; "
+        "call it again to go on. Under torchrun processes draw checkpoints from a common counter; --shard splits them "
+        "among independent jobs that share OUT. Exit code 1 if a checkpoint failed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sweep.add_argument("config", type=Path, metavar="CONFIG", help="YAML or JSON file")
+    sweep.add_argument("--out", type=Path, required=True, help="folder for the results")
+    sweep.add_argument("--shard", default="1/1", help="take the i-th of n parts of the checkpoints")
+    sweep.add_argument("--quiet", action="store_true", help="no progress bar")
+    sweep.set_defaults(run=_sweep)
     toy = commands.add_parser(
         "toy",
         help="the two-parameter network: level sets of Euclidean and Riemannian quantities",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RemoteError", "World", "torchrun"]
+__all__ = ["RemoteError", "World", "counter", "torchrun"]
 
 T = TypeVar("T")
 
@@ -89,3 +89,19 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def counter(count: int) -> Iterator[int]:
+    """Draw the numbers below ``count``, each once among the processes that torchrun started; all of them without.
+
+    A common atomic counter in the store of the process group hands them out: whoever is free takes the next.
+    """
+    if not dist.is_initialized():
+        yield from range(count)
+        return
+    store = dist.distributed_c10d.PrefixStore("sharpness-sweep", dist.distributed_c10d._get_default_store())
+    while True:
+        number = int(store.add("next", 1)) - 1
+        if number >= count:
+            return
+        yield number

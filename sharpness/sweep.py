@@ -1,0 +1,445 @@
+"""Many checkpoints, measures, radii and ablations: resumable, and spread over processes and machines.
+
+A *unit* is one checkpoint under one measure with one set of switches, at all radii, or one checkpoint's fit: its loss
+and error on training and test data. Every finished unit is a file of its own in the results' folder, written as a whole
+or not at all, so that any number of processes on any number of machines may work on one folder, and be killed.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from .data import DataChoice, TextColumns
+from .distributed import counter
+from .evaluation import evaluate
+from .losses import Objective
+from .measures import measure_with
+from .models import load
+from .results import SharpnessResult, write_json
+
+__all__ = ["Checkpoint", "Sweep", "gaps", "read_config", "read_rows", "run_sweep", "write_rows"]
+
+#: Settings of ``evaluate`` that a configuration may give.
+_SETTINGS: dict[str, Any] = {
+    "steps": 20,
+    "tol": 3e-4,
+    "ascent": "power",
+    "restarts": 0,
+    "seed": 0,
+    "micro_batch": None,
+    "normalize_logits": False,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model to be measured.
+
+    Attributes
+    ----------
+    name : str
+        Unique in a sweep: file or folder name.
+    model : str
+        What :func:`sharpness.models.load` takes for a name.
+    weights, head : str or None
+        Its other arguments.
+    """
+
+    name: str
+    model: str
+    weights: str | None = None
+    head: str | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is to be done.
+
+    Attributes
+    ----------
+    checkpoints : tuple of Checkpoint
+    data : DataChoice
+        Measured on.
+    train, test : DataChoice or None
+        For the generalisation gap; ``train`` is ``data`` by default. Without ``test`` there is no gap.
+    measures : tuple of str
+    rho : dict of str to tuple of float
+        Radii by measure; a measure without any has its own default.
+    ablations : tuple of dict
+        Switches of ``evaluate`` (``geodesic``, ``norm``, ``symmetry``, ``relaxation``, …), for those measures to which
+        they mean something; ``{}`` is the measure itself.
+    settings : dict
+        Of ``evaluate``: steps, tol, ascent, restarts, seed, micro_batch, normalize_logits.
+    device : str
+    """
+
+    checkpoints: tuple[Checkpoint, ...]
+    data: DataChoice
+    train: DataChoice | None = None
+    test: DataChoice | None = None
+    measures: tuple[str, ...] = ("geodesic-inv", "geodesic-mix", "adaptive")
+    rho: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    ablations: tuple[Mapping[str, Any], ...] = ({},)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+
+    def units(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+        """Give what there is to do for a checkpoint, as plain data; equal units have equal results."""
+        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "size": _size(checkpoint)}
+        if self.test is not None:
+            yield {**where, "kind": "fit", "train": _plain(self.train or self.data), "test": _plain(self.test)}
+        for name in self.measures:
+            for ablation in self.ablations:
+                if not _applies(name, ablation):
+                    continue
+                how = measure_with(name, **ablation)
+                rho = [] if how.local else list(self.rho.get(name, ())) or [how.rho or math.nan]
+                if math.nan in rho:
+                    raise ValueError(f"the measure {name!r} has no radius of its own; give some under rho")
+                yield {
+                    **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": dict(ablation),
+                    "data": _plain(self.data), "settings": {**_SETTINGS, **self.settings},
+                }  # fmt: skip
+
+
+def _plain(choice: DataChoice) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(asdict(choice)))
+    return found
+
+
+def _size(checkpoint: Checkpoint) -> int:
+    """Bytes of the weights: another file of the same name is another checkpoint."""
+    path = Path(checkpoint.weights or checkpoint.model)
+    if path.is_dir():
+        return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _applies(name: str, ablation: Mapping[str, Any]) -> bool:
+    """Whether the switches mean anything for a measure."""
+    try:
+        measure_with(name, **ablation)
+    except ValueError:
+        return False
+    return True
+
+
+def _key(unit: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(unit, sort_keys=True).encode()).hexdigest()[:20]
+
+
+# -- configuration -------------------------------------------------------------------------------------------------
+
+
+def _data_choice(found: Any, base: Path) -> DataChoice:
+    if isinstance(found, str):
+        found = {"source": found}
+    own = {f.name for f in fields(DataChoice)} - {"columns"}
+    text = {f.name for f in fields(TextColumns)}
+    unknown = sorted(set(found) - own - text)
+    if unknown or "source" not in found:
+        raise ValueError(
+            f"data has the unknown entry {unknown[0]!r}; known are {', '.join(sorted(own | text))}"
+            if unknown
+            else "data needs a source"
+        )
+    source = str(found["source"])
+    if ":" not in source or ".zip:" in source:
+        source = str(base / source)
+    columns = TextColumns(**{k: v for k, v in found.items() if k in text})
+    rest: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own and k != "source"
+    }
+    return DataChoice(source, columns=columns, **rest)
+
+
+def _checkpoints(entries: Any, base: Path) -> tuple[Checkpoint, ...]:
+    found: list[Checkpoint] = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        entry = {"path": entry} if isinstance(entry, str) else dict(entry)
+        unknown = sorted(set(entry) - {"path", "model", "head"})
+        if unknown or "path" not in entry:
+            raise ValueError(f"a checkpoint has a path and maybe model and head, not {unknown or list(entry)}")
+        paths = sorted(glob.glob(str(base / entry["path"])))
+        if not paths:
+            raise ValueError(f"no checkpoint matches {entry['path']!r} in {base}")
+        head = None if entry.get("head") is None else str(base / entry["head"])
+        for path in paths:
+            if entry.get("model") is None:
+                found.append(Checkpoint(Path(path).name, path))
+            else:
+                found.append(Checkpoint(Path(path).name, str(entry["model"]), path, head))
+    names = [c.name for c in found]
+    double = sorted({n for n in names if names.count(n) > 1})
+    if double:
+        raise ValueError(f"two checkpoints are called {double[0]!r}; give their files or folders different names")
+    return tuple(found)
+
+
+def read_config(path: str | os.PathLike[str]) -> Sweep:
+    """Read a sweep from a YAML or JSON file.
+
+    Parameters
+    ----------
+    path
+        With the entries ``checkpoints`` (a pattern, or a list of ``{path, model, head}``), ``data``, ``train``,
+        ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
+        :class:`sharpness.data.TextColumns`), ``measures``, ``rho`` (a list for all measures, or lists by measure),
+        ``ablations`` (a list of switches), ``device``, and settings of :func:`sharpness.evaluate`. Paths are relative
+        to the file.
+
+    Raises
+    ------
+    ValueError, OSError
+        One sentence that names the entry.
+    """
+    path = Path(path)
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            try:
+                import yaml
+            except ImportError as error:
+                raise ImportError(
+                    "YAML needs PyYAML: pip install 'quotient-manifolds[sweep]', or write the sweep as .json"
+                ) from error
+            found = yaml.safe_load(text)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be parsed ({error})") from error
+    except Exception as error:
+        if type(error).__module__.startswith("yaml"):
+            raise ValueError(f"{path} cannot be parsed ({' '.join(str(error).split())})") from error
+        raise
+    known = {"checkpoints", "data", "train", "test", "measures", "rho", "ablations", "device", *_SETTINGS}
+    if not isinstance(found, dict) or not {"checkpoints", "data"} <= set(found):
+        raise ValueError(f"{path} needs the entries checkpoints and data")
+    unknown = sorted(set(found) - known)
+    if unknown:
+        raise ValueError(f"{path} has the unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    measures = tuple(found.get("measures", Sweep.measures))
+    rho = found.get("rho", {})
+    radii: dict[str, Any] = rho if isinstance(rho, dict) else dict.fromkeys(measures, rho)
+    for name in (*measures, *radii):
+        measure_with(name)
+    ablations = tuple(found.get("ablations", ({},)))
+    for ablation in ablations:
+        try:
+            applied = any(_applies(name, ablation) for name in measures)
+        except TypeError as error:
+            raise ValueError(f"{path}: an ablation has an unknown switch ({error})") from error
+        if not applied:
+            raise ValueError(f"{path}: the ablation {ablation} means nothing for any of {', '.join(measures)}")
+    parts = {k: _data_choice(found[k], path.parent) for k in ("train", "test") if found.get(k) is not None}
+    return Sweep(
+        _checkpoints(found["checkpoints"], path.parent),
+        _data_choice(found["data"], path.parent),
+        parts.get("train"),
+        parts.get("test"),
+        measures,
+        {k: tuple(float(r) for r in (v if isinstance(v, list) else [v])) for k, v in radii.items()},
+        ablations,
+        {k: found[k] for k in _SETTINGS if k in found},
+        str(found.get("device", "cpu")),
+    )
+
+
+# -- work ----------------------------------------------------------------------------------------------------------
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
+
+
+def _fit(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float | None]:
+    """Mean loss and error over examples."""
+    objective = Objective()
+    loss, wrong, counted, total = 0.0, 0, 0, 0
+    with torch.no_grad():
+        for batch in batches:
+            found = objective(model, batch)
+            size = found.counted or 1
+            loss += float(found.loss) * size
+            total += size
+            wrong, counted = wrong + (found.wrong or 0), counted + (found.counted or 0)
+    return {"loss": loss / total, "error": wrong / counted if counted else None}
+
+
+def _rows(unit: Mapping[str, Any], result: SharpnessResult, seconds: float) -> Iterator[dict[str, Any]]:
+    for rho in result.rhos:
+        batches = result.at(rho)
+        rises = [b.error_increase for b in batches]
+        yield {
+            **{k: v for k, v in unit.items() if k != "rho"},
+            "rho": rho,
+            "sharpness": result.mean(rho),
+            "per_batch": [b.value for b in batches],
+            "base_loss": sum(b.base_loss for b in batches) / len(batches),
+            "error_increase": None if None in rises else sum(r for r in rises if r is not None) / len(rises),
+            "passes": sum(b.passes for b in batches),
+            "unconverged": sum(b.converged is False for b in batches),
+            "weakest_singular_value": result.weakest,
+            "absent_directions": result.absent,
+            "seconds": seconds,
+        }
+
+
+class _Loaded:
+    """The checkpoint at hand, and its batches; read when first asked for."""
+
+    def __init__(self, sweep: Sweep, checkpoint: Checkpoint) -> None:
+        self.device = torch.device(sweep.device)
+        self.found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
+        self.model = self.found.model.to(self.device).eval()
+        self._batches: dict[str, list[Any]] = {}
+
+    def batches(self, choice: DataChoice) -> list[Any]:
+        key = json.dumps(_plain(choice), sort_keys=True)
+        if key not in self._batches:
+            self._batches[key] = choice.load(self.found, self.device)
+        return self._batches[key]
+
+
+def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> list[dict[str, Any]]:
+    start = time.perf_counter()
+    if unit["kind"] == "fit":
+        row: dict[str, Any] = dict(unit)
+        for part, choice in (("train", sweep.train or sweep.data), ("test", sweep.test)):
+            assert choice is not None
+            row.update({f"{part}_{k}": v for k, v in _fit(loaded.model, loaded.batches(choice)).items()})
+        return [{**row, "seconds": time.perf_counter() - start}]
+    result = evaluate(
+        loaded.model, loaded.batches(sweep.data), measure=unit["measure"], rho=unit["rho"] or None,
+        keep_directions=False, progress=False, **unit["settings"], **unit["ablation"],
+    )  # fmt: skip
+    return list(_rows(unit, result, time.perf_counter() - start))
+
+
+def run_sweep(
+    sweep: Sweep, folder: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1), progress: bool = True
+) -> list[dict[str, Any]]:
+    """Do what a sweep still lacks.
+
+    Parameters
+    ----------
+    sweep : Sweep
+    folder
+        For the results, a file a unit.
+    shard : (int, int)
+        (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
+        checkpoints from a common counter instead. What is done by whom makes no difference to the results.
+    progress : bool
+
+    Returns
+    -------
+    list of dict
+        The units of this call that failed, with their ``error``; they are recorded, and tried again by the next call.
+    """
+    i, n = shard
+    if not 1 <= i <= n:
+        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
+    done = Path(folder) / "units"
+    done.mkdir(parents=True, exist_ok=True)
+    mine = list(sweep.checkpoints[i - 1 :: n])
+    failed: list[dict[str, Any]] = []
+    for position in tqdm(counter(len(mine)), total=len(mine), desc="checkpoints", disable=not progress):
+        failed += _do_checkpoint(sweep, mine[position], done)
+    return failed
+
+
+def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path) -> list[dict[str, Any]]:
+    open_units = [(u, done / f"{_key(u)}.json") for u in sweep.units(checkpoint)]
+    open_units = [(u, path) for u, path in open_units if not _is_done(path)]
+    if not open_units:
+        return []
+    failed = []
+    loaded: _Loaded | None = None
+    problem = ""
+    try:
+        loaded = _Loaded(sweep, checkpoint)
+    except _PROBLEMS as error:
+        problem = _words(error)
+    for unit, path in open_units:
+        record: dict[str, Any] = {"unit": unit, "versions": _versions()}
+        try:
+            if loaded is None:
+                raise ValueError(problem)
+            record["rows"] = _do(unit, sweep, loaded)
+        except _PROBLEMS as error:
+            record["error"] = _words(error)
+            failed.append({**unit, "error": record["error"]})
+        own = path.with_name(f"{path.stem}.{os.getpid()}.json")  # others may be at the same unit
+        write_json(own, record)
+        own.replace(path)
+    return failed
+
+
+#: What a bad checkpoint or a bad file may raise; the sweep goes on.
+_PROBLEMS = (ValueError, OSError, RuntimeError, KeyError, IndexError, ImportError)
+
+
+def _words(error: Exception) -> str:
+    return f"{' '.join(str(error).split())[:500]}" or type(error).__name__
+
+
+def _is_done(path: Path) -> bool:
+    return path.is_file() and "error" not in json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
+    """Read the rows of all finished units, in the order of checkpoint, measure, ablation and radius.
+
+    Parameters
+    ----------
+    folder
+        As :func:`run_sweep` had it.
+    sweep : Sweep, optional
+        Only what belongs to it; else everything in the folder.
+    """
+    done = Path(folder) / "units"
+    if not done.is_dir():
+        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'units')")
+    paths: Iterable[Path] = sorted(p for p in done.glob("*.json") if p.stem.count(".") == 0)
+    if sweep is not None:
+        paths = [p for c in sweep.checkpoints for u in sweep.units(c) if (p := done / f"{_key(u)}.json").is_file()]
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows += [{**row, "unit": path.stem, **found["versions"]} for row in found.get("rows", ())]
+    return sorted(rows, key=_place)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    ablation = json.dumps(row.get("ablation", {}), sort_keys=True)
+    return row["checkpoint"], row["kind"], row.get("measure", ""), ablation, row.get("rho", 0.0)
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON line a row; the file is replaced as a whole or not at all."""
+    path = Path(path)
+    own = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    own.replace(path)
+
+
+def gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Generalisation gap, test error minus training error, by checkpoint."""
+    return {
+        r["checkpoint"]: r["test_error"] - r["train_error"]
+        for r in rows
+        if r["kind"] == "fit" and r.get("test_error") is not None and r.get("train_error") is not None
+    }

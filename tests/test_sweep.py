@@ -1,0 +1,238 @@
+"""Sweeps: resumable after any kill, the same rows however they were spread, bad checkpoints recorded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sharpness import cli, evaluate
+from sharpness.sweep import gaps, read_config, read_rows, run_sweep
+
+ROOT = Path(__file__).parent.parent
+MODULE = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).float()
+"""
+#: What differs between runs.
+TIMES = ("seconds",)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Four checkpoints of a function's model, data, and a configuration."""
+    torch.set_default_dtype(torch.float32)
+    (tmp_path / "sweepmodel.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zoo").mkdir()
+    for i in range(4):
+        torch.manual_seed(i)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        torch.save(net.state_dict(), tmp_path / "zoo" / f"net{i}.pt")
+    for name, count, seed in (("train", 24, 0), ("test", 12, 1)):
+        torch.manual_seed(seed)
+        torch.save({"x": torch.randn(count, 6), "y": torch.randint(3, (count,))}, tmp_path / f"{name}.pt")
+    config = {
+        "checkpoints": [{"path": "zoo/*.pt", "model": "sweepmodel:model"}],
+        "data": {"source": "train.pt", "batch_size": 8, "examples": 16, "seed": 3},
+        "test": "test.pt",
+        "measures": ["adaptive", "euclidean"],
+        "rho": {"adaptive": [0.1, 0.3], "euclidean": 0.05},
+        "ablations": [{}, {"p": float("inf")}],
+        "steps": 4,
+    }
+    (tmp_path / "sweep.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def rows_of(folder, config="sweep.json"):
+    rows = read_rows(folder, read_config(config))
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+def test_rows_are_those_of_evaluate(place):
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
+    rows = rows_of("out")
+    assert len(rows) == 4 * (1 + 2 * 2 + 2 * 1)
+    assert [json.loads(line)["unit"] for line in Path("out/results.jsonl").read_text().splitlines()] == [
+        r["unit"] for r in rows
+    ]
+    row = next(r for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3 and not r["ablation"])
+    sweep = read_config("sweep.json")
+    from sharpness.models import load
+
+    loaded = load("sweepmodel:model", "zoo/net0.pt")
+    batches = sweep.data.load(loaded)
+    expected = evaluate(loaded.model, batches, measure="adaptive", rho=[0.1, 0.3], steps=4, progress=False)
+    assert row["checkpoint"] == "net0.pt"
+    assert row["sharpness"] == expected.mean(0.3)
+    assert row["per_batch"] == [b.value for b in expected.at(0.3)]
+    assert row["settings"]["steps"] == 4
+    assert row["data"]["examples"] == 16
+    fit = next(r for r in rows if r["kind"] == "fit")
+    data = torch.load("test.pt", weights_only=True)
+    wrong = (loaded.model(data["x"]).argmax(1) != data["y"]).double().mean()
+    assert fit["test_error"] == pytest.approx(float(wrong))
+    assert gaps(rows)["net0.pt"] == pytest.approx(fit["test_error"] - fit["train_error"])
+
+
+def test_finished_units_are_not_done_again(place, monkeypatch):
+    sweep = read_config("sweep.json")
+    assert run_sweep(sweep, "out", progress=False) == []
+    before = {p.name: p.stat().st_mtime_ns for p in Path("out/units").iterdir()}
+    assert run_sweep(sweep, "out", progress=False) == []
+    assert before == {p.name: p.stat().st_mtime_ns for p in Path("out/units").iterdir()}
+    config = json.loads(Path("sweep.json").read_text())
+    config["measures"].append("gradient-norm")
+    Path("more.json").write_text(json.dumps(config))
+    assert run_sweep(read_config("more.json"), "out", progress=False) == []
+    after = {p.name: p.stat().st_mtime_ns for p in Path("out/units").iterdir()}
+    assert before.items() < after.items()
+    assert len(after) == len(before) + 4
+    config["steps"] = 5
+    Path("other.json").write_text(json.dumps(config))
+    assert rows_of("out", "other.json") == [r for r in rows_of("out") if r["kind"] == "fit"]
+
+
+def test_shards_give_the_same_rows(place):
+    sweep = read_config("sweep.json")
+    run_sweep(sweep, "whole", progress=False)
+    for i in (3, 1, 2):
+        assert cli.main(["sweep", "sweep.json", "--out", "parts", "--shard", f"{i}/3", "--quiet"]) == 0
+    assert rows_of("whole") == rows_of("parts")
+
+
+def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
+    Path("zoo/net1.pt").write_bytes(b"no checkpoint")
+    torch.save({"0.weight": torch.zeros(2, 2)}, "zoo/net2.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    err = capsys.readouterr().err
+    assert "sharpness: net1.pt, losses: zoo/net1.pt is no plain state dict of tensors" in err
+    assert "net2.pt, adaptive: the weights in zoo/net2.pt are not those of Sequential" in err
+    assert "Traceback" not in err
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}
+    torch.manual_seed(1)
+    torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "zoo/net1.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
+
+
+def start(place, *arguments, torchrun=0):
+    command = [sys.executable, "-W", "ignore"]
+    if torchrun:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
+    command += ["-m", "sharpness", "sweep", "sweep.json", "--out", *arguments, "--quiet"]
+    settings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{place}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=place, env=settings, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def test_torchrun_gives_the_same_rows(place):
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    process = start(place, "spread", torchrun=2)
+    assert process.wait(120) == 0, process.stderr.read().decode()
+    process.stderr.close()
+    assert rows_of("whole") == rows_of("spread")
+
+
+def test_killed_at_random_moments(place):
+    """SIGKILL again and again while units are written; what is left is finished by the next call."""
+    config = json.loads(Path("sweep.json").read_text())
+    config["rho"] = {"adaptive": [0.1 * k for k in range(1, 9)], "euclidean": [0.01 * k for k in range(1, 9)]}
+    config["steps"] = 30
+    Path("sweep.json").write_text(json.dumps(config))
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    wanted = len(list(Path("whole/units").glob("*.json")))
+    killed = 0
+    for attempt in range(10):
+        process = start(place, "killed")
+        seen = len(list(Path("killed/units").glob("*.json"))) if Path("killed/units").is_dir() else 0
+        # Past the start of the interpreter: kill once the attempt has written something, or a little later.
+        limit = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < limit:
+            found = len(list(Path("killed/units").glob("*"))) if Path("killed/units").is_dir() else 0
+            if found > seen:
+                time.sleep(0.003 * attempt)
+                break
+            time.sleep(0.001)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            killed += 1
+        process.wait()
+        process.stderr.close()
+        if len(list(Path("killed/units").glob("*.json"))) >= wanted:
+            break
+    assert killed >= 3
+    assert run_sweep(read_config("sweep.json"), "killed", progress=False) == []
+    assert rows_of("killed") == rows_of("whole")
+
+
+def test_a_killed_rank_ends_the_others(place):
+    config = json.loads(Path("sweep.json").read_text())
+    config["rho"] = {"adaptive": [0.001 * k for k in range(1, 400)], "euclidean": 0.05}
+    config["steps"] = 200
+    Path("sweep.json").write_text(json.dumps(config))
+    process = start(place, "out", torchrun=2)
+    limit = time.monotonic() + 60
+    while not Path("out/units").is_dir() and time.monotonic() < limit:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    ranks = [int(line.split()[0]) for line in listing.stdout.splitlines() if "sharpness" in line]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert process.wait(60) != 0
+    process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": None}, r"needs a source|unsupported|needs the entries"),
+        ({"measure": ["adaptive"]}, "unknown entry 'measure'; known are"),
+        ({"measures": ["flat"]}, "unknown measure 'flat'"),
+        ({"checkpoints": "nowhere/*"}, r"no checkpoint matches 'nowhere/\*'"),
+        ({"data": {"source": "train.pt", "colour": 1}}, "unknown entry 'colour'"),
+        ({"checkpoints": [{"model": "x"}]}, "a checkpoint has a path"),
+        ({"ablations": [{"speed": 3}]}, "unknown switch"),
+        ({"ablations": [{"geodesic": "rk4"}]}, "means nothing for any of adaptive, euclidean"),
+        ({"rho": {}}, "'euclidean' has no radius of its own"),
+    ],
+)
+def test_mistakes_in_the_configuration(place, capsys, change, message):
+    import re
+
+    config = json.loads(Path("sweep.json").read_text()) | change
+    config = {k: v for k, v in config.items() if v is not None}
+    Path("sweep.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err)
+    assert err.count("\n") == 1
+
+
+def test_yaml_and_mistakes_in_it(place, capsys):
+    pytest.importorskip("yaml")
+    Path("sweep.yaml").write_text(
+        "checkpoints: [{path: zoo/net0.pt, model: 'sweepmodel:model'}]\n"
+        "data: train.pt\nmeasures: [adaptive]\nsteps: 2\n"
+    )
+    assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 0
+    assert len(rows_of("out", "sweep.yaml")) == 1
+    Path("sweep.yaml").write_text("checkpoints: [\n")
+    assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 2
+    assert "sweep.yaml cannot be parsed" in capsys.readouterr().err
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", "3", "--quiet"]) == 2
+    assert "--shard takes i/n" in capsys.readouterr().err
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", "3/2", "--quiet"]) == 2
+    assert "1 ≤ i ≤ n" in capsys.readouterr().err
