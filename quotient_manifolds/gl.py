@@ -237,7 +237,8 @@ class GLTangentSpace(TangentSpace):
         (Tensor, callable)
             Squared length (…); and t ↦ ``retr(t * egrad2rgrad(egrad))``, in half the products that this takes.
         """
-        covector, weights = self._dual_to_gauge(egrad), self._inverse_weights()
+        there = (self.present.unsqueeze(-1) & self.present.unsqueeze(-2)).to(egrad.dtype)
+        covector, weights = self._dual_to_gauge(egrad), [W * there for W in self._inverse_weights()]
         small = [_Small(X, P, matrix=W) for X, P, W in zip((self.G, self.H), covector, weights, strict=True)]
         square = sum((W.mT * s.cc).real.sum(dim=(-2, -1)) for W, s in zip(weights, small, strict=True))
         accelerations = self._acceleration_matrices(*small)
@@ -589,8 +590,8 @@ class _GLQuotient(QuotientManifold):
             default those at rounding level.
         moved : bool
             x has moved since its gauge was computed. Gram matrices are computed anew, in the frame that the old group
-            element gives: nothing but their conditioning suffers, and vectors that are horizontal already, such as
-            gradients of a function of the product, are treated exactly.
+            element gives. :meth:`GLTangentSpace.inner`, ``acceleration``, ``retr`` and ``along_gradient`` are exact;
+            ``proju``, ``coordinates`` and random vectors are not.
 
         Notes
         -----

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -173,7 +174,14 @@ def _image_archive(path: Path, inside: str, how: ImageFormat) -> Examples:
         tops = sorted({"/".join(n.split("/")[: root.count("/") + 1]) for n in below if n.count("/") > root.count("/")})
         hint = f"; name a folder in it, as {path}:{tops[0]}" if tops else ""
         raise ValueError(f"{path} has no images CLASS/NAME below {root or 'its top'!r}{hint}")
-    return _of_classes(f"{path}:{root}" if root else str(path), names, folders, archive.read, how)
+
+    def read(name: str) -> bytes:
+        try:
+            return archive.read(name)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{name} in {path} cannot be read ({error}); write the archive anew") from error
+
+    return _of_classes(f"{path}:{root}" if root else str(path), names, folders, read, how)
 
 
 def _idx(path: Path) -> np.ndarray[Any, Any]:
@@ -185,7 +193,7 @@ def _idx(path: Path) -> np.ndarray[Any, Any]:
         if zero != 0 or kind != 8:
             raise ValueError("not an idx file of bytes")
         return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
-    except (OSError, EOFError, IndexError, ValueError) as error:
+    except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
         raise ValueError(f"{path} is no readable idx file ({error})") from error
 
 
@@ -217,9 +225,9 @@ def _rows(path: Path, header: bool) -> Sequence[Mapping[str, str]]:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise ValueError(f"line {line} of {path} is not UTF-8; convert the file") from error
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         rows = []
-        for number, line_text in enumerate(text.splitlines(), 1):
+        for number, line_text in enumerate(text.split("\n"), 1):  # splitlines() breaks at characters inside strings
             if line_text.strip():
                 try:
                     row = json.loads(line_text)
@@ -231,9 +239,12 @@ def _rows(path: Path, header: bool) -> Sequence[Mapping[str, str]]:
         return rows
     stream = io.StringIO(text, newline="")
     # Quotation marks are text in a .tsv.
-    tabs = path.suffix == ".tsv"
+    tabs = path.suffix.lower() == ".tsv"
     lines = csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(stream)
-    table = [line for line in lines if line]
+    try:
+        table = [line for line in lines if line]
+    except csv.Error as error:
+        raise ValueError(f"{path} is no readable table ({error})") from error
     names = table.pop(0) if header and table else [str(i) for i in range(max(map(len, table), default=0))]
     short = next((i for i, line in enumerate(table) if len(line) < len(names)), None)
     if short is not None:
@@ -260,9 +271,10 @@ def _text(path: Path, columns: TextColumns, tokenizer: Any, known: Mapping[str, 
     if not rows:
         raise ValueError(f"{path} has no rows")
     wanted = [columns.text, columns.label, *([columns.pair] if columns.pair is not None else [])]
-    missing = [c for c in wanted if c not in rows[0]]
-    if missing:
-        raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(rows[0])}")
+    for number, row in enumerate(rows, 1):
+        missing = [c for c in wanted if c not in row]
+        if missing:
+            raise ValueError(f"row {number} of {path} has no column {missing[0]!r}; it has {', '.join(row)}")
     labels = [_label(row[columns.label].strip(), columns, known, path) for row in rows]
 
     def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
@@ -339,7 +351,7 @@ def load_examples(
         if path.is_dir():
             return _image_folder(path, images)
         return _image_archive(path, inside, images) if path.suffix == ".zip" else _idx_images(path, images)
-    if path.suffix in _TABLES:
+    if path.suffix.lower() in _TABLES:
         return _text(path, text or TextColumns(), tokenizer, labels or {})
     return _tensors(path)
 

@@ -30,7 +30,8 @@ class ImageFormat:
     channels : int
         3, or 1 for grey values.
     crop : bool
-        Resize the shorter side and cut out the middle; otherwise both sides are resized.
+        Resize the shorter side to ``size`` and cut out the middle (what timm calls a crop_pct of 1); otherwise both
+        sides are resized.
     resample : {"bicubic", "bilinear", "nearest", "lanczos"}
     """
 
@@ -210,6 +211,8 @@ def _transformers_images(folder: Path, config: Any) -> ImageFormat | None:
     if not path.is_file():
         return None
     found = json.loads(path.read_text(encoding="utf-8"))
+    if not {"size", "crop_size"} & set(found) or (found.get("do_normalize", True) and "image_mean" not in found):
+        return None  # of sound, say
     crop = bool(found.get("do_center_crop"))
     size = found.get("crop_size" if crop else "size", found.get("size"))
     if isinstance(size, dict):

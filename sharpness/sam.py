@@ -58,7 +58,7 @@ class _Restore:
 
     def __call__(self, *_: Any) -> None:
         sam = self._sam() if self._sam is not None else None
-        if sam is not None and (self._always or not torch.is_grad_enabled()):
+        if sam is not None and (self._always or not (sam._held or torch.is_grad_enabled())):
             sam.restore()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,9 +115,9 @@ class GeodesicSAM(Optimizer):
         sam.second_step(zero_grad=True)
 
     The first two put the weights back whatever happens. After an exception between the steps of the third, the weights
-    come back with the next ``state_dict`` of the model, its next forward pass without gradients, the next
-    ``first_step``, or :meth:`restore`. The weights' own storage is never written to: parameters point to a copy
-    meanwhile, which takes as much memory as they do.
+    come back with the model's next ``state_dict`` or ``load_state_dict``, its next forward pass without gradients, the
+    next ``first_step`` or ``step``, or :meth:`restore`. The weights' own storage is never written to: parameters point
+    to a copy meanwhile, which takes as much memory as they do.
 
     The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
     optimiser to ``scaler.step`` for the second. Under DDP all ranks perturb alike, along the mean gradient. A gradient
@@ -175,15 +175,44 @@ class GeodesicSAM(Optimizer):
         self._original: dict[Tensor, Tensor] = {}
         self._work: dict[Tensor, Tensor] = {}
         self._pending = False
+        self._held = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
-        self._link()
-        model.register_state_dict_pre_hook(_Restore(self, always=True))
-        model.register_forward_pre_hook(_Restore(self, always=False))
+        self._watch()
 
-    def _link(self) -> None:
-        """Share groups and state with the base optimiser, so that schedulers and scalers reach it."""
-        self.param_groups = self.base_optimizer.param_groups
-        self.state = self.base_optimizer.state
+    def _watch(self) -> None:
+        """Let the model put its weights back before they are saved, replaced or evaluated."""
+        self.model.register_state_dict_pre_hook(_Restore(self, always=True))
+        self.model.register_load_state_dict_pre_hook(_Restore(self, always=True))
+        self.model.register_forward_pre_hook(_Restore(self, always=False))
+
+    # Groups and state are the base optimiser's, so that schedulers and scalers reach it.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the base optimiser."""
+        return self.base_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        """Stay with the base optimiser's, whatever torch would set."""
+
+    @property
+    def state(self) -> Any:
+        """State of the base optimiser."""
+        return self.base_optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Stay with the base optimiser's, whatever torch would set."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.restore()
+        return {k: v for k, v in self.__dict__.items() if k not in ("step", "_work")}  # schedulers replace step
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._work = {}
+        self._watch()
 
     # -- the inner step --------------------------------------------------------------------------------------------
 
@@ -262,13 +291,15 @@ class GeodesicSAM(Optimizer):
     @contextmanager
     def perturbed(self, zero_grad: bool = False) -> Iterator[nn.Module]:
         """Keep the model at the perturbed weights for the time of a ``with`` block; then call :meth:`step`."""
-        self.first_step(zero_grad)
         try:
+            self.first_step(zero_grad)
+            self._held = True
             yield self.model
         except BaseException:
             self._pending = False
             raise
         finally:
+            self._held = False
             self.restore()
 
     # -- the outer step --------------------------------------------------------------------------------------------
@@ -298,6 +329,7 @@ class GeodesicSAM(Optimizer):
         """
         loss = None
         if closure is not None:
+            self.restore()
             with torch.enable_grad():
                 loss = closure()
                 with self.perturbed():
@@ -316,7 +348,7 @@ class GeodesicSAM(Optimizer):
         if found_inf is not None and float(found_inf) > 0:
             return True
         if scale is not None:
-            for p in self._parameters.values():
+            for p in (p for group in self.param_groups for p in group["params"]):
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device, p.grad.dtype))
         return False
@@ -324,12 +356,11 @@ class GeodesicSAM(Optimizer):
     # -- the base optimiser ----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimiser."""
+        """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed."""
         known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
         params = param_group["params"]
         if any(id(p) not in known for p in ([params] if isinstance(params, Tensor) else params)):
             self.base_optimizer.add_param_group(param_group)
-            self._link()
 
     def state_dict(self) -> dict[str, Any]:
         """Give the base optimiser's state and the number of steps."""
@@ -342,4 +373,3 @@ class GeodesicSAM(Optimizer):
         self._count, self._pending = state_dict["count"], False
         for s in self._stacks:
             s.gauge = None
-        self._link()

@@ -202,6 +202,9 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         lines.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load_examples(str(lines), tokenizer=Words())
+    lines.write_text('{"text": "a\\u2028b", "label": 1}\n{"label": 0}\n'.replace("\\u2028", "\u2028"))
+    with pytest.raises(ValueError, match=r"row 2 of .* has no column 'text'; it has label"):
+        load_examples(str(lines), tokenizer=Words())
     with pytest.raises(ValueError, match="which chooses its examples itself"):
         load_batches("module:function", examples=3)
 

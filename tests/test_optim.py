@@ -363,9 +363,23 @@ def test_state_of_others_is_refused():
     optimizer = optimizer_of(model, "adam")
     with pytest.raises(ValueError, match="saved by another optimiser"):
         optimizer.load_state_dict(torch.optim.AdamW(trainable(model)).state_dict())
+    with pytest.raises(ValueError, match="saved by another optimiser, not by QuotientAdam"):
+        optimizer.load_state_dict(optimizer_of(model, "sgd").state_dict())
     other = lora(targets=("0",))
     with pytest.raises(ValueError, match="belongs to other pairs"):
         optimizer.load_state_dict(optimizer_of(other, "adam").state_dict())
+    wide = lora(r=5)
+    wider = optimizer_of(wide, "adam")
+    train(wide, wider, 1)
+    with pytest.raises(ValueError, match="another rank, or another model"):
+        optimizer.load_state_dict(wider.state_dict())
+
+
+def test_state_saved_under_compile_resumes_without():
+    model = lora()
+    compiled = torch.compile(model, backend="eager")
+    saved = create_quotient_lora_optimizer(compiled, lr=1e-2).state_dict()
+    create_quotient_lora_optimizer(model, lr=1e-2).load_state_dict(saved)
 
 
 def numbers(state):
@@ -563,6 +577,98 @@ def test_a_quantised_base_stays_as_it_is():
     assert torch.equal(base, before)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_lora_on_attention():
+    """Its factors are rows of a frozen pair of the attention layer; that is no half of a pair."""
+    torch.manual_seed(0)
+    one = peft.get_peft_model(bert(), peft.LoraConfig(r=3, target_modules=["query", "value"])).double().eval()
+    two = moved(one)
+    ids, labels = torch.randint(20, (6, 7)), torch.arange(6) % 3
+    for model in (one, two):
+        optimizer = create_quotient_optimizer(model, lr=1e-2)
+        assert len(optimizer.state_dict()["pairs"]) == 4
+        QuotientAdam(trainable(model), find(model))
+        for _ in range(10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(input_ids=ids).logits, labels).backward()
+            optimizer.step()
+    assert apart(one, two) < 1e-8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_factor_for_several_experts_is_no_pair():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 6, 5))
+
+        def forward(self, x):
+            return torch.einsum("bi,eoi->bo", x, self.weight)
+
+    net = nn.Sequential(Experts(), nn.Conv2d(4, 6, 1, groups=2))
+    try:
+        config = peft.LoraConfig(r=4, target_modules=["1"], target_parameters=["0.weight"], init_lora_weights=False)
+        model = peft.get_peft_model(net, config)
+    except TypeError:
+        pytest.skip("this peft has no target_parameters")
+    found = adapter_pairs(model)
+    assert all(p.group is None for p in found)
+    assert {p.reason for p in found} <= {"several experts share one factor", "a grouped convolution"}
+    assert any("experts" in p.reason for p in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_complex_pairs(dtype):
+    """Planes that RoPE rotates: one complex number each."""
+    torch.manual_seed(0)
+    q, k = nn.Linear(6, 4).to(dtype), nn.Linear(6, 4).to(dtype)
+    sides = [[block(m, "weight", transpose=True, rotary="half"), block(m, "bias", rotary="half")] for m in (q, k)]
+    p = pair(*sides, Group(2, "scalars", "complex"))
+    C = torch.randn(7, 7, dtype=torch.complex128)
+
+    def loss():
+        z = pair(*sides, Group(2, "scalars", "complex")).gather().to(torch.complex128).squeeze(-1)
+        return ((z[:, :7].mT @ z[:, 7:].conj() - C).abs() ** 2).sum()
+
+    for make in (lambda: QuotientAdam([*q.parameters(), *k.parameters()], [p], 1e-2),
+                 lambda: QuotientSGD([*q.parameters(), *k.parameters()], [p], 1e-3, 0.9)):  # fmt: skip
+        optimizer = make()
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            found = loss()
+            found.backward()
+            optimizer.step()
+            losses.append(float(found.detach()))
+        assert losses[-1] < losses[0]
+    assert q.weight.dtype == dtype
+
+
+def test_the_scale_is_taken_out_in_float32():
+    torch.manual_seed(0)
+    model = lora(dtype=torch.float16)
+    optimizer = optimizer_of(model, "adam")
+    scaler = torch.amp.GradScaler("cpu")  # 65536: beyond float16
+    before = products(model)
+    scaler.scale(loss_of(model).float() * 1e-3).backward()
+    scaler.step(optimizer)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert all(float((a - b).abs().max()) > 1e-3 for a, b in zip(before, products(model), strict=True))
+
+
+def test_weights_replaced_by_ones_of_lower_rank():
+    model = lora()
+    optimizer = optimizer_of(model, "adam")
+    with torch.no_grad():
+        for p in adapter_pairs(model):
+            p.H[0].tensor.zero_()
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match=r"second factor has lost its rank .*; no weight was changed"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
 def test_adapters_switched_and_added_later():
     model = lora()
     model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
@@ -662,6 +768,23 @@ def test_bad_input():
     trainable(half)[0].requires_grad_(False)
     with pytest.raises(ValueError, match="half frozen"):
         create_quotient_lora_optimizer(half, lr=1e-3)
+
+
+def test_groups_and_pairs_given_twice():
+    model = lora()
+    pairs = find(model)
+    optimizer = QuotientAdam(trainable(model), [*pairs, *adapter_pairs(model)])
+    assert len(optimizer.state_dict()["pairs"]) == len(pairs)
+    extra = lora(targets=("0",))
+    with pytest.raises(ValueError, match="max_grad_norm clips all groups together"):
+        optimizer.add_param_group({"params": trainable(extra), "max_grad_norm": 1.0})
+    for _ in range(2):  # a refused group leaves nothing behind
+        with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
+            optimizer.add_param_group({"params": trainable(extra)[:1], "pairs": find(extra)})
+    optimizer.add_param_group({"params": trainable(extra), "pairs": find(extra)})
+    assert create_quotient_lora_optimizer(model, lr=1e-3, adapter_names="default") is not None
+    wide = lora(r=11)  # more columns than the second layer has outputs
+    assert balance_(wide) == [p.name for p in find(wide) if p.n >= 11]
 
 
 def test_half_a_gradient_is_an_error():

@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 
 from ..symmetries import SymmetricPair
 from .base import PairStep, QuotientOptimizer, trace
+from .frames import wide
 
 __all__ = ["QuotientAdam"]
 
@@ -148,7 +149,7 @@ class QuotientAdam(QuotientOptimizer):
             for factor in "GH":
                 if group["second_moment"] == "matrix":
                     n = s.gradients["GH".index(factor)].shape[-2]
-                    small[factor] = like.new_zeros(*batch, h, h)
+                    small[factor] = wide(like.new_zeros(*batch, h, h))
                     small[factor + " rows"] = like.real.new_zeros(*batch, n, 1)
                 else:
                     small[factor] = torch.zeros(batch, dtype=like.real.dtype, device=like.device)
@@ -162,7 +163,7 @@ class QuotientAdam(QuotientOptimizer):
                 if name not in state:
                     state[name] = torch.zeros_like(p)
             if "step" not in state:
-                state["step"] = torch.zeros(())
+                state["step"] = torch.zeros((), dtype=torch.float32)
         states = [self.state[p] for p in params]
         adamw(
             params,

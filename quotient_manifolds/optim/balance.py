@@ -37,7 +37,7 @@ def balance_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> li
     """
     done = []
     for pair in adapter_pairs(model, adapter_names):
-        if pair.group is None:
+        if pair.group is None or pair.group.h > min(pair.n, pair.m):
             continue
         x = wide(pair.gather().detach())
         gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,20 +176,28 @@ class QuotientOptimizer(Optimizer):
         """Add a group, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among its parameters."""
         group = dict(param_group)
         pairs = group.pop("pairs", ())
+        if group.get("max_grad_norm", self.defaults["max_grad_norm"]) != self.defaults["max_grad_norm"]:
+            raise ValueError("max_grad_norm clips all groups together; give it to the optimiser, not to a group")
         super().add_param_group(group)
-        self.add_pairs(pairs)
+        try:
+            self.add_pairs(pairs)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
         """Tell which of the optimiser's parameters form pairs; those known already are passed over."""
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         known = {b.key for p in self._pairs for b in p.G + p.H}
         chosen: dict[tuple[int, bool], list[int]] = {}
-        found = list(self._pairs)
-        for pair in pairs:
+        found, given = list(self._pairs), list(pairs)
+        paired = {b.tensor for p in (*found, *given) if p.group is not None for b in p.G + p.H}
+        for pair in given:
             if any(b.key in known for b in pair.G + pair.H):
                 continue
-            group = _group_of(pair, home)
+            group = _group_of(pair, home, paired)
             if group is not None:
+                known.update(b.key for b in pair.G + pair.H)
                 chosen.setdefault((group, _is_flipped(pair)), []).append(len(found))
                 found.append(pair)
         self._pairs = found
@@ -238,12 +246,13 @@ class QuotientOptimizer(Optimizer):
             if not gradients or not self._finite(gradients):
                 return loss
             steps = [s for bucket in self._buckets for s in self._begin(bucket, gradients)]
+            self._check_anchors(steps)
             clip = self._clip(steps, gradients)
             for group in self.param_groups:
                 present = [p for p in group["params"] if p in gradients]
                 whole = [p for p in present if p not in self._covered]
                 if whole:
-                    self._step_others(group, whole, [gradients[p] * clip for p in whole])
+                    self._step_others(group, whole, [(gradients[p] * clip).to(p.dtype) for p in whole])
                 self._step_rests(group, [p for p in present if p in self._covered], gradients, clip)
             for s in steps:
                 self._step_pairs(s.scaled(clip))
@@ -251,8 +260,19 @@ class QuotientOptimizer(Optimizer):
 
     @property
     def _device(self) -> torch.device:
-        found: torch.device = self.param_groups[0]["params"][0].device
+        found: torch.device = next(p.device for group in self.param_groups for p in group["params"])
         return found
+
+    def _check_anchors(self, steps: Sequence[PairStep]) -> None:
+        """Raise where weights were replaced by ones whose anchor lacks rank."""
+        sound = [s.frames.sound() for s in steps]
+        if sound and not bool(torch.stack([v.all().to(self._device) for v in sound]).all()):
+            s, good = next((s, v) for s, v in zip(steps, sound, strict=True) if not bool(v.all()))
+            bad = int((~good).flatten(1).any(1).nonzero()[0] if good.dim() > 1 else (~good).nonzero()[0])
+            raise ValueError(
+                f"pair {s.stack.pairs[bad].name!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost "
+                "its rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+            )
 
     def _gradients(self) -> dict[Tensor, Tensor]:
         scale = getattr(self, "grad_scale", None)
@@ -266,7 +286,8 @@ class QuotientOptimizer(Optimizer):
                         f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build "
                         "the embedding with sparse=False"
                     )
-                found[p] = p.grad if scale is None else p.grad / scale.to(p.grad.device, p.grad.dtype)
+                # In float32: the scale is beyond the range of half precision, and so is what it saved.
+                found[p] = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
         return found
 
     def _finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
@@ -310,7 +331,7 @@ class QuotientOptimizer(Optimizer):
                 squares.append(trace(K_inv @ S @ K_inv.mH).sum())
         for p, g in gradients.items():
             mask = self._covered.get(p)
-            squares.append(wide(g if mask is None else g.masked_fill(mask, 0)).square().sum())
+            squares.append(wide(g if mask is None else g.masked_fill(mask.to(g.device), 0)).square().sum())
         norm = torch.stack([v.to(self._device) for v in squares]).sum().sqrt()
         return min(1.0, bound / (float(norm) + 1e-12))
 
@@ -363,7 +384,7 @@ class QuotientOptimizer(Optimizer):
     ) -> None:
         """Step the entries that belong to no pair, of parameters that have others which do."""
         for p in params:
-            rest = ~self._covered[p]
+            rest = ~self._covered[p].to(p.device)
             if not bool(rest.any()):
                 continue
             # A float32 parameter of its own, whose state is the same but for the pairs' first moment.
@@ -390,7 +411,7 @@ class QuotientOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Give torch's state and, under ``"pairs"`` and ``"buckets"``, what belongs to whole pairs."""
         found = super().state_dict()
-        found["pairs"] = [p.name for p in self._pairs]
+        found["kind"], found["pairs"] = type(self).__name__, [p.name for p in self._pairs]
         found["buckets"] = [
             {"members": list(b.members), "flipped": b.flipped, "group": b.group, "small": dict(b.small)}
             for b in self._buckets
@@ -405,7 +426,7 @@ class QuotientOptimizer(Optimizer):
         ValueError
             The state is of other pairs, or of another optimiser.
         """
-        if "buckets" not in state_dict:
+        if state_dict.get("kind") != type(self).__name__:
             raise ValueError(f"this state was saved by another optimiser, not by {type(self).__name__}")
         if state_dict["pairs"] != [p.name for p in self._pairs]:
             differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]
@@ -419,25 +440,36 @@ class QuotientOptimizer(Optimizer):
                 k: v.clone() if k == "step" else v.to(device, copy=True) for k, v in entry["small"].items()
             }
             buckets.append(bucket)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("pairs", "buckets")})
+        keys = list(itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
+        params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
+        for key, p in zip(keys, params, strict=False):
+            given = state_dict["state"].get(key, {}).get(self._moment)
+            if isinstance(given, Tensor) and given.shape != p.shape:
+                raise ValueError(
+                    f"the state is of a parameter of shape {tuple(given.shape)}, where there is one of shape "
+                    f"{tuple(p.shape)} now: another rank, or another model"
+                )
+        own = ("kind", "pairs", "buckets")
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in own})
         self._buckets, self._covered = buckets, self._coverage()
         # torch rounds state to the dtype of its parameter; moments of half-precision weights are wider.
-        keys = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        params = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         for key, p in zip(keys, params, strict=True):
-            given = state_dict["state"].get(key, {}).get(self._moment)
-            if given is not None and p in self._covered:
-                self.state[p][self._moment] = given.detach().to(p.device, copy=True)
+            for name, given in state_dict["state"].get(key, {}).items() if p in self._covered else ():
+                if isinstance(given, Tensor) and name != "step":
+                    self.state[p][name] = given.detach().to(p.device, copy=True)
 
 
-def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int]) -> int | None:
-    """The parameter group in which a usable pair lies; None for pairs that are to be passed over."""
+def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection[Tensor]) -> int | None:
+    """The parameter group in which a usable pair lies; None for pairs that are to be passed over.
+
+    ``paired`` are the parameters of all usable pairs.
+    """
     blocks = pair.G + pair.H
     inside = {home[b.tensor] for b in blocks if b.tensor in home}
     if not inside:
         return None
     if pair.group is None:
-        if pair.reason.startswith("frozen"):
+        if pair.reason.startswith("frozen") and any(b.tensor in home and b.tensor not in paired for b in blocks):
             raise ValueError(
                 f"pair {pair.name!r} is half frozen ({pair.reason}), but the quotient needs both factors to move; "
                 "unfreeze it, or train the other half with torch.optim.AdamW"
@@ -469,7 +501,7 @@ def _is_flipped(pair: SymmetricPair) -> bool:
     x = pair.gather().detach()
     full = []
     for X in x.split([pair.n, pair.m], dim=-2):
-        tolerance = max(X.shape[-2:]) * torch.finfo(at_least_float32(X.real.dtype)).eps
+        tolerance = X.shape[-1] * torch.finfo(at_least_float32(X.real.dtype)).eps
         full.append(X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(wide(X)) > tolerance).all()))
     if not any(full):
         raise ValueError(

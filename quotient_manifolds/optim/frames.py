@@ -78,6 +78,10 @@ class Frames:
         self._N = _Factor(gram(H))
         self._M = _Factor(gram(G) + self._N.S_inv)
 
+    def sound(self) -> Tensor:
+        """Tell where H has full column rank, and everything is finite; (…)."""
+        return self._N.L_inv.isfinite().all(-1).all(-1) & self._M.L_inv.isfinite().all(-1).all(-1)
+
     def whitening(self, factor: str) -> Tensor:
         """Return K⁻¹ of the factor ``"G"`` or ``"H"``, (…, h, h)."""
         own, other = (self._M, self._N) if factor == "G" else (self._N, self._M)

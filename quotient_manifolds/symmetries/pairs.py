@@ -366,8 +366,8 @@ class PairStack:
         return self._as_point(x)
 
     def _as_point(self, x: Tensor) -> Tensor:
-        if self.group.field == "complex":
-            x = torch.view_as_complex(x.contiguous())
+        if self.group.field == "complex":  # there are no complex numbers of half precision worth having
+            x = torch.view_as_complex(x.to(torch.promote_types(x.dtype, torch.float32)).contiguous())
         return x.transpose(1, 2).unsqueeze(-1) if self.group.kind == "scalars" else x
 
     def _from_point(self, x: Tensor) -> Tensor:

@@ -73,8 +73,13 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
             yield SymmetricPair(label, "lora", None, reason="the adapter is disabled")
         elif word and not word.startswith(_PRODUCT_VARIANTS):
             yield SymmetricPair(label, "lora", None, reason=f"no known symmetry of {word}")
+        elif getattr(module, "num_experts", 1) > 1:
+            yield SymmetricPair(label, "lora", None, reason="several experts share one factor")
         elif B[0] is A[0] and A[1] == B[1]:
             continue
         else:
             G, H = block(*B), block(*A, transpose=True)
-            yield SymmetricPair(label, "lora", Group(G.size[1]), (G,), (H,))
+            if G.size[1] == H.size[1]:
+                yield SymmetricPair(label, "lora", Group(G.size[1]), (G,), (H,))
+            else:
+                yield SymmetricPair(label, "lora", None, reason="a grouped convolution")

@@ -187,6 +187,11 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
             yield p
 
 
+def _plain(path: str) -> str:
+    """A module's name without the prefixes of ``torch.compile`` and DDP."""
+    return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
+
+
 def find(
     model: nn.Module,
     *,
@@ -225,7 +230,7 @@ def find(
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     found: list[SymmetricPair] = []
     for path, module in model.named_modules():
-        name = path.replace("_orig_mod.", "").removesuffix("_orig_mod")  # of torch.compile
+        name = _plain(path)
         adapter = adapter_of(module)
         if adapter is not None:
             found.extend(adapter(module, name))
@@ -260,7 +265,8 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     ValueError
         A name that no layer has.
     """
-    layers = [(path, m) for path, m in model.named_modules() if is_lora(m)]
+    names = [names] if isinstance(names, str) else names
+    layers = [(_plain(path), m) for path, m in model.named_modules() if is_lora(m)]
     known = {a for _, m in layers for a in adapter_names(m)}
     unknown = sorted(set(names or ()) - known)
     if unknown:
