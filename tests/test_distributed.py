@@ -17,6 +17,10 @@ from . import spread
 ROOT = Path(__file__).parent.parent
 
 
+#: One after the other: process groups that come and go side by side on a busy machine were seen to abort.
+pytestmark = pytest.mark.xdist_group("torchrun")
+
+
 def torchrun(world, *arguments, timeout=240, **environment):
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     # A free port: several test processes may do this at once.

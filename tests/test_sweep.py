@@ -137,6 +137,7 @@ def start(place, *arguments, torchrun=0):
     return subprocess.Popen(command, cwd=place, env=settings, stderr=subprocess.PIPE, start_new_session=True)
 
 
+@pytest.mark.xdist_group("torchrun")
 def test_torchrun_gives_the_same_rows(place):
     run_sweep(read_config("sweep.json"), "whole", progress=False)
     process = start(place, "spread", torchrun=2)
@@ -145,6 +146,7 @@ def test_torchrun_gives_the_same_rows(place):
     assert rows_of("whole") == rows_of("spread")
 
 
+@pytest.mark.xdist_group("torchrun")
 def test_killed_at_random_moments(place):
     """SIGKILL again and again while units are written; what is left is finished by the next call."""
     config = json.loads(Path("sweep.json").read_text())
@@ -177,6 +179,7 @@ def test_killed_at_random_moments(place):
     assert rows_of("killed") == rows_of("whole")
 
 
+@pytest.mark.xdist_group("torchrun")
 def test_a_killed_rank_ends_the_others(place):
     config = json.loads(Path("sweep.json").read_text())
     config["rho"] = {"adaptive": [0.001 * k for k in range(1, 400)], "euclidean": 0.05}
