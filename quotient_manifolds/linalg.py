@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "at_least_float32",
     "column_rank_ratio",
     "hermitian_power",
     "pack",
@@ -19,6 +20,11 @@ __all__ = [
     "symmetric_part_doubled",
     "trace_product",
 ]
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which weights are moved and differentiated: half precision would swallow a small step."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

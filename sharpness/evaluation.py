@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from quotient_manifolds import symmetries
+from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import SymmetricPair
 
 from . import distributed
@@ -26,7 +27,7 @@ from .hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
 from .losses import LossFunction, Objective, mapped, tensors
 from .measures import Measure, measure_with
 from .results import BatchResult, SharpnessResult
-from .space import Direction, WeightSpace, at_least_float32
+from .space import Direction, WeightSpace
 from .undisturbed import undisturbed
 
 if TYPE_CHECKING:

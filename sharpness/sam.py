@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, GLTangentSpace, canonical_gauge
+from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 
 from .measures import Measure, measure_with
-from .space import RETRACTIONS, at_least_float32, coverage, divided, pieces, trainable
+from .space import RETRACTIONS, coverage, divided, pieces, trainable
 
 __all__ = ["GeodesicSAM"]
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds import GLTangentSpace, canonical_gauge
 from quotient_manifolds.additive import additive_tangent_space
+from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find, stacks
 
 from .adaptive_norm import AdaptiveNorm
@@ -96,11 +97,6 @@ def _like(point: Tensor, numbers: Tensor) -> Tensor:
     """See the first so many real numbers as a tensor of a point's shape."""
     real = numbers[: point.numel() * (2 if point.is_complex() else 1)]
     return torch.view_as_complex(real.view(*point.shape, 2)) if point.is_complex() else real.view(point.shape)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which weights are moved and differentiated: half precision would swallow a small step."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _plain(name: str) -> str:

@@ -12,16 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..linalg import column_rank_ratio
+from ..linalg import at_least_float32, column_rank_ratio
 from ..symmetries import PairStack, SymmetricPair, stacks
 from .frames import Frames, gram, wide
 
-__all__ = ["PairBucket", "PairStep", "QuotientOptimizer", "at_least_float32", "trace"]
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of moments and steps."""
-    return torch.promote_types(dtype, torch.float32)
+__all__ = ["PairBucket", "PairStep", "QuotientOptimizer", "trace"]
 
 
 def trace(S: Tensor) -> Tensor:
