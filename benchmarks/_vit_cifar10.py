@@ -16,26 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from sharpness.studies.vision import SmallViT, vit_cifar10
+
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
-
-class ViT(nn.Module):
-    """Names of the parameters as in the state dict."""
-
-    def __init__(self, width: int = 128, depth: int = 6, heads: int = 8, hidden: int = 256, classes: int = 10) -> None:
-        super().__init__()
-        self.patch_embed = nn.Module()
-        self.patch_embed.proj = nn.Conv2d(3, width, 4, 4)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.zeros(1, 65, width))
-        layer = nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True)
-        self.transformer = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.mlp_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patch_embed.proj(x).flatten(2).mT
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
-        return self.mlp_head(self.transformer(x)[:, 0])
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +27,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
 
 
-def model(weights: Path) -> ViT:
+def model(weights: Path) -> SmallViT:
     """Build the model in evaluation mode."""
-    found = ViT()
+    found = vit_cifar10()
     found.load_state_dict(torch.load(weights, weights_only=True, map_location="cpu"))
     return found.eval()
 
@@ -63,7 +46,7 @@ def images(path: Path, split: str, count: int, seed: int) -> tuple[Tensor, Tenso
     return (x - mean) / std, torch.tensor([classes.index(n.split("/")[2]) for n in chosen])
 
 
-def fine_tuned(weights: Path, path: Path, recipe: dict[str, float], seed: int, count: int = 2560) -> ViT:
+def fine_tuned(weights: Path, path: Path, recipe: dict[str, float], seed: int, count: int = 2560) -> SmallViT:
     """Fine-tune the model on a subset with AdamW: ``lr``, ``decay``, ``epochs``, ``noise`` (labels), ``batch``."""
     torch.manual_seed(seed)
     net = model(weights).train()

@@ -1,8 +1,9 @@
 """Fine-tuning with sharpness-aware minimisation: AdamW, SAM, ASAM and GeodesicSAM, with and without label noise.
 
-The given vision transformer is fine-tuned on 2,500 CIFAR-10 images with AdamW as (base) optimiser. One grid of radii
-for all, one seed; then five seeds at each method's best radius (least test error). Finished runs are kept in a
-JSON-lines file; several processes may share it (``--shard i/n``). ``--report`` prints the tables and draws the figure.
+The given vision transformer is fine-tuned on 2,500 CIFAR-10 images with AdamW as (base) optimiser, without dropout. One
+grid of radii for all, one seed; then five fresh seeds at each method's best radius (least test error), whose networks
+are measured. Finished runs are kept in a JSON-lines file; several processes may share it (``--shard i/n``).
+``--report`` prints the tables and draws the figure.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from torch.nn import functional as F
 
 import sharpness
 from sharpness import GeodesicSAM
+from sharpness.studies.finetune import set_dropout_
 
-METHODS = {
-    "AdamW": None, "SAM": "euclidean", "ASAM": "adaptive", "GeodesicSAM-inv": "geodesic-inv",
-    "GeodesicSAM-mix": "geodesic-mix",
-}  # fmt: skip
-RADII = (0.05, 0.1, 0.2, 0.5)
+METHODS = {"AdamW": None, "SAM": "euclidean", "ASAM": "adaptive", "GeodesicSAM": "geodesic-inv"}
+RADII = (0.05, 0.15, 0.5)
 NOISES = (0.0, 0.2)
 BATCH = 64
 #: Radii at which the final weights are measured.
@@ -37,7 +36,8 @@ FINAL = {"geodesic-inv": 0.05, "geodesic-mix": 0.05, "adaptive": 0.25, "euclidea
 def run(method: str, rho: float, noise: float, seed: int, options: Any) -> dict[str, Any]:
     """Fine-tune once, and measure the result."""
     torch.manual_seed(seed)
-    net = _vit_cifar10.model(options.weights).train()
+    net = _vit_cifar10.model(options.weights)
+    set_dropout_(net, 0.0)  # it costs as much as the rest of a step on a CPU
     x, y = _vit_cifar10.images(options.images, "train", 2500, seed=7)
     clean = y.clone()
     wrong = torch.rand(len(y), generator=torch.Generator().manual_seed(9)) < noise
@@ -69,10 +69,11 @@ def run(method: str, rho: float, noise: float, seed: int, options: Any) -> dict[
             scores = torch.cat([net(part) for part in x_test.split(500)])
         errors.append(float((scores.argmax(1) != y_test).double().mean()))
     torch.backends.mha.set_fastpath_enabled(False)
-    batch = (x[:256], clean[:256])
+    batch = (x[:128], clean[:128])
     final = {
-        name: sharpness.evaluate(net, [batch], measure=name, rho=rho, steps=10, progress=False).value
+        name: sharpness.evaluate(net, [batch], measure=name, rho=rho, steps=10, tol=1e-3, progress=False).value
         for name, rho in FINAL.items()
+        if seed > 0
     }
     return {
         "method": method, "rho": rho, "noise": noise, "seed": seed, "epochs": options.epochs, "lr": options.lr,
@@ -104,7 +105,7 @@ def report(rows: list[dict[str, Any]], figure: Path) -> None:
         plain = statistics.median(r["seconds"] for r in rows if r["method"] == "AdamW")
         for i, method in enumerate(METHODS):
             rho = best(rows, method, noise)
-            found = [r for r in rows if (r["method"], r["noise"], r["rho"]) == (method, noise, rho)]
+            found = [r for r in rows if (r["method"], r["noise"], r["rho"]) == (method, noise, rho) and r["seed"] > 0]
             (error, e), (loss, s) = (
                 interval([100 * r["test_error"] for r in found]),
                 interval([r["test_loss"] for r in found]),
@@ -127,8 +128,8 @@ def report(rows: list[dict[str, Any]], figure: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     _vit_cifar10.arguments(parser)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--runs", type=Path, default=RESULTS / "sam.jsonl")
     parser.add_argument("--figure", type=Path, default=RESULTS.parent.parent / "docs" / "images" / "sam.png")
@@ -157,7 +158,7 @@ def main() -> None:
     while len({(r["method"], r["rho"], r["noise"]) for r in finished() if r["seed"] == 0}) < len(grid):
         time.sleep(5)  # other shards still work on the grid
     rows = finished()
-    work([(m, best(rows, m, n), n, s) for s in range(1, options.seeds) for n in NOISES for m in METHODS])
+    work([(m, best(rows, m, n), n, s) for s in range(1, 1 + options.seeds) for n in NOISES for m in METHODS])
 
 
 if __name__ == "__main__":

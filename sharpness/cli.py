@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .distributed import RemoteError
 
@@ -106,27 +106,98 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _shard(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("/")
+    if not (first.isdigit() and last.isdigit()):
+        raise ValueError(f"--shard takes i/n, as 1/4, and {text!r} is none")
+    return int(first), int(last)
+
+
+def _finetune(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from .studies.finetune import Recipe, random_recipe, train_zoo
+
+    data = _data(options)
+    given: dict[str, Any] = {"lr": options.lr, "epochs": options.epochs, "batch": options.batch}
+    if options.vary == "seed":
+        one = {k: v[0] if isinstance(v, list) else v for k, v in given.items() if v is not None}
+        recipes = [Recipe(seed=seed, **one) for seed in range(options.models)]
+    else:
+        ranges: dict[str, Any] = {
+            k: (v[0], v[-1]) if isinstance(v, list) else v for k, v in given.items() if v is not None
+        }
+        recipes = [random_recipe(seed, images=not data.is_text, **ranges) for seed in range(options.models)]
+    test = None if options.test is None else replace(data, source=options.test, examples=None, seed=None)
+    config = train_zoo(
+        options.model, data, options.out, checkpoint=options.checkpoint, recipes=recipes, test=test,
+        points=options.points, shard=_shard(options.shard), device=options.device, progress=not options.quiet,
+    )  # fmt: skip
+    if not options.quiet:
+        print(f"measure them with: sharpness sweep {config} --out RESULTS")
+    return 0
+
+
+def _pretrain(options: argparse.Namespace) -> int:
+    from .data import read_texts
+    from .studies.text import pretrain
+
+    texts = [t for path in options.texts for t in read_texts(path, options.text.split(","), not options.no_header)]
+    losses = pretrain(
+        texts, options.out, width=options.width, depth=options.depth, heads=options.heads,
+        vocabulary=options.vocabulary, length=options.length, steps=options.steps, batch=options.batch, lr=options.lr,
+        seed=options.seed, progress=not options.quiet,
+    )  # fmt: skip
+    if not options.quiet:
+        tail = losses[-max(1, len(losses) // 20) :]
+        print(f"{len(texts)} texts, loss of masked words {sum(tail) / len(tail):.3f}; the model is in {options.out}")
+    return 0
+
+
 def _sweep(options: argparse.Namespace) -> int:
     import torch
 
     from .distributed import torchrun
-    from .sweep import read_config, read_rows, run_sweep, write_rows
+    from .rows import write_csv, write_rows
+    from .sweep import read_config, read_rows, run_sweep
 
-    first, _, last = options.shard.partition("/")
-    if not (first.isdigit() and last.isdigit()):
-        raise ValueError(f"--shard takes i/n, as 1/4, and {options.shard!r} is none")
+    shard = _shard(options.shard)
     sweep = read_config(options.config)
     with torchrun(torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
-        failed = run_sweep(sweep, options.out, shard=(int(first), int(last)), progress=not options.quiet and leader)
+        failed = run_sweep(sweep, options.out, shard=shard, progress=not options.quiet and leader)
     rows = read_rows(options.out, sweep)
     write_rows(options.out / "results.jsonl", rows)
+    write_csv(options.out / "results.csv", rows)
     for unit in failed:
         what = unit.get("measure", "losses")
         print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
     if not options.quiet and leader:
         print(f"{len(rows)} rows in {options.out / 'results.jsonl'}")
     return 1 if failed else 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    from .comparison import compare, formatted
+    from .rows import read_results
+
+    found = compare(read_results(options.results), options.target, every_radius=not options.short)
+    text = formatted(found, options.format)
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from .plots import plot_study
+    from .rows import read_results
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in plot_study(read_results(options.results), options.target, options.out, suffix=options.format):
+        print(path)
+    return 0
 
 
 def _add_data_options(command: argparse.ArgumentParser) -> None:
@@ -239,6 +310,81 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--shard", default="1/1", help="take the i-th of n parts of the checkpoints")
     sweep.add_argument("--quiet", action="store_true", help="no progress bar")
     sweep.set_defaults(run=_sweep)
+    for name, run_it, words in (
+        ("table", _table, "print how every measure ranks the models of a sweep"),
+        ("plot", _plot, "draw the figures of a sweep"),
+    ):
+        shown = commands.add_parser(
+            name,
+            help=words,
+            description="Kendall's tau of the generalisation gap with every measure: at every radius, at the paper's, "
+            "at its best and at equal rise of the loss; with bootstrap intervals, controlled for the training loss, "
+            "beside norms and other baselines."
+            if name == "table"
+            else "Scatter of the gap against every measure (at its best radius, and at equal rise of the loss), the "
+            "ablations, the relaxation, and sharpness and tau along the radius.",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        shown.add_argument("results", type=Path, metavar="RESULTS", help="a sweep's folder, results.jsonl or .csv")
+        shown.add_argument(
+            "--target", choices=["gap", "loss-gap", "test-error", "test-loss"], default="gap", help="what is predicted"
+        )
+        shown.set_defaults(run=run_it)
+        if name == "table":
+            shown.add_argument(
+                "--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table"
+            )
+            shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
+            shown.add_argument("--out", type=Path, help="file (default: print)")
+        else:
+            shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
+            shown.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    zoo = commands.add_parser(
+        "finetune",
+        help="fine-tune a model many times, for a study of sharpness and generalisation",
+        description="Fine-tune a model many times on one data set, with random recipes (learning rate, weight decay, "
+        "epochs, label smoothing, label noise, and for images augmentation and mix-up) or with seeds alone, and write "
+        "the checkpoints and a configuration for `sharpness sweep`. Models that are there are not trained again.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    zoo.add_argument("model", metavar="MODEL", help="as for run; a transformers folder gets a new head for texts")
+    zoo.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
+    zoo.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
+    zoo.add_argument("--test", help="test data, for the configuration")
+    _add_data_options(zoo)
+    zoo.add_argument("--models", type=int, default=24, help="how many")
+    zoo.add_argument("--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models")
+    zoo.add_argument("--lr", type=float, nargs="+", help="learning rate: a range, or one for --vary seed")
+    zoo.add_argument("--epochs", type=int, nargs="+", help="epochs: a range, or one for --vary seed")
+    zoo.add_argument("--batch", type=int, help="examples a step")
+    zoo.add_argument("--points", type=int, default=256, help="training examples to measure on")
+    zoo.add_argument("--shard", default="1/1", help="train the i-th of n parts of the models")
+    zoo.add_argument("--device", default="cpu", help="cpu or cuda")
+    zoo.add_argument("--out", type=Path, required=True, help="folder for the models")
+    zoo.add_argument("--quiet", action="store_true", help="no progress bar")
+    zoo.set_defaults(run=_finetune, batch_size=256, batches=None)
+    pretraining = commands.add_parser(
+        "pretrain",
+        help="pre-train a small BERT on texts of your own",
+        description="Train a WordPiece vocabulary and a small BERT by masked-language modelling on the texts of "
+        "tables, and write a transformers folder, which `sharpness finetune` takes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    pretraining.add_argument("texts", type=Path, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
+    pretraining.add_argument("--text", default="text", help="columns of the texts, as premise,hypothesis")
+    pretraining.add_argument("--no-header", action="store_true", help="the tables' first line is no header")
+    pretraining.add_argument("--width", type=int, default=128, help="hidden width")
+    pretraining.add_argument("--depth", type=int, default=4, help="layers")
+    pretraining.add_argument("--heads", type=int, default=4, help="attention heads")
+    pretraining.add_argument("--vocabulary", type=int, default=8000, help="entries of the vocabulary")
+    pretraining.add_argument("--length", type=int, default=64, help="longest input in tokens")
+    pretraining.add_argument("--steps", type=int, default=9000, help="steps of training")
+    pretraining.add_argument("--batch", type=int, default=64, help="texts a step")
+    pretraining.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    pretraining.add_argument("--seed", type=int, default=0, help="seed of weights, order and masks")
+    pretraining.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
+    pretraining.add_argument("--quiet", action="store_true", help="no progress bar")
+    pretraining.set_defaults(run=_pretrain)
     toy = commands.add_parser(
         "toy",
         help="the two-parameter network: level sets of Euclidean and Riemannian quantities",

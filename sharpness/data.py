@@ -10,6 +10,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,10 @@ from torch import Tensor
 from .losses import mapped
 from .models import ImageFormat, LoadedModel, load_state_dict, resolve
 
-__all__ = ["DataChoice", "Examples", "TextColumns", "choose", "load_batches", "load_examples", "named_labels"]
+__all__ = [
+    "DataChoice", "Examples", "TextColumns", "choose", "load_batches", "load_examples", "named_labels", "read_table",
+    "read_texts",
+]  # fmt: skip
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 _TABLES = {".tsv", ".csv", ".jsonl"}
@@ -219,7 +223,15 @@ def _idx_images(path: Path, how: ImageFormat) -> Examples:
 # -- text ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path, header: bool) -> Sequence[Mapping[str, str]]:
+def read_table(path: str | os.PathLike[str], header: bool = True) -> Sequence[Mapping[str, str]]:
+    """Read a ``.tsv`` (quotation marks are text), ``.csv`` or ``.jsonl`` table: its rows by column.
+
+    Raises
+    ------
+    ValueError, OSError
+        A file that is no such table, or not UTF-8.
+    """
+    path = Path(path)
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -267,7 +279,7 @@ def _label(value: str, columns: TextColumns, known: Mapping[str, int], path: Pat
 def _text(path: Path, columns: TextColumns, tokenizer: Any, known: Mapping[str, int]) -> Examples:
     if tokenizer is None:
         raise ValueError(f"{path} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
-    rows = _rows(path, columns.header)
+    rows = read_table(path, columns.header)
     if not rows:
         raise ValueError(f"{path} has no rows")
     wanted = [columns.text, columns.label, *([columns.pair] if columns.pair is not None else [])]
@@ -405,6 +417,24 @@ def load_batches(
     return result
 
 
+def read_texts(path: str | os.PathLike[str], columns: Sequence[str], header: bool = True) -> list[str]:
+    """Read all texts in some columns of a ``.tsv``, ``.csv`` or ``.jsonl`` table, row by row.
+
+    Raises
+    ------
+    ValueError, OSError
+        No such column; a file that cannot be read.
+    """
+    path = Path(path)
+    found = []
+    for number, row in enumerate(read_table(path, header), 1):
+        missing = [c for c in columns if c not in row]
+        if missing:
+            raise ValueError(f"row {number} of {path} has no column {missing[0]!r}; it has {', '.join(row)}")
+        found += [row[c] for c in columns]
+    return found
+
+
 def named_labels(text: str | None) -> dict[str, int]:
     """Read ``NAME=NUMBER,…``.
 
@@ -454,11 +484,17 @@ class DataChoice:
         """Read the batches for a model."""
         return load_batches(
             self.source, batch_size=self.batch_size, count=self.batches, examples=self.examples, seed=self.seed,
-            device=device, images=self._images(loaded.images), text=self.columns, tokenizer=loaded.tokenizer,
+            device=device, images=self.image_format(loaded.images), text=self.columns, tokenizer=loaded.tokenizer,
             labels=loaded.labels,
         )  # fmt: skip
 
-    def _images(self, known: ImageFormat | None) -> ImageFormat | None:
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a table of text."""
+        return Path(self.source).suffix.lower() in _TABLES
+
+    def image_format(self, known: ImageFormat | None) -> ImageFormat | None:
+        """What is expected of images: what this choice says, else what the model says."""
         if self.image_size is None and self.mean is None and self.std is None:
             return known
         base = known or ImageFormat((224, 224), (0.5,), (0.5,))

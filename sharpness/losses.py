@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["LossFunction", "Objective", "Outcome", "default_loss", "mapped", "normalized_logits", "tensors"]
+__all__ = [
+    "LossFunction", "Objective", "Outcome", "default_loss", "mapped", "normalized_logits",
+    "scores_and_labels", "tensors",
+]  # fmt: skip
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -105,6 +108,15 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
     if normalize_logits and isinstance(batch, Mapping):
         loss = F.cross_entropy(normalized_logits(scores), labels)
     return Outcome(loss, int((scores.detach().argmax(1) != labels).sum()), len(labels))
+
+
+def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Scores (examples, classes) and labels (examples,) of a batch; None where it is no classification."""
+    output = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
+    scores, labels = output if isinstance(output, Tensor) else getattr(output, "logits", None), _labels(batch)
+    if not (isinstance(scores, Tensor) and labels is not None and _is_classification(scores, labels)):
+        return None
+    return scores, labels
 
 
 def _is_classification(scores: Tensor, labels: Tensor) -> bool:

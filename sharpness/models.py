@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -93,6 +94,15 @@ class LoadedModel:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError):
             return None
+
+    def text_key(self) -> str:
+        """What decides how texts become tokens: equal keys, equal tokens."""
+        names = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "*.spm")
+        files = [] if self.folder is None else sorted(p for name in names for p in self.folder.glob(name))
+        digest = hashlib.sha256(json.dumps([self.labels, [p.name for p in files]], sort_keys=True).encode())
+        for p in files:
+            digest.update(p.read_bytes())
+        return digest.hexdigest()
 
 
 class ClipClassifier(nn.Module):
@@ -334,7 +344,8 @@ def _from_function(name: str, checkpoint: str | None) -> LoadedModel:
         raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
     if checkpoint is not None:
         _fill(model, checkpoint)
-    return LoadedModel(model.eval(), "function", None)
+    images = getattr(model, "image_format", None)
+    return LoadedModel(model.eval(), "function", None, images if isinstance(images, ImageFormat) else None)
 
 
 def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -> LoadedModel:
@@ -345,7 +356,7 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     name : str
         A folder with ``config.json`` (transformers; only local files are read), an open_clip model name such as
         ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function`` for what a
-        function without arguments returns.
+        function without arguments returns; if that has an ``image_format``, images are read so.
     checkpoint : str, optional
         Local weights for a name; without them the weights are random. Of an open_clip model either all of it, or, as in
         the public "model soups", ``model.visual.…`` with ``classification_head.weight`` and ``.bias``: then the model

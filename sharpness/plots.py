@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .comparison import Ranking, compare, curves
+from .rows import TARGETS, Row, targets
 
 if TYPE_CHECKING:
     from .results import SharpnessResult
 
-__all__ = ["plot_symmetry_demo"]
+__all__ = ["plot_diagonal", "plot_study", "plot_symmetry_demo", "plot_toy"]
 
 COLOURS = {"geodesic-inv": "C0", "geodesic-mix": "C2", "adaptive": "C1", "euclidean": "C3"}
 
@@ -149,3 +155,131 @@ def plot_toy(
     last.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+# -- studies of many models --------------------------------------------------------------------------------------------
+
+
+def plot_study(
+    rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
+) -> list[Path]:
+    """Draw a sweep: ``scatter``, ``radius``, and, where it has them, ``ablations`` and ``relaxation``.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        See :func:`sharpness.rows.read_results`.
+    target : str
+        What is to be predicted, see :func:`sharpness.rows.targets`.
+    folder
+        Where the figures go.
+    prefix, suffix : str
+        Of their names.
+
+    Returns
+    -------
+    list of Path
+    """
+    found = compare(rows, target)
+    goal = targets(rows, target)
+
+    def path(name: str) -> Path:
+        return Path(folder) / f"{prefix}{name}.{suffix}"
+
+    drawn = [_plot_scatter(found, goal, target, path("scatter")), _plot_radius(rows, found, goal, path("radius"))]
+    plain = {r.quantity for r in found if r.choice in ("best", "–")}
+    changed = [r for r in found if r.choice == "ρ" and r.quantity not in plain]
+    relaxed = [r for r in changed if "relaxation" in r.quantity]
+    for name, members in (("ablations", [r for r in changed if r not in relaxed]), ("relaxation", relaxed)):
+        if members:
+            # The measure itself, at the same radius, beside its variants.
+            bases = {(r.quantity.split(",")[0], r.rho) for r in members}
+            base = [r for r in found if r.choice == "ρ" and (r.quantity, r.rho) in bases]
+            both = sorted([*base, *members], key=lambda r: r.quantity)
+            drawn.append(_plot_grid(both, goal, target, path(name)))
+    return drawn
+
+
+def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
+    colour = COLOURS.get(row.quantity.split(",")[0], "0.4")
+    axes.plot(row.values, [goal[m] for m in row.models], "o", color=colour, markersize=4)
+    tau = row.tau
+    axes.set_title(f"{title}\nτ = {tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}], p = {tau.p:.1g}", fontsize=8.5)
+    axes.locator_params(nbins=4)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
+    """The target against every measure: at its best radius above, at equal rise of the loss below."""
+    plt = _pyplot()
+    best = [r for r in found if r.choice == "best"] or [r for r in found if r.choice == "–"]
+    rises = sorted({r.rise for r in found if r.choice == "equal rise" and r.rise is not None})
+    equal = {r.quantity: r for r in found if rises and r.choice == "equal rise" and r.rise == rises[len(rises) // 2]}
+    height = 2 if equal else 1
+    figure, grid = plt.subplots(
+        height, len(best), figsize=(3.2 * len(best), 3.0 * height), layout="constrained", sharey=True, squeeze=False
+    )
+    for j, row in enumerate(best):
+        _scatter(grid[0, j], row, goal, row.quantity if row.rho is None else f"{row.quantity}, best ρ = {row.rho:g}")
+        if row.quantity in equal:
+            same = equal[row.quantity]
+            _scatter(grid[1, j], same, goal, f"median rise {same.rise:.2g} (ρ = {same.rho:.2g})")
+    for axes in grid[-1]:
+        axes.set_xlabel("sharpness")
+    for axes in grid[:, 0]:
+        axes.set_ylabel(TARGETS[target])
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _plot_grid(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
+    plt = _pyplot()
+    width = min(4, len(found))
+    height = -(-len(found) // width)
+    figure, grid = plt.subplots(
+        height, width, figsize=(3.1 * width, 2.7 * height), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, row in zip(grid.ravel(), found, strict=False):
+        _scatter(axes, row, goal, f"{row.quantity}, ρ = {row.rho:g}")
+    for axes in grid.ravel()[len(found) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(TARGETS[target], fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> Path:
+    """Sharpness of every model along the radius, coloured by the target; and τ along the median rise."""
+    plt = _pyplot()
+    own = [c for c in curves(rows, ablations=False) if len(c.rho) > 1]
+    figure, grid = plt.subplots(
+        1, len(own) + 1, figsize=(3.2 * (len(own) + 1), 3.2), layout="constrained", squeeze=False
+    )
+    low, high = min(goal.values()), max(goal.values())
+    for axes, c in zip(grid[0], own, strict=False):
+        for model, values in zip(c.models, c.values, strict=True):
+            if model in goal:
+                colour = plt.get_cmap("viridis")((goal[model] - low) / ((high - low) or 1))
+                axes.loglog(c.rho, np.maximum(values, 1e-12), color=colour, linewidth=0.9)
+        axes.set(xlabel="radius ρ", title=c.name)
+    if own:
+        grid[0, 0].set_ylabel("sharpness (yellow: large target)")
+    last = grid[0, -1]
+    for c in own:
+        line = sorted((r.rise, r.tau) for r in found if r.choice == "ρ" and r.quantity == c.name and r.rise)
+        x, taus = [v for v, _ in line], [t for _, t in line]
+        last.semilogx(x, [t.value for t in taus], "o-", color=COLOURS.get(c.measure), label=c.name)
+        last.fill_between(x, [t.low for t in taus], [t.high for t in taus], color=COLOURS.get(c.measure), alpha=0.12)
+    control = next((r for r in found if r.quantity == "train_loss"), None)
+    if control is not None:
+        last.axhline(control.tau.value, color="0.5", linestyle="--", label="training loss")
+    last.set(xlabel="median rise of the loss", ylabel="Kendall τ", title="τ along the radius")
+    last.legend(frameon=False, fontsize=8)
+    for axes in grid[0]:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path

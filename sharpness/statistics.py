@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import scipy.stats
 
-__all__ = ["Correlation", "granulated_kendall", "kendall", "partial_kendall", "pearson", "spearman"]
+__all__ = [
+    "Correlation",
+    "granulated_kendall",
+    "kendall",
+    "kendall_difference",
+    "partial_kendall",
+    "pearson",
+    "spearman",
+]
 
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
 _Array = npt.NDArray[np.float64]
@@ -119,6 +127,31 @@ def kendall(x: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.9
     c = _columns(x=x, y=y)
     p = float("nan") if np.isnan(_tau(c["x"], c["y"])) else scipy.stats.kendalltau(c["x"], c["y"]).pvalue
     return _bootstrapped("Kendall τ", _tau, [c["x"], c["y"]], p, resamples, level, seed)
+
+
+def kendall_difference(
+    x: Numbers, other: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
+) -> Correlation:
+    r"""Compute τ(x, y) − τ(other, y), with a bootstrap interval over models that resamples all three together.
+
+    Parameters
+    ----------
+    x, other, y : sequence of float
+        One number a model: two measures, and what both are to predict.
+    resamples, level, seed
+        Of the bootstrap. p is not defined; see whether the interval holds 0.
+
+    Returns
+    -------
+    Correlation
+    """
+    c = _columns(x=x, other=other, y=y)
+
+    def statistic(a: _Array, b: _Array, goal: _Array) -> float:
+        return _tau(a, goal) - _tau(b, goal)
+
+    columns = [c["x"], c["other"], c["y"]]
+    return _bootstrapped("difference of τ", statistic, columns, float("nan"), resamples, level, seed)
 
 
 def _classical(name: str, test: Any, x: Numbers, y: Numbers, resamples: int, level: float, seed: int) -> Correlation:

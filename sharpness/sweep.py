@@ -1,8 +1,9 @@
 """Many checkpoints, measures, radii and ablations: resumable, and spread over processes and machines.
 
-A *unit* is one checkpoint under one measure with one set of switches, at all radii, or one checkpoint's fit: its loss
-and error on training and test data. Every finished unit is a file of its own in the results' folder, written as a whole
-or not at all, so that any number of processes on any number of machines may work on one folder, and be killed.
+A *unit* is one checkpoint under one measure with one set of switches, at all radii; or one checkpoint's fit, its loss
+and error on training and test data; or its baselines, norms and the like. Every finished unit is a file of its own in
+the results' folder, written as a whole or not at all, so that any number of processes on any number of machines may
+work on one folder, and be killed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -22,15 +24,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .data import DataChoice, TextColumns
+from .baselines import distance, norms, relative_flatness
+from .data import DataChoice, TextColumns, read_table
 from .distributed import counter
 from .evaluation import evaluate
 from .losses import Objective
 from .measures import measure_with
-from .models import load
+from .models import LoadedModel, load, load_state_dict
 from .results import SharpnessResult, write_json
 
-__all__ = ["Checkpoint", "Sweep", "gaps", "read_config", "read_rows", "run_sweep", "write_rows"]
+__all__ = ["Accuracies", "Checkpoint", "Sweep", "read_config", "read_rows", "run_sweep"]
 
 #: Settings of ``evaluate`` that a configuration may give.
 _SETTINGS: dict[str, Any] = {
@@ -65,6 +68,66 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Accuracies:
+    """Known accuracies by model name, which stand in for a test set.
+
+    Attributes
+    ----------
+    file : str
+        .csv, .tsv or .jsonl table.
+    name : str
+        Column of the models' names: those of the checkpoints, with or without their suffix.
+    test, train : str or None
+        Columns of accuracies, as fractions. Without ``train`` the training data are run through the model.
+    match : {"name", "number"}
+        Compare the names, or the one number in them (``Run 7`` is ``bert_07``).
+    """
+
+    file: str
+    name: str
+    test: str
+    train: str | None = None
+    match: str = "name"
+
+    def __post_init__(self) -> None:
+        if self.match not in ("name", "number"):
+            raise ValueError(f'accuracies match by "name" or "number", not {self.match!r}')
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Give the accuracies (``test`` and maybe ``train``) by the form of the name that is compared."""
+        found: dict[str, dict[str, float]] = {}
+        wanted = {"test": self.test, **({} if self.train is None else {"train": self.train})}
+        for number, row in enumerate(read_table(self.file), 1):
+            missing = [c for c in (self.name, *wanted.values()) if c not in row]
+            if missing:
+                raise ValueError(f"row {number} of {self.file} has no column {missing[0]!r}; it has {', '.join(row)}")
+            key = self.key(row[self.name])
+            try:
+                values = {k: float(row[c]) for k, c in wanted.items()}
+            except ValueError as error:
+                raise ValueError(f"row {number} of {self.file} holds no accuracy ({error})") from error
+            if not all(0 <= v <= 1 for v in values.values()):
+                raise ValueError(f"row {number} of {self.file}: accuracies are fractions from 0 to 1, got {values}")
+            if key in found:
+                raise ValueError(f"row {number} of {self.file} names the model {row[self.name]!r} a second time")
+            found[key] = values
+        return found
+
+    def key(self, name: str) -> str:
+        """What is compared of a name."""
+        if self.match == "name":
+            return Path(name).stem if Path(name).suffix in _SUFFIXES else name
+        numbers = re.findall(r"\d+", name)
+        if len(numbers) != 1:
+            raise ValueError(f"{name!r} does not hold exactly one number to match it by")
+        return str(int(numbers[0]))
+
+
+#: Of checkpoint files.
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+@dataclass(frozen=True)
 class Sweep:
     """What is to be done.
 
@@ -74,13 +137,20 @@ class Sweep:
     data : DataChoice
         Measured on.
     train, test : DataChoice or None
-        For the generalisation gap; ``train`` is ``data`` by default. Without ``test`` there is no gap.
+        For the generalisation gap; ``train`` is ``data`` by default. Without ``test`` or ``accuracies`` there is none.
+    accuracies : Accuracies or None
+        In place of ``test``.
+    baselines : bool
+        Norms and relative flatness too, see :mod:`sharpness.baselines`.
+    initial : Checkpoint or None
+        What all models were fine-tuned from, for the distance from there.
     measures : tuple of str
     rho : dict of str to tuple of float
         Radii by measure; a measure without any has its own default.
     ablations : tuple of dict
         Switches of ``evaluate`` (``geodesic``, ``norm``, ``symmetry``, ``relaxation``, …), for those measures to which
-        they mean something; ``{}`` is the measure itself.
+        they mean something, or which it names under ``measures``, and with radii of its own if it has a ``rho`` (as
+        above); ``{}`` is the measure itself.
     settings : dict
         Of ``evaluate``: steps, tol, ascent, restarts, seed, micro_batch, normalize_logits.
     device : str
@@ -90,6 +160,9 @@ class Sweep:
     data: DataChoice
     train: DataChoice | None = None
     test: DataChoice | None = None
+    accuracies: Accuracies | None = None
+    baselines: bool = True
+    initial: Checkpoint | None = None
     measures: tuple[str, ...] = ("geodesic-inv", "geodesic-mix", "adaptive")
     rho: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     ablations: tuple[Mapping[str, Any], ...] = ({},)
@@ -101,18 +174,35 @@ class Sweep:
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "size": _size(checkpoint)}
         if self.test is not None:
             yield {**where, "kind": "fit", "train": _plain(self.train or self.data), "test": _plain(self.test)}
+        elif self.accuracies is not None:
+            yield {**where, "kind": "fit", "train": _plain(self.train or self.data), "known": asdict(self.accuracies)}
+        if self.baselines:
+            start = None if self.initial is None else [self.initial.weights or self.initial.model, _size(self.initial)]
+            yield {**where, "kind": "baselines", "data": _plain(self.data), "initial": start}
         for name in self.measures:
             for ablation in self.ablations:
-                if not _applies(name, ablation):
+                switches = {k: v for k, v in ablation.items() if k not in _OF_AN_ABLATION}
+                if not _applies(name, switches) or name not in ablation.get("measures", (name,)):
                     continue
-                how = measure_with(name, **ablation)
-                rho = [] if how.local else list(self.rho.get(name, ())) or [how.rho or math.nan]
+                how = measure_with(name, **switches)
+                radii = {**self.rho, **_radii(ablation.get("rho", {}), self.measures)}
+                rho = [] if how.local else list(radii.get(name, ())) or [how.rho or math.nan]
                 if math.nan in rho:
                     raise ValueError(f"the measure {name!r} has no radius of its own; give some under rho")
                 yield {
-                    **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": dict(ablation),
+                    **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switches,
                     "data": _plain(self.data), "settings": {**_SETTINGS, **self.settings},
                 }  # fmt: skip
+
+
+#: Entries of an ablation that are no switches of ``evaluate``.
+_OF_AN_ABLATION = ("rho", "measures")
+
+
+def _radii(rho: Any, measures: Iterable[str]) -> dict[str, tuple[float, ...]]:
+    """A number, a list or either by measure, to radii by measure."""
+    by_measure = rho if isinstance(rho, Mapping) else dict.fromkeys(measures, rho)
+    return {k: tuple(float(r) for r in (v if isinstance(v, (list, tuple)) else [v])) for k, v in by_measure.items()}
 
 
 def _plain(choice: DataChoice) -> dict[str, Any]:
@@ -166,6 +256,20 @@ def _data_choice(found: Any, base: Path) -> DataChoice:
     return DataChoice(source, columns=columns, **rest)
 
 
+def _accuracies(found: Any, base: Path) -> Accuracies:
+    known = {f.name for f in fields(Accuracies)}
+    if not isinstance(found, dict) or not {"file", "name", "test"} <= set(found) or not set(found) <= known:
+        raise ValueError(f"accuracies need file, name and test, and may have train and match; got {found}")
+    return Accuracies(**{**found, "file": str(base / found["file"])})
+
+
+def _initial(found: Any, base: Path) -> Checkpoint:
+    path = base / str(found)
+    if not path.exists():
+        raise ValueError(f"there are no initial weights at {path}")
+    return Checkpoint(path.name, str(path))
+
+
 def _checkpoints(entries: Any, base: Path) -> tuple[Checkpoint, ...]:
     found: list[Checkpoint] = []
     for entry in entries if isinstance(entries, list) else [entries]:
@@ -197,9 +301,10 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     path
         With the entries ``checkpoints`` (a pattern, or a list of ``{path, model, head}``), ``data``, ``train``,
         ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
-        :class:`sharpness.data.TextColumns`), ``measures``, ``rho`` (a list for all measures, or lists by measure),
-        ``ablations`` (a list of switches), ``device``, and settings of :func:`sharpness.evaluate`. Paths are relative
-        to the file.
+        :class:`sharpness.data.TextColumns`), or ``accuracies`` (those of :class:`Accuracies`) in place of ``test``,
+        ``measures``, ``rho`` (a list for all measures, or lists by measure), ``ablations`` (a list of switches),
+        ``baselines`` (true or false), ``initial`` (a checkpoint file or a transformers folder), ``device``, and
+        settings of :func:`sharpness.evaluate`. Paths are relative to the file.
 
     Raises
     ------
@@ -225,21 +330,32 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
         if type(error).__module__.startswith("yaml"):
             raise ValueError(f"{path} cannot be parsed ({' '.join(str(error).split())})") from error
         raise
-    known = {"checkpoints", "data", "train", "test", "measures", "rho", "ablations", "device", *_SETTINGS}
+    known = {
+        "checkpoints", "data", "train", "test", "accuracies", "baselines", "initial", "measures", "rho", "ablations",
+        "device", *_SETTINGS,
+    }  # fmt: skip
     if not isinstance(found, dict) or not {"checkpoints", "data"} <= set(found):
         raise ValueError(f"{path} needs the entries checkpoints and data")
     unknown = sorted(set(found) - known)
     if unknown:
         raise ValueError(f"{path} has the unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    if {"test", "accuracies"} <= set(found):
+        raise ValueError(f"{path} has both test and accuracies, which stand in for it; leave one out")
     measures = tuple(found.get("measures", Sweep.measures))
-    rho = found.get("rho", {})
-    radii: dict[str, Any] = rho if isinstance(rho, dict) else dict.fromkeys(measures, rho)
-    for name in (*measures, *radii):
-        measure_with(name)
     ablations = tuple(found.get("ablations", ({},)))
+    radii = _radii(found.get("rho", {}), measures)
+    more = [_radii(ablation.get("rho", {}), measures) for ablation in ablations]
+    for name in (
+        *measures,
+        *radii,
+        *(m for r in more for m in r),
+        *(m for a in ablations for m in a.get("measures", ())),
+    ):
+        measure_with(name)
     for ablation in ablations:
+        switches = {k: v for k, v in ablation.items() if k not in _OF_AN_ABLATION}
         try:
-            applied = any(_applies(name, ablation) for name in measures)
+            applied = any(_applies(name, switches) for name in ablation.get("measures", measures))
         except TypeError as error:
             raise ValueError(f"{path}: an ablation has an unknown switch ({error})") from error
         if not applied:
@@ -250,8 +366,11 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
         _data_choice(found["data"], path.parent),
         parts.get("train"),
         parts.get("test"),
+        _accuracies(found["accuracies"], path.parent) if "accuracies" in found else None,
+        bool(found.get("baselines", True)),
+        _initial(found["initial"], path.parent) if found.get("initial") is not None else None,
         measures,
-        {k: tuple(float(r) for r in (v if isinstance(v, list) else [v])) for k, v in radii.items()},
+        radii,
         ablations,
         {k: found[k] for k in _SETTINGS if k in found},
         str(found.get("device", "cpu")),
@@ -298,30 +417,66 @@ def _rows(unit: Mapping[str, Any], result: SharpnessResult, seconds: float) -> I
         }
 
 
-class _Loaded:
-    """The checkpoint at hand, and its batches; read when first asked for."""
+class _Cache:
+    """Batches that several checkpoints share: reading thousands of images takes as long as running them."""
 
-    def __init__(self, sweep: Sweep, checkpoint: Checkpoint) -> None:
-        self.device = torch.device(sweep.device)
-        self.found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
-        self.model = self.found.model.to(self.device).eval()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._batches: dict[str, list[Any]] = {}
 
-    def batches(self, choice: DataChoice) -> list[Any]:
-        key = json.dumps(_plain(choice), sort_keys=True)
+    def batches(self, choice: DataChoice, loaded: LoadedModel) -> list[Any]:
+        key = json.dumps([_plain(choice), repr(choice.image_format(loaded.images)), loaded.text_key()], sort_keys=True)
         if key not in self._batches:
-            self._batches[key] = choice.load(self.found, self.device)
+            if len(self._batches) > 2:  # training, test and measured examples of one kind of model
+                self._batches.clear()
+            self._batches[key] = choice.load(loaded, self.device)
         return self._batches[key]
+
+
+class _Loaded:
+    """The checkpoint at hand, and its batches."""
+
+    def __init__(self, sweep: Sweep, checkpoint: Checkpoint, cache: _Cache) -> None:
+        self.found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
+        self.model = self.found.model.to(cache.device).eval()
+        self.cache = cache
+
+    def batches(self, choice: DataChoice) -> list[Any]:
+        return self.cache.batches(choice, self.found)
+
+
+def _fits(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    train = sweep.train or sweep.data
+    if sweep.accuracies is not None:
+        known = sweep.accuracies.read()
+        key = sweep.accuracies.key(unit["checkpoint"])
+        if key not in known:
+            raise ValueError(f"{sweep.accuracies.file} has no accuracy of the model {unit['checkpoint']!r}")
+        row = {f"{part}_error": 1 - value for part, value in known[key].items()}
+        if "train" in known[key]:
+            return row
+    for part, choice in (("train", train), ("test", sweep.test)):
+        if choice is not None:
+            row.update({f"{part}_{k}": v for k, v in _fit(loaded.model, loaded.batches(choice)).items()})
+    return row
+
+
+def _baselines(sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
+    row: dict[str, Any] = dict(norms(loaded.model))
+    row["relative_flatness"] = relative_flatness(loaded.model, loaded.batches(sweep.data))
+    if sweep.initial is not None:
+        path = Path(sweep.initial.model)
+        start = load(str(path)).model.state_dict() if path.is_dir() else load_state_dict(path)
+        row["distance"] = distance(loaded.model, start)
+    return row
 
 
 def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> list[dict[str, Any]]:
     start = time.perf_counter()
-    if unit["kind"] == "fit":
-        row: dict[str, Any] = dict(unit)
-        for part, choice in (("train", sweep.train or sweep.data), ("test", sweep.test)):
-            assert choice is not None
-            row.update({f"{part}_{k}": v for k, v in _fit(loaded.model, loaded.batches(choice)).items()})
-        return [{**row, "seconds": time.perf_counter() - start}]
+    if unit["kind"] != "sharpness":
+        found = _fits(unit, sweep, loaded) if unit["kind"] == "fit" else _baselines(sweep, loaded)
+        return [{**unit, **found, "seconds": time.perf_counter() - start}]
     result = evaluate(
         loaded.model, loaded.batches(sweep.data), measure=unit["measure"], rho=unit["rho"] or None,
         keep_directions=False, progress=False, **unit["settings"], **unit["ablation"],
@@ -356,12 +511,13 @@ def run_sweep(
     done.mkdir(parents=True, exist_ok=True)
     mine = list(sweep.checkpoints[i - 1 :: n])
     failed: list[dict[str, Any]] = []
+    cache = _Cache(torch.device(sweep.device))
     for position in tqdm(counter(len(mine)), total=len(mine), desc="checkpoints", disable=not progress):
-        failed += _do_checkpoint(sweep, mine[position], done)
+        failed += _do_checkpoint(sweep, mine[position], done, cache)
     return failed
 
 
-def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path) -> list[dict[str, Any]]:
+def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
     open_units = [(u, done / f"{_key(u)}.json") for u in sweep.units(checkpoint)]
     open_units = [(u, path) for u, path in open_units if not _is_done(path)]
     if not open_units:
@@ -370,7 +526,7 @@ def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path) -> list[dic
     loaded: _Loaded | None = None
     problem = ""
     try:
-        loaded = _Loaded(sweep, checkpoint)
+        loaded = _Loaded(sweep, checkpoint, cache)
     except _PROBLEMS as error:
         problem = _words(error)
     for unit, path in open_units:
@@ -426,20 +582,3 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     ablation = json.dumps(row.get("ablation", {}), sort_keys=True)
     return row["checkpoint"], row["kind"], row.get("measure", ""), ablation, row.get("rho", 0.0)
-
-
-def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON line a row; the file is replaced as a whole or not at all."""
-    path = Path(path)
-    own = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    own.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    own.replace(path)
-
-
-def gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Generalisation gap, test error minus training error, by checkpoint."""
-    return {
-        r["checkpoint"]: r["test_error"] - r["train_error"]
-        for r in rows
-        if r["kind"] == "fit" and r.get("test_error") is not None and r.get("train_error") is not None
-    }

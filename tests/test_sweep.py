@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from sharpness import cli, evaluate
-from sharpness.sweep import gaps, read_config, read_rows, run_sweep
+from sharpness.rows import gaps
+from sharpness.sweep import read_config, read_rows, run_sweep
 
 ROOT = Path(__file__).parent.parent
 MODULE = """
@@ -64,7 +65,7 @@ def rows_of(folder, config="sweep.json"):
 def test_rows_are_those_of_evaluate(place):
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
     rows = rows_of("out")
-    assert len(rows) == 4 * (1 + 2 * 2 + 2 * 1)
+    assert len(rows) == 4 * (1 + 1 + 2 * 2 + 2 * 1)
     assert [json.loads(line)["unit"] for line in Path("out/results.jsonl").read_text().splitlines()] == [
         r["unit"] for r in rows
     ]
@@ -102,7 +103,7 @@ def test_finished_units_are_not_done_again(place, monkeypatch):
     assert len(after) == len(before) + 4
     config["steps"] = 5
     Path("other.json").write_text(json.dumps(config))
-    assert rows_of("out", "other.json") == [r for r in rows_of("out") if r["kind"] == "fit"]
+    assert rows_of("out", "other.json") == [r for r in rows_of("out") if r["kind"] != "sharpness"]
 
 
 def test_shards_give_the_same_rows(place):
@@ -231,7 +232,7 @@ def test_yaml_and_mistakes_in_it(place, capsys):
         "data: train.pt\nmeasures: [adaptive]\nsteps: 2\n"
     )
     assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 0
-    assert len(rows_of("out", "sweep.yaml")) == 1
+    assert [r["kind"] for r in rows_of("out", "sweep.yaml")] == ["baselines", "sharpness"]
     Path("sweep.yaml").write_text("checkpoints: [\n")
     assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 2
     assert "sweep.yaml cannot be parsed" in capsys.readouterr().err
@@ -239,3 +240,18 @@ def test_yaml_and_mistakes_in_it(place, capsys):
     assert "--shard takes i/n" in capsys.readouterr().err
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", "3/2", "--quiet"]) == 2
     assert "1 ≤ i ≤ n" in capsys.readouterr().err
+
+
+def test_an_ablation_with_radii_and_measures_of_its_own(place):
+    config = json.loads(Path("sweep.json").read_text())
+    config["ablations"] = [{}, {"case": "average", "rho": 0.2, "measures": ["adaptive"]}]
+    Path("own.json").write_text(json.dumps(config))
+    assert run_sweep(read_config("own.json"), "out", progress=False) == []
+    rows = [r for r in rows_of("out", "own.json") if r.get("ablation")]
+    assert [(r["checkpoint"], r["measure"], r["rho"], r["ablation"]) for r in rows] == [
+        (f"net{i}.pt", "adaptive", 0.2, {"case": "average"}) for i in range(4)
+    ]
+    config["ablations"] = [{"case": "average", "measures": ["geometric"]}]
+    Path("own.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="unknown measure 'geometric'"):
+        read_config("own.json")

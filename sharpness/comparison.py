@@ -1,0 +1,286 @@
+"""Which measure ranks models by how they generalise: every measure at comparable radii, beside what costs nothing.
+
+A measure's correlation depends on its radius, and sharpness follows the training loss. So a measure is looked at over
+all its radii, at the radii where measures have *equal effect* (equal median rise of the loss), with the training loss
+controlled for, and beside baselines.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import scipy.optimize
+
+from .measures import MEASURES
+from .rows import BASELINES, Row, targets
+from .statistics import Correlation, kendall, kendall_difference, partial_kendall
+
+__all__ = ["Curves", "Ranking", "compare", "formatted", "label"]
+
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How one quantity orders the models.
+
+    Attributes
+    ----------
+    quantity : str
+        A measure, with its switches if any, or a baseline.
+    choice : str
+        ``"ρ"`` (a radius of the sweep), ``"paper"`` (the measure's default radius), ``"best"`` (the radius of largest
+        |τ|, which flatters it), ``"equal rise"``, or ``"–"`` for what has no radius.
+    rho : float or None
+    rise : float or None
+        Median over models of the sharpness, a rise of the loss.
+    tau : Correlation
+        Kendall's τ with the target.
+    partial : Correlation or None
+        The same with the training loss controlled for.
+    difference : Correlation or None
+        At equal rise: τ minus that of the adaptive measure, with a paired bootstrap interval.
+    models : tuple of str
+    values : tuple of float
+        By model.
+    """
+
+    quantity: str
+    choice: str
+    rho: float | None
+    rise: float | None
+    tau: Correlation
+    partial: Correlation | None
+    difference: Correlation | None
+    models: tuple[str, ...]
+    values: tuple[float, ...]
+
+
+def label(measure: str, ablation: Mapping[str, Any]) -> str:
+    """Name of a measure with its switches."""
+    return ", ".join(
+        [measure, *(f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())]
+    )
+
+
+class Curves:
+    """The sharpness of every model over the radii of one measure.
+
+    Attributes
+    ----------
+    measure : str
+    ablation : mapping
+    rho : array of float
+        Increasing.
+    models : tuple of str
+        Those with a value at every radius.
+    values : array of float, shape (models, radii)
+    """
+
+    def __init__(self, measure: str, ablation: Mapping[str, Any], rows: Sequence[Row]) -> None:
+        self.measure, self.ablation = measure, ablation
+        table: dict[str, dict[float, float]] = {}
+        for row in rows:
+            table.setdefault(row["checkpoint"], {})[row["rho"]] = row["sharpness"]
+        radii = sorted({rho for found in table.values() for rho in found})
+        self.rho: _Array = np.array(radii)
+        self.models = tuple(sorted(m for m, found in table.items() if len(found) == len(radii)))
+        self.values: _Array = np.array([[table[m][r] for r in radii] for m in self.models])
+
+    @property
+    def name(self) -> str:
+        """Measure and switches."""
+        return label(self.measure, self.ablation)
+
+    @property
+    def medians(self) -> _Array:
+        """Median rise over models at every radius."""
+        found: _Array = np.median(self.values, axis=0)
+        return found
+
+    def at_rise(self, rise: float) -> tuple[float, _Array]:
+        """Radius of a given median rise, and every model's sharpness there, linear in log–log between radii."""
+        tiny = np.finfo(float).tiny
+        x, y = np.log(self.rho), np.log(np.maximum(self.values, tiny))
+
+        def values(place: float) -> _Array:
+            found: _Array = np.exp([np.interp(place, x, row) for row in y])
+            return found
+
+        def excess(place: float) -> float:
+            return float(np.log(np.median(values(place)) / rise))
+
+        if excess(x[0]) >= 0 or excess(x[-1]) <= 0:  # an end of the range, but for rounding
+            place = float(x[0] if excess(x[0]) >= 0 else x[-1])
+        else:
+            place = float(scipy.optimize.brentq(excess, x[0], x[-1]))
+        return float(np.exp(place)), values(place)
+
+
+def curves(rows: Sequence[Row], *, ablations: bool = True) -> list[Curves]:
+    """Collect the curves of all measures with a radius, with their ablations or without."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "sharpness" and row["rho"] > 0 and (ablations or not row["ablation"]):
+            groups.setdefault((row["measure"], json.dumps(row["ablation"], sort_keys=True)), []).append(row)
+    return [Curves(measure, json.loads(key), found) for (measure, key), found in groups.items()]
+
+
+def common_rises(found: Iterable[Curves], count: int = 3) -> list[float]:
+    """Median rises of the loss that all measures reach, from small to large; none if there is no such range."""
+    found = [c for c in found if len(c.rho) > 1]
+    if len(found) < 2:
+        return []
+    low, high = max(c.medians.min() for c in found), min(c.medians.max() for c in found)
+    return [] if not 0 < low < high else [float(v) for v in np.geomspace(low, high, count)]
+
+
+def compare(
+    rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, every_radius: bool = True
+) -> list[Ranking]:
+    """Correlate every measure and baseline with what is to be predicted.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of a sweep, see :func:`sharpness.rows.read_results`.
+    target : {"gap", "loss-gap", "test-error", "test-loss"}
+    resamples, seed
+        Of the bootstrap over models.
+    every_radius : bool
+        Rows for the single radii of the sweep too, not only for those that were chosen.
+
+    Returns
+    -------
+    list of Ranking
+        Baselines; measures at their radii, at the paper's, at their best, at equal rise; ablations at their radii.
+
+    Raises
+    ------
+    ValueError
+        Fewer than three models with a target.
+    """
+    goal = targets(rows, target)
+    if len(goal) < 3:
+        raise ValueError(
+            f"{len(goal)} models have a {target}; a ranking needs at least 3. Give the sweep test data or accuracies"
+        )
+    loss = {r["checkpoint"]: r["train_loss"] for r in rows if r["kind"] == "fit" and r.get("train_loss") is not None}
+    result: list[Ranking] = []
+
+    def rank(
+        quantity: str, choice: str, values: Mapping[str, float], rho: float | None = None, rise: float | None = None,
+        against: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        models = [m for m in goal if m in values and np.isfinite(values[m])]
+        if len(models) < 3:
+            return
+        x, y = [values[m] for m in models], [goal[m] for m in models]
+        options: dict[str, Any] = {"resamples": resamples, "seed": seed}
+        controlled = quantity != "train_loss" and all(m in loss for m in models)
+        partial = partial_kendall(x, y, [loss[m] for m in models], **options) if controlled else None
+        apart = None
+        if against is not None and all(m in against for m in models):
+            apart = kendall_difference(x, [against[m] for m in models], y, **options)
+        tau = kendall(x, y, **options)
+        result.append(Ranking(quantity, choice, rho, rise, tau, partial, apart, tuple(models), tuple(x)))
+
+    for name, kind in BASELINES.items():
+        if not (name.startswith("train") and target.startswith("test") and name == target.replace("test-", "train_")):
+            rank(name, "–", {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None})
+    for row in rows:  # measures without a radius
+        if row["kind"] == "sharpness" and row["rho"] == 0 and not row["ablation"]:
+            name = row["measure"]
+            if all(r.quantity != name for r in result):
+                same = [r for r in rows if r["kind"] == "sharpness" and r["measure"] == name and not r["ablation"]]
+                rank(name, "–", {r["checkpoint"]: r["sharpness"] for r in same})
+    own = curves(rows, ablations=False)
+    for c in own:
+        first = len(result)
+        for j, rho in enumerate(c.rho):
+            rank(c.name, "ρ", dict(zip(c.models, c.values[:, j], strict=True)), float(rho), float(c.medians[j]))
+        at_radii = result[first:]
+        if not every_radius:
+            del result[first:]
+        default = MEASURES[c.measure].rho if c.measure in MEASURES else None
+        for choice, found in (
+            ("paper", [r for r in at_radii if r.rho == default]),
+            ("best", sorted(at_radii, key=lambda r: -abs(r.tau.value))[:1]),
+        ):
+            result += [_chosen(r, choice) for r in found]
+    for rise in common_rises(own):
+        reference: dict[str, float] | None = None
+        for c in sorted(own, key=lambda c: c.measure != "adaptive"):  # the reference first
+            rho, values = c.at_rise(rise)
+            by_model = dict(zip(c.models, values, strict=True))
+            rank(c.name, "equal rise", by_model, rho, rise, reference)
+            if c.measure == "adaptive":
+                reference = by_model
+    for c in curves(rows):
+        if c.ablation:
+            for j, rho in enumerate(c.rho):
+                rank(c.name, "ρ", dict(zip(c.models, c.values[:, j], strict=True)), float(rho), float(c.medians[j]))
+    return result
+
+
+def _chosen(row: Ranking, choice: str) -> Ranking:
+    values = {**{f: getattr(row, f) for f in row.__dataclass_fields__}, "choice": choice}
+    return Ranking(**values)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+_HEAD = ("quantity", "radius", "ρ", "median rise", "τ", "95 % interval", "p", "τ given train loss", "p", "τ − adaptive")
+
+
+def _cells(row: Ranking) -> list[str]:
+    def number(value: float | None, digits: str) -> str:
+        return "" if value is None else "–" if np.isnan(value) else format(value, digits)
+
+    tau, partial, apart = row.tau, row.partial, row.difference
+    difference = "" if apart is None else f"{apart.value:+.2f} [{apart.low:+.2f}, {apart.high:+.2f}]"
+    return [
+        row.quantity.replace("_", " "), row.choice, number(row.rho, ".3g"), number(row.rise, ".3g"),
+        number(tau.value, "+.2f"), f"[{tau.low:+.2f}, {tau.high:+.2f}]", number(tau.p, ".2g"),
+        number(None if partial is None else partial.value, "+.2f"),
+        number(None if partial is None else partial.p, ".2g"), difference,
+    ]  # fmt: skip
+
+
+def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
+    """Give a table.
+
+    Parameters
+    ----------
+    found : sequence of Ranking
+    style : {"markdown", "latex", "csv"}
+
+    Raises
+    ------
+    ValueError
+        Any other style.
+    """
+    lines = [list(_HEAD), *(_cells(row) for row in found)]
+    if style == "csv":
+        stream = io.StringIO()
+        csv.writer(stream, lineterminator="\n").writerows(lines)
+        return stream.getvalue()
+    if style == "markdown":
+        rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+        return "\n".join([rows[0], "|" + "---|" * len(_HEAD), *rows[1:]]) + "\n"
+    if style == "latex":
+        words = str.maketrans({"%": r"\%", "_": r"\_", "τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$", "–": "--"})
+        rows = [" & ".join(cell.translate(words) for cell in cells) + r" \\" for cells in lines]
+        body = "\n".join(rows[1:])
+        spec = "ll" + "r" * (len(_HEAD) - 2)
+        return (
+            f"\\begin{{tabular}}{{{spec}}}\n\\toprule\n{rows[0]}\n\\midrule\n{body}\n\\bottomrule\n\\end{{tabular}}\n"
+        )
+    raise ValueError(f"a table is markdown, latex or csv, not {style!r}")

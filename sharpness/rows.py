@@ -1,0 +1,134 @@
+"""The rows of a sweep: files of them, and the generalisation gap they give.
+
+A row is a dict. Its ``kind`` is ``"fit"`` (losses and errors of a checkpoint on training and test data),
+``"baselines"`` (norms and the like) or ``"sharpness"`` (a measure at a radius).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BASELINES", "TARGETS", "gaps", "read_results", "targets", "write_csv", "write_rows"]
+
+Row = Mapping[str, Any]
+#: Columns of a table, those of a fit or a baseline row empty where they mean nothing.
+_COLUMNS = (
+    "checkpoint", "kind", "measure", "ablation", "rho", "sharpness", "base_loss", "error_increase", "passes",
+    "unconverged", "seconds", "train_loss", "train_error", "test_loss", "test_error", "weight_norm", "log_spectral",
+    "distance", "relative_flatness",
+)  # fmt: skip
+_TEXT = ("checkpoint", "kind", "measure")
+#: Quantities that need no search, by the kind of row that has them.
+BASELINES = {
+    "train_loss": "fit", "train_error": "fit", "weight_norm": "baselines", "log_spectral": "baselines",
+    "distance": "baselines", "relative_flatness": "baselines",
+}  # fmt: skip
+#: What a measure is held against: name and words.
+TARGETS = {
+    "gap": "test error − training error",
+    "loss-gap": "test loss − training loss",
+    "test-error": "test error",
+    "test-loss": "test loss",
+}
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+    """Write one JSON line a row; the file is replaced as a whole or not at all."""
+    _replace(Path(path), "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _replace(path: Path, text: str) -> None:
+    own = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    own.write_text(text, encoding="utf-8", newline="")
+    own.replace(path)
+
+
+def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+    """Write what :func:`sharpness.comparison.compare` and the figures need as a table, eight digits a number."""
+    lines = []
+    for row in rows:
+        cells = []
+        for column in _COLUMNS:
+            value = row.get(column)
+            if column == "ablation":
+                value = json.dumps(value, sort_keys=True) if value else ""
+            cells.append(f"{value:.8g}" if isinstance(value, float) else "" if value is None else value)
+        lines.append(cells)
+    own = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.partial")
+    with own.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        writer.writerows(lines)
+    own.replace(path)
+
+
+def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a sweep's results.
+
+    Parameters
+    ----------
+    path
+        The folder of the sweep, its ``results.jsonl``, or a table written by :func:`write_csv`.
+
+    Raises
+    ------
+    ValueError, OSError
+        No such file, or one that holds something else.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "results.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"there are no results at {path}; name a sweep's folder, its results.jsonl or a .csv")
+    rows: list[dict[str, Any]] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            if path.suffix != ".csv":
+                rows = [json.loads(line) for line in file if line.strip()]
+            else:
+                for cells in csv.DictReader(file):
+                    row: dict[str, Any] = {k: v if k in _TEXT else _number(k, v) for k, v in cells.items() if v != ""}
+                    if row["kind"] == "sharpness":
+                        row.setdefault("ablation", {})
+                    rows.append(row)
+        if not rows or not all(r["checkpoint"] and r["kind"] for r in rows):
+            raise ValueError("no rows")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of a sweep ({error})") from error
+    return rows
+
+
+def _number(column: str, text: str) -> Any:
+    if column == "ablation":
+        return json.loads(text)
+    return int(text) if column in ("passes", "unconverged") else float(text)
+
+
+def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
+    """What is to be predicted, by checkpoint; checkpoints without it are left out.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+    target : {"gap", "loss-gap", "test-error", "test-loss"}
+        Test error minus training error; test loss minus training loss; test error; test loss.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
+    what = "loss" if "loss" in target else "error"
+    found = {}
+    for row in rows:
+        test, train = row.get(f"test_{what}"), row.get(f"train_{what}") if "gap" in target else 0.0
+        if row["kind"] == "fit" and test is not None and train is not None:
+            found[row["checkpoint"]] = test - train
+    return found
+
+
+def gaps(rows: Sequence[Row]) -> dict[str, float]:
+    """Generalisation gap, test error minus training error, by checkpoint."""
+    return targets(rows, "gap")

@@ -1,0 +1,460 @@
+"""Zoos: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
+
+A zoo is a folder: ``pretrained`` weights go in, and per model a checkpoint comes out, with its recipe and losses in a
+JSON file beside it. Every model is written as a whole or not at all; what is there is not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from ..data import DataChoice, Examples, choose, load_examples
+from ..models import ImageFormat, LoadedModel, load
+from ..results import write_json
+
+__all__ = ["Recipe", "finetune", "random_recipe", "set_dropout_", "train_zoo"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is fine-tuned, by AdamW with a linear warm-up and a cosine to zero.
+
+    Attributes
+    ----------
+    lr : float
+        Peak learning rate.
+    weight_decay : float
+    epochs : int
+    batch : int
+        Examples a step.
+    augmentation : str
+        ``"none"``, ``"flip"`` (mirrored and shifted by up to an eighth of the side) or ``"rand-mM-nN"``: that and
+        RandAugment of N operations of magnitude M. Images only.
+    mixup : float
+        α of mix-up's Beta(α, α); 0 is off. Images only.
+    label_smoothing : float
+    label_noise : float
+        Share of the training labels that are drawn at random.
+    dropout : float or None
+        Every dropout rate of the model; None leaves them.
+    seed : int
+        Of the head, the order, the augmentation, the noise and dropout.
+    """
+
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    epochs: int = 3
+    batch: int = 64
+    augmentation: str = "none"
+    mixup: float = 0.0
+    label_smoothing: float = 0.0
+    label_noise: float = 0.0
+    dropout: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and self.epochs >= 1 and self.batch >= 1 and self.weight_decay >= 0):
+            raise ValueError(f"a recipe needs lr > 0, weight_decay ≥ 0, epochs and batch ≥ 1, got {self}")
+        if not (self.mixup >= 0 and 0 <= self.label_smoothing < 1 and 0 <= self.label_noise <= 1):
+            raise ValueError(f"mixup must be ≥ 0, label_smoothing in [0, 1) and label_noise in [0, 1], got {self}")
+        _augmentation(self.augmentation)
+
+
+def random_recipe(
+    seed: int,
+    *,
+    lr: tuple[float, float] = (3e-5, 1e-3),
+    epochs: tuple[int, int] = (2, 6),
+    batch: int = 64,
+    images: bool = True,
+) -> Recipe:
+    """Draw a recipe.
+
+    Parameters
+    ----------
+    seed : int
+        Of the draw, and of the training.
+    lr : (float, float)
+        Range of the learning rate, log-uniform.
+    epochs : (int, int)
+        Range of the epochs, both ends included.
+    batch : int
+    images : bool
+        Whether augmentation and mix-up are among what varies.
+
+    Notes
+    -----
+    After Wortsman et al. 2022 (*Model soups*), as far as it does not depend on the model's size: weight decay
+    10^U(-4, -0.2), half of the models with label smoothing U(0, 0.25), half with mix-up U(0, 0.9), RandAugment with M
+    of 1 to 20 and N of 0 to 2, or none. Label noise (half of the models, U(0, 0.3)) is added. Models of images are
+    trained without dropout, as theirs.
+    """
+    rng = np.random.default_rng(seed)
+    rate = float(np.exp(rng.uniform(*np.log(lr))))
+    decay = float(10 ** rng.uniform(-4, -0.2))
+    count = int(rng.integers(epochs[0], epochs[1] + 1))
+    smoothing, mixup, noise = (float(rng.uniform(0, top)) * int(rng.integers(2)) for top in (0.25, 0.9, 0.3))
+    strength, number = int(rng.integers(1, 21)), int(rng.integers(0, 3))
+    kind = ("none", "flip", f"rand-m{strength}-n{number}")[rng.integers(3)]
+    if not images:
+        kind, mixup = "none", 0.0
+    return Recipe(rate, decay, count, batch, kind, mixup, smoothing, noise, 0.0 if images else None, seed)
+
+
+# -- what a step sees --------------------------------------------------------------------------------------------------
+
+
+def _augmentation(name: str) -> Callable[[Tensor, torch.Generator], Tensor]:
+    """From (examples, channels, height, width) in [0, 1] to such images."""
+    if name == "none":
+        return lambda images, generator: images
+    if name == "flip":
+        return _flip_and_shift
+    parts = name.split("-")
+    if len(parts) != 3 or parts[0] != "rand" or parts[1][:1] != "m" or parts[2][:1] != "n":
+        raise ValueError(f'augmentation is "none", "flip" or "rand-mM-nN", not {name!r}')
+    try:
+        strength, number = int(parts[1][1:]), int(parts[2][1:])
+    except ValueError:
+        raise ValueError(f'augmentation is "none", "flip" or "rand-mM-nN", not {name!r}') from None
+
+    def randomly(images: Tensor, generator: torch.Generator) -> Tensor:
+        try:
+            from PIL import Image
+            from torchvision.transforms.v2 import RandAugment
+        except ImportError as error:
+            raise ImportError("RandAugment needs torchvision and Pillow: pip install torchvision pillow") from error
+        change = RandAugment(number, strength)
+        images = _flip_and_shift(images, generator)
+        if number == 0:
+            return images
+        pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+        # Pillow is many times faster than torch on small images.
+        changed = np.stack([np.asarray(change(Image.fromarray(image.squeeze(-1).numpy()))) for image in pixels])
+        return torch.from_numpy(changed).view(pixels.shape).permute(0, 3, 1, 2).float() / 255
+
+    return randomly
+
+
+def _flip_and_shift(images: Tensor, generator: torch.Generator) -> Tensor:
+    count, _, height, width = images.shape
+    mirrored = torch.rand(count, generator=generator) < 0.5
+    images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+    down, right = height // 8, width // 8
+    padded = F.pad(images, (right, right, down, down), mode="reflect")
+    top = torch.randint(2 * down + 1, (count,), generator=generator).tolist()
+    left = torch.randint(2 * right + 1, (count,), generator=generator).tolist()
+    return torch.stack(
+        [x[:, t : t + height, s : s + width] for x, t, s in zip(padded, top, left, strict=True)]
+    )  # fmt: skip
+
+
+class _Images:
+    """Training images in memory, and a step's inputs and targets."""
+
+    def __init__(self, examples: Examples, chosen: Sequence[int], how: ImageFormat, classes: int) -> None:
+        self.images, self.labels = examples.batch(chosen)
+        self.mean, self.std = (torch.tensor(v).view(-1, 1, 1) for v in (how.mean, how.std))
+        self.classes = classes
+
+    def steps(
+        self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
+    ) -> Iterator[tuple[Any, Tensor]]:
+        change = _augmentation(recipe.augmentation)
+        for part in order.split(recipe.batch):
+            x = (change(self.images[part], generator) - self.mean) / self.std
+            y = F.one_hot(labels[part], self.classes).float()
+            if recipe.mixup > 0:
+                share = float(np.random.default_rng(int(part[0]) + recipe.seed).beta(recipe.mixup, recipe.mixup))
+                other = torch.randperm(len(part), generator=generator)
+                x, y = share * x + (1 - share) * x[other], share * y + (1 - share) * y[other]
+            yield x, y
+
+
+class _Texts:
+    """Training texts as tokens; those of like length share a step, so that little is padding."""
+
+    def __init__(self, examples: Examples, chosen: Sequence[int], padding: int, classes: int) -> None:
+        rows = [examples.batch([i]) for i in chosen]
+        self.labels = torch.cat([row.pop("labels") for row in rows])
+        self.rows = [{k: v[0] for k, v in row.items()} for row in rows]
+        self.padding, self.classes = padding, classes
+
+    def steps(
+        self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
+    ) -> Iterator[tuple[Any, Tensor]]:
+        parts: list[list[int]] = []
+        for block in order.split(20 * recipe.batch):
+            by_length = sorted(block.tolist(), key=lambda i: len(self.rows[i]["input_ids"]))
+            parts += [by_length[i : i + recipe.batch] for i in range(0, len(by_length), recipe.batch)]
+        for i in torch.randperm(len(parts), generator=generator).tolist():
+            rows = [self.rows[j] for j in parts[i]]
+            batch = {
+                key: nn.utils.rnn.pad_sequence(
+                    [row[key] for row in rows], True, self.padding if key == "input_ids" else 0
+                )
+                for key in rows[0]
+            }
+            yield batch, F.one_hot(labels[parts[i]], self.classes).float()
+
+
+def set_dropout_(model: nn.Module, rate: float) -> None:
+    """Set every dropout rate of a model."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = rate
+        elif isinstance(getattr(module, "dropout", None), float):  # torch's attention holds a number
+            setattr(module, "dropout", rate)  # noqa: B010
+
+
+def _scores(model: nn.Module, inputs: Any) -> Tensor:
+    output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    found: Tensor = output if isinstance(output, Tensor) else output.logits
+    return found
+
+
+def finetune(
+    model: nn.Module, data: _Images | _Texts, recipe: Recipe, *, device: torch.device | str = "cpu"
+) -> list[float]:
+    """Train a model in place; see :class:`Recipe`.
+
+    Returns
+    -------
+    list of float
+        The loss of every step.
+    """
+    generator = torch.Generator().manual_seed(recipe.seed)
+    labels = data.labels.clone()
+    noisy = torch.rand(len(labels), generator=generator) < recipe.label_noise
+    labels[noisy] = torch.randint(data.classes, (int(noisy.sum()),), generator=generator)
+    total = recipe.epochs * math.ceil(len(labels) / recipe.batch)
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.lr, weight_decay=recipe.weight_decay)
+    warm = max(1, total // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda t: min((t + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0, t - warm) / max(1, total - warm)))),
+    )
+    losses = []
+    if recipe.dropout is not None:
+        set_dropout_(model, recipe.dropout)
+    model.to(device).train()
+    for _ in range(recipe.epochs):
+        order = torch.randperm(len(labels), generator=generator)
+        for inputs, targets in data.steps(recipe, labels, order, generator):
+            moved = {k: v.to(device) for k, v in inputs.items()} if isinstance(inputs, Mapping) else inputs.to(device)
+            loss = F.cross_entropy(
+                _scores(model, moved), targets.to(device), label_smoothing=recipe.label_smoothing
+            )  # fmt: skip
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(float(loss.detach()))
+    model.eval()
+    return losses
+
+
+# -- zoos --------------------------------------------------------------------------------------------------------------
+
+
+def _classifier(folder: Path, names: Mapping[str, int], seed: int) -> Any:
+    """The pre-trained body of a transformers folder with a new head of sequence classification."""
+    import transformers
+
+    torch.manual_seed(seed)
+    bars = transformers.utils.logging
+    before = bars.get_verbosity()
+    bars.set_verbosity_error()  # a new head is what is asked for
+    try:
+        return transformers.AutoModelForSequenceClassification.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, num_labels=len(set(names.values())),
+            label2id=dict(names), id2label={v: k for k, v in names.items()},
+        )  # fmt: skip
+    finally:
+        bars.set_verbosity(before)
+
+
+def _write(write: Callable[[Path], object], path: Path) -> None:
+    """Write a file or a folder as a whole or not at all."""
+    own = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    if own.is_dir():
+        shutil.rmtree(own)
+    write(own)
+    own.replace(path)
+
+
+def train_zoo(
+    model: str,
+    data: DataChoice,
+    folder: str | os.PathLike[str],
+    *,
+    checkpoint: str | None = None,
+    models: int = 24,
+    recipes: Sequence[Recipe] | None = None,
+    test: DataChoice | None = None,
+    points: int = 256,
+    shard: tuple[int, int] = (1, 1),
+    device: str = "cpu",
+    progress: bool = True,
+) -> Path:
+    """Fine-tune a model many times.
+
+    Parameters
+    ----------
+    model, checkpoint
+        As of :func:`sharpness.models.load`. A transformers folder for text gets a new head for the labels.
+    data : DataChoice
+        Trained on, by every model.
+    folder
+        For ``model_00.safetensors`` …, or folders ``model_00`` … of transformers models, with ``model_00.json`` beside
+        them; and ``sweep.json``, which ``sharpness sweep`` takes.
+    models : int
+        How many.
+    recipes : sequence of Recipe, optional
+        One a model; by default :func:`random_recipe` of the seeds 0 ….
+    test : DataChoice, optional
+        Written into ``sweep.json``.
+    points : int
+        Training examples that ``sweep.json`` measures on.
+    shard : (int, int)
+        (i, n): train the i-th of n parts.
+    device : str
+    progress : bool
+
+    Returns
+    -------
+    Path
+        Of ``sweep.json``.
+
+    Raises
+    ------
+    ValueError, OSError
+        A model or data that cannot be used.
+    """
+    first, parts = shard
+    if not 1 <= first <= parts:
+        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {first}/{parts}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    loaded = load(model, checkpoint)
+    text = data.is_text
+    if recipes is None:
+        recipes = [random_recipe(seed, images=not text) for seed in range(models)]
+    config = _config(folder, model, checkpoint, data, test, points, text)
+    todo = [i for i in range(len(recipes)) if i % parts == first - 1]
+    todo = [i for i in todo if not (folder / f"model_{i:02d}.json").is_file()]
+    if not todo:
+        return config
+    training, names = _training(loaded, data, text)
+    for i in tqdm(todo, desc="models", disable=not progress):
+        recipe = recipes[i]
+        start = time.perf_counter()
+        torch.manual_seed(recipe.seed)
+        net = _classifier(Path(model), names, recipe.seed) if text else load(model, checkpoint).model
+        losses = finetune(net, training, recipe, device=device)
+        net.to("cpu")
+        if text:
+
+            def save(path: Path, net: Any = net) -> None:
+                net.save_pretrained(path)
+                loaded.tokenizer.save_pretrained(path)
+
+            _write(save, folder / f"model_{i:02d}")
+        else:
+            from safetensors.torch import save_file
+
+            weights = {k: v.contiguous() for k, v in net.state_dict().items()}
+            _write(partial(save_file, weights), folder / f"model_{i:02d}.safetensors")
+        tail = losses[-max(1, len(losses) // recipe.epochs) :]
+        write_json(
+            folder / f"model_{i:02d}.json",
+            {
+                "recipe": asdict(recipe), "model": model, "checkpoint": checkpoint, "data": asdict(data),
+                "last_epoch_loss": sum(tail) / len(tail), "seconds": time.perf_counter() - start,
+            },
+        )  # fmt: skip
+    return config
+
+
+def _training(loaded: LoadedModel, data: DataChoice, text: bool) -> tuple[_Images | _Texts, dict[str, int]]:
+    if text:
+        examples = load_examples(
+            data.source, text=data.columns, tokenizer=loaded.tokenizer, labels=loaded.labels
+        )  # fmt: skip
+        chosen = choose(len(examples), data.examples, data.seed)
+        names = dict(data.columns.names)
+        padding = loaded.tokenizer.pad_token_id or 0
+        texts = _Texts(examples, chosen, padding, 0)
+        # Several spellings may stand for one class; a class has one name in the configuration.
+        by_number = {v: k for k, v in reversed(names.items())}
+        found = sorted({*texts.labels.tolist(), *by_number})
+        if found != list(range(len(found))):
+            raise ValueError(f"the labels of {data.source} are the numbers {found}; map them to 0, 1, … with --map")
+        texts.classes = len(found)
+        return texts, {by_number.get(i, str(i)): i for i in found}
+    how = data.image_format(loaded.images)
+    if how is None:
+        raise ValueError(
+            f"{data.source} holds images, but the model does not say what it expects; give size, mean, std"
+        )
+    plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
+    examples = load_examples(data.source, images=plain)
+    images = _Images(examples, choose(len(examples), data.examples, data.seed), how, len(examples.classes or ()))
+    with torch.no_grad():
+        width = _scores(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]
+    if width < images.classes:
+        raise ValueError(f"{data.source} has {images.classes} classes, but the model only {width}")
+    images.classes = width
+    return images, {}
+
+
+def _config(
+    folder: Path, model: str, checkpoint: str | None, data: DataChoice, test: DataChoice | None, points: int, text: bool
+) -> Path:  # fmt: skip
+    """Write what ``sharpness sweep`` needs to measure the zoo, unless it is there: a person may have changed it."""
+    path = folder / "sweep.json"
+    if path.is_file():
+        return path
+
+    def plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
+        columns = asdict(choice.columns) if text else {}
+        found = {**asdict(choice), **columns, **more, "source": os.path.abspath(choice.source)}
+        return {k: v for k, v in found.items() if k != "columns" and v not in (None, {})}
+
+    # Prefixes of one random choice: what is measured was trained on.
+    measured = min(points, data.examples or points)
+    checkpoints: Any = [{"path": "model_??"}] if text else [{"path": "model_*.safetensors", "model": model}]
+    config = {
+        "checkpoints": checkpoints, "data": plain(data, examples=measured, batch_size=min(256, measured)),
+        "train": plain(data), "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
+        "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
+                "adaptive": [0.05, 0.1, 0.2, 0.5]},
+    }  # fmt: skip
+    start = model if text else checkpoint
+    if start is not None:
+        config["initial"] = os.path.abspath(start)
+    if test is not None:
+        config["test"] = plain(test)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump(config, file, indent=2)
+            file.write("\n")
+    except FileExistsError:  # another shard was first
+        pass
+    return path

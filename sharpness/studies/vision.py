@@ -1,0 +1,50 @@
+"""A small vision transformer in plain torch, whose weights are public."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..models import ImageFormat
+
+__all__ = ["SmallViT", "vit_cifar10"]
+
+
+class SmallViT(nn.Module):
+    """Vision transformer of torch's post-norm encoder layers; its class token is classified.
+
+    Parameters
+    ----------
+    width, depth, heads, hidden : int
+        Of the encoder; ``hidden`` is the width inside its feed-forward layers.
+    classes : int
+    size, patch : int
+        Sides of the images and of the patches, in pixels.
+    """
+
+    def __init__(
+        self, width: int = 128, depth: int = 6, heads: int = 8, hidden: int = 256, classes: int = 10, size: int = 32,
+        patch: int = 4,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        # Names and order of the parameters are those of the public state dict.
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + (size // patch) ** 2, width))
+        layer = nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True)
+        self.transformer = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.mlp_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
+        #: CIFAR-10's.
+        self.image_format = ImageFormat((size, size), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Give (examples, classes) scores of (examples, 3, size, size) images."""
+        x = self.patch_embed["proj"](images).flatten(2).mT
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
+        scores: Tensor = self.mlp_head(self.transformer(x)[:, 0])
+        return scores
+
+
+def vit_cifar10() -> SmallViT:
+    """Build the network of the public ``vit_cifar10.pth`` (811,146 parameters), with random weights."""
+    return SmallViT()

@@ -1,0 +1,203 @@
+"""Zoos: random recipes, resumed and shared training, and checkpoints that a sweep can read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sharpness import cli
+from sharpness.data import DataChoice, TextColumns
+from sharpness.models import load, load_state_dict
+from sharpness.studies import finetune as zoo
+from sharpness.studies.finetune import Recipe, random_recipe, set_dropout_, train_zoo
+from sharpness.studies.text import pretrain
+from sharpness.studies.vision import SmallViT, vit_cifar10
+
+MODULE = """
+import torch
+from sharpness.studies.vision import SmallViT
+
+def tiny():
+    torch.manual_seed(0)
+    return SmallViT(width=16, depth=1, heads=2, hidden=16, classes=3, size=8)
+"""
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """Class folders of images that differ in their colour."""
+    torch.set_default_dtype(torch.float32)
+    (tmp_path / "tinyvit.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 20), ("test", 8)):
+        for c, name in enumerate(("blue", "green", "red")):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 120, (8, 8, 3), dtype=np.uint8)
+                pixels[:, :, 2 - c] += 120
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+    return tmp_path
+
+
+def test_a_zoo_of_images_is_trained_measured_and_ranked(images, capsys):
+    arguments = ["finetune", "tinyvit:tiny", "train", "--test", "test", "--models", "4", "--lr", "1e-3", "1e-2",
+                 "--epochs", "2", "6", "--batch", "8", "--examples", "48", "--choose-seed", "0", "--points", "16",
+                 "--out", "zoo", "--quiet"]  # fmt: skip
+    assert cli.main(arguments) == 0
+    weights = sorted(Path("zoo").glob("*.safetensors"))
+    assert [p.name for p in weights] == [f"model_{i:02d}.safetensors" for i in range(4)]
+    recipes = [json.loads(p.with_suffix(".json").read_text())["recipe"] for p in weights]
+    assert [r["seed"] for r in recipes] == [0, 1, 2, 3]
+    assert len({r["lr"] for r in recipes}) == 4
+    config = json.loads(Path("zoo/sweep.json").read_text())
+    assert (config["data"]["examples"], config["train"]["examples"]) == (16, 48)
+    config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1, 0.2]}, "steps": 3}
+    Path("zoo/sweep.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "zoo/sweep.json", "--out", "out", "--quiet"]) == 0
+    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
+    fits = [r for r in rows if r["kind"] == "fit"]
+    assert min(r["train_error"] for r in fits) < 0.2  # two classes in three would be chance
+    capsys.readouterr()
+    assert cli.main(["table", "out", "--target", "test-loss"]) == 0
+    assert "| relative flatness |" in capsys.readouterr().out
+
+
+def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypatch):
+    data = DataChoice("train", examples=30, seed=0)
+    recipes = [replace(random_recipe(s, epochs=(1, 2)), batch=8) for s in range(3)]
+    train_zoo("tinyvit:tiny", data, "whole", recipes=recipes, progress=False)
+    for i in (1, 2):
+        train_zoo("tinyvit:tiny", data, "split", recipes=recipes, shard=(i, 2), progress=False)
+    full, calls = zoo.finetune, []
+
+    def stopped(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return full(*arguments, **options)
+
+    monkeypatch.setattr(zoo, "finetune", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_zoo("tinyvit:tiny", data, "stopped", recipes=recipes, progress=False)
+    first = Path("stopped/model_00.safetensors").stat().st_mtime_ns
+    train_zoo("tinyvit:tiny", data, "stopped", recipes=recipes, progress=False)
+    assert len(calls) == 4  # one done, one stopped, two left
+    assert Path("stopped/model_00.safetensors").stat().st_mtime_ns == first
+    for i in range(3):
+        one = load_state_dict(f"whole/model_{i:02d}.safetensors")
+        for other in ("split", "stopped"):
+            two = load_state_dict(f"{other}/model_{i:02d}.safetensors")
+            assert all(torch.equal(one[k], two[k]) for k in one)
+        assert i == 0 or not torch.equal(one["cls_token"], load_state_dict("whole/model_00.safetensors")["cls_token"])
+
+
+def test_label_noise_and_mixup_reach_the_targets(images):
+    data = DataChoice("train", examples=40, seed=0)
+    training, _ = zoo._training(load("tinyvit:tiny"), data, False)
+    order, labels = torch.arange(40), training.labels
+    _, plain = next(training.steps(Recipe(batch=40), labels, order, torch.Generator().manual_seed(0)))
+    assert torch.equal(plain.argmax(1), labels)
+    assert set(plain.unique().tolist()) == {0.0, 1.0}
+    _, mixed = next(training.steps(Recipe(batch=40, mixup=0.8), labels, order, torch.Generator().manual_seed(0)))
+    assert torch.allclose(mixed.sum(1), torch.ones(40))
+    assert len(mixed.unique()) > 2
+    noisy = Recipe(batch=40, label_noise=1.0, epochs=30, lr=3e-3, dropout=0.0)
+    clean = replace(noisy, label_noise=0.0)
+    last = [zoo.finetune(load("tinyvit:tiny").model, training, r)[-1] for r in (noisy, clean)]
+    assert last[0] > 3 * last[1]
+
+
+def test_augmentation_keeps_shape_and_range():
+    x = torch.rand(6, 3, 16, 16)
+    for name in ("none", "flip", "rand-m9-n2", "rand-m1-n0"):
+        torch.manual_seed(0)
+        found = zoo._augmentation(name)(x, torch.Generator().manual_seed(0))
+        assert found.shape == x.shape
+        assert 0 <= found.min() <= found.max() <= 1
+        assert torch.equal(found, x) == (name == "none")
+    for wrong in ("rand-9-2", "rand-mx-n1", "cut"):
+        with pytest.raises(ValueError, match="augmentation is"):
+            Recipe(augmentation=wrong)
+    with pytest.raises(ValueError, match="a recipe needs lr > 0"):
+        Recipe(lr=0)
+
+
+def test_random_recipes_differ_and_repeat():
+    found = [random_recipe(s) for s in range(40)]
+    assert found[3] == random_recipe(3)
+    assert {r.label_smoothing > 0 for r in found} == {r.mixup > 0 for r in found} == {True, False}
+    assert {r.augmentation.split("-")[0] for r in found} == {"none", "flip", "rand"}
+    assert all(3e-5 <= r.lr <= 1e-3 and 2 <= r.epochs <= 6 for r in found)
+    assert all(r.mixup == 0 and r.augmentation == "none" for s in range(9) if (r := random_recipe(s, images=False)))
+
+
+def test_the_public_vit_and_its_dropout():
+    torch.set_default_dtype(torch.float32)
+    net = vit_cifar10()
+    assert sum(p.numel() for p in net.parameters()) == 811_146
+    assert "transformer.layers.5.self_attn.in_proj_weight" in net.state_dict()
+    small = SmallViT(width=8, depth=1, heads=2, size=8).train()
+    set_dropout_(small, 0.0)
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(small(x), small(x))
+
+
+SENTENCES = ["a good film", "a bad film", "good good fun", "bad sad mess", "this is good", "this is bad"]
+
+
+def test_a_zoo_of_texts(tmp_path, capsys):
+    torch.set_default_dtype(torch.float32)
+    texts = SENTENCES * 20
+    pretrain(texts, tmp_path / "bert", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=5, progress=False)
+    lines = [json.dumps({"text": t, "label": "good" if "good" in t else "bad"}) for t in texts]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "zoo"
+    arguments = ["finetune", tmp_path / "bert", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl", "--map",
+                 "bad=0,good=1", "--vary", "seed", "--models", "2", "--lr", "5e-3", "--epochs", "6", "--batch", "16",
+                 "--points", "24", "--length", "12", "--out", out, "--quiet"]  # fmt: skip
+    assert cli.main([str(a) for a in arguments]) == 0
+    models = [load(str(out / f"model_{i:02d}")) for i in range(2)]
+    assert models[0].labels == {"bad": 0, "good": 1}
+    assert models[0].tokenizer is not None
+    classifiers = [m.model.classifier.weight for m in models]
+    assert not torch.allclose(*classifiers, atol=1e-2)  # heads and orders of their own
+    body = load(str(tmp_path / "bert")).model.bert.embeddings.word_embeddings.weight
+    near = models[0].model.bert.embeddings.word_embeddings.weight
+    assert torch.cosine_similarity(near.flatten(), body.flatten(), dim=0) > 0.5  # fine-tuned, not trained anew
+    config = json.loads((out / "sweep.json").read_text())
+    assert config["data"]["names"] == {"bad": 0, "good": 1}
+    config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1]}, "steps": 2}
+    (out / "sweep.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", str(out / "sweep.json"), "--out", str(tmp_path / "results"), "--quiet"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results/results.jsonl").read_text().splitlines()]
+    assert max(r["test_error"] for r in rows if r["kind"] == "fit") < 0.1
+    assert all(r["distance"] > 0 for r in rows if r["kind"] == "baselines")
+
+
+def test_labels_that_are_no_classes(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    pretrain(SENTENCES * 11, tmp_path / "b", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=1,
+             progress=False)  # fmt: skip
+    (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 3}\n{"text": "bad", "label": 1}\n')
+    with pytest.raises(ValueError, match=r"labels of .* are the numbers \[1, 3\]"):
+        train_zoo(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl"), columns=TextColumns()), tmp_path / "z")
+    with pytest.raises(ValueError, match="shards are i/n"):
+        train_zoo(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z", shard=(3, 2))
+
+
+def test_pretrain_command(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("a,b\n" + "\n".join(f"{s},{s} again" for s in SENTENCES * 11))
+    arguments = ["pretrain", tmp_path / "t.csv", "--text", "a,b", "--width", "16", "--depth", "1", "--heads", "2",
+                 "--vocabulary", "60", "--length", "12", "--steps", "2", "--out", tmp_path / "bert"]  # fmt: skip
+    assert cli.main([str(a) for a in arguments]) == 0
+    assert "132 texts" in capsys.readouterr().out
+    assert load(str(tmp_path / "bert")).tokenizer is not None
+    assert cli.main(["pretrain", str(tmp_path / "t.csv"), "--text", "c", "--out", str(tmp_path / "x")]) == 2
+    assert "no column 'c'" in capsys.readouterr().err
