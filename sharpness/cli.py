@@ -154,6 +154,17 @@ def _pretrain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from .convert import bert_from_tensorflow
+
+    folder = bert_from_tensorflow(
+        options.checkpoint, options.out, config=options.config, vocab=options.vocab, labels=options.labels.split(","),
+        cased=options.cased,
+    )  # fmt: skip
+    print(f"the transformers folder is {folder}")
+    return 0
+
+
 def _sweep(options: argparse.Namespace) -> int:
     import torch
 
@@ -385,6 +396,26 @@ def parser() -> argparse.ArgumentParser:
     pretraining.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
     pretraining.add_argument("--quiet", action="store_true", help="no progress bar")
     pretraining.set_defaults(run=_pretrain)
+    convert = commands.add_parser(
+        "convert",
+        help="turn a checkpoint of another library into one that can be measured",
+        description="Turn a checkpoint of another library into one that can be measured.",
+    )
+    kinds = convert.add_subparsers(title="kinds", required=True, metavar="KIND")
+    google = kinds.add_parser(
+        "bert-tf",
+        help="a BERT classifier of Google's run_classifier.py (TensorFlow 1) to a transformers folder",
+        description="Turn a BERT classifier of Google's run_classifier.py (TensorFlow 1) into a transformers folder, "
+        "through tensorflow's own reader.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    google.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder, or prefix .../model.ckpt-N")
+    google.add_argument("out", type=Path, metavar="OUT", help="the new transformers folder")
+    google.add_argument("--config", type=Path, help="bert_config.json (default: beside the checkpoint)")
+    google.add_argument("--vocab", type=Path, help="vocab.txt (default: beside the checkpoint)")
+    google.add_argument("--labels", default="contradiction,entailment,neutral", help="names of the classes, in order")
+    google.add_argument("--cased", action="store_true", help="the vocabulary tells upper from lower case")
+    google.set_defaults(run=_convert)
     toy = commands.add_parser(
         "toy",
         help="the two-parameter network: level sets of Euclidean and Riemannian quantities",

@@ -26,8 +26,8 @@ from .losses import mapped
 from .models import ImageFormat, LoadedModel, load_state_dict, resolve
 
 __all__ = [
-    "DataChoice", "Examples", "TextColumns", "choose", "load_batches", "load_examples", "named_labels", "read_table",
-    "read_texts",
+    "DataChoice", "Examples", "TextColumns", "choose", "is_function", "load_batches", "load_examples", "named_labels",
+    "read_table", "read_texts",
 ]  # fmt: skip
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
@@ -264,7 +264,7 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> Sequence[Ma
     return [dict(zip(names, line, strict=False)) for line in table]
 
 
-def _label(value: str, columns: TextColumns, known: Mapping[str, int], path: Path) -> int:
+def _label(value: str, columns: TextColumns, known: Mapping[str, int], path: Path | str) -> int:
     names = {k.lower(): v for k, v in (columns.names or known).items()}
     if value.lower() in names:
         return names[value.lower()]
@@ -276,10 +276,11 @@ def _label(value: str, columns: TextColumns, known: Mapping[str, int], path: Pat
     )
 
 
-def _text(path: Path, columns: TextColumns, tokenizer: Any, known: Mapping[str, int]) -> Examples:
+def _texts(
+    path: Path | str, rows: Sequence[Mapping[str, str]], columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
+) -> Examples:
     if tokenizer is None:
         raise ValueError(f"{path} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
-    rows = read_table(path, columns.header)
     if not rows:
         raise ValueError(f"{path} has no rows")
     wanted = [columns.text, columns.label, *([columns.pair] if columns.pair is not None else [])]
@@ -297,6 +298,63 @@ def _text(path: Path, columns: TextColumns, tokenizer: Any, known: Mapping[str, 
         return {**coded, "labels": torch.tensor([labels[i] for i in chosen])}
 
     return Examples(str(path), len(rows), batch)
+
+
+def _divided(source: str) -> tuple[Path, str]:
+    """A path, and what is named inside it: ``archive.zip:inside``, ``folder:split``."""
+    before, _, inside = source.rpartition(":")
+    if before and not Path(source).exists() and (before.endswith(".zip") or Path(before).is_dir()):
+        return Path(before), inside
+    return Path(source), ""
+
+
+def is_function(source: str, base: Path = Path()) -> bool:
+    """Whether a source is ``module:function`` rather than a file or something in one."""
+    return ":" in source and not _divided(str(base / source))[1] and not (base / source).exists()
+
+
+def _is_datasets(path: Path) -> bool:
+    return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _datasets_folder(
+    folder: Path, split: str, images: ImageFormat | None, columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
+) -> Examples:
+    """What ``datasets.save_to_disk`` wrote: texts, or images with their class."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f"{folder} is a folder of Hugging Face datasets: pip install datasets") from error
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise ValueError(f"{folder} is no readable folder of datasets ({error})") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ValueError(f"{folder} has the parts {', '.join(found)}; name one as {folder}:{next(iter(found))}")
+        found = found[split]
+    source = f"{folder}:{split}" if split else str(folder)
+    pictures = [name for name, kind in found.features.items() if isinstance(kind, datasets.Image)]
+    if columns.label not in found.features:
+        raise ValueError(f"{source} has no column {columns.label!r}; it has {', '.join(found.features)}")
+    named = getattr(found.features[columns.label], "names", None)
+    if not pictures:
+        table = found.select_columns([c for c in (columns.text, columns.pair, columns.label) if c in found.features])
+        rows = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in table]
+        if named and not columns.names:
+            rows = [{**row, columns.label: named[int(row[columns.label])]} for row in rows]
+            known = known if set(named) <= set(known) else {name: i for i, name in enumerate(named)}
+        return _texts(source, rows, columns, tokenizer, known)
+    if images is None:
+        raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
+    how = images
+
+    def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = found.select(list(chosen))
+        pixels = [_pixels(row[pictures[0]], how) for row in rows]
+        return torch.stack(pixels), torch.tensor([int(row[columns.label]) for row in rows])
+
+    return Examples(source, len(found), batch, None if named is None else tuple(named))
 
 
 # -- everything ----------------------------------------------------------------------------------------------------
@@ -331,6 +389,7 @@ def load_examples(
         - a folder of class folders of images, or a zip of them (``archive.zip:folder/inside``);
         - an idx file of images with its labels beside it, plain or gzipped, as MNIST's;
         - a ``.tsv``, ``.csv`` or ``.jsonl`` table of text;
+        - a folder that Hugging Face's ``datasets`` saved (``folder:split`` where it has several), of texts or images;
         - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension is the examples:
           with the names x and y batches are pairs, else dicts for a transformers model.
     images : ImageFormat, optional
@@ -350,12 +409,11 @@ def load_examples(
     ValueError, OSError, ImportError
         One sentence that names the file and the fix.
     """
-    path, inside = Path(source), ""
-    if not path.exists() and ".zip:" in source:
-        before, _, inside = source.partition(".zip:")
-        path = Path(before + ".zip")
+    path, inside = _divided(source)
     if not path.exists():
         raise FileNotFoundError(f"there is no data at {path}")
+    if _is_datasets(path):
+        return _datasets_folder(path, inside, images, text or TextColumns(), tokenizer, labels or {})
     name = path.name.removesuffix(".gz").lower()
     if path.is_dir() or path.suffix == ".zip" or name.endswith(("idx3-ubyte", ".idx3")):
         if images is None:
@@ -364,7 +422,8 @@ def load_examples(
             return _image_folder(path, images)
         return _image_archive(path, inside, images) if path.suffix == ".zip" else _idx_images(path, images)
     if path.suffix.lower() in _TABLES:
-        return _text(path, text or TextColumns(), tokenizer, labels or {})
+        columns = text or TextColumns()
+        return _texts(path, read_table(path, columns.header), columns, tokenizer, labels or {})
     return _tensors(path)
 
 
@@ -403,7 +462,7 @@ def load_batches(
     if batch_size < 1 or (count is not None and count < 1):
         raise ValueError(f"the batch size and the number of batches must be at least 1, got {batch_size} and {count}")
     batches: Iterable[Any]
-    if ":" in source and not Path(source).exists() and ".zip:" not in source:
+    if is_function(source):
         if examples is not None or seed is not None:
             raise ValueError(f"{source} is a function, which chooses its examples itself")
         batches = resolve(source)()
@@ -490,8 +549,12 @@ class DataChoice:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is a table of text."""
-        return Path(self.source).suffix.lower() in _TABLES
+        """Whether it holds text."""
+        path, inside = _divided(self.source)
+        if _is_datasets(path):
+            about = path / inside / "dataset_info.json"
+            return about.is_file() and '"Image"' not in about.read_text(encoding="utf-8")
+        return path.suffix.lower() in _TABLES
 
     def image_format(self, known: ImageFormat | None) -> ImageFormat | None:
         """What is expected of images: what this choice says, else what the model says."""

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from .baselines import distance, norms, relative_flatness
-from .data import DataChoice, TextColumns, read_table
+from .data import DataChoice, TextColumns, is_function, read_table
 from .distributed import counter
 from .evaluation import evaluate
 from .losses import Objective
@@ -247,7 +247,7 @@ def _data_choice(found: Any, base: Path) -> DataChoice:
             else "data needs a source"
         )
     source = str(found["source"])
-    if ":" not in source or ".zip:" in source:
+    if not is_function(source, base):
         source = str(base / source)
     columns = TextColumns(**{k: v for k, v in found.items() if k in text})
     rest: dict[str, Any] = {
@@ -339,7 +339,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     unknown = sorted(set(found) - known)
     if unknown:
         raise ValueError(f"{path} has the unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    if {"test", "accuracies"} <= set(found):
+    if found.get("test") is not None and "accuracies" in found:
         raise ValueError(f"{path} has both test and accuracies, which stand in for it; leave one out")
     measures = tuple(found.get("measures", Sweep.measures))
     ablations = tuple(found.get("ablations", ({},)))
@@ -452,7 +452,7 @@ def _fits(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, A
         known = sweep.accuracies.read()
         key = sweep.accuracies.key(unit["checkpoint"])
         if key not in known:
-            raise ValueError(f"{sweep.accuracies.file} has no accuracy of the model {unit['checkpoint']!r}")
+            raise ValueError(f"{sweep.accuracies.file} has no accuracy of {unit['checkpoint']!r}")
         row = {f"{part}_error": 1 - value for part, value in known[key].items()}
         if "train" in known[key]:
             return row

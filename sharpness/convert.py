@@ -1,0 +1,168 @@
+"""A BERT checkpoint of Google's (TensorFlow 1) to a transformers folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["bert_from_tensorflow", "read_tensorflow"]
+
+#: Order of the classes in Google's run_classifier for MNLI.
+MNLI_LABELS = ("contradiction", "entailment", "neutral")
+#: Not weights of the classifier: the optimiser's state, the step, the heads of pre-training.
+_SKIPPED = re.compile(r"adam_[mv]|global_step|beta[12]_power|^cls/|/adam|^signal_early_stopping|_power$")
+
+
+#: Run by a Python of its own: the libraries that tensorflow and torch bring may not share a process.
+_READER = """
+import sys
+import numpy
+import tensorflow
+reader = tensorflow.train.load_checkpoint(sys.argv[1])
+numpy.savez(sys.argv[2], **{name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
+"""
+
+
+def read_tensorflow(prefix: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """Read all variables of a TensorFlow checkpoint by name, through tensorflow's own reader.
+
+    Raises
+    ------
+    FileNotFoundError, ImportError, ValueError
+        No such checkpoint; tensorflow is not installed; a checkpoint that it cannot read.
+    """
+    prefix = Path(prefix)
+    if not prefix.with_name(prefix.name + ".index").is_file():
+        raise FileNotFoundError(
+            f"there is no TensorFlow checkpoint {prefix} (no {prefix.name}.index); name it without .index or .data-…"
+        )
+    if importlib.util.find_spec("tensorflow") is None:
+        raise ImportError("reading a TensorFlow checkpoint needs tensorflow: pip install tensorflow-cpu")
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "variables.npz"
+        done = subprocess.run([sys.executable, "-c", _READER, str(prefix), str(out)], capture_output=True, text=True)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(f"{prefix} is no readable TensorFlow checkpoint ({last})")
+        with np.load(out, allow_pickle=False) as found:
+            return dict(found)
+
+
+def _prefix(checkpoint: Path) -> Path:
+    """The last checkpoint of a folder, or the prefix itself, also if one of its files was named."""
+    if checkpoint.is_dir():
+        found = [p.with_suffix("") for p in checkpoint.glob("*.ckpt*.index")]
+        if not found:
+            raise FileNotFoundError(f"{checkpoint} holds no TensorFlow checkpoint (*.ckpt*.index)")
+        return max(found, key=lambda p: int((re.findall(r"\d+", p.name) or ["0"])[-1]))
+    return checkpoint.with_name(re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", checkpoint.name))
+
+
+def _name(variable: str) -> str:
+    """Transformers' name of one of Google's."""
+    if variable == "output_weights":
+        return "classifier.weight"
+    if variable == "output_bias":
+        return "classifier.bias"
+    name = re.sub(r"layer_(\d+)", r"layer.\1", variable).replace("/", ".")
+    if name.endswith("_embeddings"):
+        return name + ".weight"
+    stem, _, last = name.rpartition(".")
+    return f"{stem}.{({'kernel': 'weight', 'gamma': 'weight', 'beta': 'bias'}).get(last, last)}"
+
+
+def bert_from_tensorflow(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    vocab: str | os.PathLike[str] | None = None,
+    labels: Sequence[str] = MNLI_LABELS,
+    cased: bool = False,
+    variables: Mapping[str, np.ndarray[Any, Any]] | None = None,
+) -> Path:
+    """Write a ``BertForSequenceClassification`` and its tokenizer as a transformers folder.
+
+    Parameters
+    ----------
+    checkpoint
+        Folder with ``model.ckpt-N.index`` and ``.data-…``, or the prefix ``…/model.ckpt-N``. Variables as Google's
+        ``run_classifier.py`` writes them: the classifier is ``output_weights`` (classes × width) and ``output_bias``;
+        kernels are inputs × outputs and are transposed.
+    folder
+        Where the transformers folder goes; it must not exist yet.
+    config, vocab
+        ``bert_config.json`` and ``vocab.txt``; by default beside the checkpoint.
+    labels : sequence of str
+        Names of the classes in their order; by default MNLI's in ``run_classifier.py``.
+    cased : bool
+        The vocabulary tells upper from lower case.
+    variables : mapping of str to array, optional
+        By name; by default those that :func:`read_tensorflow` finds in the checkpoint.
+
+    Returns
+    -------
+    Path
+        The folder.
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        One sentence: files that are missing, weights that do not fit the configuration, tensorflow not installed.
+    """
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} exists; name a folder that does not")
+    prefix = _prefix(Path(checkpoint))
+    place = prefix.parent
+    paths = [Path(config or place / "bert_config.json"), Path(vocab or place / "vocab.txt")]
+    for path, option in zip(paths, ("--config", "--vocab"), strict=True):
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no {path}; name it with {option}")
+    try:
+        settings = json.loads(paths[0].read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{paths[0]} is no JSON ({error})") from error
+    found = read_tensorflow(prefix) if variables is None else variables
+    state: dict[str, torch.Tensor] = {}
+    for variable, numbers in found.items():
+        if not _SKIPPED.search(variable):
+            value = torch.tensor(numbers).float()
+            state[_name(variable)] = value.T.contiguous() if variable.endswith("/kernel") else value
+    head = state.get("classifier.weight")
+    if head is None:
+        raise ValueError(f"{prefix} has no output_weights: it is no classifier of Google's run_classifier.py")
+    if len(head) != len(labels):
+        raise ValueError(f"{prefix} has {len(head)} classes, but {len(labels)} labels are named ({', '.join(labels)})")
+    names = {label: i for i, label in enumerate(labels)}
+    model = BertForSequenceClassification(
+        BertConfig(**settings, num_labels=len(labels), label2id=names, id2label={i: n for n, i in names.items()})
+    )
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the weights in {prefix} do not fit {paths[0]}: {' '.join(str(error).split())[:300]}"
+        ) from error  # fmt: skip
+    words = paths[1].read_text(encoding="utf-8").split("\n")
+    places = {word.strip(): i for i, word in enumerate(words) if word.strip()}
+    length = int(settings.get("max_position_embeddings", 512))
+    tokenizer = BertTokenizer(places, do_lower_case=not cased, model_max_length=length)
+    own = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    model.eval().save_pretrained(own)
+    tokenizer.save_pretrained(own)
+    own.replace(folder)
+    return folder
