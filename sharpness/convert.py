@@ -48,7 +48,7 @@ def read_tensorflow(prefix: str | os.PathLike[str]) -> dict[str, np.ndarray[Any,
             f"there is no TensorFlow checkpoint {prefix} (no {prefix.name}.index); name it without .index or .data-…"
         )
     if importlib.util.find_spec("tensorflow") is None:
-        raise ImportError("reading a TensorFlow checkpoint needs tensorflow: pip install tensorflow-cpu")
+        raise ImportError("reading a TensorFlow checkpoint needs tensorflow: pip install 'quotient-manifolds[convert]'")
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "variables.npz"
         done = subprocess.run([sys.executable, "-c", _READER, str(prefix), str(out)], capture_output=True, text=True)

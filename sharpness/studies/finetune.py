@@ -138,7 +138,7 @@ def _augmentation(name: str) -> Callable[[Tensor, torch.Generator], Tensor]:
             from PIL import Image
             from torchvision.transforms.v2 import RandAugment
         except ImportError as error:
-            raise ImportError("RandAugment needs torchvision and Pillow: pip install torchvision pillow") from error
+            raise ImportError("RandAugment needs torchvision: pip install 'quotient-manifolds[studies]'") from error
         change = RandAugment(number, strength)
         images = _flip_and_shift(images, generator)
         if number == 0:
