@@ -69,7 +69,7 @@ def run(method: str, rho: float, noise: float, seed: int, options: Any) -> dict[
             scores = torch.cat([net(part) for part in x_test.split(500)])
         errors.append(float((scores.argmax(1) != y_test).double().mean()))
     torch.backends.mha.set_fastpath_enabled(False)
-    batch = (x[:128], clean[:128])
+    batch = (x[:64], clean[:64])
     final = {
         name: sharpness.evaluate(net, [batch], measure=name, rho=rho, steps=10, tol=1e-3, progress=False).value
         for name, rho in FINAL.items()

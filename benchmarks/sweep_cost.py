@@ -1,7 +1,8 @@
-"""What measuring a checkpoint costs beyond its forward and backward passes (small vision transformer, 256 images a batch).
+"""What measuring a checkpoint costs beyond its forward and backward passes (small vision transformer, batches of 256).
 
-For every batch and measure, ``evaluate`` with 20 steps and as many bare passes (loss, gradient of all parameters) on the
-same batch take turns; the ratio of the sums is what counts. Loading the checkpoint and reading the images are timed too.
+For every batch and measure, ``evaluate`` with 20 steps and as many bare passes (loss, gradient of all parameters) on
+the same batch take turns; the ratio of the sums is what counts. Loading the checkpoint and reading the images are timed
+too.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -203,7 +204,12 @@ def _transformers(folder: Path) -> LoadedModel:
     bars.disable_progress_bar()  # local files are read in no time
     try:
         model = cls.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError) as error:
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{folder} holds pickled objects other than tensors, and pickled code is never executed; save the model "
+            "anew with save_pretrained, which writes safetensors"
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError, EOFError, AttributeError) as error:
         raise ValueError(
             f"{folder} cannot be loaded as {cls.__name__}: {' '.join(str(error).split())[:300]}"
         ) from error

@@ -16,6 +16,8 @@ from sharpness import cli, evaluate
 from sharpness.rows import gaps
 from sharpness.sweep import Accuracies, read_config, read_rows, run_sweep
 
+from . import networks
+
 ROOT = Path(__file__).parent.parent
 MODULE = """
 import torch
@@ -183,20 +185,23 @@ def test_killed_at_random_moments(place):
 @pytest.mark.xdist_group("torchrun")
 def test_a_killed_rank_ends_the_others(place):
     config = json.loads(Path("sweep.json").read_text())
-    config["rho"] = {"adaptive": [0.001 * k for k in range(1, 400)], "euclidean": 0.05}
-    config["steps"] = 200
+    config["rho"] = {"adaptive": [0.01 * k for k in range(1, 30)], "euclidean": 0.05}
+    config |= {"steps": 40, "tol": 0}
     Path("sweep.json").write_text(json.dumps(config))
     process = start(place, "out", torchrun=2)
     limit = time.monotonic() + 60
     while not Path("out/units").is_dir() and time.monotonic() < limit:
-        time.sleep(0.05)
-    time.sleep(0.5)
+        time.sleep(0.02)
     listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
     ranks = [int(line.split()[0]) for line in listing.stdout.splitlines() if "sharpness" in line]
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
     assert process.wait(60) != 0
     process.stderr.close()
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    assert len(rows_of("out")) < len(rows_of("whole"))
+    assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
+    assert rows_of("out") == rows_of("whole")
 
 
 @pytest.mark.parametrize(
@@ -315,3 +320,95 @@ def test_baselines_of_a_sweep(place):
     assert found["net0.pt"]["distance"] == 0
     assert found["net1.pt"]["distance"] > 1
     assert all(r["relative_flatness"] > 0 and r["weight_norm"] > 0 for r in found.values())
+
+
+# -- checkpoints and data of all kinds ---------------------------------------------------------------------------------
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __reduce__(self):
+        return (os.system, ("touch executed",))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bert_folders_good_and_bad(place, capsys):
+    from sharpness.studies.text import wordpiece
+
+    words = ["good film", "bad film", "dull film"] * 3
+    names = {"good": 0, "bad": 1, "dull": 2}
+    tokenizer = wordpiece(["a", "b", "c"], 20, length=16)  # the tiny network knows few tokens
+    for folder in ("good", "wordless", "narrow", "nameless"):
+        model = networks.bert(layers=1)
+        model.config.label2id = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2} if folder == "nameless" else names
+        if folder == "narrow":
+            model.classifier = nn.Linear(model.config.hidden_size, 2)
+            model.num_labels = model.config.num_labels = 2
+            model.config.label2id = names
+        model.save_pretrained(place / "berts" / folder)
+        if folder != "wordless":
+            tokenizer.save_pretrained(place / "berts" / folder)
+    (place / "berts" / "pickled").mkdir()
+    (place / "berts" / "pickled" / "config.json").write_text((place / "berts/good/config.json").read_text())
+    torch.save(Payload(), place / "berts" / "pickled" / "pytorch_model.bin")
+    (place / "texts.tsv").write_text("text\tlabel\n" + "".join(f"{w}\t{w.split()[0]}\n" for w in words))
+    config = {"checkpoints": "berts/*", "data": "texts.tsv", "measures": ["geodesic-inv"], "rho": 0.05, "steps": 2,
+              "baselines": False}  # fmt: skip
+    (place / "berts.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "berts.json", "--out", "b", "--quiet"]) == 1
+    said = {line.split()[1]: line for line in capsys.readouterr().err.splitlines() if line.startswith("sharpness:")}
+    assert [r["checkpoint"] for r in rows_of("b", "berts.json")] == ["good"], said
+    assert rows_of("b", "berts.json")[0]["sharpness"] > 0
+    assert set(said) == {"wordless,", "narrow,", "nameless,", "pickled,"}
+    assert "the model has no tokenizer: put one into its folder" in said["wordless,"]
+    assert "has fewer classes" in said["narrow,"]
+    assert "'good', which stands for no class (label_0, label_1, label_2); say what labels mean" in said["nameless,"]
+    assert "berts/pickled holds pickled objects other than tensors" in said["pickled,"]
+    assert not Path("executed").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_soups_checkpoints_good_and_pickled(place, capsys):
+    open_clip = pytest.importorskip("open_clip")
+    from PIL import Image
+
+    torch.manual_seed(0)
+    visual = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None).visual
+    head = nn.Linear(512, 2)
+    state = {f"model.visual.{k}": v for k, v in visual.state_dict().items()} | {"model.logit_scale": torch.ones(())}
+    (place / "soups").mkdir()
+    torch.save(state | {f"classification_head.{k}": v for k, v in head.state_dict().items()}, "soups/model_0.pt")
+    torch.save({"weights": Payload()}, "soups/model_1.pt")
+    for c, shade in (("cat", 40), ("dog", 200)):
+        (place / "pictures" / c).mkdir(parents=True)
+        Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
+    config = {"checkpoints": [{"path": "soups/*.pt", "model": "ViT-B-32-quickgelu"}], "data": "pictures",
+              "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
+    (place / "soups.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
+    rows = rows_of("s", "soups.json")
+    assert [(r["checkpoint"], r["kind"]) for r in rows] == [("model_0.pt", "baselines"), ("model_0.pt", "sharpness")]
+    assert rows[0]["relative_flatness"] > 0
+    assert rows[1]["sharpness"] > 0
+    assert "soups/model_1.pt is no plain state dict of tensors" in capsys.readouterr().err
+    assert not Path("executed").exists()
+
+
+def test_data_that_cannot_be_read_is_said_once_a_unit(place, capsys):
+    config = json.loads(Path("sweep.json").read_text())
+    config |= {"checkpoints": [{"path": "zoo/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
+    (place / "bad.tsv").write_bytes(b"text\tlabel\nna\xefve\t1\n")
+    (place / "bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
+    assert len(lines) == 6  # the fit, the baselines, and two measures with two settings each
+    config["data"] = {"source": "empty", "image_size": 2, "mean": [0.5] * 3, "std": [0.5] * 3}
+    (place / "empty" / "cat").mkdir(parents=True)
+    (place / "bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    assert "the class folder cat of empty holds no image" in capsys.readouterr().err
+    (place / "empty" / "cat" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n cut off")
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    assert "the image cat/0.png cannot be read" in capsys.readouterr().err
