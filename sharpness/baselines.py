@@ -50,16 +50,22 @@ def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
     Raises
     ------
     ValueError
-        They have none in common.
+        They have less than half of the weights in common.
     """
-    square, found = 0.0, 0
+    square, found, total = 0.0, 0, 0
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.requires_grad and name in start and start[name].shape == p.shape:
-                found += 1
+            if not p.requires_grad:
+                continue
+            total += p.numel()
+            if name in start and start[name].shape == p.shape:
+                found += p.numel()
                 square += float((p.double() - start[name].to(p.device, torch.float64)).square().sum())
-    if not found:
-        raise ValueError(f"the initial weights and {type(model).__name__} have no weight in common")
+    if found < 0.5 * total:
+        raise ValueError(
+            f"the initial weights have {found:,} of the {total:,} weights of {type(model).__name__}; name what it was "
+            "fine-tuned from, or leave initial out"
+        )
     return square**0.5
 
 
@@ -94,7 +100,8 @@ def relative_flatness(model: nn.Module, batches: Iterable[Any]) -> float | None:
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(module, nn.Linear)
-        calls.append((module, inputs[0], output))
+        if output.dim() == 2:  # one row of scores an example
+            calls.append((module, inputs[0], output))
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Linear)]
     total, count = 0.0, 0

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 def _demo(options: argparse.Namespace) -> int:
     from .studies import demo
 
@@ -116,7 +123,8 @@ def _shard(text: str) -> tuple[int, int]:
 def _finetune(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from .studies.finetune import Recipe, random_recipe, train_zoo
+    from .studies.finetune import Recipe, random_recipe
+    from .studies.zoo import train_zoo
 
     data = _data(options)
     given: dict[str, Any] = {"lr": options.lr, "epochs": options.epochs, "batch": options.batch}
@@ -177,11 +185,13 @@ def _sweep(options: argparse.Namespace) -> int:
     with torchrun(torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
         failed = run_sweep(sweep, options.out, shard=shard, progress=not options.quiet and leader)
-    rows = read_rows(options.out, sweep)
-    write_rows(options.out / "results.jsonl", rows)
-    write_csv(options.out / "results.csv", rows)
+    rows: list[dict[str, Any]] = []
+    while rows != (now := read_rows(options.out, sweep)):  # others may finish meanwhile, and write too
+        rows = now
+        write_rows(options.out / "results.jsonl", rows)
+        write_csv(options.out / "results.csv", rows)
     for unit in failed:
-        what = unit.get("measure", "losses")
+        what = unit.get("measure", unit["kind"])
         print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
     if not options.quiet and leader:
         print(f"{len(rows)} rows in {options.out / 'results.jsonl'}")
@@ -239,7 +249,7 @@ def parser() -> argparse.ArgumentParser:
         description="Train a small vision transformer on scikit-learn's digits (under a minute), measure its sharpness "
         "by all measures, move every attention head along its symmetry, measure again. Prints a table and saves a "
         "picture.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     demo.add_argument("--seed", type=int, default=0, help="seed of the split, the training and the symmetry")
     demo.add_argument("--out", type=Path, default=Path("sharpness-demo.png"), help="where the picture goes")
@@ -252,7 +262,7 @@ def parser() -> argparse.ArgumentParser:
         "symmetries",
         help="list the symmetries of a model's attention and LoRA weights",
         description="List, layer by layer, which weights of a model can be changed without changing its function.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     found.add_argument(
         "model", metavar="MODEL", help="a transformers folder, or the name of an open_clip or timm model"
@@ -274,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
         help="measure the sharpness of a model on data",
         description="Measure the sharpness of a model on data. Under torchrun (torchrun --nproc-per-node N -m "
         "sharpness run ...) the work is spread over the processes, with the same result.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     run.add_argument(
         "model",
@@ -285,7 +295,9 @@ def parser() -> argparse.ArgumentParser:
         "data",
         metavar="DATA",
         help="a folder of class folders of images or a zip of them (FILE.zip:FOLDER/INSIDE); an idx file of images "
-        "as MNIST's, its labels beside it; a .tsv, .csv or .jsonl table of text; a .safetensors file with tensors x "
+        "as MNIST's, its labels beside it; a .tsv, .csv or .jsonl table of text; "
+        "a folder saved by datasets (FOLDER:SPLIT); a .safetensors file with "
+        "tensors x "
         "and y, or with a transformers model's inputs and labels by name; or module:function that returns batches",
     )
     run.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
@@ -309,12 +321,14 @@ def parser() -> argparse.ArgumentParser:
         "sweep",
         help="measure many checkpoints; resumes where it was stopped",
         description="Measure many checkpoints under many measures, radii and ablations, as a YAML or JSON file says: "
-        "checkpoints (a pattern, or a list of {path, model, head}), data and test (a source, or a mapping with source, "
-        "examples, seed, batch_size, text, label, ...), measures, rho (a list, or lists by measure), ablations (a list "
-        "of switches such as {geodesic: first-order}), steps, tol, device. Finished units are kept in the folder OUT; "
+        "checkpoints (a pattern, or a list of {path, model, head}), data, train and test (a source, or a mapping with "
+        "source, examples, seed, batch_size, text, label, ...) or, in place of test, accuracies ({file, name, test}), "
+        "measures, rho (a list, or lists by measure), ablations (a list of switches such as {geodesic: first-order}, "
+        "which may have a rho and measures of their own), baselines (norms and the like: true), initial (the weights "
+        "all were fine-tuned from), steps, tol, device. Finished units are kept in the folder OUT; "
         "call it again to go on. Under torchrun processes draw checkpoints from a common counter; --shard splits them "
         "among independent jobs that share OUT. Exit code 1 if a checkpoint failed.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     sweep.add_argument("config", type=Path, metavar="CONFIG", help="YAML or JSON file")
     sweep.add_argument("--out", type=Path, required=True, help="folder for the results")
@@ -334,7 +348,7 @@ def parser() -> argparse.ArgumentParser:
             if name == "table"
             else "Scatter of the gap against every measure (at its best radius, and at equal rise of the loss), the "
             "ablations, the relaxation, and sharpness and tau along the radius.",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_Formatter,
         )
         shown.add_argument("results", type=Path, metavar="RESULTS", help="a sweep's folder, results.jsonl or .csv")
         shown.add_argument(
@@ -356,7 +370,7 @@ def parser() -> argparse.ArgumentParser:
         description="Fine-tune a model many times on one data set, with random recipes (learning rate, weight decay, "
         "epochs, label smoothing, label noise, and for images augmentation and mix-up) or with seeds alone, and write "
         "the checkpoints and a configuration for `sharpness sweep`. Models that are there are not trained again.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     zoo.add_argument("model", metavar="MODEL", help="as for run; a transformers folder gets a new head for texts")
     zoo.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
@@ -365,21 +379,29 @@ def parser() -> argparse.ArgumentParser:
     _add_data_options(zoo)
     zoo.add_argument("--models", type=int, default=24, help="how many")
     zoo.add_argument("--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models")
-    zoo.add_argument("--lr", type=float, nargs="+", help="learning rate: a range, or one for --vary seed")
-    zoo.add_argument("--epochs", type=int, nargs="+", help="epochs: a range, or one for --vary seed")
-    zoo.add_argument("--batch", type=int, help="examples a step")
+    zoo.add_argument(
+        "--lr",
+        type=float,
+        nargs="+",
+        help="learning rate: a range (default: 3e-5 to 1e-3), or one for --vary seed (1e-4)",
+    )
+    zoo.add_argument(
+        "--epochs", type=int, nargs="+", help="epochs: a range (default: 2 to 6), or one for --vary seed (3)"
+    )
+    zoo.add_argument("--batch", type=int, help="examples a step (default: 64)")
     zoo.add_argument("--points", type=int, default=256, help="training examples to measure on")
     zoo.add_argument("--shard", default="1/1", help="train the i-th of n parts of the models")
     zoo.add_argument("--device", default="cpu", help="cpu or cuda")
     zoo.add_argument("--out", type=Path, required=True, help="folder for the models")
     zoo.add_argument("--quiet", action="store_true", help="no progress bar")
-    zoo.set_defaults(run=_finetune, batch_size=256, batches=None)
+    # Class folders are in the order of their classes: a part of them is chosen at random.
+    zoo.set_defaults(run=_finetune, batch_size=256, batches=None, choose_seed=0)
     pretraining = commands.add_parser(
         "pretrain",
         help="pre-train a small BERT on texts of your own",
         description="Train a WordPiece vocabulary and a small BERT by masked-language modelling on the texts of "
         "tables, and write a transformers folder, which `sharpness finetune` takes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     pretraining.add_argument("texts", type=Path, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
     pretraining.add_argument("--text", default="text", help="columns of the texts, as premise,hypothesis")
@@ -407,7 +429,7 @@ def parser() -> argparse.ArgumentParser:
         help="a BERT classifier of Google's run_classifier.py (TensorFlow 1) to a transformers folder",
         description="Turn a BERT classifier of Google's run_classifier.py (TensorFlow 1) into a transformers folder, "
         "through tensorflow's own reader.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     google.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder, or prefix .../model.ckpt-N")
     google.add_argument("out", type=Path, metavar="OUT", help="the new transformers folder")
@@ -421,7 +443,7 @@ def parser() -> argparse.ArgumentParser:
         help="the two-parameter network: level sets of Euclidean and Riemannian quantities",
         description="Draw the loss, the gradient norms and the Hessian traces of the network x ↦ θ₂θ₁x, Euclidean and "
         "on the quotient, how much each varies along an orbit, and the geodesic sharpness against its closed form.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     toy.add_argument("--out", type=Path, default=Path("toy"), help="folder for the figure and the numbers")
     toy.add_argument("--x", type=float, default=1.0, help="the input")
@@ -433,7 +455,7 @@ def parser() -> argparse.ArgumentParser:
         help="diagonal networks: closed forms and true maxima against the test loss",
         description="Train diagonal networks side by side, measure their sharpness in closed form and by true "
         "maximisation, and correlate it with their test loss.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     diagonal.add_argument("--n", type=int, default=100, help="data points")
     diagonal.add_argument("--d", type=int, default=200, help="dimensions")

@@ -7,10 +7,11 @@ controlled for, and beside baselines.
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,13 @@ class Curves:
         self.rho: _Array = np.array(radii)
         self.models = tuple(sorted(m for m, found in table.items() if len(found) == len(radii)))
         self.values: _Array = np.array([[table[m][r] for r in radii] for m in self.models])
+
+    def among(self, models: Collection[str]) -> Curves:
+        """The curves of some models."""
+        found = copy.copy(self)
+        keep = [i for i, m in enumerate(self.models) if m in models]
+        found.models, found.values = tuple(self.models[i] for i in keep), self.values[keep]
+        return found
 
     @property
     def name(self) -> str:
@@ -195,12 +203,12 @@ def compare(
     for name, kind in BASELINES.items():
         if not (name.startswith("train") and target.startswith("test") and name == target.replace("test-", "train_")):
             rank(name, "–", {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None})
-    for row in rows:  # measures without a radius
-        if row["kind"] == "sharpness" and row["rho"] == 0 and not row["ablation"]:
-            name = row["measure"]
-            if all(r.quantity != name for r in result):
-                same = [r for r in rows if r["kind"] == "sharpness" and r["measure"] == name and not r["ablation"]]
-                rank(name, "–", {r["checkpoint"]: r["sharpness"] for r in same})
+    local: dict[str, dict[str, float]] = {}  # measures without a radius
+    for row in rows:
+        if row["kind"] == "sharpness" and row["rho"] == 0:
+            local.setdefault(label(row["measure"], row["ablation"]), {})[row["checkpoint"]] = row["sharpness"]
+    for name, by_checkpoint in local.items():
+        rank(name, "–", by_checkpoint)
     own = curves(rows, ablations=False)
     for c in own:
         first = len(result)
@@ -212,13 +220,18 @@ def compare(
         default = MEASURES[c.measure].rho if c.measure in MEASURES else None
         for choice, found in (
             ("paper", [r for r in at_radii if r.rho == default]),
-            ("best", sorted(at_radii, key=lambda r: -abs(r.tau.value))[:1]),
+            ("best", sorted((r for r in at_radii if np.isfinite(r.tau.value)), key=lambda r: -abs(r.tau.value))[:1]),
         ):
             result += [_chosen(r, choice) for r in found]
-    for rise in common_rises(own):
+    several = [c for c in own if len(c.rho) > 1]
+    shared = set(goal).intersection(*(c.models for c in several))
+    several = [c.among(shared) for c in several] if shared else []
+    for rise in common_rises(several):
         reference: dict[str, float] | None = None
-        for c in sorted(own, key=lambda c: c.measure != "adaptive"):  # the reference first
+        for c in sorted(several, key=lambda c: c.measure != "adaptive"):  # the reference first
             rho, values = c.at_rise(rise)
+            if abs(np.median(values) / rise - 1) > 0.01:  # medians that do not grow with the radius
+                continue
             by_model = dict(zip(c.models, values, strict=True))
             rank(c.name, "equal rise", by_model, rho, rise, reference)
             if c.measure == "adaptive":
@@ -237,7 +250,19 @@ def _chosen(row: Ranking, choice: str) -> Ranking:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
-_HEAD = ("quantity", "radius", "ρ", "median rise", "τ", "95 % interval", "p", "τ given train loss", "p", "τ − adaptive")
+_HEAD = (
+    "quantity",
+    "radius",
+    "ρ",
+    "median rise",
+    "models",
+    "τ",
+    "95 % interval",
+    "p",
+    "τ given train loss",
+    "p",
+    "τ − adaptive",
+)
 
 
 def _cells(row: Ranking) -> list[str]:
@@ -248,7 +273,7 @@ def _cells(row: Ranking) -> list[str]:
     difference = "" if apart is None else f"{apart.value:+.2f} [{apart.low:+.2f}, {apart.high:+.2f}]"
     return [
         row.quantity.replace("_", " "), row.choice, number(row.rho, ".3g"), number(row.rise, ".3g"),
-        number(tau.value, "+.2f"), f"[{tau.low:+.2f}, {tau.high:+.2f}]", number(tau.p, ".2g"),
+        str(tau.models), number(tau.value, "+.2f"), f"[{tau.low:+.2f}, {tau.high:+.2f}]", number(tau.p, ".2g"),
         number(None if partial is None else partial.value, "+.2f"),
         number(None if partial is None else partial.p, ".2g"), difference,
     ]  # fmt: skip

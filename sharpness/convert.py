@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .files import write_whole
+
 __all__ = ["bert_from_tensorflow", "read_tensorflow"]
 
 #: Order of the classes in Google's run_classifier for MNLI.
@@ -30,12 +32,13 @@ import sys
 import numpy
 import tensorflow
 reader = tensorflow.train.load_checkpoint(sys.argv[1])
-numpy.savez(sys.argv[2], **{name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
+types = reader.get_variable_to_dtype_map()
+numpy.savez(sys.argv[2], **{name: reader.get_tensor(name) for name, kind in types.items() if kind.is_floating})
 """
 
 
 def read_tensorflow(prefix: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """Read all variables of a TensorFlow checkpoint by name, through tensorflow's own reader.
+    """Read all floating-point variables of a TensorFlow checkpoint by name, through tensorflow's own reader.
 
     Raises
     ------
@@ -139,7 +142,7 @@ def bert_from_tensorflow(
     found = read_tensorflow(prefix) if variables is None else variables
     state: dict[str, torch.Tensor] = {}
     for variable, numbers in found.items():
-        if not _SKIPPED.search(variable):
+        if not _SKIPPED.search(variable) and np.issubdtype(numbers.dtype, np.floating):
             value = torch.tensor(numbers).float()
             state[_name(variable)] = value.T.contiguous() if variable.endswith("/kernel") else value
     head = state.get("classifier.weight")
@@ -149,7 +152,13 @@ def bert_from_tensorflow(
         raise ValueError(f"{prefix} has {len(head)} classes, but {len(labels)} labels are named ({', '.join(labels)})")
     names = {label: i for i, label in enumerate(labels)}
     model = BertForSequenceClassification(
-        BertConfig(**settings, num_labels=len(labels), label2id=names, id2label={i: n for n, i in names.items()})
+        BertConfig(
+            **{
+                **{k: v for k, v in settings.items() if k != "num_labels"},
+                "label2id": names,
+                "id2label": {i: n for n, i in names.items()},
+            }
+        )
     )
     try:
         model.load_state_dict(state)
@@ -161,8 +170,10 @@ def bert_from_tensorflow(
     places = {word.strip(): i for i, word in enumerate(words) if word.strip()}
     length = int(settings.get("max_position_embeddings", 512))
     tokenizer = BertTokenizer(places, do_lower_case=not cased, model_max_length=length)
-    own = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    model.eval().save_pretrained(own)
-    tokenizer.save_pretrained(own)
-    own.replace(folder)
+
+    def write(own: Path) -> None:
+        model.eval().save_pretrained(own)
+        tokenizer.save_pretrained(own)
+
+    write_whole(folder, write)
     return folder

@@ -6,6 +6,7 @@ Nothing is downloaded, and no file is trusted to hold code.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import io
 import itertools
@@ -47,7 +48,7 @@ class TextColumns:
     header : bool
         The first line of a .tsv or .csv file names the columns.
     length : int
-        Longest input in tokens.
+        Longest input in tokens, if the tokenizer does not say less.
     """
 
     text: str = "text"
@@ -289,21 +290,22 @@ def _texts(
         if missing:
             raise ValueError(f"row {number} of {path} has no column {missing[0]!r}; it has {', '.join(row)}")
     labels = [_label(row[columns.label].strip(), columns, known, path) for row in rows]
+    length = min(columns.length, getattr(tokenizer, "model_max_length", columns.length))
 
     def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
         texts = [[rows[i][columns.text] for i in chosen]]
         if columns.pair is not None:
             texts.append([rows[i][columns.pair] for i in chosen])
-        coded = tokenizer(*texts, truncation=True, max_length=columns.length, padding=True, return_tensors="pt")
+        coded = tokenizer(*texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
         return {**coded, "labels": torch.tensor([labels[i] for i in chosen])}
 
     return Examples(str(path), len(rows), batch)
 
 
 def _divided(source: str) -> tuple[Path, str]:
-    """A path, and what is named inside it: ``archive.zip:inside``, ``folder:split``."""
+    """A path, and what is named inside it: ``archive.zip:inside``, ``folder:split`` of a folder of datasets."""
     before, _, inside = source.rpartition(":")
-    if before and not Path(source).exists() and (before.endswith(".zip") or Path(before).is_dir()):
+    if before and not Path(source).exists() and (before.endswith(".zip") or _is_datasets(Path(before))):
         return Path(before), inside
     return Path(source), ""
 
@@ -315,6 +317,12 @@ def is_function(source: str, base: Path = Path()) -> bool:
 
 def _is_datasets(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _class_name(number: str, named: Sequence[str], source: str) -> str:
+    if not 0 <= int(number) < len(named):
+        raise ValueError(f"{source} has the label {number}, which is none of its classes; use a part with labels")
+    return named[int(number)]
 
 
 def _datasets_folder(
@@ -341,10 +349,19 @@ def _datasets_folder(
     if not pictures:
         table = found.select_columns([c for c in (columns.text, columns.pair, columns.label) if c in found.features])
         rows = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in table]
-        if named and not columns.names:
-            rows = [{**row, columns.label: named[int(row[columns.label])]} for row in rows]
-            known = known if set(named) <= set(known) else {name: i for i, name in enumerate(named)}
-        return _texts(source, rows, columns, tokenizer, known)
+        if named:
+            rows = [{**row, columns.label: _class_name(row[columns.label], named, source)} for row in rows]
+        own: dict[str, int] = {}
+        if named and not columns.names and not {n.lower() for n in named} <= {n.lower() for n in known}:
+            unnamed = all(n.isdigit() or n.upper().startswith("LABEL_") for n in known)
+            if not unnamed:
+                raise ValueError(
+                    f"the classes of {source} ({', '.join(named)}) are not the model's ({', '.join(known)}); say what "
+                    "labels mean with --map NAME=NUMBER,…"
+                )
+            own = {name: i for i, name in enumerate(named)}
+        examples = _texts(source, rows, columns, tokenizer, own or known)
+        return dataclasses.replace(examples, classes=tuple(own) or None)
     if images is None:
         raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
     how = images
@@ -552,8 +569,8 @@ class DataChoice:
         """Whether it holds text."""
         path, inside = _divided(self.source)
         if _is_datasets(path):
-            about = path / inside / "dataset_info.json"
-            return about.is_file() and '"Image"' not in about.read_text(encoding="utf-8")
+            about = list((path / inside).glob("**/dataset_info.json"))
+            return not any('"Image"' in p.read_text(encoding="utf-8") for p in about)
         return path.suffix.lower() in _TABLES
 
     def image_format(self, known: ImageFormat | None) -> ImageFormat | None:

@@ -15,7 +15,7 @@ from .rows import TARGETS, Row, targets
 if TYPE_CHECKING:
     from .results import SharpnessResult
 
-__all__ = ["plot_diagonal", "plot_study", "plot_symmetry_demo", "plot_toy"]
+__all__ = ["plot_ablations", "plot_diagonal", "plot_study", "plot_symmetry_demo", "plot_toy"]
 
 COLOURS = {"geodesic-inv": "C0", "geodesic-mix": "C2", "adaptive": "C1", "euclidean": "C3"}
 
@@ -187,16 +187,43 @@ def plot_study(
         return Path(folder) / f"{prefix}{name}.{suffix}"
 
     drawn = [_plot_scatter(found, goal, target, path("scatter")), _plot_radius(rows, found, goal, path("radius"))]
-    plain = {r.quantity for r in found if r.choice in ("best", "–")}
-    changed = [r for r in found if r.choice == "ρ" and r.quantity not in plain]
+    return drawn + plot_ablations(rows, target, folder, prefix=prefix, suffix=suffix, found=found)
+
+
+def plot_ablations(
+    rows: Sequence[Row],
+    target: str,
+    folder: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    suffix: str = "png",
+    found: Sequence[Ranking] | None = None,
+) -> list[Path]:
+    """Draw what switches change: ``ablations`` and ``relaxation``, each variant beside the measure itself.
+
+    Parameters
+    ----------
+    rows, target, folder, prefix, suffix
+        As of :func:`plot_study`.
+    found : sequence of Ranking, optional
+        If :func:`sharpness.comparison.compare` was called already.
+
+    Returns
+    -------
+    list of Path
+        Empty for a sweep without ablations.
+    """
+    found, goal = compare(rows, target) if found is None else found, targets(rows, target)
+    changed = [r for r in found if r.choice == "ρ" and "," in r.quantity]
     relaxed = [r for r in changed if "relaxation" in r.quantity]
+    drawn = []
     for name, members in (("ablations", [r for r in changed if r not in relaxed]), ("relaxation", relaxed)):
         if members:
-            # The measure itself, at the same radius, beside its variants.
             bases = {(r.quantity.split(",")[0], r.rho) for r in members}
             base = [r for r in found if r.choice == "ρ" and (r.quantity, r.rho) in bases]
             both = sorted([*base, *members], key=lambda r: r.quantity)
-            drawn.append(_plot_grid(both, goal, target, path(name)))
+            path = Path(folder) / f"{prefix}{name}.{suffix}"
+            drawn.append(_plot_grid(both, goal, target, path))
     return drawn
 
 
@@ -269,7 +296,8 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
         grid[0, 0].set_ylabel("sharpness (yellow: large target)")
     last = grid[0, -1]
     for c in own:
-        line = sorted((r.rise, r.tau) for r in found if r.choice == "ρ" and r.quantity == c.name and r.rise)
+        points = [(r.rise, r.tau) for r in found if r.choice == "ρ" and r.quantity == c.name and r.rise]
+        line = sorted(points, key=lambda p: p[0])
         x, taus = [v for v, _ in line], [t for _, t in line]
         last.semilogx(x, [t.value for t in taus], "o-", color=COLOURS.get(c.measure), label=c.name)
         last.fill_between(x, [t.low for t in taus], [t.high for t in taus], color=COLOURS.get(c.measure), alpha=0.12)

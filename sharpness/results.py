@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from .files import write_whole
 from .measures import Measure
 from .space import Direction
 
@@ -88,10 +88,8 @@ class BatchResult:
 
 def write_json(path: str | os.PathLike[str], found: Any) -> None:
     """Write numbers, strings, lists and dicts to a file, which is replaced as a whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = json.dumps(found, indent=2) + "\n"
+    write_whole(path, lambda own: own.write_text(text, encoding="utf-8"))
 
 
 def _mean(values: Sequence[float]) -> float:

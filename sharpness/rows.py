@@ -7,11 +7,14 @@ A row is a dict. Its ``kind`` is ``"fit"`` (losses and errors of a checkpoint on
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .files import write_whole
 
 __all__ = ["BASELINES", "TARGETS", "gaps", "read_results", "targets", "write_csv", "write_rows"]
 
@@ -39,18 +42,15 @@ TARGETS = {
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     """Write one JSON line a row; the file is replaced as a whole or not at all."""
-    _replace(Path(path), "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _replace(path: Path, text: str) -> None:
-    own = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    own.write_text(text, encoding="utf-8", newline="")
-    own.replace(path)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_whole(path, lambda own: own.write_text(text, encoding="utf-8", newline=""))
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     """Write what :func:`sharpness.comparison.compare` and the figures need as a table, eight digits a number."""
-    lines = []
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(_COLUMNS)
     for row in rows:
         cells = []
         for column in _COLUMNS:
@@ -58,13 +58,8 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
             if column == "ablation":
                 value = json.dumps(value, sort_keys=True) if value else ""
             cells.append(f"{value:.8g}" if isinstance(value, float) else "" if value is None else value)
-        lines.append(cells)
-    own = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.partial")
-    with own.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        writer.writerows(lines)
-    own.replace(path)
+        writer.writerow(cells)
+    write_whole(path, lambda own: own.write_text(stream.getvalue(), encoding="utf-8", newline=""))
 
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -81,6 +76,8 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         No such file, or one that holds something else.
     """
     path = Path(path)
+    if path.is_dir() and not (path / "results.jsonl").is_file() and (path / "units").is_dir():
+        raise FileNotFoundError(f"the sweep in {path} was stopped before its end; call sharpness sweep again first")
     if path.is_dir():
         path = path / "results.jsonl"
     if not path.is_file():

@@ -81,29 +81,51 @@ def _ties(x: _Array, y: _Array) -> int:
 
 def _bootstrapped(
     name: str,
-    statistic: Callable[..., float],
+    statistic: Callable[[_Array], _Array],
     columns: Sequence[_Array],
     p: float,
     resamples: int,
     level: float,
     seed: int,
 ) -> Correlation:
+    """A statistic of how often each model counts, (resamples, models), on all models and on resamples of them."""
     rng = np.random.default_rng(seed)
     count = len(columns[0])
-    draws = []
-    for _ in range(resamples):
-        chosen = rng.integers(count, size=count)
-        draws.append(statistic(*(c[chosen] for c in columns)))
-    finite = [d for d in draws if np.isfinite(d)]
-    low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2]) if finite else (np.nan, np.nan)
-    value = statistic(*columns)
+    chosen = [np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(resamples)]
+    draws = statistic(np.stack(chosen).astype(np.float64))
+    finite = draws[np.isfinite(draws)]
+    low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2]) if len(finite) else (np.nan, np.nan)
+    value = statistic(np.ones((1, count)))[0]
     return Correlation(name, float(value), float(p), float(low), float(high), count, _ties(columns[0], columns[1]))
 
 
+def _signs(x: _Array) -> _Array:
+    found: _Array = np.sign(x[:, None] - x[None, :])
+    return found
+
+
+def _taus(x: _Array, y: _Array) -> Callable[[_Array], _Array]:
+    r"""Kendall's τ-b as a function of how often each model counts, for many resamples at once.
+
+    With signs :math:`S_{ij}` of the differences and counts c it is
+    :math:`c^T (S^x ∘ S^y) c / \sqrt{c^T |S^x| c \; c^T |S^y| c}`: two copies of a model are a tie.
+    """
+    a, b = _signs(x), _signs(y)
+
+    def statistic(counts: _Array) -> _Array:
+        def form(matrix: _Array) -> _Array:
+            found: _Array = ((counts @ matrix) * counts).sum(axis=1)
+            return found
+
+        below = form(np.abs(a)) * form(np.abs(b))
+        found: _Array = np.divide(form(a * b), np.sqrt(below), out=np.full(len(counts), np.nan), where=below > 0)
+        return found
+
+    return statistic
+
+
 def _tau(x: _Array, y: _Array) -> float:
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
-        return float("nan")
-    return float(scipy.stats.kendalltau(x, y).statistic)
+    return float(_taus(x, y)(np.ones((1, len(x))))[0])
 
 
 def kendall(x: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Correlation:
@@ -126,7 +148,7 @@ def kendall(x: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.9
     """
     c = _columns(x=x, y=y)
     p = float("nan") if np.isnan(_tau(c["x"], c["y"])) else scipy.stats.kendalltau(c["x"], c["y"]).pvalue
-    return _bootstrapped("Kendall τ", _tau, [c["x"], c["y"]], p, resamples, level, seed)
+    return _bootstrapped("Kendall τ", _taus(c["x"], c["y"]), [c["x"], c["y"]], p, resamples, level, seed)
 
 
 def kendall_difference(
@@ -147,20 +169,22 @@ def kendall_difference(
     """
     c = _columns(x=x, other=other, y=y)
 
-    def statistic(a: _Array, b: _Array, goal: _Array) -> float:
-        return _tau(a, goal) - _tau(b, goal)
-
-    columns = [c["x"], c["other"], c["y"]]
-    return _bootstrapped("difference of τ", statistic, columns, float("nan"), resamples, level, seed)
+    one, two = _taus(c["x"], c["y"]), _taus(c["other"], c["y"])
+    columns = [c["x"], c["y"]]
+    return _bootstrapped("difference of τ", lambda n: one(n) - two(n), columns, float("nan"), resamples, level, seed)
 
 
 def _classical(name: str, test: Any, x: Numbers, y: Numbers, resamples: int, level: float, seed: int) -> Correlation:
     c = _columns(x=x, y=y)
 
-    def statistic(a: _Array, b: _Array) -> float:
-        return float("nan") if np.ptp(a) == 0 or np.ptp(b) == 0 else float(test(a, b).statistic)
+    def statistic(counts: _Array) -> _Array:
+        def one(times: _Array) -> float:
+            a, b = (np.repeat(c[k], times.astype(int)) for k in ("x", "y"))
+            return float("nan") if np.ptp(a) == 0 or np.ptp(b) == 0 else float(test(a, b).statistic)
 
-    p = float("nan") if np.isnan(statistic(c["x"], c["y"])) else test(c["x"], c["y"]).pvalue
+        return np.array([one(times) for times in counts])
+
+    p = float("nan") if np.isnan(statistic(np.ones((1, len(c["x"]))))[0]) else test(c["x"], c["y"]).pvalue
     return _bootstrapped(name, statistic, [c["x"], c["y"]], p, resamples, level, seed)
 
 
@@ -174,10 +198,24 @@ def pearson(x: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.9
     return _classical("Pearson", scipy.stats.pearsonr, x, y, resamples, level, seed)
 
 
+def _partial_taus(x: _Array, y: _Array, z: _Array) -> Callable[[_Array], _Array]:
+    """As :func:`_taus`, of x and y given z."""
+    taus = _taus(x, y), _taus(x, z), _taus(y, z)
+
+    def statistic(counts: _Array) -> _Array:
+        xy, xz, yz = (tau(counts) for tau in taus)
+        room = (1 - xz**2) * (1 - yz**2)
+        known = room > 1e-12
+        found: _Array = np.divide(
+            xy - xz * yz, np.sqrt(np.where(known, room, 1)), out=np.full_like(xy, np.nan), where=known
+        )
+        return found
+
+    return statistic
+
+
 def _partial_tau(x: _Array, y: _Array, z: _Array) -> float:
-    xy, xz, yz = _tau(x, y), _tau(x, z), _tau(y, z)
-    room = (1 - xz**2) * (1 - yz**2)
-    return float("nan") if not room > 0 else (xy - xz * yz) / room**0.5
+    return float(_partial_taus(x, y, z)(np.ones((1, len(x))))[0])
 
 
 def partial_kendall(
@@ -215,7 +253,8 @@ def partial_kendall(
         rest = ranks["x"] - fitted
         null = [_partial_tau(fitted + rng.permutation(rest), c["y"], c["z"]) for _ in range(resamples)]
         p = (1 + sum(abs(v) >= abs(value) for v in null)) / (1 + resamples)
-    return _bootstrapped("partial Kendall τ", _partial_tau, [c["x"], c["y"], c["z"]], p, resamples, level, seed)
+    statistic = _partial_taus(c["x"], c["y"], c["z"])
+    return _bootstrapped("partial Kendall τ", statistic, [c["x"], c["y"], c["z"]], p, resamples, level, seed)
 
 
 def granulated_kendall(

@@ -8,6 +8,7 @@ work on one folder, and be killed.
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import json
@@ -113,6 +114,10 @@ class Accuracies:
             found[key] = values
         return found
 
+    def of(self, checkpoint: str) -> dict[str, float] | None:
+        """The accuracies of one checkpoint, None if there are none."""
+        return self.read().get(self.key(checkpoint))
+
     def key(self, name: str) -> str:
         """What is compared of a name."""
         if self.match == "name":
@@ -171,13 +176,14 @@ class Sweep:
 
     def units(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Give what there is to do for a checkpoint, as plain data; equal units have equal results."""
-        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "size": _size(checkpoint)}
+        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
         if self.test is not None:
             yield {**where, "kind": "fit", "train": _plain(self.train or self.data), "test": _plain(self.test)}
         elif self.accuracies is not None:
-            yield {**where, "kind": "fit", "train": _plain(self.train or self.data), "known": asdict(self.accuracies)}
+            known = self.accuracies.of(checkpoint.name)
+            yield {**where, "kind": "fit", "train": _plain(self.train or self.data), "known": known}
         if self.baselines:
-            start = None if self.initial is None else [self.initial.weights or self.initial.model, _size(self.initial)]
+            start = None if self.initial is None else _digest(self.initial)
             yield {**where, "kind": "baselines", "data": _plain(self.data), "initial": start}
         for name in self.measures:
             for ablation in self.ablations:
@@ -210,12 +216,21 @@ def _plain(choice: DataChoice) -> dict[str, Any]:
     return found
 
 
-def _size(checkpoint: Checkpoint) -> int:
-    """Bytes of the weights: another file of the same name is another checkpoint."""
-    path = Path(checkpoint.weights or checkpoint.model)
-    if path.is_dir():
-        return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
-    return path.stat().st_size if path.is_file() else 0
+def _digest(checkpoint: Checkpoint) -> str:
+    """Of the weights' contents: another file of the same name is another checkpoint."""
+    found = [Path(p) for p in (checkpoint.weights or checkpoint.model, checkpoint.head) if p is not None]
+    files = [p for path in found for p in (sorted(path.iterdir()) if path.is_dir() else [path]) if p.is_file()]
+    return _digest_of(tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files))
+
+
+@functools.cache
+def _digest_of(files: tuple[tuple[str, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, _, _ in files:
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()[:20]
 
 
 def _applies(name: str, ablation: Mapping[str, Any]) -> bool:
@@ -343,6 +358,8 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
         raise ValueError(f"{path} has both test and accuracies, which stand in for it; leave one out")
     measures = tuple(found.get("measures", Sweep.measures))
     ablations = tuple(found.get("ablations", ({},)))
+    if not isinstance(found.get("ablations", []), list) or not all(isinstance(a, dict) for a in ablations):
+        raise ValueError(f"{path}: ablations is a list of switches, as [{{}}, {{geodesic: first-order}}]")
     radii = _radii(found.get("rho", {}), measures)
     more = [_radii(ablation.get("rho", {}), measures) for ablation in ablations]
     for name in (
@@ -353,6 +370,9 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     ):
         measure_with(name)
     for ablation in ablations:
+        strange = [m for m in ablation.get("measures", ()) if m not in measures]
+        if strange:
+            raise ValueError(f"{path}: an ablation names the measure {strange[0]}, which is not among measures")
         switches = {k: v for k, v in ablation.items() if k not in _OF_AN_ABLATION}
         try:
             applied = any(_applies(name, switches) for name in ablation.get("measures", measures))
@@ -449,12 +469,11 @@ def _fits(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, A
     row: dict[str, Any] = {}
     train = sweep.train or sweep.data
     if sweep.accuracies is not None:
-        known = sweep.accuracies.read()
-        key = sweep.accuracies.key(unit["checkpoint"])
-        if key not in known:
+        known = unit["known"]
+        if known is None:
             raise ValueError(f"{sweep.accuracies.file} has no accuracy of {unit['checkpoint']!r}")
-        row = {f"{part}_error": 1 - value for part, value in known[key].items()}
-        if "train" in known[key]:
+        row = {f"{part}_error": 1 - value for part, value in known.items()}
+        if "train" in known:
             return row
     for part, choice in (("train", train), ("test", sweep.test)):
         if choice is not None:
@@ -466,10 +485,22 @@ def _baselines(sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
     row: dict[str, Any] = dict(norms(loaded.model))
     row["relative_flatness"] = relative_flatness(loaded.model, loaded.batches(sweep.data))
     if sweep.initial is not None:
-        path = Path(sweep.initial.model)
-        start = load(str(path)).model.state_dict() if path.is_dir() else load_state_dict(path)
-        row["distance"] = distance(loaded.model, start)
+        row["distance"] = _distance(sweep.initial, loaded)
     return row
+
+
+def _distance(initial: Checkpoint, loaded: _Loaded) -> float:
+    """From the initial weights, which are read as the checkpoint is, or, of another head, as they are."""
+    path = Path(initial.model)
+    if path.is_dir():
+        found = load(str(path)).model
+        # A bare body has no prefix before its names.
+        body = getattr(loaded.model, "base_model", None)
+        same = getattr(found, "base_model_prefix", "") and found is getattr(found, "base_model", None)
+        return distance(body if same and body is not None else loaded.model, found.state_dict())
+    state = load_state_dict(path)
+    # Fine-tuned image towers of CLIP are stored with two prefixes.
+    return distance(loaded.model, {**state, **{k.removeprefix("model."): v for k, v in state.items()}})
 
 
 def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> list[dict[str, Any]]:
@@ -538,9 +569,7 @@ def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cac
         except _PROBLEMS as error:
             record["error"] = _words(error)
             failed.append({**unit, "error": record["error"]})
-        own = path.with_name(f"{path.stem}.{os.getpid()}.json")  # others may be at the same unit
-        write_json(own, record)
-        own.replace(path)
+        write_json(path, record)
     return failed
 
 
@@ -569,7 +598,7 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     done = Path(folder) / "units"
     if not done.is_dir():
         raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'units')")
-    paths: Iterable[Path] = sorted(p for p in done.glob("*.json") if p.stem.count(".") == 0)
+    paths: Iterable[Path] = sorted(done.glob("*.json"))
     if sweep is not None:
         paths = [p for c in sweep.checkpoints for u in sweep.units(c) if (p := done / f"{_key(u)}.json").is_file()]
     rows: list[dict[str, Any]] = []

@@ -278,6 +278,7 @@ def test_folders_of_datasets(tmp_path, pictures):
     assert np.allclose(x[1].permute(1, 2, 0).numpy(), expected, atol=1e-6)
     assert len(load_examples(f"{tmp_path / 'parts'}:test", images=COLOUR)) == 2
     assert not DataChoice(f"{tmp_path / 'parts'}:test").is_text
+    assert not DataChoice(str(tmp_path / "parts")).is_text
     with pytest.raises(ValueError, match="has the parts train, test; name one"):
         load_examples(str(tmp_path / "parts"), images=COLOUR)
     with pytest.raises(ValueError, match="has no column 'kind'"):
@@ -295,3 +296,12 @@ def test_folders_of_datasets(tmp_path, pictures):
     # The model's own numbers of the names come first.
     other = load_examples(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"GOOD": 0, "bad": 1, "good": 0})
     assert other.batch([0, 1])["labels"].tolist() == [0, 1]
+    # Names in other letters are the same names; other names, and unlabelled rows, are an error.
+    turned = load_examples(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"GOOD": 0, "BAD": 1})
+    assert turned.batch([0, 1])["labels"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match=r"the classes of .* \(bad, good\) are not the model's \(yes, no\)"):
+        load_examples(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"yes": 0, "no": 1})
+    data = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [1, -1]}, features=texts)
+    data.save_to_disk(tmp_path / "unlabelled")
+    with pytest.raises(ValueError, match="has the label -1, which is none of its classes"):
+        load_examples(str(tmp_path / "unlabelled"), tokenizer=tokenizer)

@@ -12,10 +12,13 @@ from PIL import Image
 from sharpness import cli
 from sharpness.data import DataChoice, TextColumns
 from sharpness.models import load, load_state_dict
-from sharpness.studies import finetune as zoo
-from sharpness.studies.finetune import Recipe, random_recipe, set_dropout_, train_zoo
+from sharpness.studies import finetune as training_loop
+from sharpness.studies import zoo
+from sharpness.studies.finetune import Recipe, random_recipe, set_dropout_
 from sharpness.studies.text import pretrain
 from sharpness.studies.vision import SmallViT, vit_cifar10
+from sharpness.studies.zoo import train_zoo
+from sharpness.sweep import read_config, run_sweep
 
 MODULE = """
 import torch
@@ -99,7 +102,7 @@ def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypa
 
 def test_label_noise_and_mixup_reach_the_targets(images):
     data = DataChoice("train", examples=40, seed=0)
-    training, _ = zoo._training(load("tinyvit:tiny"), data, False)
+    training, _ = zoo._training(load("tinyvit:tiny"), data)
     order, labels = torch.arange(40), training.labels
     _, plain = next(training.steps(Recipe(batch=40), labels, order, torch.Generator().manual_seed(0)))
     assert torch.equal(plain.argmax(1), labels)
@@ -109,7 +112,7 @@ def test_label_noise_and_mixup_reach_the_targets(images):
     assert len(mixed.unique()) > 2
     noisy = Recipe(batch=40, label_noise=1.0, epochs=30, lr=3e-3, dropout=0.0)
     clean = replace(noisy, label_noise=0.0)
-    last = [zoo.finetune(load("tinyvit:tiny").model, training, r)[-1] for r in (noisy, clean)]
+    last = [training_loop.finetune(load("tinyvit:tiny").model, training, r)[-1] for r in (noisy, clean)]
     assert last[0] > 3 * last[1]
 
 
@@ -117,7 +120,7 @@ def test_augmentation_keeps_shape_and_range():
     x = torch.rand(6, 3, 16, 16)
     for name in ("none", "flip", "rand-m9-n2", "rand-m1-n0"):
         torch.manual_seed(0)
-        found = zoo._augmentation(name)(x, torch.Generator().manual_seed(0))
+        found = training_loop._augmentation(name)(x, torch.Generator().manual_seed(0))
         assert found.shape == x.shape
         assert 0 <= found.min() <= found.max() <= 1
         assert torch.equal(found, x) == (name == "none")
@@ -201,3 +204,70 @@ def test_pretrain_command(tmp_path, capsys):
     assert load(str(tmp_path / "bert")).tokenizer is not None
     assert cli.main(["pretrain", str(tmp_path / "t.csv"), "--text", "c", "--out", str(tmp_path / "x")]) == 2
     assert "no column 'c'" in capsys.readouterr().err
+
+
+def test_a_folder_with_other_models_is_refused(images):
+    data = DataChoice("train", examples=12, seed=0)
+    train_zoo("tinyvit:tiny", data, "zoo", recipes=[Recipe(epochs=1, batch=8)], progress=False)
+    with pytest.raises(ValueError, match=r"model_00.json was made with another recipe"):
+        train_zoo("tinyvit:tiny", data, "zoo", recipes=[Recipe(lr=1e-3, epochs=1, batch=8)], progress=False)
+    with pytest.raises(ValueError, match=r"model_00.json was made with another data"):
+        train_zoo("tinyvit:tiny", replace(data, seed=1), "zoo", recipes=[Recipe(epochs=1, batch=8)], progress=False)
+
+
+def test_mistakes_leave_nothing_behind(images, capsys):
+    assert cli.main(["finetune", "tinyvit:tiny", "nowhere", "--out", "zoo", "--quiet"]) == 2
+    assert "there is no data at nowhere" in capsys.readouterr().err
+    assert not Path("zoo").exists()
+    torch.save({"x": torch.zeros(4, 3, 8, 8), "y": torch.zeros(4, dtype=torch.long)}, "t.pt")
+    assert cli.main(["finetune", "tinyvit:tiny", "t.pt", "--out", "zoo", "--quiet"]) == 2
+    assert "zoos are of these" in capsys.readouterr().err
+
+
+def test_measured_images_are_of_all_classes(images):
+    assert cli.main(["finetune", "tinyvit:tiny", "train", "--models", "1", "--epochs", "1", "1", "--points", "12",
+                     "--out", "zoo", "--quiet"]) == 0  # fmt: skip
+    found = read_config("zoo/sweep.json")
+    _, y = found.data.load(load("tinyvit:tiny"))[0]
+    assert len(y) == 12
+    assert set(y.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_folder_of_images(images):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                       intermediate_size=8, num_labels=3)  # fmt: skip
+    ViTForImageClassification(config).save_pretrained("vit")
+    settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    Path("vit/preprocessor_config.json").write_text(json.dumps(settings))
+    arguments = ["finetune", "vit", "train", "--models", "1", "--epochs", "1", "1", "--points", "6", "--out", "zoo"]
+    assert cli.main([*arguments, "--quiet"]) == 0
+    assert load("zoo/model_00").images is not None
+    sweep = replace(read_config("zoo/sweep.json"), measures=("adaptive",), settings={"steps": 1})
+    assert run_sweep(sweep, "out", progress=False) == []
+
+
+def test_a_head_that_was_there_is_not_kept_and_a_killed_folder_is_replaced(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    pretrain(SENTENCES * 11, tmp_path / "bert", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=1,
+             progress=False)  # fmt: skip
+    table = tmp_path / "t.jsonl"
+    table.write_text("".join(json.dumps({"text": t, "label": "no" if "bad" in t else "yes"}) + "\n" for t in SENTENCES))
+    names = TextColumns(names={"no": 0, "yes": 1})
+    one = [Recipe(lr=1e-9, epochs=1, batch=8)]
+    train_zoo(
+        str(tmp_path / "bert"), DataChoice(str(table), columns=names), tmp_path / "a", recipes=one, progress=False
+    )
+    first = str(tmp_path / "a" / "model_00")
+    (tmp_path / "b" / "model_00").mkdir(parents=True)  # killed before its JSON file was written
+    (tmp_path / "b" / "model_00" / "config.json").write_text("{}")
+    # The names of the classes are those of the model.
+    two = [replace(one[0], seed=5)]
+    train_zoo(first, DataChoice(str(table)), tmp_path / "b", recipes=two, progress=False)
+    found = load(str(tmp_path / "b" / "model_00"))
+    assert found.labels == {"no": 0, "yes": 1}
+    before = load(first).model
+    assert torch.allclose(found.model.bert.pooler.dense.weight, before.bert.pooler.dense.weight, atol=1e-5)
+    assert not torch.allclose(found.model.classifier.weight, before.classifier.weight, atol=1e-3)

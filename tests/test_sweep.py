@@ -121,7 +121,7 @@ def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
     torch.save({"0.weight": torch.zeros(2, 2)}, "zoo/net2.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     err = capsys.readouterr().err
-    assert "sharpness: net1.pt, losses: zoo/net1.pt is no plain state dict of tensors" in err
+    assert "sharpness: net1.pt, fit: zoo/net1.pt is no plain state dict of tensors" in err
     assert "net2.pt, adaptive: the weights in zoo/net2.pt are not those of Sequential" in err
     assert "Traceback" not in err
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}

@@ -1,33 +1,21 @@
-"""Zoos: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
-
-A zoo is a folder: ``pretrained`` weights go in, and per model a checkpoint comes out, with its recipe and losses in a
-JSON file beside it. Every model is written as a whole or not at all; what is there is not trained again.
-"""
+"""Fine-tuning by a recipe: what a step sees, and the loop."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
-from ..data import DataChoice, Examples, choose, load_examples
-from ..models import ImageFormat, LoadedModel, load
-from ..results import write_json
+from ..data import Examples
+from ..models import ImageFormat
 
-__all__ = ["Recipe", "finetune", "random_recipe", "set_dropout_", "train_zoo"]
+__all__ = ["Recipe", "TrainingImages", "TrainingTexts", "finetune", "random_recipe", "scores_of", "set_dropout_"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +152,7 @@ def _flip_and_shift(images: Tensor, generator: torch.Generator) -> Tensor:
     )  # fmt: skip
 
 
-class _Images:
+class TrainingImages:
     """Training images in memory, and a step's inputs and targets."""
 
     def __init__(self, examples: Examples, chosen: Sequence[int], how: ImageFormat, classes: int) -> None:
@@ -175,6 +163,7 @@ class _Images:
     def steps(
         self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[Any, Tensor]]:
+        """Inputs and targets (examples, classes) of an epoch's steps."""
         change = _augmentation(recipe.augmentation)
         for part in order.split(recipe.batch):
             x = (change(self.images[part], generator) - self.mean) / self.std
@@ -186,7 +175,7 @@ class _Images:
             yield x, y
 
 
-class _Texts:
+class TrainingTexts:
     """Training texts as tokens; those of like length share a step, so that little is padding."""
 
     def __init__(self, examples: Examples, chosen: Sequence[int], padding: int, classes: int) -> None:
@@ -198,6 +187,7 @@ class _Texts:
     def steps(
         self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[Any, Tensor]]:
+        """Inputs and targets (examples, classes) of an epoch's steps."""
         parts: list[list[int]] = []
         for block in order.split(20 * recipe.batch):
             by_length = sorted(block.tolist(), key=lambda i: len(self.rows[i]["input_ids"]))
@@ -222,14 +212,15 @@ def set_dropout_(model: nn.Module, rate: float) -> None:
             setattr(module, "dropout", rate)  # noqa: B010
 
 
-def _scores(model: nn.Module, inputs: Any) -> Tensor:
+def scores_of(model: nn.Module, inputs: Any) -> Tensor:
+    """Scores of the classes, (examples, classes), for a tensor or a dict of inputs."""
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
     found: Tensor = output if isinstance(output, Tensor) else output.logits
     return found
 
 
 def finetune(
-    model: nn.Module, data: _Images | _Texts, recipe: Recipe, *, device: torch.device | str = "cpu"
+    model: nn.Module, data: TrainingImages | TrainingTexts, recipe: Recipe, *, device: torch.device | str = "cpu"
 ) -> list[float]:
     """Train a model in place; see :class:`Recipe`.
 
@@ -258,7 +249,7 @@ def finetune(
         for inputs, targets in data.steps(recipe, labels, order, generator):
             moved = {k: v.to(device) for k, v in inputs.items()} if isinstance(inputs, Mapping) else inputs.to(device)
             loss = F.cross_entropy(
-                _scores(model, moved), targets.to(device), label_smoothing=recipe.label_smoothing
+                scores_of(model, moved), targets.to(device), label_smoothing=recipe.label_smoothing
             )  # fmt: skip
             optimizer.zero_grad()
             loss.backward()
@@ -268,193 +259,3 @@ def finetune(
             losses.append(float(loss.detach()))
     model.eval()
     return losses
-
-
-# -- zoos --------------------------------------------------------------------------------------------------------------
-
-
-def _classifier(folder: Path, names: Mapping[str, int], seed: int) -> Any:
-    """The pre-trained body of a transformers folder with a new head of sequence classification."""
-    import transformers
-
-    torch.manual_seed(seed)
-    bars = transformers.utils.logging
-    before = bars.get_verbosity()
-    bars.set_verbosity_error()  # a new head is what is asked for
-    try:
-        return transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, num_labels=len(set(names.values())),
-            label2id=dict(names), id2label={v: k for k, v in names.items()},
-        )  # fmt: skip
-    finally:
-        bars.set_verbosity(before)
-
-
-def _write(write: Callable[[Path], object], path: Path) -> None:
-    """Write a file or a folder as a whole or not at all."""
-    own = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    if own.is_dir():
-        shutil.rmtree(own)
-    write(own)
-    own.replace(path)
-
-
-def train_zoo(
-    model: str,
-    data: DataChoice,
-    folder: str | os.PathLike[str],
-    *,
-    checkpoint: str | None = None,
-    models: int = 24,
-    recipes: Sequence[Recipe] | None = None,
-    test: DataChoice | None = None,
-    points: int = 256,
-    shard: tuple[int, int] = (1, 1),
-    device: str = "cpu",
-    progress: bool = True,
-) -> Path:
-    """Fine-tune a model many times.
-
-    Parameters
-    ----------
-    model, checkpoint
-        As of :func:`sharpness.models.load`. A transformers folder for text gets a new head for the labels.
-    data : DataChoice
-        Trained on, by every model.
-    folder
-        For ``model_00.safetensors`` …, or folders ``model_00`` … of transformers models, with ``model_00.json`` beside
-        them; and ``sweep.json``, which ``sharpness sweep`` takes.
-    models : int
-        How many.
-    recipes : sequence of Recipe, optional
-        One a model; by default :func:`random_recipe` of the seeds 0 ….
-    test : DataChoice, optional
-        Written into ``sweep.json``.
-    points : int
-        Training examples that ``sweep.json`` measures on.
-    shard : (int, int)
-        (i, n): train the i-th of n parts.
-    device : str
-    progress : bool
-
-    Returns
-    -------
-    Path
-        Of ``sweep.json``.
-
-    Raises
-    ------
-    ValueError, OSError
-        A model or data that cannot be used.
-    """
-    first, parts = shard
-    if not 1 <= first <= parts:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {first}/{parts}")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    loaded = load(model, checkpoint)
-    text = data.is_text
-    if recipes is None:
-        recipes = [random_recipe(seed, images=not text) for seed in range(models)]
-    config = _config(folder, model, checkpoint, data, test, points, text)
-    todo = [i for i in range(len(recipes)) if i % parts == first - 1]
-    todo = [i for i in todo if not (folder / f"model_{i:02d}.json").is_file()]
-    if not todo:
-        return config
-    training, names = _training(loaded, data, text)
-    for i in tqdm(todo, desc="models", disable=not progress):
-        recipe = recipes[i]
-        start = time.perf_counter()
-        torch.manual_seed(recipe.seed)
-        net = _classifier(Path(model), names, recipe.seed) if text else load(model, checkpoint).model
-        losses = finetune(net, training, recipe, device=device)
-        net.to("cpu")
-        if text:
-
-            def save(path: Path, net: Any = net) -> None:
-                net.save_pretrained(path)
-                loaded.tokenizer.save_pretrained(path)
-
-            _write(save, folder / f"model_{i:02d}")
-        else:
-            from safetensors.torch import save_file
-
-            weights = {k: v.contiguous() for k, v in net.state_dict().items()}
-            _write(partial(save_file, weights), folder / f"model_{i:02d}.safetensors")
-        tail = losses[-max(1, len(losses) // recipe.epochs) :]
-        write_json(
-            folder / f"model_{i:02d}.json",
-            {
-                "recipe": asdict(recipe), "model": model, "checkpoint": checkpoint, "data": asdict(data),
-                "last_epoch_loss": sum(tail) / len(tail), "seconds": time.perf_counter() - start,
-            },
-        )  # fmt: skip
-    return config
-
-
-def _training(loaded: LoadedModel, data: DataChoice, text: bool) -> tuple[_Images | _Texts, dict[str, int]]:
-    if text:
-        examples = load_examples(
-            data.source, text=data.columns, tokenizer=loaded.tokenizer, labels=loaded.labels
-        )  # fmt: skip
-        chosen = choose(len(examples), data.examples, data.seed)
-        names = dict(data.columns.names)
-        padding = loaded.tokenizer.pad_token_id or 0
-        texts = _Texts(examples, chosen, padding, 0)
-        # Several spellings may stand for one class; a class has one name in the configuration.
-        by_number = {v: k for k, v in reversed(names.items())}
-        found = sorted({*texts.labels.tolist(), *by_number})
-        if found != list(range(len(found))):
-            raise ValueError(f"the labels of {data.source} are the numbers {found}; map them to 0, 1, … with --map")
-        texts.classes = len(found)
-        return texts, {by_number.get(i, str(i)): i for i in found}
-    how = data.image_format(loaded.images)
-    if how is None:
-        raise ValueError(
-            f"{data.source} holds images, but the model does not say what it expects; give size, mean, std"
-        )
-    plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
-    examples = load_examples(data.source, images=plain)
-    images = _Images(examples, choose(len(examples), data.examples, data.seed), how, len(examples.classes or ()))
-    with torch.no_grad():
-        width = _scores(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]
-    if width < images.classes:
-        raise ValueError(f"{data.source} has {images.classes} classes, but the model only {width}")
-    images.classes = width
-    return images, {}
-
-
-def _config(
-    folder: Path, model: str, checkpoint: str | None, data: DataChoice, test: DataChoice | None, points: int, text: bool
-) -> Path:  # fmt: skip
-    """Write what ``sharpness sweep`` needs to measure the zoo, unless it is there: a person may have changed it."""
-    path = folder / "sweep.json"
-    if path.is_file():
-        return path
-
-    def plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
-        columns = asdict(choice.columns) if text else {}
-        found = {**asdict(choice), **columns, **more, "source": os.path.abspath(choice.source)}
-        return {k: v for k, v in found.items() if k != "columns" and v not in (None, {})}
-
-    # Prefixes of one random choice: what is measured was trained on.
-    measured = min(points, data.examples or points)
-    checkpoints: Any = [{"path": "model_??"}] if text else [{"path": "model_*.safetensors", "model": model}]
-    config = {
-        "checkpoints": checkpoints, "data": plain(data, examples=measured, batch_size=min(256, measured)),
-        "train": plain(data), "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
-        "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
-                "adaptive": [0.05, 0.1, 0.2, 0.5]},
-    }  # fmt: skip
-    start = model if text else checkpoint
-    if start is not None:
-        config["initial"] = os.path.abspath(start)
-    if test is not None:
-        config["test"] = plain(test)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            json.dump(config, file, indent=2)
-            file.write("\n")
-    except FileExistsError:  # another shard was first
-        pass
-    return path

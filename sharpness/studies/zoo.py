@@ -1,0 +1,234 @@
+"""Zoos: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
+
+A zoo is a folder with a checkpoint a model, its recipe and data in a JSON file beside it, and a configuration for
+``sharpness sweep``. A model's JSON file is written last: what has one is not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..data import DataChoice, choose, load_examples
+from ..files import write_whole
+from ..models import ImageFormat, LoadedModel, load
+from ..results import write_json
+from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
+
+__all__ = ["train_zoo"]
+
+
+def train_zoo(
+    model: str,
+    data: DataChoice,
+    folder: str | os.PathLike[str],
+    *,
+    checkpoint: str | None = None,
+    models: int = 24,
+    recipes: Sequence[Recipe] | None = None,
+    test: DataChoice | None = None,
+    points: int = 256,
+    shard: tuple[int, int] = (1, 1),
+    device: str = "cpu",
+    progress: bool = True,
+) -> Path:
+    """Fine-tune a model many times.
+
+    Parameters
+    ----------
+    model, checkpoint
+        As of :func:`sharpness.models.load`. A transformers folder for text gets a new head for the labels.
+    data : DataChoice
+        Trained on, by every model. Class folders are in the order of their classes: give a seed for part of them.
+    folder
+        For ``model_00.safetensors`` …, or folders ``model_00`` … of transformers models, with ``model_00.json`` beside
+        them; and ``sweep.json``, which ``sharpness sweep`` takes, unless that is there already.
+    models : int
+        How many.
+    recipes : sequence of Recipe, optional
+        One a model; by default :func:`random_recipe` of the seeds 0 ….
+    test : DataChoice, optional
+        Written into ``sweep.json``.
+    points : int
+        Training examples that ``sweep.json`` measures on.
+    shard : (int, int)
+        (i, n): train the i-th of n parts.
+    device : str
+    progress : bool
+
+    Returns
+    -------
+    Path
+        Of ``sweep.json``.
+
+    Raises
+    ------
+    ValueError, OSError
+        A model or data that cannot be used; a folder with models of other recipes or data.
+    """
+    first, parts = shard
+    if not 1 <= first <= parts:
+        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {first}/{parts}")
+    folder = Path(folder)
+    loaded = load(model, checkpoint)
+    if recipes is None:
+        recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
+    records: list[dict[str, Any]] = [
+        {"recipe": asdict(r), "model": model, "checkpoint": checkpoint, "data": asdict(data)} for r in recipes
+    ]
+    mine = [i for i in range(len(recipes)) if i % parts == first - 1]
+    todo = [i for i in mine if not _is_done(folder / f"model_{i:02d}.json", records[i])]
+    config = folder / "sweep.json"
+    if not todo and config.is_file():
+        return config
+    training, names = _training(loaded, data)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not config.is_file():
+        found = _config(loaded, model, checkpoint, data, test, points)
+        write_whole(config, lambda own: own.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8"))
+    for i in tqdm(todo, desc="models", disable=not progress):
+        start = time.perf_counter()
+        torch.manual_seed(recipes[i].seed)
+        net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
+        losses = finetune(net, training, recipes[i], device=device)
+        _save(net.to("cpu"), loaded, folder / f"model_{i:02d}")
+        tail = losses[-max(1, len(losses) // recipes[i].epochs) :]
+        seconds = time.perf_counter() - start
+        write_json(
+            folder / f"model_{i:02d}.json",
+            {**records[i], "last_epoch_loss": sum(tail) / len(tail), "seconds": seconds},
+        )
+    return config
+
+
+def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
+    if not path.is_file():
+        return False
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in json.loads(json.dumps(record)).items():
+        if found.get(key) != value:
+            raise ValueError(
+                f"{path} was made with another {key} ({found.get(key)}, not {value}); name another folder, or call as "
+                "it was called"
+            )
+    return True
+
+
+def _save(net: Any, loaded: LoadedModel, path: Path) -> None:
+    """A transformers folder for a transformers model, else safetensors."""
+    if loaded.source == "transformers":
+
+        def write(own: Path) -> None:
+            net.save_pretrained(own)
+            assert loaded.folder is not None
+            if loaded.tokenizer is not None:
+                loaded.tokenizer.save_pretrained(own)
+            if (loaded.folder / "preprocessor_config.json").is_file():
+                shutil.copy(loaded.folder / "preprocessor_config.json", own)
+
+        write_whole(path, write)
+    else:
+        from safetensors.torch import save_file
+
+        # Clones: tied weights share memory, which safetensors refuses.
+        weights = {k: v.detach().clone().contiguous() for k, v in net.state_dict().items()}
+        write_whole(path.with_name(path.name + ".safetensors"), lambda own: save_file(weights, own))
+
+
+def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
+    """The pre-trained body of a transformers folder with a new head of sequence classification."""
+    import transformers
+
+    said = transformers.utils.logging
+    before = said.get_verbosity()
+    said.set_verbosity_error()  # a new head is what is asked for
+    try:
+        net = transformers.AutoModelForSequenceClassification.from_pretrained(
+            loaded.folder, local_files_only=True, trust_remote_code=False, ignore_mismatched_sizes=True,
+            num_labels=len(names), label2id=dict(names), id2label={v: k for k, v in names.items()},
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(
+            f"{loaded.folder} has no variant that classifies texts ({' '.join(str(error).split())[:200]})"
+        ) from error
+    finally:
+        said.set_verbosity(before)
+    if isinstance(loaded.model, type(net)):  # it came with a head, which was taken over
+        body = {id(m) for m in net.base_model.modules()}
+        for m in net.modules():
+            if isinstance(m, nn.Linear) and id(m) not in body:
+                m.reset_parameters()
+    return net
+
+
+def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | TrainingTexts, dict[str, int]]:
+    """Examples to train on, and for texts the names of the classes."""
+    if data.is_text:
+        examples = load_examples(data.source, text=data.columns, tokenizer=loaded.tokenizer, labels=loaded.labels)
+        texts = TrainingTexts(
+            examples, choose(len(examples), data.examples, data.seed), loaded.tokenizer.pad_token_id or 0, 0
+        )
+        named = data.columns.names or dict(zip(examples.classes or (), range(10**6), strict=False)) or loaded.labels
+        # Several spellings may stand for one class; a class has one name in the configuration.
+        by_number = {v: k for k, v in reversed(list(named.items()))}
+        found = sorted({*texts.labels.tolist(), *(data.columns.names.values())})
+        if found != list(range(len(found))):
+            raise ValueError(f"the labels of {data.source} are the numbers {found}; map them to 0, 1, … with --map")
+        texts.classes = len(found)
+        return texts, {by_number.get(i, str(i)): i for i in found}
+    how = data.image_format(loaded.images)
+    if how is None:
+        raise ValueError(
+            f"{data.source} holds images, but the model does not say what it expects; give size, mean, std"
+        )
+    plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
+    examples = load_examples(data.source, images=plain, text=data.columns)
+    if examples.classes is None:
+        raise ValueError(f"{data.source} holds neither a table of text nor images with classes; zoos are of these")
+    images = TrainingImages(examples, choose(len(examples), data.examples, data.seed), how, len(examples.classes))
+    with torch.no_grad():
+        width = scores_of(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]
+    if width < images.classes:
+        raise ValueError(f"{data.source} has {images.classes} classes, but the model only {width}")
+    images.classes = width
+    return images, {}
+
+
+def _config(
+    loaded: LoadedModel, model: str, checkpoint: str | None, data: DataChoice, test: DataChoice | None, points: int
+) -> dict[str, Any]:
+    """What ``sharpness sweep`` needs to measure the zoo."""
+
+    def plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
+        found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}
+        return {k: v for k, v in found.items() if k != "columns" and v not in (None, {})}
+
+    # What is measured was trained on: the first of the same random choice, or, of all examples, any.
+    measured = {"examples": points if data.examples is None else min(points, data.examples)}
+    measured["batch_size"] = min(256, measured["examples"])
+    if data.examples is None and data.seed is None:
+        measured["seed"] = 0
+    folders = loaded.source == "transformers"
+    checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
+    config: dict[str, Any] = {
+        "checkpoints": checkpoints, "data": plain(data, **measured), "train": plain(data),
+        "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
+        "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
+                "adaptive": [0.05, 0.1, 0.2, 0.5]},
+    }  # fmt: skip
+    start = model if folders else checkpoint
+    if start is not None:
+        config["initial"] = os.path.abspath(start)
+    if test is not None:
+        config["test"] = plain(test)
+    return config
