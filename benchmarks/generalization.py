@@ -162,9 +162,11 @@ def changes(kind: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def report() -> None:
-    tables = DOCS / "tables"
-    tables.mkdir(exist_ok=True)
+def report(docs: Path = DOCS) -> None:
+    """Write the tables and figures of ``docs/generalization.md``."""
+    tables, images = docs / "tables", docs / "images"
+    for folder in (tables, images):
+        folder.mkdir(parents=True, exist_ok=True)
     for kind in ("vision", "text"):
         rows = read_results(RESULTS / f"{kind}.csv")
         for target in ("gap", "test-error"):
@@ -172,8 +174,8 @@ def report() -> None:
         others = [r for r in compare(ablations(kind)) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
         (tables / f"{kind}_ablations.md").write_text(formatted(others), encoding="utf-8")
         (tables / f"{kind}_changes.md").write_text(changes(kind), encoding="utf-8")
-        plot_study(rows, "gap", DOCS / "images", prefix=f"{kind}_")
-        plot_ablations(ablations(kind), "gap", DOCS / "images", prefix=f"{kind}_")
+        plot_study(rows, "gap", images, prefix=f"{kind}_")
+        plot_ablations(ablations(kind), "gap", images, prefix=f"{kind}_")
     (tables / "text_sensitivity.md").write_text(sensitivity(), encoding="utf-8")
     with (tables / "zoos.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")

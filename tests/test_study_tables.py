@@ -1,0 +1,31 @@
+"""The tables in docs/ are those that the recorded rows give."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def study(monkeypatch):
+    path = ROOT / "benchmarks" / "generalization.py"
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location("generalization", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.modules.pop("_common", None)
+
+
+def test_tables_and_figures_regenerate(study, tmp_path):
+    study.report(tmp_path)
+    committed = sorted(p.name for p in (ROOT / "docs" / "tables").iterdir())
+    assert sorted(p.name for p in (tmp_path / "tables").iterdir()) == committed
+    for name in committed:
+        assert (tmp_path / "tables" / name).read_text() == (ROOT / "docs" / "tables" / name).read_text(), name
+    for path in (tmp_path / "images").iterdir():
+        assert (ROOT / "docs" / "images" / path.name).is_file(), path.name
+    assert len(list((tmp_path / "images").iterdir())) == 8
