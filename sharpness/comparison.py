@@ -201,8 +201,7 @@ def compare(
         result.append(Ranking(quantity, choice, rho, rise, tau, partial, apart, tuple(models), tuple(x)))
 
     for name, kind in BASELINES.items():
-        if not (name.startswith("train") and target.startswith("test") and name == target.replace("test-", "train_")):
-            rank(name, "–", {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None})
+        rank(name, "–", {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None})
     local: dict[str, dict[str, float]] = {}  # measures without a radius
     for row in rows:
         if row["kind"] == "sharpness" and row["rho"] == 0:
