@@ -98,30 +98,35 @@ def report(rows: list[dict[str, Any]], figure: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    drawn, axes = plt.subplots(1, len(NOISES), figsize=(4.6 * len(NOISES), 3.4), layout="constrained")
-    for axis, noise in zip(axes, NOISES, strict=True):
-        print(f"\n**{noise:.0%} of the labels wrong**\n")
-        print(f"| method | ρ | test error | test loss | {' | '.join(FINAL)} | cost |\n|" + "---|" * (5 + len(FINAL)))
-        plain = statistics.median(r["seconds"] for r in rows if r["method"] == "AdamW")
+    drawn, grid = plt.subplots(2, len(NOISES), figsize=(4.6 * len(NOISES), 6.4), layout="constrained")
+    plain = statistics.median(r["seconds"] for r in rows if r["method"] == "AdamW")
+    head = ["method", "ρ", "test error", "paired with AdamW", "test loss", *FINAL, "cost"]
+    for (above, below), noise in zip(grid.T, NOISES, strict=True):
+        print(f"\n**{noise:.0%} of the labels wrong**\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+        reference: dict[int, float] = {}
         for i, method in enumerate(METHODS):
             rho = best(rows, method, noise)
             found = [r for r in rows if (r["method"], r["noise"], r["rho"]) == (method, noise, rho) and r["seed"] > 0]
-            (error, e), (loss, s) = (
-                interval([100 * r["test_error"] for r in found]),
-                interval([r["test_loss"] for r in found]),
-            )
+            errors = {r["seed"]: 100 * r["test_error"] for r in found}
+            reference = reference or errors
+            apart = interval([errors[s] - reference[s] for s in errors])
+            (error, e), (loss, s) = interval(list(errors.values())), interval([r["test_loss"] for r in found])
             ends = [f"{statistics.fmean(r['sharpness'][k] for r in found):.3f}" for k in FINAL]
             cost = statistics.median(r["seconds"] for r in found) / plain
-            cells = [method, f"{rho:g}", f"{error:.1f} ± {e:.1f} %", f"{loss:.3f} ± {s:.3f}", *ends, f"{cost:.2f}"]
+            cells = [method, f"{rho:g}" if METHODS[method] else "", f"{error:.1f} ± {e:.1f} %",
+                     f"{apart[0]:+.1f} ± {apart[1]:.1f}" if METHODS[method] else "", f"{loss:.3f} ± {s:.3f}", *ends,
+                     f"{cost:.2f}"]  # fmt: skip
             print("| " + " | ".join(cells) + " |")
-            axis.plot(
-                range(1, 1 + len(found[0]["errors"])),
-                np.mean([r["errors"] for r in found], axis=0),
-                f"C{i}",
-                label=method,
-            )
-        axis.set(xlabel="epoch", ylabel="test error", title=f"{noise:.0%} of the labels wrong")
-    axes[0].legend(frameon=False, fontsize=8)
+            losses = np.mean([r["losses"] for r in found], axis=0)
+            smooth = np.convolve(losses, np.ones(8) / 8, "valid")
+            above.plot(np.arange(8, len(losses) + 1), smooth, f"C{i}", label=method)
+            flat = [r["sharpness"]["geodesic-inv"] for r in found]
+            below.plot(flat, list(errors.values()), "osD^"[i], color=f"C{i}", label=method)
+        above.set(xlabel="step", ylabel="training loss, mean of 8 steps", title=f"{noise:.0%} of the labels wrong")
+        below.set(xlabel="geodesic-inv sharpness at the end, ρ = 0.05", ylabel="test error in %")
+        for axis in (above, below):
+            axis.spines[["top", "right"]].set_visible(False)
+    grid[0, 0].legend(frameon=False, fontsize=8)
     drawn.savefig(figure, dpi=110)
 
 
