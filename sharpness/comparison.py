@@ -38,7 +38,7 @@ class Ranking:
         A measure, with its switches if any, or a baseline.
     choice : str
         ``"ρ"`` (a radius of the sweep), ``"paper"`` (the measure's default radius), ``"best"`` (the radius of largest
-        |τ|, which flatters it), ``"equal rise"``, or ``"–"`` for what has no radius.
+        abs(τ), which flatters it), ``"equal rise"``, or ``"–"`` for what has no radius.
     rho : float or None
     rise : float or None
         Median over models of the sharpness, a rise of the loss.

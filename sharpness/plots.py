@@ -278,6 +278,14 @@ def _plot_grid(found: Sequence[Ranking], goal: Mapping[str, float], target: str,
     return path
 
 
+def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> None:
+    """Ticks of a logarithmic axis at these places, written as plain numbers; only those in view if asked for."""
+    low, high = axes.get_xlim()
+    shown = [p for p in places if low <= p <= high] if clip else list(places)
+    axes.set_xticks(shown, [f"{p:g}" for p in shown])
+    axes.set_xticks([], minor=True)
+
+
 def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> Path:
     """Sharpness of every model along the radius, coloured by the target; and τ along the median rise."""
     plt = _pyplot()
@@ -292,6 +300,7 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
                 colour = plt.get_cmap("viridis")((goal[model] - low) / ((high - low) or 1))
                 axes.loglog(c.rho, np.maximum(values, 1e-12), color=colour, linewidth=0.9)
         axes.set(xlabel="radius ρ", title=c.name)
+        _plain_ticks(axes, c.rho)
     if own:
         grid[0, 0].set_ylabel("sharpness (yellow: large target)")
     last = grid[0, -1]
@@ -304,6 +313,7 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
     control = next((r for r in found if r.quantity == "train_loss"), None)
     if control is not None:
         last.axhline(control.tau.value, color="0.5", linestyle="--", label="training loss")
+    _plain_ticks(last, [m * 10.0**e for e in range(-6, 2) for m in (1, 3)], clip=True)
     last.set(xlabel="median rise of the loss", ylabel="Kendall τ", title="τ along the radius")
     last.legend(frameon=False, fontsize=8)
     for axes in grid[0]:
