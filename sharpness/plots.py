@@ -300,7 +300,7 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
                 colour = plt.get_cmap("viridis")((goal[model] - low) / ((high - low) or 1))
                 axes.loglog(c.rho, np.maximum(values, 1e-12), color=colour, linewidth=0.9)
         axes.set(xlabel="radius ρ", title=c.name)
-        _plain_ticks(axes, c.rho)
+        _plain_ticks(axes, c.rho.tolist())
     if own:
         grid[0, 0].set_ylabel("sharpness (yellow: large target)")
     last = grid[0, -1]
