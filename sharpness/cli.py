@@ -185,7 +185,7 @@ def _sweep(options: argparse.Namespace) -> int:
     with torchrun(torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
         failed = run_sweep(sweep, options.out, shard=shard, progress=not options.quiet and leader)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] | None = None
     while rows != (now := read_rows(options.out, sweep)):  # others may finish meanwhile, and write too
         rows = now
         write_rows(options.out / "results.jsonl", rows)
@@ -194,7 +194,7 @@ def _sweep(options: argparse.Namespace) -> int:
         what = unit.get("measure", unit["kind"])
         print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
     if not options.quiet and leader:
-        print(f"{len(rows)} rows in {options.out / 'results.jsonl'}")
+        print(f"{len(rows or ())} rows in {options.out / 'results.jsonl'}")
     return 1 if failed else 0
 
 

@@ -12,7 +12,7 @@ import csv
 import io
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -200,6 +200,10 @@ def compare(
         tau = kendall(x, y, **options)
         result.append(Ranking(quantity, choice, rho, rise, tau, partial, apart, tuple(models), tuple(x)))
 
+    def rank_radii(c: Curves) -> None:
+        for j, rho in enumerate(c.rho):
+            rank(c.name, "ρ", dict(zip(c.models, c.values[:, j], strict=True)), float(rho), float(c.medians[j]))
+
     for name, kind in BASELINES.items():
         rank(name, "–", {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None})
     local: dict[str, dict[str, float]] = {}  # measures without a radius
@@ -211,8 +215,7 @@ def compare(
     own = curves(rows, ablations=False)
     for c in own:
         first = len(result)
-        for j, rho in enumerate(c.rho):
-            rank(c.name, "ρ", dict(zip(c.models, c.values[:, j], strict=True)), float(rho), float(c.medians[j]))
+        rank_radii(c)
         at_radii = result[first:]
         if not every_radius:
             del result[first:]
@@ -221,7 +224,7 @@ def compare(
             ("paper", [r for r in at_radii if r.rho == default]),
             ("best", sorted((r for r in at_radii if np.isfinite(r.tau.value)), key=lambda r: -abs(r.tau.value))[:1]),
         ):
-            result += [_chosen(r, choice) for r in found]
+            result += [replace(r, choice=choice) for r in found]
     several = [c for c in own if len(c.rho) > 1]
     shared = set(goal).intersection(*(c.models for c in several))
     several = [c.among(shared) for c in several] if shared else []
@@ -237,14 +240,8 @@ def compare(
                 reference = by_model
     for c in curves(rows):
         if c.ablation:
-            for j, rho in enumerate(c.rho):
-                rank(c.name, "ρ", dict(zip(c.models, c.values[:, j], strict=True)), float(rho), float(c.medians[j]))
+            rank_radii(c)
     return result
-
-
-def _chosen(row: Ranking, choice: str) -> Ranking:
-    values = {**{f: getattr(row, f) for f in row.__dataclass_fields__}, "choice": choice}
-    return Ranking(**values)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -404,6 +404,7 @@ def test_data_that_cannot_be_read_is_said_once_a_unit(place, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
     assert len(lines) == 6  # the fit, the baselines, and two measures with two settings each
+    assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
     config["data"] = {"source": "empty", "image_size": 2, "mean": [0.5] * 3, "std": [0.5] * 3}
     (place / "empty" / "cat").mkdir(parents=True)
     (place / "bad.json").write_text(json.dumps(config))
