@@ -7,7 +7,8 @@ finds the points in a network.
 from .base import QuotientManifold, TangentSpace
 from .gauge import Gauge, canonical_gauge, from_product
 from .geodesics import GeodesicExitError
-from .gl import GLQuotientInv, GLQuotientMix, GLTangentSpace
+from .gl import GLQuotientInv, GLQuotientMix
+from .gl_tangent import GLTangentSpace
 from .logarithm import ConvergenceError
 from .rescale import RescaleQuotient
 

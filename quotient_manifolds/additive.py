@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .base import standard_normal
 from .gauge import Gauge
-from .gl import GLTangentSpace, _GLQuotient, _InvTangentSpace, _MixTangentSpace
+from .gl import GLQuotient, InvTangentSpace, MixTangentSpace
+from .gl_tangent import GLTangentSpace
 from .linalg import hermitian_power, pack, real_dtype
 
 __all__ = ["additive_tangent_space"]
@@ -28,10 +29,10 @@ class _Additive(GLTangentSpace):
     _left: Tensor
     _right: Tensor
 
-    def __init__(self, manifold: _GLQuotient, x: Tensor, epsilon: float, dtype: torch.dtype) -> None:
+    def __init__(self, manifold: GLQuotient, x: Tensor, epsilon: float, dtype: torch.dtype) -> None:
         self.manifold, self._at_canonical = manifold, True  # no vector is carried anywhere
         wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
-        G, H = wide.split(manifold._row_split(), dim=-2)
+        G, H = wide.split(manifold.row_split(), dim=-2)
         M, N = G.mH @ G, H.mH @ H
         identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
         small = {"M": M, "N": N, "M_hat": M + epsilon * identity, "N_hat": N + epsilon * identity}
@@ -49,7 +50,7 @@ class _Additive(GLTangentSpace):
             setattr(self, name, value.to(cast))
         self._denominator = (d1.unsqueeze(-1) + d2.unsqueeze(-2)).to(real_dtype(dtype))
         self.x = x.to(cast)
-        self.G, self.H = self._split(self.x)
+        self.G, self.H = self.split(self.x)
         sigma = torch.linalg.svdvals(hermitian_power(M, 0.5) @ hermitian_power(N, 0.5))
         self.sigma_hat = sigma
         self.present = torch.ones_like(sigma, dtype=torch.bool)
@@ -66,11 +67,11 @@ class _Additive(GLTangentSpace):
         return (self._left @ Y @ self._right.mH).mH
 
     def coordinates(self, u: Tensor) -> Tensor:
-        xi, eta = self._split(u)
+        xi, eta = self.split(u)
         return pack(xi @ self._root_G, eta @ self._root_H)
 
     def from_coordinates(self, c: Tensor) -> Tensor:
-        xi, eta = self._split(c)
+        xi, eta = self.split(c)
         return pack(xi @ self._rise_G, eta @ self._rise_H)
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
@@ -84,16 +85,16 @@ class _Additive(GLTangentSpace):
         return self.proju(self.from_coordinates(standard_normal(tuple(self.x.shape), self.x, generator)))
 
 
-class _AdditiveInv(_Additive, _InvTangentSpace):
+class _AdditiveInv(_Additive, InvTangentSpace):
     """The inv metric."""
 
 
-class _AdditiveMix(_Additive, _MixTangentSpace):
+class _AdditiveMix(_Additive, MixTangentSpace):
     """The mix metric."""
 
 
 def additive_tangent_space(
-    manifold: _GLQuotient, x: Tensor, epsilon: float, dtype: torch.dtype | None = None
+    manifold: GLQuotient, x: Tensor, epsilon: float, dtype: torch.dtype | None = None
 ) -> GLTangentSpace:
     r"""Give the tangent space at x with the paper's relaxed Gram matrices.
 
@@ -117,5 +118,5 @@ def additive_tangent_space(
     """
     if not epsilon > 0:
         raise ValueError(f"the additive relaxation must be positive, got {epsilon}")
-    kind = _AdditiveInv if manifold._space_class is _InvTangentSpace else _AdditiveMix
+    kind = _AdditiveInv if manifold.space_class is InvTangentSpace else _AdditiveMix
     return kind(manifold, x, epsilon, x.dtype if dtype is None else dtype)

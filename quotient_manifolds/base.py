@@ -96,7 +96,7 @@ class QuotientManifold(geoopt.Manifold):
         """Factorise the checked point x."""
 
     @abstractmethod
-    def _row_split(self) -> list[int]:
+    def row_split(self) -> list[int]:
         """Number of rows of each factor of a point."""
 
     @abstractmethod
@@ -228,7 +228,7 @@ class QuotientManifold(geoopt.Manifold):
         ValueError
             Another number of factors, wrong row counts, or factors of different dtype or device.
         """
-        rows = self._row_split()
+        rows = self.row_split()
         shapes = [tuple(t.shape) for t in tensors]
         if len(tensors) != len(rows) or any(len(s) < 2 or s[-2] != r for s, r in zip(shapes, rows, strict=True)):
             raise ValueError(f"{self} packs {len(rows)} factors with {rows} rows, but got shapes {shapes}")
@@ -241,7 +241,7 @@ class QuotientManifold(geoopt.Manifold):
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a point (or vector) into its factors (G, H), views of it."""
         self._assert_check_shape(tensor.shape, "x")
-        return tensor.split(self._row_split(), dim=-2)
+        return tensor.split(self.row_split(), dim=-2)
 
     def random(self, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         """Draw a point with standard Gaussian entries (full rank with probability one).

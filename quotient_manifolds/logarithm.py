@@ -19,8 +19,8 @@ from .geodesics import GeodesicExitError, column
 from .linalg import real_dtype
 
 if TYPE_CHECKING:
-    from .gl import GLTangentSpace
-    from .gl import _GLQuotient as GLManifold
+    from .gl import GLQuotient
+    from .gl_tangent import GLTangentSpace
 
 __all__ = ["ConvergenceError", "align", "compressed", "logmap", "mean"]
 
@@ -39,7 +39,7 @@ class ConvergenceError(ArithmeticError):
         self.residual = residual
 
 
-def compressed(manifold: GLManifold, *points: Tensor) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
+def compressed(manifold: GLQuotient, *points: Tensor) -> tuple[GLQuotient, list[Tensor], Callable[[Tensor], Tensor]]:
     """Express points in orthonormal bases of the spans of their factors; the last result undoes it.
 
     Geodesics between the points stay in these spans: a reflection that fixes them is an isometry.
@@ -65,9 +65,9 @@ def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
     :math:`\tilde M \tilde Λ + \tilde Λ \tilde N = W^{-1/2} (W r_H^H H - G^H r_G W) W^{-1/2}` with
     :math:`\tilde M = W^{-1/2} M W^{-1/2}`, :math:`Λ = W^{-1/2} \tilde Λ W^{-1/2}`.
     """
-    G, H = space._split(y)
+    G, H = space.split(y)
     r_G, r_H = G - space.G, H - space.H
-    w = space._scale(-2 * space._scale_exponent)
+    w = space.scale(-2 * space.scale_exponent)
     f = w.rsqrt()
     c, C = torch.linalg.eigh((G * f).mH @ (G * f))
     d, D = torch.linalg.eigh((H * f).mH @ (H * f))
@@ -77,7 +77,7 @@ def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
 
 def _moved(space: GLTangentSpace, y: Tensor, L: Tensor) -> Tensor:
     """Move y by the group element exp(−Λ): (G e^Λ, H e^{−Λᴴ})."""
-    G, H = space._split(y)
+    G, H = space.split(y)
     return torch.cat([G @ torch.linalg.matrix_exp(L), H @ torch.linalg.matrix_exp(-L.mH)], dim=-2)
 
 
@@ -108,7 +108,7 @@ def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tup
     return y, size
 
 
-def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_iter: int = 500) -> Tensor:
+def align(manifold: GLQuotient, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_iter: int = 500) -> Tensor:
     r"""Give the representative of y's orbit nearest to x in the metric at x.
 
     A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Gauss–Newton with step halving; every step is one Sylvester
@@ -120,12 +120,12 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_
     result, size = _aligned(flat, _gauge_start(flat, y), tol, max_iter)
     if bool((size > max(tol, 1e-5)).any()):
         raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after {max_iter} iterations", size)
-    return space._from_gauge(*space._split(result))
+    return space.from_gauge(*space.split(result))
 
 
 def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
     """Take y to the representative whose first-order mismatch in both factors is balanced."""
-    g = canonical_gauge(*flat._split(y))
+    g = canonical_gauge(*flat.split(y))
     # The unitary between the two canonical gauges, from both factors together.
     P, _, Qh = torch.linalg.svd(g.G.mH @ flat.G + g.H.mH @ flat.H)
     rotation = P @ Qh
@@ -133,7 +133,7 @@ def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
 
 
 def logmap(
-    manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-11, max_iter: int = 200, memory: int = 10
+    manifold: GLQuotient, x: Tensor, y: Tensor, *, tol: float = 1e-11, max_iter: int = 200, memory: int = 10
 ) -> Tensor:
     r"""Give the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
 
@@ -183,10 +183,10 @@ def logmap(
         if bool((best_residual <= tol).all()):
             break
         flat = manifold.at_gauge(there.gauge)
-        moved = torch.cat(there._to_gauge(y), -2)
+        moved = torch.cat(there.to_gauge(y), -2)
         moved, _ = _aligned(flat, moved, 1e-12, 3)
-        y = there._from_gauge(*flat._split(moved))
-        missing = there._from_gauge(*flat._split(flat.proju(moved - flat.x)))
+        y = there.from_gauge(*flat.split(moved))
+        missing = there.from_gauge(*flat.split(flat.proju(moved - flat.x)))
         f = space.coordinates(space.proju(missing))
         history = [*history, (c, f)][-min(memory, real(f).shape[-1]) :]
         step = f
@@ -213,11 +213,11 @@ def logmap(
         raise ConvergenceError(
             "logmap: found a geodesic longer than the straight path; not the shortest", best_residual
         )
-    u = start._from_gauge(*space._split(space.from_coordinates(best)))
-    return full._from_gauge(*full._split(back(u)))
+    u = start.from_gauge(*space.split(space.from_coordinates(best)))
+    return full.from_gauge(*full.split(back(u)))
 
 
-def _path_length(manifold: GLManifold, x: Tensor, y: Tensor, nodes: int = 12) -> Tensor:
+def _path_length(manifold: GLQuotient, x: Tensor, y: Tensor, nodes: int = 12) -> Tensor:
     """Give the length on the quotient of the straight path between two representatives (Gauss–Legendre)."""
     points, weights = (torch.as_tensor(a, dtype=real_dtype(x.dtype)) for a in np.polynomial.legendre.leggauss(nodes))
     path = x + column((points + 1) / 2, x) * (y - x)
@@ -225,7 +225,7 @@ def _path_length(manifold: GLManifold, x: Tensor, y: Tensor, nodes: int = 12) ->
     return (column(weights / 2, x[..., 0, 0]) * space.norm(space.proju((y - x).expand_as(path)))).sum(0)
 
 
-def mean(manifold: GLManifold, points: Tensor, *, tol: float = 1e-10, max_iter: int = 50) -> Tensor:
+def mean(manifold: GLQuotient, points: Tensor, *, tol: float = 1e-10, max_iter: int = 50) -> Tensor:
     """Give the Fréchet mean over the first dimension: m ← exp_m(mean of log_m(points)), started from the first."""
     m = points[0]
     for _ in range(max_iter):

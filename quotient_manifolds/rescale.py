@@ -98,7 +98,7 @@ class RescaleQuotient(QuotientManifold):
     def extra_repr(self) -> str:
         return f"metric={self.metric!r}"
 
-    def _row_split(self) -> list[int]:
+    def row_split(self) -> list[int]:
         return [1, 1]
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> TangentSpace:

@@ -13,7 +13,7 @@ from .linalg import symmetric_part_doubled as sym2
 from .logarithm import compressed
 
 if TYPE_CHECKING:
-    from .gl import GLTangentSpace
+    from .gl_tangent import GLTangentSpace
 
 __all__ = ["parallel_transport"]
 
@@ -46,7 +46,7 @@ def parallel_transport(space: GLTangentSpace, u: Tensor, v: Tensor, *, tol: floa
     manifold = space.manifold
     shape = torch.broadcast_shapes(space.x.shape, u.shape, v.shape)
     base = space.gauge.x
-    parts = [base, pack(*space._to_gauge(u)), pack(*space._to_gauge(v))]
+    parts = [base, pack(*space.to_gauge(u)), pack(*space.to_gauge(v))]
     small, parts, back = compressed(manifold, *(a.expand(shape) for a in parts))
     # Columns of unit size for the error control.
     root = space.gauge.sigma.sqrt().unsqueeze(-2)
@@ -55,7 +55,7 @@ def parallel_transport(space: GLTangentSpace, u: Tensor, v: Tensor, *, tol: floa
     is_complex = y.is_complex()
 
     def derivative(y: Tensor) -> Tensor:
-        (G, p, a), (H, q, b) = (k.unbind(0) for k in (y * scale).split(small._row_split(), dim=-2))
+        (G, p, a), (H, q, b) = (k.unbind(0) for k in (y * scale).split(small.row_split(), dim=-2))
         dp, dq = _acceleration(metric, G, H, p, q)
         plus, minus = (_acceleration(metric, G, H, p + k * a, q + k * b) for k in (1, -1))
         da, db = (plus[0] - minus[0]) / 4, (plus[1] - minus[1]) / 4  # −Γ(ẋ, v), by polarisation
@@ -87,5 +87,5 @@ def parallel_transport(space: GLTangentSpace, u: Tensor, v: Tensor, *, tol: floa
         return y.reshape(*y.shape[:-1], 3, -1, shape[-1]).movedim(-3, 0)
 
     end = unflat(integrate(lambda _t, y: flat(derivative(unflat(y))), flat(y), 1.0, tol)) * scale
-    x1, v1 = (space._from_gauge(*space._split(back(k))) for k in (end[0], end[2]))
+    x1, v1 = (space.from_gauge(*space.split(back(k))) for k in (end[0], end[2]))
     return x1, v1

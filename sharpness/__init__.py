@@ -1,10 +1,11 @@
 """Geodesic sharpness of transformers: the worst rise of the loss within a geodesic ball of the quotient."""
 
+from .direction import Direction, perturbed
 from .evaluation import evaluate
 from .measures import MEASURES, Measure
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
-from .space import Direction, WeightSpace, perturbed
+from .space import WeightSpace
 
 __all__ = [
     "MEASURES",

@@ -23,11 +23,12 @@ from quotient_manifolds.symmetries import SymmetricPair
 
 from . import distributed
 from .ascent import ASCENTS, Ball, Buffers, CubeBall, RoundBall
+from .direction import Direction
 from .hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
 from .losses import LossFunction, Objective, mapped, tensors
 from .measures import Measure, measure_with
 from .results import BatchResult, SharpnessResult
-from .space import Direction, WeightSpace
+from .space import WeightSpace
 from .undisturbed import undisturbed
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .direction import Direction
 from .files import write_whole
 from .measures import Measure
-from .space import Direction
 
 __all__ = ["BatchResult", "SharpnessResult", "write_json"]
 

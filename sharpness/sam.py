@@ -18,8 +18,10 @@ from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, GLTangentSpa
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 
+from .blocks import coverage, divided, pieces
 from .measures import Measure, measure_with
-from .space import RETRACTIONS, coverage, divided, pieces, trainable
+from .retractions import RETRACTIONS
+from .weights import trainable
 
 __all__ = ["GeodesicSAM"]
 
@@ -59,7 +61,7 @@ class _Restore:
 
     def __call__(self, *_: Any) -> None:
         sam = self._sam() if self._sam is not None else None
-        if sam is not None and (self._always or not (sam._held or torch.is_grad_enabled())):
+        if sam is not None and (self._always or not (sam._held or torch.is_grad_enabled())):  # noqa: SLF001, of this file
             sam.restore()
 
     def __getstate__(self) -> dict[str, Any]:

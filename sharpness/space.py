@@ -12,114 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-import geoopt
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds import GLTangentSpace, canonical_gauge
-from quotient_manifolds.additive import additive_tangent_space
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, find, stacks
+from quotient_manifolds.symmetries import SymmetricPair
 
-from .adaptive_norm import AdaptiveNorm
+from .blocks import Elementwise, PairBlock, as_point, coverage, divided, hold, pieces
+from .direction import Direction
 from .measures import Measure
+from .retractions import RETRACTIONS
+from .weights import half_precision_rest, pointing_to, trainable, wide_buffers
 
-__all__ = ["Direction", "WeightSpace", "perturbed"]
-
-#: Elements of a stack of pairs that are worked on at a time on a CPU.
-_PIECE = 2**20
-
-
-@dataclass(frozen=True)
-class Direction:
-    """A tangent vector at a model's weights.
-
-    Attributes
-    ----------
-    measure : Measure
-        Says how to move along it.
-    tensors : dict of str to Tensor
-        One tensor a trainable parameter, of its shape and dtype (at least float32), by the parameter's name. For
-        attention pairs it is the horizontal vector at the model's own representative.
-    norm : float
-        Length in the measure's metric.
-    pairs : tuple of SymmetricPair
-        The pairs that were divided out.
-    """
-
-    measure: Measure
-    tensors: dict[str, Tensor] = field(repr=False)
-    norm: float
-    pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
-
-
-@dataclass
-class _Elementwise:
-    """A parameter (or what the pairs leave of it) with the elementwise metric."""
-
-    name: str
-    parameter: nn.Parameter
-    where: slice
-    scale: Tensor | None  # ξ = scale · ζ; None: the weight itself
-
-    def view(self, flat: Tensor) -> Tensor:
-        return flat[self.where].view(self.parameter.shape)
-
-
-@dataclass
-class _Pairs:
-    """A stack of attention pairs: in canonical gauge, unless the measure depends on the representative."""
-
-    stack: PairStack
-    point: geoopt.ManifoldParameter
-    tangent: GLTangentSpace
-    frame: GLTangentSpace | AdaptiveNorm  # its coordinates make the measure's metric the identity
-    sigma: Tensor
-    present: Tensor
-    back: tuple[Tensor, Tensor] | None  # (A, A⁻¹) in float64, from the canonical to the model's own representative
-    where: slice
-
-    def view(self, flat: Tensor) -> Tensor:
-        return _like(self.point, flat[self.where])
-
-    def own(self, u: Tensor) -> Tensor:
-        """Carry a vector to the model's own representative, in float64."""
-        wide = u.to(torch.complex128 if u.is_complex() else torch.float64)
-        if self.back is None:
-            return wide
-        (A, A_inv), n = self.back, self.stack.n
-        return torch.cat([wide[..., :n, :] @ A, wide[..., n:, :] @ A_inv.mH], dim=-2)
-
-
-def _like(point: Tensor, numbers: Tensor) -> Tensor:
-    """See the first so many real numbers as a tensor of a point's shape."""
-    real = numbers[: point.numel() * (2 if point.is_complex() else 1)]
-    return torch.view_as_complex(real.view(*point.shape, 2)) if point.is_complex() else real.view(point.shape)
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without the prefix of ``torch.compile``."""
-    return name.replace("_orig_mod.", "")
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    found = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
-            "set requires_grad_(True) on the weights to be measured"
-        )
-    devices = {p.device for p in found.values()}
-    if len(devices) > 1:
-        raise ValueError(f"the trainable parameters lie on several devices ({devices}); move the model to one")
-    for name, p in found.items():
-        if not p.is_floating_point():
-            raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
-        if not bool(p.detach().isfinite().all()):
-            raise ValueError(f"parameter {name!r} has NaN or infinite entries; load a sound checkpoint")
-    return found
+__all__ = ["WeightSpace"]
 
 
 class WeightSpace:
@@ -157,8 +63,8 @@ class WeightSpace:
         self._data = {p: p.data for p in self._parameters.values()}
         found = divided(model, measure, pairs)
         covered = coverage(found)
-        self._elementwise: list[_Elementwise] = []
-        self._pairs: list[_Pairs] = []
+        self._elementwise: list[Elementwise] = []
+        self._pairs: list[PairBlock] = []
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for s in found for p in s.pairs)
         if self.device.type == "cpu":
             found = [piece for s in found for piece in pieces(s)]
@@ -172,10 +78,10 @@ class WeightSpace:
                 scale = p.detach().new_ones(()).expand(p.shape)
             if mask is not None:
                 scale = (p.detach() if scale is None else scale).masked_fill(mask, 0)
-            self._elementwise.append(_Elementwise(name, p, slice(start, start + p.numel()), scale))
+            self._elementwise.append(Elementwise(name, p, slice(start, start + p.numel()), scale))
             start += p.numel()
         for s in found:
-            block = _hold(s, measure, self.dtype, start)
+            block = hold(s, measure, self.dtype, start)
             self._pairs.append(block)
             start = block.where.stop
         self.dim = start
@@ -261,8 +167,8 @@ class WeightSpace:
             copies[p] = torch.empty_like(
                 data, dtype=at_least_float32(data.dtype), memory_format=torch.contiguous_format
             )
-        widened = _half_precision_rest(self.model, copies) if self.half_precision else {}
-        with _pointing_to({**copies, **widened}), _wide_buffers(self.model, self.half_precision):
+        widened = half_precision_rest(self.model, copies) if self.half_precision else {}
+        with pointing_to({**copies, **widened}), wide_buffers(self.model, self.half_precision):
             self._work = copies
             try:
                 self._move_to(None)
@@ -302,7 +208,7 @@ class WeightSpace:
         retract = RETRACTIONS[self.measure.geodesic][0]
         for b in self._pairs:
             if self._fused(b):
-                end = b.tangent.retr_coordinates(self._coordinates(b, xi), out=_like(b.point, self._scratch()))
+                end = b.tangent.retr_coordinates(self._coordinates(b, xi), out=as_point(b.point, self._scratch()))
             else:
                 end = retract(b.tangent, self._vector(b, xi), self.measure)
             b.stack.scatter_(end, self._work)
@@ -321,15 +227,15 @@ class WeightSpace:
             self._spare = torch.empty(size, dtype=self.dtype, device=self.device)
         return self._spare
 
-    def _fused(self, b: _Pairs) -> bool:
+    def _fused(self, b: PairBlock) -> bool:
         """Whether the tangent space can go from coordinates to points and back at once."""
         return b.back is not None and self.measure.geodesic == "second-order"
 
-    def _coordinates(self, b: _Pairs, xi: Tensor) -> Tensor:
+    def _coordinates(self, b: PairBlock, xi: Tensor) -> Tensor:
         c = b.view(xi).to(b.point.dtype)
         return c if self._step == 1 else c * self._step
 
-    def _vector(self, b: _Pairs, xi: Tensor) -> Tensor:
+    def _vector(self, b: PairBlock, xi: Tensor) -> Tensor:
         """The tangent vector of a stack at its point."""
         return b.frame.from_coordinates(self._coordinates(b, xi))
 
@@ -380,7 +286,7 @@ class WeightSpace:
                 self._pull_back(b, egrad.to(b.point.dtype), b.view(flat))
         return flat
 
-    def _pull_back(self, b: _Pairs, egrad: Tensor, out: Tensor) -> None:
+    def _pull_back(self, b: PairBlock, egrad: Tensor, out: Tensor) -> None:
         """Turn a Euclidean gradient where the model stands into coordinates of a horizontal vector at the base."""
         if self._at is not None and self._fused(b):
             b.tangent.pullback_coordinates(self._coordinates(b, self._at), egrad, self._step, out=out)
@@ -485,196 +391,3 @@ def _has_reentrant_checkpoint(loss: Tensor) -> bool:
             return True
         queue.extend(child for child, _ in node.next_functions)
     return False
-
-
-def coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
-    masks: dict[Tensor, Tensor] = {}
-    for s in found:
-        for p in s.parameters():
-            masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-        s.mark_(masks)
-    return masks
-
-
-def pieces(s: PairStack) -> list[PairStack]:
-    """Split a stack so that temporaries stay in a CPU's cache; fresh large ones cost more than the arithmetic."""
-    count = max(1, _PIECE // ((s.n + s.m) * s.group.h))
-    return [PairStack(s.pairs[i : i + count]) for i in range(0, len(s), count)]
-
-
-def divided(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
-    """The pairs that a measure takes modulo their symmetry."""
-    if not measure.divides:
-        return []
-    found = find(model) if pairs is None else pairs
-    return stacks(p for p in found if measure.symmetry in ("all", p.kind))
-
-
-def _hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> _Pairs:
-    """Factorise a stack, in float64; what is worked with in canonical gauge is then rounded to a dtype."""
-    assert measure.pairs is not None
-    with torch.no_grad():
-        x = s.gather().to(torch.complex128 if s.group.field == "complex" else torch.float64)
-        floor = measure.relaxation_kind == "floor"
-        manifold = s.manifold(measure.pairs, relaxation=measure.relaxation if floor else 0.0)
-        gauge = canonical_gauge(*manifold.unpack_tensor(x))
-        # A group move turns σ_i = 0 into rounding noise times its condition number, which mix would then divide by.
-        tolerance = torch.finfo(at_least_float32(s.pairs[0].G[0].tensor.dtype)).eps ** 0.5
-        present, back = gauge.present(tolerance), None
-        frame: GLTangentSpace | AdaptiveNorm
-        if not floor:
-            frame = tangent = additive_tangent_space(manifold, x, measure.relaxation)
-        elif measure.norm == "adaptive":
-            tangent = manifold.at_gauge(gauge, x, tolerance=tolerance)
-            frame = AdaptiveNorm(tangent)
-        else:
-            frame = tangent = manifold.at_gauge(gauge.to(dtype), tolerance=tolerance)
-            back = (gauge.A, gauge.A_inv)
-        point = geoopt.ManifoldParameter(tangent.x, manifold=manifold, requires_grad=False)
-        stop = start + point.numel() * (2 if point.is_complex() else 1)
-        return _Pairs(s, point, tangent, frame, gauge.sigma, present, back, slice(start, stop))
-
-
-def _rk4(t: GLTangentSpace, u: Tensor, measure: Measure) -> Tensor:
-    return t.rk4(u, measure.substeps)
-
-
-#: Share of its way to the manifold's boundary to which a geodesic is shortened that would leave.
-_INSIDE = 0.99
-
-
-def _exact(t: GLTangentSpace, u: Tensor, measure: Measure) -> Tensor:
-    # The share is constant to autograd: beyond the boundary the retraction follows the vector's direction only.
-    return t.expmap(u * (_INSIDE * t.exit_time(u.detach())).clamp_max(1)[..., None, None])
-
-
-def _pull_by_autograd(
-    retract: Callable[[GLTangentSpace, Tensor, Measure], Tensor],
-    t: GLTangentSpace,
-    u: Tensor,
-    egrad: Tensor,
-    measure: Measure,
-) -> Tensor:
-    with torch.enable_grad():
-        u = u.detach().requires_grad_()
-        return torch.autograd.grad(retract(t, u, measure), u, egrad)[0]
-
-
-#: By geodesic: the retraction (tangent space, vector, measure) → point, and its adjoint derivative, with the Euclidean
-#: gradient at that point as a further argument before the measure.
-RETRACTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "first-order": (lambda t, u, _: t.x + u, lambda t, u, egrad, _: egrad),
-    "second-order": (lambda t, u, _: t.retr(u), lambda t, u, egrad, _: t.pullback(u, egrad)),
-    "exact": (_exact, lambda t, u, egrad, measure: _pull_by_autograd(_exact, t, u, egrad, measure)),
-    "rk4": (_rk4, lambda t, u, egrad, measure: _pull_by_autograd(_rk4, t, u, egrad, measure)),
-}
-
-
-def _half_precision_rest(model: nn.Module, known: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Float32 copies of the parameters that are not among those known and are narrower."""
-    return {
-        p: p.data.to(at_least_float32(p.dtype))
-        for p in model.parameters()
-        if p not in known and p.is_floating_point() and p.dtype != at_least_float32(p.dtype)
-    }
-
-
-@contextmanager
-def _wide_buffers(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Replace half-precision buffers by float32 ones for a while."""
-    narrow = [
-        (m, name, b)
-        for m in (model.modules() if wanted else ())
-        for name, b in m._buffers.items()
-        if b is not None and b.is_floating_point() and b.dtype != at_least_float32(b.dtype)
-    ]
-    try:
-        for m, name, b in narrow:
-            m._buffers[name] = b.to(at_least_float32(b.dtype))
-        yield
-    finally:
-        for m, name, b in narrow:
-            m._buffers[name] = b
-
-
-@contextmanager
-def _pointing_to(data: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Let parameters point to other data; the original storage is untouched and comes back on every way out."""
-    original = {p: p.data for p in data}
-    try:
-        for p, replacement in data.items():
-            p.data = replacement
-        yield
-    finally:
-        for p, before in original.items():
-            p.data = before
-
-
-def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
-    """The direction's pairs in this model, which may be another copy of the one that was measured."""
-    own = {id(m) for m in model.modules()}
-    if all(id(b.module) in own for p in direction.pairs for b in p.G + p.H):
-        return list(direction.pairs)
-    found = {p.name: p for p in find(model, include_frozen=True)}
-    missing = [p.name for p in direction.pairs if p.name not in found]
-    if missing:
-        raise ValueError(f"the direction moves the pair {missing[0]!r}, which {type(model).__name__} lacks")
-    return [found[p.name] for p in direction.pairs]
-
-
-@contextmanager
-def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterator[nn.Module]:
-    r"""Move a model along a direction for the time of a ``with`` block.
-
-    The weights become :math:`R_θ(tξ)`: the measure's retraction for attention pairs, θ + tξ elsewhere.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model whose weights the direction belongs to.
-    direction : Direction
-        For example ``result.direction(0)``.
-    t : float
-        How far; at 1 the loss is the one that ``evaluate`` reports.
-
-    Yields
-    ------
-    nn.Module
-        The model. Its weights are restored, bit for bit, when the block ends, also by an exception. A half-precision
-        model is a float32 one within the block (see :meth:`WeightSpace.attached`) and takes float32 inputs.
-
-    Raises
-    ------
-    ValueError
-        If the direction's parameters are not those of the model.
-    """
-    parameters = {_plain(name): p for name, p in model.named_parameters()}
-    for name, v in direction.tensors.items():
-        if name not in parameters or parameters[name].shape != v.shape:
-            raise ValueError(
-                f"the direction has a tensor {name!r} of shape {tuple(v.shape)}, which {type(model).__name__} lacks; "
-                "it belongs to another model"
-            )
-    measure = direction.measure
-    with torch.no_grad():
-        moved: dict[Tensor, Tensor] = {
-            parameters[name]: parameters[name].detach().to(v.dtype) + t * v.to(parameters[name].device)
-            for name, v in direction.tensors.items()
-        }
-        if measure.divides and measure.geodesic != "first-order":
-            vectors: dict[Tensor, Tensor] = {
-                parameters[name]: v.to(parameters[name].device) for name, v in direction.tensors.items()
-            }
-            for s in stacks(_same_pairs(model, direction)):
-                b = _hold(s, measure, torch.float64, 0)
-                u = t * s.gather(vectors).to(b.point.dtype)
-                if b.back is not None:
-                    (A, A_inv), n = b.back, s.n
-                    u = torch.cat([u[..., :n, :] @ A_inv, u[..., n:, :] @ A.mH], dim=-2)
-                end = RETRACTIONS[measure.geodesic][0](b.tangent, u, measure)
-                s.scatter_(b.own(end), moved)
-        half = any(parameters[name].dtype != v.dtype for name, v in direction.tensors.items())
-        if half:
-            moved.update(_half_precision_rest(model, moved))
-    with _pointing_to(moved), _wide_buffers(model, half):
-        yield model

@@ -18,10 +18,10 @@ from tqdm.auto import tqdm
 
 from quotient_manifolds.symmetries import act_randomly_, find
 
+from ..direction import perturbed
 from ..evaluation import evaluate
 from ..plots import plot_symmetry_demo
 from ..results import SharpnessResult
-from ..space import perturbed
 
 __all__ = ["Demo", "digits", "run", "train"]
 

@@ -1,0 +1,125 @@
+"""sweep, table, plot: what is asked of many checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .options import Formatter, shard
+
+__all__ = ["add_plot", "add_sweep", "add_table"]
+
+
+def add_sweep(commands: Any) -> None:
+    """Add ``sharpness sweep``."""
+    sweep = commands.add_parser(
+        "sweep",
+        help="measure many checkpoints; resumes where it was stopped",
+        description="Measure many checkpoints under many measures, radii and ablations, as a YAML or JSON file says: "
+        "checkpoints (a pattern, or a list of {path, model, head}), data, train and test (a source, or a mapping with "
+        "source, examples, seed, batch_size, text, label, ...) or, in place of test, accuracies ({file, name, test}), "
+        "measures, rho (a list, or lists by measure), ablations (a list of switches such as {geodesic: first-order}, "
+        "which may have a rho and measures of their own), baselines (norms and the like: true), initial (the weights "
+        "all were fine-tuned from), steps, tol, device. Finished units are kept in the folder OUT; "
+        "call it again to go on. Under torchrun processes draw checkpoints from a common counter; --shard splits them "
+        "among independent jobs that share OUT. Exit code 1 if a checkpoint failed.",
+        formatter_class=Formatter,
+    )
+    sweep.add_argument("config", type=Path, metavar="CONFIG", help="YAML or JSON file")
+    sweep.add_argument("--out", type=Path, required=True, help="folder for the results")
+    sweep.add_argument("--shard", default="1/1", help="take the i-th of n parts of the checkpoints")
+    sweep.add_argument("--quiet", action="store_true", help="no progress bar")
+    sweep.set_defaults(run=_sweep)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    import torch
+
+    from ..distributed import torchrun
+    from ..rows import write_csv, write_rows
+    from ..sweep import read_config, read_rows, run_sweep
+
+    part = shard(options.shard)
+    sweep = read_config(options.config)
+    with torchrun(torch.device("cpu")) as group:
+        leader = group is None or int(os.environ["RANK"]) == 0
+        failed = run_sweep(sweep, options.out, shard=part, progress=not options.quiet and leader)
+    rows: list[dict[str, Any]] | None = None
+    while rows != (now := read_rows(options.out, sweep)):  # others may finish meanwhile, and write too
+        rows = now
+        write_rows(options.out / "results.jsonl", rows)
+        write_csv(options.out / "results.csv", rows)
+    for unit in failed:
+        what = unit.get("measure", unit["kind"])
+        print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
+    if not options.quiet and leader:
+        print(f"{len(rows or ())} rows in {options.out / 'results.jsonl'}")
+    return 1 if failed else 0
+
+
+def _add_results(commands: Any, name: str, words: str, description: str) -> argparse.ArgumentParser:
+    """A command that reads the results of a sweep."""
+    shown: argparse.ArgumentParser = commands.add_parser(
+        name, help=words, description=description, formatter_class=Formatter
+    )
+    shown.add_argument("results", type=Path, metavar="RESULTS", help="a sweep's folder, results.jsonl or .csv")
+    shown.add_argument(
+        "--target", choices=["gap", "loss-gap", "test-error", "test-loss"], default="gap", help="what is predicted"
+    )
+    return shown
+
+
+def add_table(commands: Any) -> None:
+    """Add ``sharpness table``."""
+    shown = _add_results(
+        commands,
+        "table",
+        "print how every measure ranks the models of a sweep",
+        "Kendall's tau of the generalisation gap with every measure: at every radius, at the paper's, at its best and "
+        "at equal rise of the loss; with bootstrap intervals, controlled for the training loss, beside norms and other "
+        "baselines.",
+    )
+    shown.add_argument("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table")
+    shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
+    shown.add_argument("--out", type=Path, help="file (default: print)")
+    shown.set_defaults(run=_table)
+
+
+def _table(options: argparse.Namespace) -> int:
+    from ..comparison import compare, formatted
+    from ..rows import read_results
+
+    found = compare(read_results(options.results), options.target, every_radius=not options.short)
+    text = formatted(found, options.format)
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+def add_plot(commands: Any) -> None:
+    """Add ``sharpness plot``."""
+    shown = _add_results(
+        commands,
+        "plot",
+        "draw the figures of a sweep",
+        "Scatter of the gap against every measure (at its best radius, and at equal rise of the loss), the ablations, "
+        "the relaxation, and sharpness and tau along the radius.",
+    )
+    shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
+    shown.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    shown.set_defaults(run=_plot)
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from ..plots import plot_study
+    from ..rows import read_results
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in plot_study(read_results(options.results), options.target, options.out, suffix=options.format):
+        print(path)
+    return 0

@@ -1,0 +1,130 @@
+"""symmetries, run: what is asked of one model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from .options import Formatter, add_data_options, data_choice
+
+__all__ = ["add_run", "add_symmetries"]
+
+
+def add_symmetries(commands: Any) -> None:
+    """Add ``sharpness symmetries``."""
+    found = commands.add_parser(
+        "symmetries",
+        help="list the symmetries of a model's attention and LoRA weights",
+        description="List, layer by layer, which weights of a model can be changed without changing its function.",
+        formatter_class=Formatter,
+    )
+    found.add_argument(
+        "model", metavar="MODEL", help="a transformers folder, or the name of an open_clip or timm model"
+    )
+    found.add_argument("--checkpoint", help="local weights for a name (.safetensors, or a state dict saved by torch)")
+    found.add_argument(
+        "--key-bias",
+        choices=["keep", "drop"],
+        default="keep",
+        help="leave the null direction of the key bias in H or not",
+    )
+    found.add_argument(
+        "--verify", action="store_true", help="act on every pair and compare the outputs; exit code 1 if they move"
+    )
+    found.add_argument("--seed", type=int, default=0, help="seed of the group elements")
+    found.set_defaults(run=_symmetries)
+
+
+def _symmetries(options: argparse.Namespace) -> int:
+    from quotient_manifolds import symmetries
+
+    from ..models import load
+
+    loaded = load(options.model, options.checkpoint)
+    print(symmetries.find(loaded.model, key_bias=options.key_bias))
+    if not options.verify:
+        return 0
+    if loaded.example is None:
+        raise ValueError(
+            "--verify needs inputs, which are known for the models of libraries only; use verify in Python"
+        )
+    symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, loaded.example))
+    report = symmetries.verify(loaded.model, loaded.example, options.seed)
+    print(f"\n{report}")
+    return 0 if report.ok else 1
+
+
+def add_run(commands: Any) -> None:
+    """Add ``sharpness run``."""
+    run = commands.add_parser(
+        "run",
+        help="measure the sharpness of a model on data",
+        description="Measure the sharpness of a model on data. Under torchrun (torchrun --nproc-per-node N -m "
+        "sharpness run ...) the work is spread over the processes, with the same result.",
+        formatter_class=Formatter,
+    )
+    run.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a transformers folder, the name of an open_clip or timm model, or module:function that returns a model",
+    )
+    run.add_argument(
+        "data",
+        metavar="DATA",
+        help="a folder of class folders of images or a zip of them (FILE.zip:FOLDER/INSIDE); an idx file of images "
+        "as MNIST's, its labels beside it; a .tsv, .csv or .jsonl table of text; "
+        "a folder saved by datasets (FOLDER:SPLIT); a .safetensors file with "
+        "tensors x "
+        "and y, or with a transformers model's inputs and labels by name; or module:function that returns batches",
+    )
+    run.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
+    run.add_argument("--head", help="file with weight (and bias) of a classifier on open_clip's image tower")
+    add_data_options(run)
+    run.add_argument("--measure", nargs="+", default=["geodesic-inv"], help="one or several measures")
+    run.add_argument("--rho", type=float, nargs="+", help="radii (default: each measure's own)")
+    run.add_argument("--steps", type=int, default=20, help="most steps of an ascent")
+    run.add_argument("--tol", type=float, default=3e-4, help="stop when a step offers less than this share of the rise")
+    run.add_argument("--ascent", choices=["power", "apgd"], default="power", help="how the maximum is sought")
+    run.add_argument("--restarts", type=int, default=0, help="further ascents from random directions")
+    run.add_argument("--seed", type=int, default=0, help="seed of the random directions")
+    run.add_argument("--batch-size", type=int, default=256, help="examples a batch, for data from a file")
+    run.add_argument("--batches", type=int, help="use the first so many batches (default: all)")
+    run.add_argument("--micro-batch", type=int, help="examples that pass through the model at a time")
+    run.add_argument("--device", default="cpu", help="cpu or cuda")
+    run.add_argument("--out", type=Path, help="JSON file for the results")
+    run.add_argument("--quiet", action="store_true", help="no progress bar")
+    run.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    import torch
+
+    from ..distributed import torchrun
+    from ..evaluation import evaluate
+    from ..models import load
+    from ..results import write_json
+
+    device = torch.device(options.device)
+    with torchrun(device) as group:
+        if device.type == "cuda" and group is not None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        loaded = load(options.model, options.checkpoint, head=options.head)
+        model = loaded.model.to(device)
+        batches = data_choice(options).load(loaded, device)
+        leader = group is None or int(os.environ["RANK"]) == 0
+        found = []
+        for measure in options.measure:
+            result = evaluate(
+                model, batches, measure=measure, rho=options.rho, steps=options.steps, tol=options.tol,
+                ascent=options.ascent, restarts=options.restarts, seed=options.seed, micro_batch=options.micro_batch,
+                keep_directions=False, progress=not options.quiet and leader, group=group,
+            )  # fmt: skip
+            found.append(result.to_dict())
+            if leader:
+                print(result, "\n", sep="", flush=True)
+        if leader and options.out is not None:
+            write_json(options.out, found)
+    return 0

@@ -1,0 +1,56 @@
+"""What several commands share: the form of the help, and the options that choose data."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+__all__ = ["Formatter", "add_data_options", "data_choice", "shard"]
+
+if TYPE_CHECKING:
+    from ..data import DataChoice
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def add_data_options(command: argparse.ArgumentParser) -> None:
+    """Let a command choose data."""
+    group = command.add_argument_group("data")
+    group.add_argument("--examples", type=int, help="use the first so many examples of a file (default: all)")
+    group.add_argument("--choose-seed", type=int, help="choose them at random with this seed instead")
+    group.add_argument("--text", default="text", help="column of the text, by name, or by number without a header")
+    group.add_argument("--pair", help="column of the second text of a pair")
+    group.add_argument("--label", default="label", help="column of the label")
+    group.add_argument("--map", help="what labels mean, as entailment=0,neutral=1 (default: the model's own names)")
+    group.add_argument("--no-header", action="store_true", help="the table's first line is no header")
+    group.add_argument("--length", type=int, default=128, help="longest input in tokens")
+    group.add_argument("--image-size", type=int, help="side of the images (default: what the model says)")
+    group.add_argument("--mean", type=float, nargs="+", help="mean of each channel (default: what the model says)")
+    group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel")
+
+
+def data_choice(options: argparse.Namespace) -> DataChoice:
+    """Read the options of :func:`add_data_options`."""
+    from ..data import DataChoice, TextColumns, named_labels
+
+    columns = TextColumns(
+        options.text, options.pair, options.label, named_labels(options.map), not options.no_header, options.length
+    )
+    mean, std = (None if v is None else tuple(v) for v in (options.mean, options.std))
+    return DataChoice(
+        options.data, options.batch_size, options.batches, options.examples, options.choose_seed, columns,
+        options.image_size, mean, std,
+    )  # fmt: skip
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Read i/n."""
+    first, _, last = text.partition("/")
+    if not (first.isdigit() and last.isdigit()):
+        raise ValueError(f"--shard takes i/n, as 1/4, and {text!r} is none")
+    return int(first), int(last)

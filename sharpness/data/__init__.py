@@ -1,0 +1,18 @@
+"""Data sets: images, text, tensors, from files and folders."""
+
+from .examples import Examples, choose
+from .loading import DataChoice, is_function, load_batches, load_examples
+from .text import TextColumns, named_labels, read_table, read_texts
+
+__all__ = [
+    "DataChoice",
+    "Examples",
+    "TextColumns",
+    "choose",
+    "is_function",
+    "load_batches",
+    "load_examples",
+    "named_labels",
+    "read_table",
+    "read_texts",
+]

@@ -1,0 +1,145 @@
+"""Images: folders and zips of class folders, idx files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models import ImageFormat
+from .examples import Examples
+
+__all__ = ["idx_images", "image_archive", "image_folder", "pixels"]
+
+
+_IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+
+
+def _image_module() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("reading images needs Pillow: pip install 'quotient-manifolds[images]'") from error
+    return Image
+
+
+def pixels(image: Any, how: ImageFormat) -> Tensor:
+    """Resize, crop and normalise: (channels, height, width)."""
+    Image = _image_module()
+    image = image.convert("L" if how.channels == 1 else "RGB")
+    height, width = how.size
+    if how.crop and image.size != (width, height):
+        scale = max(width / image.size[0], height / image.size[1])
+        wide, high = (max(s, round(scale * k)) for s, k in zip((width, height), image.size, strict=True))
+        image = image.resize((wide, high), getattr(Image.Resampling, how.resample.upper()))
+        left, top = (wide - width) // 2, (high - height) // 2
+        image = image.crop((left, top, left + width, top + height))
+    elif image.size != (width, height):
+        image = image.resize((width, height), getattr(Image.Resampling, how.resample.upper()))
+    x = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+    x = x.unsqueeze(-1) if x.dim() == 2 else x
+    mean, std = (torch.tensor(v, dtype=torch.float32) for v in (how.mean, how.std))
+    return ((x - mean) / std).permute(2, 0, 1)
+
+
+def _read_image(name: str, data: bytes, how: ImageFormat) -> Tensor:
+    Image = _image_module()
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            return pixels(image, how)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"the image {name} cannot be read ({error}); remove it or replace it") from error
+
+
+def _of_classes(
+    source: str, names: Sequence[str], folders: Sequence[str], read: Callable[[str], bytes], how: ImageFormat
+) -> Examples:
+    """Images named …/CLASS/NAME; folders are all class folders, to notice empty ones."""
+    by_class: dict[str, list[str]] = {folder: [] for folder in folders}
+    for name in names:
+        by_class.setdefault(str(PurePosixPath(name).parent), []).append(name)
+    empty = sorted(folder for folder, found in by_class.items() if not found)
+    if empty:
+        raise ValueError(f"the class folder {empty[0]} of {source} holds no image; fill it or remove it")
+    if not by_class:
+        raise ValueError(f"{source} has no class folders with images (CLASS/NAME.jpg or .png)")
+    # Numbers of classes follow the sorted folder names, as in torchvision's ImageFolder.
+    classes = sorted(by_class)
+    items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
+
+    def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        images = [_read_image(items[i][0], read(items[i][0]), how) for i in chosen]
+        return torch.stack(images), torch.tensor([items[i][1] for i in chosen])
+
+    return Examples(source, len(items), batch, tuple(PurePosixPath(c).name for c in classes))
+
+
+def image_folder(folder: Path, how: ImageFormat) -> Examples:
+    classes = sorted(p for p in folder.iterdir() if p.is_dir())
+    names = [f"{c.name}/{p.name}" for c in classes for p in c.iterdir() if p.suffix.lower() in _IMAGES]
+    return _of_classes(str(folder), names, [c.name for c in classes], lambda n: (folder / n).read_bytes(), how)
+
+
+def image_archive(path: Path, inside: str, how: ImageFormat) -> Examples:
+    """Class folders below ``inside`` of a zip."""
+    try:
+        archive = zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{path} is no readable zip archive ({error})") from error
+    root = inside.strip("/") + "/" if inside.strip("/") else ""
+    below = [n for n in archive.namelist() if n.startswith(root)]
+    names = [n for n in below if PurePosixPath(n).suffix.lower() in _IMAGES and n[len(root) :].count("/") == 1]
+    folders = [n.rstrip("/") for n in below if n.endswith("/") and n[len(root) :].count("/") == 1]
+    if not names:
+        tops = sorted({"/".join(n.split("/")[: root.count("/") + 1]) for n in below if n.count("/") > root.count("/")})
+        hint = f"; name a folder in it, as {path}:{tops[0]}" if tops else ""
+        raise ValueError(f"{path} has no images CLASS/NAME below {root or 'its top'!r}{hint}")
+
+    def read(name: str) -> bytes:
+        try:
+            return archive.read(name)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{name} in {path} cannot be read ({error}); write the archive anew") from error
+
+    return _of_classes(f"{path}:{root}" if root else str(path), names, folders, read, how)
+
+
+def _idx(path: Path) -> np.ndarray[Any, Any]:
+    """Read an idx file of bytes, plain or gzipped."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        zero, kind, dimensions = int.from_bytes(data[:2], "big"), data[2], data[3]
+        shape = tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions))
+        if zero != 0 or kind != 8:
+            raise ValueError("not an idx file of bytes")
+        return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path} is no readable idx file ({error})") from error
+
+
+def idx_images(path: Path, how: ImageFormat) -> Examples:
+    """``…images-idx3-ubyte`` with its ``…labels-idx1-ubyte`` beside it."""
+    labels_at = path.with_name(path.name.replace("images-idx3", "labels-idx1").replace("images.idx3", "labels.idx1"))
+    if not labels_at.is_file() or labels_at == path:
+        raise FileNotFoundError(f"{path} needs its labels beside it, in {labels_at.name}")
+    images, labels = _idx(path), _idx(labels_at)
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise ValueError(
+            f"{path} holds {images.shape} numbers and {labels_at.name} {labels.shape}: no images and labels"
+        )
+    Image = _image_module()
+
+    def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        found = [pixels(Image.fromarray(images[i]), how) for i in chosen]
+        return torch.stack(found), torch.tensor(labels[list(chosen)].astype(np.int64))
+
+    return Examples(str(path), len(images), batch, tuple(str(i) for i in range(int(labels.max()) + 1)))

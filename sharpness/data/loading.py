@@ -1,0 +1,204 @@
+"""A data set, whatever it is kept in, in batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..losses import mapped
+from ..models import ImageFormat, LoadedModel, load_state_dict, resolve
+from .examples import Examples, choose
+from .images import idx_images, image_archive, image_folder
+from .saved_datasets import datasets_folder, is_datasets_folder
+from .text import TABLES, TextColumns, read_table, table_of_text
+
+__all__ = ["DataChoice", "is_function", "load_batches", "load_examples"]
+
+
+def _divided(source: str) -> tuple[Path, str]:
+    """A path, and what is named inside it: ``archive.zip:inside``, ``folder:split`` of a folder of datasets."""
+    before, _, inside = source.rpartition(":")
+    if before and not Path(source).exists() and (before.endswith(".zip") or is_datasets_folder(Path(before))):
+        return Path(before), inside
+    return Path(source), ""
+
+
+def is_function(source: str, base: Path = Path()) -> bool:
+    """Whether a source is ``module:function`` rather than a file or something in one."""
+    return ":" in source and not _divided(str(base / source))[1] and not (base / source).exists()
+
+
+def _tensors(path: Path) -> Examples:
+    named = load_state_dict(path)
+    lengths = {name: len(t) if t.dim() else 0 for name, t in named.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{path}: the tensors have unequal numbers of examples, {lengths}")
+
+    def batch(chosen: Sequence[int]) -> Any:
+        part = {name: t[list(chosen)] for name, t in named.items()}
+        return (part["x"], part["y"]) if set(part) == {"x", "y"} else part
+
+    return Examples(str(path), min(lengths.values()), batch)
+
+
+def load_examples(
+    source: str,
+    *,
+    images: ImageFormat | None = None,
+    text: TextColumns | None = None,
+    tokenizer: Any = None,
+    labels: Mapping[str, int] | None = None,
+) -> Examples:
+    """Open a data set.
+
+    Parameters
+    ----------
+    source : str
+        - a folder of class folders of images, or a zip of them (``archive.zip:folder/inside``);
+        - an idx file of images with its labels beside it, plain or gzipped, as MNIST's;
+        - a ``.tsv``, ``.csv`` or ``.jsonl`` table of text;
+        - a folder that Hugging Face's ``datasets`` saved (``folder:split`` where it has several), of texts or images;
+        - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension is the examples:
+          with the names x and y batches are pairs, else dicts for a transformers model.
+    images : ImageFormat, optional
+        What the model expects of images; needed for them.
+    text : TextColumns, optional
+    tokenizer : optional
+        A tokenizer of transformers, for tables.
+    labels : mapping of str to int, optional
+        The model's own names of its classes, for tables that name labels.
+
+    Returns
+    -------
+    Examples
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        One sentence that names the file and the fix.
+    """
+    path, inside = _divided(source)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no data at {path}")
+    if is_datasets_folder(path):
+        return datasets_folder(path, inside, images, text or TextColumns(), tokenizer, labels or {})
+    name = path.name.removesuffix(".gz").lower()
+    if path.is_dir() or path.suffix == ".zip" or name.endswith(("idx3-ubyte", ".idx3")):
+        if images is None:
+            raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
+        if path.is_dir():
+            return image_folder(path, images)
+        return image_archive(path, inside, images) if path.suffix == ".zip" else idx_images(path, images)
+    if path.suffix.lower() in TABLES:
+        columns = text or TextColumns()
+        return table_of_text(path, read_table(path, columns.header), columns, tokenizer, labels or {})
+    return _tensors(path)
+
+
+def load_batches(
+    source: str,
+    *,
+    batch_size: int = 256,
+    count: int | None = None,
+    examples: int | None = None,
+    seed: int | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> list[Any]:
+    """Read batches.
+
+    Parameters
+    ----------
+    source : str
+        What :func:`load_examples` opens; or ``module:function`` for what a function without arguments returns, an
+        iterable of batches.
+    batch_size : int
+        Examples a batch; the last may have fewer.
+    count : int, optional
+        The first so many batches; by default all.
+    examples, seed : int, optional
+        See :func:`choose`: the first so many examples, or as many at random.
+    device : device
+    **options
+        Of :func:`load_examples`.
+
+    Raises
+    ------
+    ValueError, OSError
+        A file or function that cannot be read, tensors of unequal length.
+    """
+    if batch_size < 1 or (count is not None and count < 1):
+        raise ValueError(f"the batch size and the number of batches must be at least 1, got {batch_size} and {count}")
+    batches: Iterable[Any]
+    if is_function(source):
+        if examples is not None or seed is not None:
+            raise ValueError(f"{source} is a function, which chooses its examples itself")
+        batches = resolve(source)()
+    else:
+        found = load_examples(source, **options)
+        chosen = choose(len(found), examples, seed)
+        batches = (found.batch(chosen[i : i + batch_size]) for i in range(0, len(chosen), batch_size))
+    result = [mapped(b, lambda t: t.to(device)) for b in itertools.islice(batches, count)]
+    if not result:
+        raise ValueError(f"{source} gave no batch")
+    return result
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """A data set, and which of its examples are taken how.
+
+    Attributes
+    ----------
+    source : str
+        See :func:`load_batches`.
+    batch_size : int
+    batches, examples, seed : int or None
+        The first so many batches; the first so many examples, or as many at random.
+    columns : TextColumns
+    image_size : int or None
+        Side of the images; by default, like mean and std, what the model says.
+    mean, std : tuple of float or None
+    """
+
+    source: str
+    batch_size: int = 256
+    batches: int | None = None
+    examples: int | None = None
+    seed: int | None = None
+    columns: TextColumns = field(default_factory=TextColumns)
+    image_size: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> list[Any]:
+        """Read the batches for a model."""
+        return load_batches(
+            self.source, batch_size=self.batch_size, count=self.batches, examples=self.examples, seed=self.seed,
+            device=device, images=self.image_format(loaded.images), text=self.columns, tokenizer=loaded.tokenizer,
+            labels=loaded.labels,
+        )  # fmt: skip
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it holds text."""
+        path, inside = _divided(self.source)
+        if is_datasets_folder(path):
+            about = list((path / inside).glob("**/dataset_info.json"))
+            return not any('"Image"' in p.read_text(encoding="utf-8") for p in about)
+        return path.suffix.lower() in TABLES
+
+    def image_format(self, known: ImageFormat | None) -> ImageFormat | None:
+        """What is expected of images: what this choice says, else what the model says."""
+        if self.image_size is None and self.mean is None and self.std is None:
+            return known
+        base = known or ImageFormat((224, 224), (0.5,), (0.5,))
+        size = base.size if self.image_size is None else (self.image_size, self.image_size)
+        mean, std = self.mean or base.mean, self.std or base.std
+        channels = max(len(mean), len(std), 1 if known is None else known.channels)
+        return ImageFormat(size, mean, std, channels, base.crop, base.resample)

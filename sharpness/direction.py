@@ -1,0 +1,109 @@
+"""A tangent vector at the weights of a model, and the model moved along it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds.symmetries import SymmetricPair, find, stacks
+
+from .blocks import hold
+from .measures import Measure
+from .retractions import RETRACTIONS
+from .weights import half_precision_rest, plain_name, pointing_to, wide_buffers
+
+__all__ = ["Direction", "perturbed"]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A tangent vector at a model's weights.
+
+    Attributes
+    ----------
+    measure : Measure
+        Says how to move along it.
+    tensors : dict of str to Tensor
+        One tensor a trainable parameter, of its shape and dtype (at least float32), by the parameter's name. For
+        attention pairs it is the horizontal vector at the model's own representative.
+    norm : float
+        Length in the measure's metric.
+    pairs : tuple of SymmetricPair
+        The pairs that were divided out.
+    """
+
+    measure: Measure
+    tensors: dict[str, Tensor] = field(repr=False)
+    norm: float
+    pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
+
+
+def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
+    """The direction's pairs in this model, which may be another copy of the one that was measured."""
+    own = {id(m) for m in model.modules()}
+    if all(id(b.module) in own for p in direction.pairs for b in p.G + p.H):
+        return list(direction.pairs)
+    found = {p.name: p for p in find(model, include_frozen=True)}
+    missing = [p.name for p in direction.pairs if p.name not in found]
+    if missing:
+        raise ValueError(f"the direction moves the pair {missing[0]!r}, which {type(model).__name__} lacks")
+    return [found[p.name] for p in direction.pairs]
+
+
+@contextmanager
+def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterator[nn.Module]:
+    r"""Move a model along a direction for the time of a ``with`` block.
+
+    The weights become :math:`R_θ(tξ)`: the measure's retraction for attention pairs, θ + tξ elsewhere.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model whose weights the direction belongs to.
+    direction : Direction
+        For example ``result.direction(0)``.
+    t : float
+        How far; at 1 the loss is the one that ``evaluate`` reports.
+
+    Yields
+    ------
+    nn.Module
+        The model. Its weights are restored, bit for bit, when the block ends, also by an exception. A half-precision
+        model is a float32 one within the block (see :meth:`WeightSpace.attached`) and takes float32 inputs.
+
+    Raises
+    ------
+    ValueError
+        If the direction's parameters are not those of the model.
+    """
+    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    for name, v in direction.tensors.items():
+        if name not in parameters or parameters[name].shape != v.shape:
+            raise ValueError(
+                f"the direction has a tensor {name!r} of shape {tuple(v.shape)}, which {type(model).__name__} lacks; "
+                "it belongs to another model"
+            )
+    measure = direction.measure
+    with torch.no_grad():
+        moved: dict[Tensor, Tensor] = {
+            parameters[name]: parameters[name].detach().to(v.dtype) + t * v.to(parameters[name].device)
+            for name, v in direction.tensors.items()
+        }
+        if measure.divides and measure.geodesic != "first-order":
+            vectors: dict[Tensor, Tensor] = {
+                parameters[name]: v.to(parameters[name].device) for name, v in direction.tensors.items()
+            }
+            for s in stacks(_same_pairs(model, direction)):
+                b = hold(s, measure, torch.float64, 0)
+                u = b.from_own(t * s.gather(vectors).to(b.point.dtype))
+                end = RETRACTIONS[measure.geodesic][0](b.tangent, u, measure)
+                s.scatter_(b.own(end), moved)
+        half = any(parameters[name].dtype != v.dtype for name, v in direction.tensors.items())
+        if half:
+            moved.update(half_precision_rest(model, moved))
+    with pointing_to(moved), wide_buffers(model, half):
+        yield model

@@ -1,0 +1,75 @@
+"""Accuracies that are known, from a table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..data import read_table
+
+__all__ = ["Accuracies"]
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """Known accuracies by model name, which stand in for a test set.
+
+    Attributes
+    ----------
+    file : str
+        .csv, .tsv or .jsonl table.
+    name : str
+        Column of the models' names: those of the checkpoints, with or without their suffix.
+    test, train : str or None
+        Columns of accuracies, as fractions. Without ``train`` the training data are run through the model.
+    match : {"name", "number"}
+        Compare the names, or the one number in them (``Run 7`` is ``bert_07``).
+    """
+
+    file: str
+    name: str
+    test: str
+    train: str | None = None
+    match: str = "name"
+
+    def __post_init__(self) -> None:
+        if self.match not in ("name", "number"):
+            raise ValueError(f'accuracies match by "name" or "number", not {self.match!r}')
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Give the accuracies (``test`` and maybe ``train``) by the form of the name that is compared."""
+        found: dict[str, dict[str, float]] = {}
+        wanted = {"test": self.test, **({} if self.train is None else {"train": self.train})}
+        for number, row in enumerate(read_table(self.file), 1):
+            missing = [c for c in (self.name, *wanted.values()) if c not in row]
+            if missing:
+                raise ValueError(f"row {number} of {self.file} has no column {missing[0]!r}; it has {', '.join(row)}")
+            key = self.key(row[self.name])
+            try:
+                values = {k: float(row[c]) for k, c in wanted.items()}
+            except ValueError as error:
+                raise ValueError(f"row {number} of {self.file} holds no accuracy ({error})") from error
+            if not all(0 <= v <= 1 for v in values.values()):
+                raise ValueError(f"row {number} of {self.file}: accuracies are fractions from 0 to 1, got {values}")
+            if key in found:
+                raise ValueError(f"row {number} of {self.file} names the model {row[self.name]!r} a second time")
+            found[key] = values
+        return found
+
+    def of(self, checkpoint: str) -> dict[str, float] | None:
+        """The accuracies of one checkpoint, None if there are none."""
+        return self.read().get(self.key(checkpoint))
+
+    def key(self, name: str) -> str:
+        """What is compared of a name."""
+        if self.match == "name":
+            return Path(name).stem if Path(name).suffix in _SUFFIXES else name
+        numbers = re.findall(r"\d+", name)
+        if len(numbers) != 1:
+            raise ValueError(f"{name!r} does not hold exactly one number to match it by")
+        return str(int(numbers[0]))
+
+
+#: Of checkpoint files.
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")

@@ -1,0 +1,165 @@
+"""What there is to do in a sweep: its units of work."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..data import DataChoice
+from ..measures import measure_with
+from .accuracies import Accuracies
+
+__all__ = ["SETTINGS", "Checkpoint", "Sweep", "applies", "as_data", "radii_by_measure", "switches", "unit_key"]
+
+
+#: Settings of ``evaluate`` that a configuration may give.
+SETTINGS: dict[str, Any] = {
+    "steps": 20,
+    "tol": 3e-4,
+    "ascent": "power",
+    "restarts": 0,
+    "seed": 0,
+    "micro_batch": None,
+    "normalize_logits": False,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model to be measured.
+
+    Attributes
+    ----------
+    name : str
+        Unique in a sweep: file or folder name.
+    model : str
+        What :func:`sharpness.models.load` takes for a name.
+    weights, head : str or None
+        Its other arguments.
+    """
+
+    name: str
+    model: str
+    weights: str | None = None
+    head: str | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is to be done.
+
+    Attributes
+    ----------
+    checkpoints : tuple of Checkpoint
+    data : DataChoice
+        Measured on.
+    train, test : DataChoice or None
+        For the generalisation gap; ``train`` is ``data`` by default. Without ``test`` or ``accuracies`` there is none.
+    accuracies : Accuracies or None
+        In place of ``test``.
+    baselines : bool
+        Norms and relative flatness too, see :mod:`sharpness.baselines`.
+    initial : Checkpoint or None
+        What all models were fine-tuned from, for the distance from there.
+    measures : tuple of str
+    rho : dict of str to tuple of float
+        Radii by measure; a measure without any has its own default.
+    ablations : tuple of dict
+        Switches of ``evaluate`` (``geodesic``, ``norm``, ``symmetry``, ``relaxation``, …), for those measures to which
+        they mean something, or which it names under ``measures``, and with radii of its own if it has a ``rho`` (as
+        above); ``{}`` is the measure itself.
+    settings : dict
+        Of ``evaluate``: steps, tol, ascent, restarts, seed, micro_batch, normalize_logits.
+    device : str
+    """
+
+    checkpoints: tuple[Checkpoint, ...]
+    data: DataChoice
+    train: DataChoice | None = None
+    test: DataChoice | None = None
+    accuracies: Accuracies | None = None
+    baselines: bool = True
+    initial: Checkpoint | None = None
+    measures: tuple[str, ...] = ("geodesic-inv", "geodesic-mix", "adaptive")
+    rho: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    ablations: tuple[Mapping[str, Any], ...] = ({},)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+
+    def units(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+        """Give what there is to do for a checkpoint, as plain data; equal units have equal results."""
+        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
+        if self.test is not None:
+            yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "test": as_data(self.test)}
+        elif self.accuracies is not None:
+            known = self.accuracies.of(checkpoint.name)
+            yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "known": known}
+        if self.baselines:
+            start = None if self.initial is None else _digest(self.initial)
+            yield {**where, "kind": "baselines", "data": as_data(self.data), "initial": start}
+        for name in self.measures:
+            for ablation in self.ablations:
+                switched = switches(ablation)
+                if not applies(name, switched) or name not in ablation.get("measures", (name,)):
+                    continue
+                how = measure_with(name, **switched)
+                radii = {**self.rho, **radii_by_measure(ablation.get("rho", {}), self.measures)}
+                rho = [] if how.local else list(radii.get(name, ())) or [how.rho or math.nan]
+                if math.nan in rho:
+                    raise ValueError(f"the measure {name!r} has no radius of its own; give some under rho")
+                yield {
+                    **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switched,
+                    "data": as_data(self.data), "settings": {**SETTINGS, **self.settings},
+                }  # fmt: skip
+
+
+def switches(ablation: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what an ablation sets of ``evaluate``: all but its radii and measures."""
+    return {k: v for k, v in ablation.items() if k not in ("rho", "measures")}
+
+
+def radii_by_measure(rho: Any, measures: Iterable[str]) -> dict[str, tuple[float, ...]]:
+    """A number, a list or either by measure, to radii by measure."""
+    by_measure = rho if isinstance(rho, Mapping) else dict.fromkeys(measures, rho)
+    return {k: tuple(float(r) for r in (v if isinstance(v, (list, tuple)) else [v])) for k, v in by_measure.items()}
+
+
+def as_data(choice: DataChoice) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(asdict(choice)))
+    return found
+
+
+def _digest(checkpoint: Checkpoint) -> str:
+    """Of the weights' contents: another file of the same name is another checkpoint."""
+    found = [Path(p) for p in (checkpoint.weights or checkpoint.model, checkpoint.head) if p is not None]
+    files = [p for path in found for p in (sorted(path.iterdir()) if path.is_dir() else [path]) if p.is_file()]
+    return _digest_of(tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files))
+
+
+@functools.cache
+def _digest_of(files: tuple[tuple[str, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, _, _ in files:
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()[:20]
+
+
+def applies(name: str, ablation: Mapping[str, Any]) -> bool:
+    """Whether the switches mean anything for a measure."""
+    try:
+        measure_with(name, **ablation)
+    except ValueError:
+        return False
+    return True
+
+
+def unit_key(unit: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(unit, sort_keys=True).encode()).hexdigest()[:20]

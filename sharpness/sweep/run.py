@@ -1,0 +1,238 @@
+"""The work of a sweep, and its rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..baselines import distance, norms, relative_flatness
+from ..data import DataChoice
+from ..distributed import counter
+from ..evaluation import evaluate
+from ..losses import Objective
+from ..models import LoadedModel, load, load_state_dict
+from ..results import SharpnessResult, write_json
+from .plan import Checkpoint, Sweep, as_data, unit_key
+
+__all__ = ["read_rows", "run_sweep"]
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
+
+
+def _fit(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float | None]:
+    """Mean loss and error over examples."""
+    objective = Objective()
+    loss, wrong, counted, total = 0.0, 0, 0, 0
+    with torch.no_grad():
+        for batch in batches:
+            found = objective(model, batch)
+            size = found.counted or 1
+            loss += float(found.loss) * size
+            total += size
+            wrong, counted = wrong + (found.wrong or 0), counted + (found.counted or 0)
+    return {"loss": loss / total, "error": wrong / counted if counted else None}
+
+
+def _rows(unit: Mapping[str, Any], result: SharpnessResult, seconds: float) -> Iterator[dict[str, Any]]:
+    for rho in result.rhos:
+        batches = result.at(rho)
+        rises = [b.error_increase for b in batches]
+        yield {
+            **{k: v for k, v in unit.items() if k != "rho"},
+            "rho": rho,
+            "sharpness": result.mean(rho),
+            "per_batch": [b.value for b in batches],
+            "base_loss": sum(b.base_loss for b in batches) / len(batches),
+            "error_increase": None if None in rises else sum(r for r in rises if r is not None) / len(rises),
+            "passes": sum(b.passes for b in batches),
+            "unconverged": sum(b.converged is False for b in batches),
+            "weakest_singular_value": result.weakest,
+            "absent_directions": result.absent,
+            "seconds": seconds,
+        }
+
+
+class _Cache:
+    """Batches that several checkpoints share: reading thousands of images takes as long as running them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._batches: dict[str, list[Any]] = {}
+
+    def batches(self, choice: DataChoice, loaded: LoadedModel) -> list[Any]:
+        key = json.dumps([as_data(choice), repr(choice.image_format(loaded.images)), loaded.text_key()], sort_keys=True)
+        if key not in self._batches:
+            if len(self._batches) > 2:  # training, test and measured examples of one kind of model
+                self._batches.clear()
+            self._batches[key] = choice.load(loaded, self.device)
+        return self._batches[key]
+
+
+class _Loaded:
+    """The checkpoint at hand, and its batches."""
+
+    def __init__(self, sweep: Sweep, checkpoint: Checkpoint, cache: _Cache) -> None:
+        self.found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
+        self.model = self.found.model.to(cache.device).eval()
+        self.cache = cache
+
+    def batches(self, choice: DataChoice) -> list[Any]:
+        return self.cache.batches(choice, self.found)
+
+
+def _fits(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    train = sweep.train or sweep.data
+    if sweep.accuracies is not None:
+        known = unit["known"]
+        if known is None:
+            raise ValueError(f"{sweep.accuracies.file} has no accuracy of {unit['checkpoint']!r}")
+        row = {f"{part}_error": 1 - value for part, value in known.items()}
+        if "train" in known:
+            return row
+    for part, choice in (("train", train), ("test", sweep.test)):
+        if choice is not None:
+            row.update({f"{part}_{k}": v for k, v in _fit(loaded.model, loaded.batches(choice)).items()})
+    return row
+
+
+def _baselines(sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
+    row: dict[str, Any] = dict(norms(loaded.model))
+    row["relative_flatness"] = relative_flatness(loaded.model, loaded.batches(sweep.data))
+    if sweep.initial is not None:
+        row["distance"] = _distance(sweep.initial, loaded)
+    return row
+
+
+def _distance(initial: Checkpoint, loaded: _Loaded) -> float:
+    """From the initial weights, which are read as the checkpoint is, or, of another head, as they are."""
+    path = Path(initial.model)
+    if path.is_dir():
+        found = load(str(path)).model
+        # A bare body has no prefix before its names.
+        body = getattr(loaded.model, "base_model", None)
+        same = getattr(found, "base_model_prefix", "") and found is getattr(found, "base_model", None)
+        return distance(body if same and body is not None else loaded.model, found.state_dict())
+    state = load_state_dict(path)
+    # Fine-tuned image towers of CLIP are stored with two prefixes.
+    return distance(loaded.model, {**state, **{k.removeprefix("model."): v for k, v in state.items()}})
+
+
+def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> list[dict[str, Any]]:
+    start = time.perf_counter()
+    if unit["kind"] != "sharpness":
+        found = _fits(unit, sweep, loaded) if unit["kind"] == "fit" else _baselines(sweep, loaded)
+        return [{**unit, **found, "seconds": time.perf_counter() - start}]
+    result = evaluate(
+        loaded.model, loaded.batches(sweep.data), measure=unit["measure"], rho=unit["rho"] or None,
+        keep_directions=False, progress=False, **unit["settings"], **unit["ablation"],
+    )  # fmt: skip
+    return list(_rows(unit, result, time.perf_counter() - start))
+
+
+def run_sweep(
+    sweep: Sweep, folder: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1), progress: bool = True
+) -> list[dict[str, Any]]:
+    """Do what a sweep still lacks.
+
+    Parameters
+    ----------
+    sweep : Sweep
+    folder
+        For the results, a file a unit.
+    shard : (int, int)
+        (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
+        checkpoints from a common counter instead. What is done by whom makes no difference to the results.
+    progress : bool
+
+    Returns
+    -------
+    list of dict
+        The units of this call that failed, with their ``error``; they are recorded, and tried again by the next call.
+    """
+    i, n = shard
+    if not 1 <= i <= n:
+        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
+    done = Path(folder) / "units"
+    done.mkdir(parents=True, exist_ok=True)
+    mine = list(sweep.checkpoints[i - 1 :: n])
+    failed: list[dict[str, Any]] = []
+    cache = _Cache(torch.device(sweep.device))
+    for position in tqdm(counter(len(mine)), total=len(mine), desc="checkpoints", disable=not progress):
+        failed += _do_checkpoint(sweep, mine[position], done, cache)
+    return failed
+
+
+def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
+    open_units = [(u, done / f"{unit_key(u)}.json") for u in sweep.units(checkpoint)]
+    open_units = [(u, path) for u, path in open_units if not _is_done(path)]
+    if not open_units:
+        return []
+    failed = []
+    loaded: _Loaded | None = None
+    problem = ""
+    try:
+        loaded = _Loaded(sweep, checkpoint, cache)
+    except _PROBLEMS as error:
+        problem = _words(error)
+    for unit, path in open_units:
+        record: dict[str, Any] = {"unit": unit, "versions": _versions()}
+        try:
+            if loaded is None:
+                raise ValueError(problem)
+            record["rows"] = _do(unit, sweep, loaded)
+        except _PROBLEMS as error:
+            record["error"] = _words(error)
+            failed.append({**unit, "error": record["error"]})
+        write_json(path, record)
+    return failed
+
+
+#: What a bad checkpoint or a bad file may raise; the sweep goes on.
+_PROBLEMS = (ValueError, OSError, RuntimeError, KeyError, IndexError, ImportError)
+
+
+def _words(error: Exception) -> str:
+    return f"{' '.join(str(error).split())[:500]}" or type(error).__name__
+
+
+def _is_done(path: Path) -> bool:
+    return path.is_file() and "error" not in json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
+    """Read the rows of all finished units, in the order of checkpoint, measure, ablation and radius.
+
+    Parameters
+    ----------
+    folder
+        As :func:`run_sweep` had it.
+    sweep : Sweep, optional
+        Only what belongs to it; else everything in the folder.
+    """
+    done = Path(folder) / "units"
+    if not done.is_dir():
+        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'units')")
+    paths: Iterable[Path] = sorted(done.glob("*.json"))
+    if sweep is not None:
+        paths = [p for c in sweep.checkpoints for u in sweep.units(c) if (p := done / f"{unit_key(u)}.json").is_file()]
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows += [{**row, "unit": path.stem, **found["versions"]} for row in found.get("rows", ())]
+    return sorted(rows, key=_place)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    ablation = json.dumps(row.get("ablation", {}), sort_keys=True)
+    return row["checkpoint"], row["kind"], row.get("measure", ""), ablation, row.get("rho", 0.0)
