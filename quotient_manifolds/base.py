@@ -115,6 +115,17 @@ class QuotientManifold(geoopt.Manifold):
     def canonical(self, x: Tensor) -> Tensor:
         """Give the canonical representative of the orbit of x."""
 
+    def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw an element of the Lie algebra that acts on x, for :meth:`vertical`; override it for a new group."""
+        raise NotImplementedError(f"{self} does not say how to draw from its Lie algebra: override random_algebra")
+
+    def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw a group element for :meth:`act`: here the matrix exponential of a random element of the algebra.
+
+        Override it for a group whose elements are no matrices.
+        """
+        return torch.linalg.matrix_exp(self.random_algebra(x, generator))
+
     # -- geometry ----------------------------------------------------------------------------------------------
 
     @__scaling__(ScalingInfo.NotCompatible)
@@ -232,8 +243,9 @@ class QuotientManifold(geoopt.Manifold):
         shapes = [tuple(t.shape) for t in tensors]
         if len(tensors) != len(rows) or any(len(s) < 2 or s[-2] != r for s, r in zip(shapes, rows, strict=True)):
             raise ValueError(f"{self} packs {len(rows)} factors with {rows} rows, but got shapes {shapes}")
-        self._check_same(tensors[0], tensors[1], "first factor", "second factor")
-        if shapes[0][-1] != shapes[1][-1]:
+        for other in tensors[1:]:
+            self._check_same(tensors[0], other, "first factor", "second factor")
+        if len({s[-1] for s in shapes}) > 1:
             raise ValueError(f"{self}: the factors need the same number of columns, but have shapes {shapes}")
         batch = torch.broadcast_shapes(*(s[:-2] for s in shapes))
         return torch.cat([t.expand(*batch, *t.shape[-2:]) for t in tensors], dim=-2)

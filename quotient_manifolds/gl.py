@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import logarithm
-from .base import QuotientManifold, as_shape
+from .base import QuotientManifold, as_shape, standard_normal
 from .gauge import Gauge, canonical_gauge
 from .gl_tangent import GLTangentSpace, Products
 from .linalg import column_rank_ratio, pack, sylvester
@@ -189,6 +189,11 @@ class GLQuotient(QuotientManifold):
         G, H = self.unpack_tensor(x)
         self._check_algebra(x, L)
         return pack(G @ L, -H @ L.mH)
+
+    def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw Λ with Gaussian entries of variance 1/h, (…, h, h)."""
+        h = x.shape[-1]
+        return standard_normal((*x.shape[:-2], h, h), x, generator) / h**0.5
 
     def _check_algebra(self, x: Tensor, A: Tensor) -> None:
         h = x.shape[-1]

@@ -208,6 +208,14 @@ class RescaleQuotient(QuotientManifold):
         """Give the vertical vector (λu, −λv); L is λ, (…, d)."""
         return x * torch.stack([L, -L], dim=-2)
 
+    def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw λ with standard Gaussian entries, (…, d)."""
+        return standard_normal((*x.shape[:-2], x.shape[-1]), x, generator)
+
+    def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw α = exp λ, (…, d)."""
+        return self.random_algebra(x, generator).exp()
+
     def product(self, x: Tensor) -> Tensor:
         """Compute β = u ⊙ v, (…, d)."""
         return x[..., 0, :] * x[..., 1, :]

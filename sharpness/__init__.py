@@ -2,7 +2,9 @@
 
 from .direction import Direction, perturbed
 from .evaluation import evaluate
+from .layers import LayerShare, LayerShares
 from .measures import MEASURES, Measure
+from .profile import Profile, profile
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
 from .space import WeightSpace
@@ -12,9 +14,13 @@ __all__ = [
     "BatchResult",
     "Direction",
     "GeodesicSAM",
+    "LayerShare",
+    "LayerShares",
     "Measure",
+    "Profile",
     "SharpnessResult",
     "WeightSpace",
     "evaluate",
     "perturbed",
+    "profile",
 ]

@@ -34,12 +34,16 @@ class Direction:
         Length in the measure's metric.
     pairs : tuple of SymmetricPair
         The pairs that were divided out.
+    squares : dict of str to float
+        Squared length in the metric of what moves every pair, by the pair's name, and every parameter (but for what
+        belongs to pairs), by the parameter's name. They add up to norm².
     """
 
     measure: Measure
     tensors: dict[str, Tensor] = field(repr=False)
     norm: float
     pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
+    squares: dict[str, float] = field(default_factory=dict, repr=False)
 
 
 def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .direction import Direction
 from .files import write_whole
+from .layers import LayerShares, layer_shares
 from .measures import Measure
 
 __all__ = ["BatchResult", "SharpnessResult", "write_json"]
@@ -217,6 +218,28 @@ class SharpnessResult:
                 "it was not kept; pass keep_directions=True"
             )
         return found
+
+    def by_layer(self, rho: float | None = None) -> LayerShares:
+        """Say which layers and heads the worst directions move: shares of their squared length.
+
+        Parameters
+        ----------
+        rho : float, optional
+            Radius; may be left out if there is only one.
+
+        Returns
+        -------
+        LayerShares
+            A row a head of every attention layer, and one a layer for its other weights, in the mean over the batches.
+            ``print`` gives a table, :func:`sharpness.plots.plot_layers` a heat map.
+
+        Raises
+        ------
+        KeyError
+            As :meth:`direction`.
+        """
+        indices = dict.fromkeys(b.batch for b in self.batches)
+        return layer_shares([self.direction(i, rho) for i in indices])
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything but the directions as plain numbers, strings, lists and dicts."""

@@ -124,14 +124,18 @@ class WeightSpace:
         tensors = {
             name: torch.zeros_like(data, dtype=at_least_float32(data.dtype)) for name, data in self._named_data()
         }
+        squares: dict[str, float] = {}
         for e in self._elementwise:
             scale = self._data[e.parameter] if e.scale is None else e.scale
             tensors[e.name] = (scale * e.view(xi) * self._step).to(tensors[e.name].dtype)
+            squares[e.name] = float(e.view(xi).square().sum())
         by_parameter: dict[Tensor, Tensor] = {p: tensors[name] for name, p in self._parameters.items()}
         for b in self._pairs:
             b.stack.scatter_(b.own(self._vector(b, xi)), by_parameter)
+            lengths = torch.linalg.vector_norm(b.view(xi), dim=tuple(range(1, b.point.dim()))).tolist()
+            squares.update((pair.name, length**2) for pair, length in zip(b.stack.pairs, lengths, strict=True))
         tensors = {name: t.cpu() for name, t in tensors.items()}
-        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)), self.pairs)
+        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)), self.pairs, squares)
 
     def _named_data(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._parameters.items():

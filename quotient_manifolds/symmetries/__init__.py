@@ -4,12 +4,14 @@ from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its a
 from .attention import Projection, attention_pairs
 from .pairs import Block, Group, PairStack, SymmetricPair, block, pair, stack, stacks
 from .registry import PairList, adapter_pairs, find, register, skip
+from .spectrum import PairSpectrum, spectra
 from .verify import UnknownAttentionError, Verification, act_randomly_, check_coverage, default_forward, verify
 
 __all__ = [
     "Block",
     "Group",
     "PairList",
+    "PairSpectrum",
     "PairStack",
     "Projection",
     "SymmetricPair",
@@ -25,6 +27,7 @@ __all__ = [
     "pair",
     "register",
     "skip",
+    "spectra",
     "stack",
     "stacks",
     "verify",

@@ -94,6 +94,12 @@ def add_run(commands: Any) -> None:
     run.add_argument("--micro-batch", type=int, help="examples that pass through the model at a time")
     run.add_argument("--device", default="cpu", help="cpu or cuda")
     run.add_argument("--out", type=Path, help="JSON file for the results")
+    run.add_argument(
+        "--figures",
+        type=Path,
+        help="folder for figures: the loss along the worst direction, the layers and heads it moves, the spectra of "
+        "the attention pairs",
+    )
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     run.set_defaults(run=_run)
 
@@ -101,6 +107,8 @@ def add_run(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     import torch
 
+    if options.figures is not None and "WORLD_SIZE" in os.environ:
+        raise ValueError("--figures needs the worst directions, which the processes keep to themselves; run it alone")
     from ..distributed import torchrun
     from ..evaluation import evaluate
     from ..models import load
@@ -120,11 +128,20 @@ def _run(options: argparse.Namespace) -> int:
             result = evaluate(
                 model, batches, measure=measure, rho=options.rho, steps=options.steps, tol=options.tol,
                 ascent=options.ascent, restarts=options.restarts, seed=options.seed, micro_batch=options.micro_batch,
-                keep_directions=False, progress=not options.quiet and leader, group=group,
+                keep_directions=options.figures is not None, progress=not options.quiet and leader, group=group,
             )  # fmt: skip
             found.append(result.to_dict())
             if leader:
                 print(result, "\n", sep="", flush=True)
+                if options.figures is not None and not result.how.local:
+                    _draw(options, model, batches, result)
         if leader and options.out is not None:
             write_json(options.out, found)
     return 0
+
+
+def _draw(options: argparse.Namespace, model: Any, batches: Any, result: Any) -> None:
+    from ..plots import plot_model
+
+    for path in plot_model(model, batches[0], result, options.figures, micro_batch=options.micro_batch):
+        print(f"drawn: {path}")

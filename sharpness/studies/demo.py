@@ -18,9 +18,9 @@ from tqdm.auto import tqdm
 
 from quotient_manifolds.symmetries import act_randomly_, find
 
-from ..direction import perturbed
 from ..evaluation import evaluate
 from ..plots import plot_symmetry_demo
+from ..profile import profile
 from ..results import SharpnessResult
 
 __all__ = ["Demo", "digits", "run", "train"]
@@ -162,20 +162,10 @@ def run(
         after[name] = evaluate(
             twin, batches, measure=name, rho=radii, seed=seed, progress=progress, keep_directions=False
         )
-        profiles[name] = _profile(model, batches[0], before[name], radii[-1])
+        worst = before[name].direction(0, radii[-1])
+        profiles[name] = profile(model, batches[0], worst, ways=(worst.measure.geodesic,), reach=1)
     demo = Demo(*accuracies, pairs, condition, change, before, after)
     print(demo.table())
     plot_symmetry_demo(before, after, profiles, out)
     print(f"\nthe picture is in {out}")
     return demo
-
-
-def _profile(model: nn.Module, batch: Any, result: SharpnessResult, rho: float) -> tuple[list[float], list[float]]:
-    """Loss along the worst direction of the largest radius."""
-    direction = result.direction(0, rho)
-    fractions = [i / 24 for i in range(25)]
-    losses = []
-    for t in fractions:
-        with perturbed(model, direction, t), torch.no_grad():
-            losses.append(float(F.cross_entropy(model(batch[0]).logits, batch[1])))
-    return [t * direction.norm for t in fractions], losses

@@ -1,0 +1,80 @@
+"""The singular values of a network's pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..gauge import canonical_gauge
+from .pairs import SymmetricPair, stacks
+
+__all__ = ["PairSpectrum", "spectra"]
+
+
+@dataclass(frozen=True)
+class PairSpectrum:
+    """Singular values of one pair.
+
+    Attributes
+    ----------
+    name, kind : str
+        Of the pair.
+    product : Tensor
+        Singular values of G Hᴴ in descending order, (h,), float64: the invariants of the orbit. For a group of scalars
+        those of its columns, which are pairs of their own.
+    weakest_G, weakest_H : float
+        Smallest singular value of each factor; these two depend on the representative.
+    """
+
+    name: str
+    kind: str
+    product: Tensor
+    weakest_G: float
+    weakest_H: float
+
+
+def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
+    r"""Compute the singular values of :math:`G H^H`, and the smallest ones of G and H, pair by pair.
+
+    The mix metric's ball of radius ρ stays on the manifold while ρ is below the smallest singular value of any
+    :math:`G H^H`, divided by √2; a floor on them (``relaxation``) replaces those that are small.
+
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        As ``find(model)`` gives them; pairs without a group are left out.
+
+    Returns
+    -------
+    list of PairSpectrum
+        Computed in float64 on the CPU or GPU the weights are on, and returned on the CPU.
+
+    Notes
+    -----
+    Paper, App. H.1.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find, spectra
+    >>> attention = nn.MultiheadAttention(8, 2)
+    >>> found = spectra(find(attention))
+    >>> [(s.kind, len(s.product)) for s in found]
+    [('qk', 4), ('vo', 4), ('qk', 4), ('vo', 4)]
+    """
+    used = [p for p in pairs if p.group is not None]
+    found: dict[int, PairSpectrum] = {}
+    with torch.no_grad():
+        for s in stacks(used):
+            x = s.gather().to(torch.complex128 if s.group.field == "complex" else torch.float64)
+            G, H = s.manifold().unpack_tensor(x)
+            sigma = canonical_gauge(G, H).sigma
+            ends = [torch.linalg.svdvals(X)[..., -1] for X in (G, H)]
+            for i, p in enumerate(s.pairs):
+                product = sigma[i].flatten().sort(descending=True).values.cpu()
+                weakest_G, weakest_H = (float(e[i].min()) for e in ends)
+                found[id(p)] = PairSpectrum(p.name, p.kind, product, weakest_G, weakest_H)
+    return [found[id(p)] for p in used]

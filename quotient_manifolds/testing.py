@@ -1,0 +1,430 @@
+"""Does a quotient manifold do what it says? Checks for manifolds of one's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+from .base import QuotientManifold, standard_normal
+from .geodesics import GeodesicExitError
+
+__all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
+
+#: Step sizes of the slope tests, from 2⁻⁴ to 2⁻⁹.
+_STEPS = tuple(2.0**-k for k in range(4, 10))
+
+
+@dataclass(frozen=True)
+class ManifoldCheck:
+    """One property.
+
+    Attributes
+    ----------
+    name : str
+        What was looked at.
+    value : float
+        Largest relative error, or the slope of an error.
+    bound : float
+        What an error must not exceed, or a slope must reach.
+    kind : {"error", "slope"}
+    hint : str
+        What a failure means.
+    """
+
+    name: str
+    value: float
+    bound: float
+    kind: str
+    hint: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the property holds."""
+        return self.value <= self.bound if self.kind == "error" else self.value >= self.bound
+
+    def __str__(self) -> str:
+        found = f"{self.value:.1e} ≤ {self.bound:.0e}" if self.kind == "error" else f"{self.value:.2f} ≥ {self.bound:g}"
+        if not self.ok:
+            found = found.replace("≤", "not ≤").replace("≥", "not ≥")
+        line = f"{'ok' if self.ok else 'FAILED':<8}{self.name:<38}{self.kind} {found}"
+        return line if self.ok else f"{line}\n        {self.hint}"
+
+
+@dataclass(frozen=True)
+class ManifoldReport:
+    """What :func:`check_manifold` found; ``print`` gives a line a property.
+
+    Attributes
+    ----------
+    manifold : str
+    shape : tuple of int
+        Of the point.
+    checks : tuple of ManifoldCheck
+    """
+
+    manifold: str
+    shape: tuple[int, ...]
+    checks: tuple[ManifoldCheck, ...]
+
+    @property
+    def failures(self) -> tuple[ManifoldCheck, ...]:
+        """The properties that do not hold."""
+        return tuple(c for c in self.checks if not c.ok)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all properties hold."""
+        return not self.failures
+
+    def raise_if_failed(self) -> None:
+        """Raise an AssertionError with the report if a property does not hold."""
+        if not self.ok:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        state = "all properties hold" if self.ok else f"{len(self.failures)} of {len(self.checks)} properties FAILED"
+        return "\n".join([f"{self.manifold} at a point of shape {self.shape}: {state}", *map(str, self.checks)])
+
+
+class _Point:
+    """A point with random vectors, and a random group element that moves all of them."""
+
+    def __init__(self, manifold: QuotientManifold, x: Tensor, seed: int) -> None:
+        self.manifold, self.x = manifold, x
+        self._generator = torch.Generator().manual_seed(seed)
+        self.A = manifold.random_element(x, self._generator)
+        self.y = manifold.act(x, self.A)
+        like = manifold.product(x)
+        self._slope, self._bend = self._gaussian(like), self._gaussian(like)
+
+    def _gaussian(self, like: Tensor) -> Tensor:
+        return standard_normal(tuple(like.shape), like, self._generator)
+
+    def ambient(self) -> Tensor:
+        """Draw a vector of unit length."""
+        v = self._gaussian(self.x)
+        return v / self.manifold.norm(self.x, v, keepdim=True)
+
+    def horizontal(self) -> Tensor:
+        """Draw a horizontal vector of unit length, or less where a geodesic bends or ends soon."""
+        u = self.manifold.proju(self.x, self.ambient())
+        u = u / self.manifold.norm(self.x, u, keepdim=True)
+        bend = self.manifold.norm(self.x, self.manifold.acceleration(self.x, u), keepdim=True)
+        u = u / (5 * bend).clamp_min(1)
+        while True:
+            try:
+                self.manifold.expmap(self.x, 4 * u)
+                return u
+            except GeodesicExitError:
+                u = u / 2
+
+    def vertical(self) -> Tensor:
+        """Draw a vertical vector."""
+        return self.manifold.vertical(self.x, self.manifold.random_algebra(self.x, self._generator))
+
+    def moved(self, u: Tensor) -> Tensor:
+        """Give the vector at y that the action makes of u."""
+        found: Tensor = jvp(lambda z: self.manifold.act(z, self.A), (self.x,), (u,))[1]
+        return found
+
+    def function(self, z: Tensor) -> Tensor:
+        """Evaluate a smooth function of the orbit."""
+        product = self.manifold.product(z)
+        linear = (self._slope.conj() * product).real.sum()
+        return linear + 0.5 * (self._bend.conj() * product).real.square().sum()
+
+    def egrad(self, z: Tensor) -> Tensor:
+        """Differentiate the function."""
+        z = z.detach().requires_grad_()
+        return torch.autograd.grad(self.function(z), z)[0]
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the size of both."""
+    scale = max(float(a.abs().max()), float(b.abs().max()))
+    return float((a - b).abs().max()) / scale if scale > 0 else 0.0
+
+
+def _slope(error: Callable[[float], Tensor], scale: float) -> float:
+    """Order to which an error falls with the step; inf for one at rounding level throughout."""
+    errors = [float(error(t).abs().max()) / scale for t in _STEPS]
+    known = [(math.log2(t), math.log2(e)) for t, e in zip(_STEPS, errors, strict=True) if e > 1e-11]
+    if len(known) < 2:
+        return math.inf
+    (t0, e0), (t1, e1) = known[-2], known[-1]
+    return (e0 - e1) / (t0 - t1)
+
+
+def _integrated(manifold: QuotientManifold, x: Tensor, u: Tensor, substeps: int = 8) -> Tensor:
+    """Follow the geodesic equation for unit time by the classical Runge-Kutta method."""
+    h = 1.0 / substeps
+    for _ in range(substeps):
+        a1 = manifold.acceleration(x, u)
+        a2 = manifold.acceleration(x + h / 2 * u, u + h / 2 * a1)
+        a3 = manifold.acceleration(x + h / 2 * u + h**2 / 4 * a1, u + h / 2 * a2)
+        a4 = manifold.acceleration(x + h * u + h**2 / 2 * a2, u + h * a3)
+        x, u = x + h * u + h**2 / 6 * (a1 + a2 + a3), u + h / 6 * (a1 + 2 * a2 + 2 * a3 + a4)
+    return x
+
+
+def _metric_derivative(manifold: QuotientManifold, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Differentiate x ↦ ⟨u, v⟩ with u and v held constant."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(manifold.inner(x, u, v).sum(), x)[0]
+
+
+def _euclidean(a: Tensor, b: Tensor) -> Tensor:
+    return (a.conj() * b).real.sum()
+
+
+def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str]]:
+    """Give (name, value, bound, kind, hint)."""
+    manifold, x, y = p.manifold, p.x, p.y
+    tight = 1e-9
+
+    # -- the group -----------------------------------------------------------------------------------------------
+    yield (
+        "product is invariant",
+        _relative(manifold.product(y), manifold.product(x)),
+        tight,
+        "error",
+        "product(act(x, A)) differs from product(x): act is no symmetry of what the network sees",
+    )
+    vertical, ambient = p.vertical(), p.ambient()
+    vertical = vertical / manifold.norm(x, vertical, keepdim=True)
+    along, across = (jvp(manifold.product, (x,), (v,))[1] for v in (vertical, ambient))
+    yield (
+        "vertical vectors keep the product",
+        float(along.abs().max() / across.abs().max()),
+        tight,
+        "error",
+        "vertical(x, L) is not tangent to the orbit",
+    )
+    yield (
+        "canonical is one of the orbit",
+        _relative(manifold.product(manifold.canonical(x)), manifold.product(x)),
+        tight,
+        "error",
+        "canonical(x) lies in another orbit",
+    )
+    yield (
+        "canonical is the same for all",
+        _relative(manifold.canonical(y), manifold.canonical(x)),
+        1e-7,
+        "error",
+        "canonical(act(x, A)) differs from canonical(x)",
+    )
+    yield (
+        "projx leaves points alone",
+        _relative(manifold.projx(x), x),
+        0.0,
+        "error",
+        "projx moves a point of the manifold, and optimisers call it at every step",
+    )
+
+    # -- the metric and the projection ---------------------------------------------------------------------------
+    u, v = p.ambient(), p.ambient()
+    uv = manifold.inner(x, u, v)
+    polarised = (manifold.inner(x, u + v) - manifold.inner(x, u - v)) / 4
+    yield (
+        "inner is symmetric and bilinear",
+        max(float((uv - other).abs().max()) for other in (manifold.inner(x, v, u), polarised)),
+        tight,
+        "error",
+        "⟨u, v⟩ ≠ ⟨v, u⟩, or it does not go with the norm",
+    )
+    yield (
+        "inner is invariant",
+        float((manifold.inner(y, p.moved(u), p.moved(v)) - uv).abs().max()),
+        1e-8,
+        "error",
+        "the metric depends on the representative: ⟨u, v⟩ changes when x, u and v are moved by one group element",
+    )
+    h = manifold.proju(x, u)
+    yield (
+        "proju is a projection",
+        _relative(manifold.proju(x, h), h),
+        tight,
+        "error",
+        "proju(proju(u)) differs from proju(u)",
+    )
+    yield (
+        "proju removes vertical vectors",
+        float(manifold.norm(x, manifold.proju(x, vertical)).max()),
+        1e-8,
+        "error",
+        "a part of the vertical vectors is left",
+    )
+    yield (
+        "horizontal ⟂ vertical",
+        float(manifold.inner(x, h, vertical).abs().max()),
+        1e-8,
+        "error",
+        "proju(u) is not orthogonal to the orbit in the metric",
+    )
+    yield (
+        "proju is equivariant",
+        _relative(manifold.proju(y, p.moved(u)), p.moved(h)),
+        1e-8,
+        "error",
+        "projecting and moving along the orbit do not commute",
+    )
+    drawn = manifold.at(x).random(torch.Generator().manual_seed(0))
+    yield (
+        "random vectors are horizontal",
+        _relative(manifold.proju(x, drawn), drawn),
+        1e-8,
+        "error",
+        "the tangent space's random() has a vertical part",
+    )
+
+    # -- the gradient --------------------------------------------------------------------------------------------
+    u = p.horizontal()
+    egrad = p.egrad(x)
+    rgrad = manifold.egrad2rgrad(x, egrad)
+    directional, represented = _euclidean(egrad, u), manifold.inner(x, rgrad, u).sum()
+    size = float(manifold.norm(x, rgrad).max() * manifold.norm(x, u).max())
+    yield (
+        "gradient represents the derivative",
+        abs(float(represented - directional)) / size,
+        1e-8,
+        "error",
+        "⟨egrad2rgrad(e), u⟩ differs from the derivative along u",
+    )
+    yield (
+        "gradient is equivariant",
+        _relative(manifold.egrad2rgrad(y, p.egrad(y)), p.moved(rgrad)),
+        1e-8,
+        "error",
+        "equivalent points get different gradients",
+    )
+    value = p.function(x)
+    yield (
+        "gradient: slope of the remainder",
+        _slope(lambda t: p.function(manifold.retr(x, t * u)) - value - t * represented, max(size, abs(float(value)))),
+        1.9,
+        "slope",
+        "f(retr(tu)) − f(x) − t⟨grad, u⟩ must fall as t²: gradient and retraction do not fit",
+    )
+
+    # -- geodesics -----------------------------------------------------------------------------------------------
+    # ⟨a, v⟩ = ½ D_v⟨u, u⟩ − D_u⟨u, v⟩ for every v.
+    v = p.ambient()
+    acceleration = manifold.acceleration(x, u)
+    by_metric = 0.5 * _euclidean(_metric_derivative(manifold, x, u, u), v) - _euclidean(
+        _metric_derivative(manifold, x, u, v), u
+    )
+    scale = max(float(manifold.norm(x, u).square().max()), abs(float(by_metric)))
+    yield (
+        "acceleration follows from the metric",
+        abs(float(manifold.inner(x, acceleration, v).sum() - by_metric)) / scale,
+        1e-7,
+        "error",
+        "acceleration(x, u) is not −Γ(u, u) of inner",
+    )
+    yield (
+        "retraction is equivariant",
+        _relative(manifold.retr(y, p.moved(0.1 * u)), manifold.act(manifold.retr(x, 0.1 * u), p.A)),
+        1e-8,
+        "error",
+        "equivalent points move to different orbits",
+    )
+    unit = float(manifold.product(x).abs().max())
+    for name, step in (("retraction", manifold.retr), ("exponential", manifold.expmap)):
+        yield (
+            f"{name}: slope of the error",
+            _slope(
+                lambda t, step=step: (  # type: ignore[misc]
+                    manifold.product(step(x, t * u)) - manifold.product(_integrated(manifold, x, t * u))
+                ),
+                unit,
+            ),
+            order + 0.9,
+            "slope",
+            f"against the integrated geodesic the error must fall as t^{order + 1}: it is no retraction of "
+            f"order {order}, or acceleration is wrong away from x",
+        )
+    w, there = p.ambient(), manifold.retr(x, 0.1 * u)
+    carried = manifold.transp(x, there, w)
+    yield (
+        "transport arrives horizontal",
+        _relative(manifold.proju(there, carried), carried),
+        1e-8,
+        "error",
+        "transp(x, y, v) has a vertical part at y",
+    )
+    step = _STEPS[-1] * u
+    try:
+        length = manifold.dist(x, manifold.act(manifold.expmap(x, step), p.A))
+    except NotImplementedError:
+        return
+    yield (
+        "distance of orbits",
+        _relative(length, manifold.norm(x, step)),
+        1e-4,
+        "error",
+        "dist(x, y) differs from the length of a short geodesic to y's orbit",
+    )
+
+
+def check_manifold(
+    manifold: QuotientManifold, x: Tensor, *, seed: int = 0, retraction_order: int = 2
+) -> ManifoldReport:
+    r"""Check that a quotient manifold does what it says, at one point and in random directions.
+
+    The group: :meth:`act` leaves :meth:`product` as it is, and :meth:`vertical` is tangent to the orbit. The metric: it
+    is an inner product, the same for all representatives. The projection: idempotent, orthogonal, equivariant. The
+    gradient: it represents the derivative, and :math:`f(R_x(tu)) - f(x) - t \langle \mathrm{grad} f, u \rangle` falls
+    as :math:`t^2`. Geodesics: the acceleration is the metric's,
+
+    .. math:: \langle a, v \rangle = \tfrac12 D_v \langle u, u \rangle - D_u \langle u, v \rangle
+              \quad\text{for all } v,
+
+    and retraction and exponential agree with the integrated geodesic to the order they claim. Transport and distance,
+    if there is one.
+
+    Parameters
+    ----------
+    manifold : QuotientManifold
+        With :meth:`random_algebra` and, unless its group elements are matrix exponentials, :meth:`random_element`.
+    x : Tensor
+        Point, float64 or complex128, batch dimensions first; every number is the worst of the batch.
+    seed : int
+        Of the directions and the group element.
+    retraction_order : int
+        2 for a retraction that agrees with geodesics to second order, as :meth:`QuotientManifold.retr` does; 1 for one
+        that follows the direction only.
+
+    Returns
+    -------
+    ManifoldReport
+        ``print(report)``; ``report.ok``; ``report.raise_if_failed()`` in a test.
+
+    Raises
+    ------
+    ValueError
+        A point in single precision, or one that is not on the manifold.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientInv
+    >>> from quotient_manifolds.testing import check_manifold
+    >>> manifold = GLQuotientInv(5, 4)
+    >>> report = check_manifold(manifold, manifold.random(3, 5 + 4, 2, dtype=torch.float64))
+    >>> report.ok
+    True
+    >>> print(str(report).splitlines()[0])
+    GLQuotientInv(n=5, m=4) manifold at a point of shape (3, 9, 2): all properties hold
+    """
+    if x.dtype not in (torch.float64, torch.complex128):
+        raise ValueError(f"{manifold}: slopes and small errors need double precision; pass x.to(torch.float64)")
+    x = x.detach()
+    manifold.assert_check_point_on_manifold(x)
+    checks = tuple(ManifoldCheck(*found) for found in _checks(_Point(manifold, x, seed), retraction_order))
+    return ManifoldReport(str(manifold), tuple(x.shape), checks)

@@ -1,0 +1,119 @@
+"""Which layers and heads a worst direction moves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .direction import Direction
+
+__all__ = ["LayerShare", "LayerShares", "layer_shares"]
+
+#: What the symmetries call a head's pair: the attention module, the kind, the head, and maybe a part of it.
+_HEAD = re.compile(r"(?P<module>.*) (?P<kind>\w+) head (?P<head>\d+)(?P<part>.*)")
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """What a part of a model contributes to a worst direction.
+
+    Attributes
+    ----------
+    layer : str
+        The block that holds an attention module, as ``vit.layers.3``; else the module.
+    kind : str
+        ``"qk"`` or ``"vo"`` of a head, ``"lora"`` or another pair's own word, or ``"weights"``: all other weights.
+    head : int or None
+    share : float
+        Share of the squared length in the measure's metric, between 0 and 1.
+    """
+
+    layer: str
+    kind: str
+    head: int | None
+    share: float
+
+
+class LayerShares(list[LayerShare]):
+    """Shares in the order of the model's parameters; they add up to 1. Prints as a table, a row a layer."""
+
+    def by_layer(self) -> dict[str, dict[str, float]]:
+        """Add up the heads: shares by layer and kind."""
+        found: dict[str, dict[str, float]] = {}
+        for s in self:
+            row = found.setdefault(s.layer, {})
+            row[s.kind] = row.get(s.kind, 0.0) + s.share
+        return found
+
+    def __str__(self) -> str:
+        rows = self.by_layer()
+        kinds = sorted({s.kind for s in self}, key=lambda k: (k == "weights", k))
+        wide = max((len(layer) for layer in rows), default=5)
+        head = f"{'layer':<{wide}}" + "".join(f"{kind:>9}" for kind in kinds)
+        return "\n".join(
+            [head]
+            + [
+                f"{layer:<{wide}}" + "".join(f"{row[kind]:>9.1%}" if kind in row else f"{'':>9}" for kind in kinds)
+                for layer, row in rows.items()
+            ]
+        )
+
+
+def _block(module: str) -> str:
+    """The path up to its last number: ``vit.layers.3.attention`` lies in ``vit.layers.3``."""
+    found = re.match(r"(.*\b\d+)(?:\.|$)", module)
+    return found[1] if found else module
+
+
+def _layer(parameter: str, blocks: Sequence[str]) -> str:
+    """The block of an attention module that a parameter lies in, else its own module."""
+    inside = [b for b in blocks if parameter.startswith(f"{b}.")]
+    return max(inside, key=len) if inside else _block(parameter.rpartition(".")[0]) or parameter
+
+
+def layer_shares(directions: Sequence[Direction]) -> LayerShares:
+    """Say which layers and heads directions move, in the mean over the directions.
+
+    Parameters
+    ----------
+    directions : sequence of Direction
+        Of one model under one measure.
+
+    Returns
+    -------
+    LayerShares
+
+    Examples
+    --------
+    >>> import torch, sharpness
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> batch = torch.randn(16, 4), torch.arange(16) % 3
+    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
+    >>> [s.layer for s in layer_shares([result.direction(0)])]
+    ['0', '2']
+    """
+    pairs = {p.name: _HEAD.fullmatch(p.name) for p in directions[0].pairs}
+    blocks = sorted({_block(m["module"]) for m in pairs.values() if m is not None})
+    kinds = {p.name: p.kind for p in directions[0].pairs}
+    found: dict[tuple[str, str, int | None], float] = {}
+    for direction in directions:
+        for name, square in direction.squares.items():
+            head = pairs.get(name)
+            if head is not None:
+                key: tuple[str, str, int | None] = (_block(head["module"]), head["kind"], int(head["head"]))
+            elif name in kinds:
+                key = (_layer(f"{name.split(' ')[0]}.", blocks), kinds[name], None)
+            else:
+                key = (_layer(name, blocks), "weights", None)
+            found[key] = found.get(key, 0.0) + square / direction.norm**2 / len(directions)
+    order: dict[str, int] = {}
+    for name in directions[0].tensors:
+        order.setdefault(_layer(name, blocks), len(order))
+
+    def place(key: tuple[str, str, int | None]) -> tuple[int, bool, str, int]:
+        layer, kind, number = key
+        return order.get(layer, len(order)), kind == "weights", kind, number or 0
+
+    return LayerShares(LayerShare(*key, found[key]) for key in sorted(found, key=place))

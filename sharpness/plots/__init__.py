@@ -1,0 +1,19 @@
+"""Figures. Needs the extra ``plot``."""
+
+from .analytic import plot_diagonal, plot_symmetry_demo, plot_toy
+from .look import style
+from .many_models import plot_ablations, plot_study
+from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
+
+__all__ = [
+    "plot_ablations",
+    "plot_diagonal",
+    "plot_layers",
+    "plot_model",
+    "plot_profile",
+    "plot_spectra",
+    "plot_study",
+    "plot_symmetry_demo",
+    "plot_toy",
+    "style",
+]

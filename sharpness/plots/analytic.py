@@ -1,0 +1,125 @@
+"""Figures of the demo and of the analytic studies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .look import COLOURS, MARKERS, figure
+
+if TYPE_CHECKING:
+    from ..profile import Profile
+    from ..results import SharpnessResult
+
+__all__ = ["plot_diagonal", "plot_symmetry_demo", "plot_toy"]
+
+
+def plot_symmetry_demo(
+    before: Mapping[str, SharpnessResult],
+    after: Mapping[str, SharpnessResult],
+    profiles: Mapping[str, Profile],
+    path: str | os.PathLike[str],
+) -> None:
+    """Draw the loss along the worst direction of each measure, and what a symmetry does to the sharpness.
+
+    Parameters
+    ----------
+    before, after : mapping of str to SharpnessResult
+        By measure, over several radii: of the network, and of the equivalent one.
+    profiles : mapping of str to Profile
+        Loss along the worst direction, by measure.
+    path
+        Where the figure goes.
+    """
+    with figure(path, (12.5, 4.4), 1, 3) as (_, ((left, middle, right),)):
+        for name, found in profiles.items():
+            (losses,) = found.losses.values()
+            left.plot(found.lengths, losses, color=COLOURS.get(name), label=name, marker=MARKERS.get(name), markevery=8)
+        left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")
+        left.legend()
+        for name, result in before.items():
+            rhos, colour, marker = result.rhos, COLOURS.get(name), MARKERS.get(name)
+            one, two = ([r.mean(rho) for rho in rhos] for r in (result, after[name]))
+            middle.loglog(rhos, one, marker=marker, color=colour, label=name)
+            middle.loglog(rhos, two, "x--", color=colour, markersize=8)
+            change = [max(abs(b / a - 1), 1e-8) if a > 0 else float("nan") for a, b in zip(one, two, strict=True)]
+            right.loglog(rhos, change, marker=marker, color=colour, label=name)
+        middle.set(xlabel="radius ρ", ylabel="sharpness", title="The network, and an equivalent one (×)")
+        right.set(xlabel="radius ρ", ylabel="relative change", title="What the symmetry changes")
+        right.axhline(1e-3, color="0.7", linewidth=1)
+
+
+def plot_diagonal(
+    rows: Sequence[Mapping[str, float]], table: Mapping[str, Any], rho: float, path: str | os.PathLike[str]
+) -> None:
+    """Draw the test loss of diagonal networks against closed forms (above) and maxima (below), with τ.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        The networks of one seed, as in ``diagonal.csv``.
+    table : mapping
+        Correlations by column.
+    rho : float
+        Radius of the row below.
+    path
+        Where the figure goes.
+    """
+    names = {"adaptive": "adaptive", "inv": "geodesic-inv", "mix": "geodesic-mix"}
+    columns = [[f"closed {n}" for n in names], [f"max {n} rho={rho:g}" for n in names]]
+    with figure(path, (11, 7), 2, 3, sharey=True) as (_, grid):
+        for axes_row, row, kind in zip(grid, columns, ("closed form", "maximum"), strict=True):
+            for axes, column, (name, measure) in zip(axes_row, row, names.items(), strict=True):
+                axes.plot(
+                    [r[column] for r in rows], [r["test_loss"] for r in rows],
+                    MARKERS[measure], color=COLOURS[measure], markersize=5,
+                )  # fmt: skip
+                first = table[column]["first seed"]
+                axes.set_title(f"{name}, {kind}\nτ = {first['value']:+.2f} [{first['low']:+.2f}, {first['high']:+.2f}]")
+                axes.set(xlabel="sharpness", yscale="log")
+                axes.locator_params(axis="x", nbins=4)
+            axes_row[0].set_ylabel("test loss")
+
+
+def plot_toy(
+    grid: Mapping[str, Any],
+    quantities: Mapping[str, Any],
+    points: Sequence[tuple[float, float]],
+    marks: Mapping[str, Sequence[float]],
+    sharpness: Mapping[str, Sequence[float]],
+    path: str | os.PathLike[str],
+) -> None:
+    """Draw the level sets of the toy network's quantities, marked points, and its sharpness over ρ.
+
+    Parameters
+    ----------
+    grid : mapping
+        ``"theta1"`` and ``"theta2"``, two-dimensional arrays.
+    quantities : mapping of str to array
+        On the grid, by title.
+    points : sequence of (θ₁, θ₂)
+        Marked in every panel, each with its level set.
+    marks : mapping of str to sequence
+        The quantities at the points, by title.
+    sharpness : mapping of str to sequence
+        ``"rho"``, and values by label.
+    path
+        Where the figure goes.
+    """
+    with figure(path, (13, 8), 2, 3) as (drawn, axes_grid):
+        panels = axes_grid.ravel()
+        for axes, (title, values) in zip(panels, quantities.items(), strict=False):
+            filled = axes.contourf(grid["theta1"], grid["theta2"], values, levels=30, cmap="Greys", alpha=0.8)
+            drawn.colorbar(filled, ax=axes, shrink=0.8)
+            for i, (a, b) in enumerate(points):
+                level = [marks[title][i]]
+                axes.contour(grid["theta1"], grid["theta2"], values, levels=level, colors=f"C{i}", linewidths=1.8)
+                axes.plot(a, b, "osD^vP"[i % 6], color=f"C{i}", markeredgecolor="white", markersize=9)
+            axes.set(title=title, xlabel="θ₁", ylabel="θ₂")
+        last = panels[-1]
+        for label, values in sharpness.items():
+            if label != "rho":
+                last.loglog(sharpness["rho"], values, "--" if "closed" in label else "-", label=label)
+        last.set(title="geodesic sharpness at the first point", xlabel="ρ")
+        last.legend()

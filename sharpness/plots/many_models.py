@@ -1,0 +1,172 @@
+"""Figures of a sweep: how measures go with the generalisation gap of many models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comparison import Ranking, compare, curves
+from ..rows import TARGETS, Row, targets
+
+if TYPE_CHECKING:
+    pass
+from .look import COLOURS, MARKERS, figure
+
+__all__ = ["plot_ablations", "plot_study"]
+
+
+# -- studies of many models --------------------------------------------------------------------------------------------
+
+
+def plot_study(
+    rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
+) -> list[Path]:
+    """Draw a sweep: ``scatter``, ``radius``, and, where it has them, ``ablations`` and ``relaxation``.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        See :func:`sharpness.rows.read_results`.
+    target : str
+        What is to be predicted, see :func:`sharpness.rows.targets`.
+    folder
+        Where the figures go.
+    prefix, suffix : str
+        Of their names.
+
+    Returns
+    -------
+    list of Path
+    """
+    found = compare(rows, target)
+    goal = targets(rows, target)
+
+    def path(name: str) -> Path:
+        return Path(folder) / f"{prefix}{name}.{suffix}"
+
+    drawn = [_plot_scatter(found, goal, target, path("scatter")), _plot_radius(rows, found, goal, path("radius"))]
+    return drawn + plot_ablations(rows, target, folder, prefix=prefix, suffix=suffix, found=found)
+
+
+def plot_ablations(
+    rows: Sequence[Row],
+    target: str,
+    folder: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    suffix: str = "png",
+    found: Sequence[Ranking] | None = None,
+) -> list[Path]:
+    """Draw what switches change: ``ablations`` and ``relaxation``, each variant beside the measure itself.
+
+    Parameters
+    ----------
+    rows, target, folder, prefix, suffix
+        As of :func:`plot_study`.
+    found : sequence of Ranking, optional
+        If :func:`sharpness.comparison.compare` was called already.
+
+    Returns
+    -------
+    list of Path
+        Empty for a sweep without ablations.
+    """
+    found, goal = compare(rows, target) if found is None else found, targets(rows, target)
+    changed = [r for r in found if r.choice == "ρ" and "," in r.quantity]
+    relaxed = [r for r in changed if "relaxation" in r.quantity]
+    drawn = []
+    for name, members in (("ablations", [r for r in changed if r not in relaxed]), ("relaxation", relaxed)):
+        if members:
+            bases = {(r.quantity.split(",")[0], r.rho) for r in members}
+            base = [r for r in found if r.choice == "ρ" and (r.quantity, r.rho) in bases]
+            both = sorted([*base, *members], key=lambda r: r.quantity)
+            path = Path(folder) / f"{prefix}{name}.{suffix}"
+            drawn.append(_plot_grid(both, goal, target, path))
+    return drawn
+
+
+def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
+    colour = COLOURS.get(row.quantity.split(",")[0], "0.4")
+    marker = MARKERS.get(row.quantity.split(",")[0], "o")
+    axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
+    tau = row.tau
+    axes.set_title(f"{title}\nτ = {tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]", fontsize="small")
+    axes.locator_params(nbins=4)
+
+
+def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
+    """The target against every measure: at its best radius above, at equal rise of the loss below."""
+    best = [r for r in found if r.choice == "best"] or [r for r in found if r.choice == "–"]
+    rises = sorted({r.rise for r in found if r.choice == "equal rise" and r.rise is not None})
+    equal = {r.quantity: r for r in found if rises and r.choice == "equal rise" and r.rise == rises[len(rises) // 2]}
+    height = 2 if equal else 1
+    with figure(path, (3.6 * len(best), 3.6 * height), height, len(best), sharey=True) as (_, grid):
+        for j, row in enumerate(best):
+            title = row.quantity if row.rho is None else f"{row.quantity}, best ρ = {row.rho:g}"
+            _scatter(grid[0, j], row, goal, title)
+            if row.quantity in equal:
+                same = equal[row.quantity]
+                _scatter(grid[1, j], same, goal, f"median rise {same.rise:.2g} (ρ = {same.rho:.2g})")
+        for axes in grid[-1]:
+            axes.set_xlabel("sharpness")
+        for axes in grid[:, 0]:
+            axes.set_ylabel(TARGETS[target])
+    return path
+
+
+def _plot_grid(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
+    width = min(4, len(found))
+    height = -(-len(found) // width)
+    with figure(path, (3.6 * width, 3.1 * height), height, width, sharey=True) as (_, grid):
+        for axes, row in zip(grid.ravel(), found, strict=False):
+            _scatter(axes, row, goal, f"{row.quantity}, ρ = {row.rho:g}")
+        for axes in grid.ravel()[len(found) :]:
+            axes.set_visible(False)
+        for axes in grid[:, 0]:
+            axes.set_ylabel(TARGETS[target], fontsize="small")
+    return path
+
+
+def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> None:
+    """Ticks of a logarithmic axis at these places, written as plain numbers; only those in view if asked for."""
+    low, high = axes.get_xlim()
+    shown = [p for p in places if low <= p <= high] if clip else list(places)
+    axes.set_xticks(shown, [f"{p:g}" for p in shown])
+    axes.set_xticks([], minor=True)
+
+
+def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> Path:
+    """Sharpness of every model along the radius, coloured by the target; and τ along the median rise."""
+    own = [c for c in curves(rows, ablations=False) if len(c.rho) > 1]
+    low, high = min(goal.values()), max(goal.values())
+    with figure(path, (3.7 * (len(own) + 1), 3.8), 1, len(own) + 1) as (_, grid):
+        from matplotlib import colormaps
+
+        for axes, c in zip(grid[0], own, strict=False):
+            for model, values in zip(c.models, c.values, strict=True):
+                if model in goal:
+                    colour = colormaps["viridis"]((goal[model] - low) / ((high - low) or 1))
+                    axes.loglog(c.rho, np.maximum(values, 1e-12), color=colour, linewidth=1.2)
+            axes.set(xlabel="radius ρ", title=c.name)
+            _plain_ticks(axes, c.rho.tolist())
+        if own:
+            grid[0, 0].set_ylabel("sharpness (yellow: large target)")
+        last = grid[0, -1]
+        for c in own:
+            points = [(r.rise, r.tau) for r in found if r.choice == "ρ" and r.quantity == c.name and r.rise]
+            line = sorted(points, key=lambda p: p[0])
+            x, taus = [v for v, _ in line], [t for _, t in line]
+            own_colour, marker = COLOURS.get(c.measure), MARKERS.get(c.measure)
+            last.semilogx(x, [t.value for t in taus], marker=marker, color=own_colour, label=c.name)
+            last.fill_between(x, [t.low for t in taus], [t.high for t in taus], color=own_colour, alpha=0.12)
+        control = next((r for r in found if r.quantity == "train_loss"), None)
+        if control is not None:
+            last.axhline(control.tau.value, color="0.5", linestyle="--", label="training loss")
+        _plain_ticks(last, [m * 10.0**e for e in range(-6, 2) for m in (1, 3)], clip=True)
+        last.set(xlabel="median rise of the loss", ylabel="Kendall τ", title="τ along the radius")
+        last.legend()
+    return path

@@ -1,0 +1,226 @@
+"""Figures of one model: the loss along its worst direction, what that direction moves, and its pairs' spectra."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quotient_manifolds.symmetries import find, spectra
+
+from ..profile import profile
+from .look import COLOURS, figure
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quotient_manifolds.symmetries import PairSpectrum
+
+    from ..layers import LayerShares
+    from ..losses import LossFunction
+    from ..profile import Profile
+    from ..results import SharpnessResult
+
+__all__ = ["plot_layers", "plot_model", "plot_profile", "plot_spectra"]
+
+_WAYS = {
+    "second-order": "geodesic (second order)",
+    "exact": "geodesic (exact)",
+    "rk4": "geodesic (Runge–Kutta)",
+    "first-order": "straight line",
+}
+
+
+def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw the loss along the worst direction: on the geodesic, and on the straight line; the ball is shaded.
+
+    Parameters
+    ----------
+    found : Profile
+        Of :func:`sharpness.profile`.
+    path : optional
+        Where the figure goes; by default it is returned only.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Examples
+    --------
+    >>> from sharpness import Profile
+    >>> found = Profile("adaptive", (-1.0, 0.0, 1.0), {"first-order": (0.9, 1.0, 1.3)}, 0.5)
+    >>> drawn = plot_profile(found)
+    """
+    with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
+        axes.axvspan(-found.radius, found.radius, color="0.93", label=f"ball, ρ = {found.radius:.3g}")
+        axes.axvline(0, color="0.6", linewidth=1)
+        for way, losses in found.losses.items():
+            straight = way == "first-order"
+            axes.plot(
+                found.lengths, losses, "--" if straight else "-", color="#D55E00" if straight else "#0072B2",
+                label=_WAYS[way], linewidth=2.2,
+            )  # fmt: skip
+        axes.set(
+            xlabel="distance from the weights, in the metric", ylabel="loss",
+            title=f"{found.measure}: loss along the worst direction",
+        )  # fmt: skip
+        axes.legend()
+    return drawn
+
+
+def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw what the worst direction moves: a row a layer, a column a head's pair, and one for all other weights.
+
+    Parameters
+    ----------
+    found : LayerShares
+        Of ``result.by_layer()``.
+    path : optional
+        Where the figure goes; by default it is returned only.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Examples
+    --------
+    >>> from sharpness import LayerShare, LayerShares
+    >>> found = LayerShares([LayerShare("layers.0", "qk", 0, 0.7), LayerShare("layers.0", "weights", None, 0.3)])
+    >>> drawn = plot_layers(found)
+    """
+    layers = list(dict.fromkeys(s.layer for s in found))
+    columns = sorted({(s.kind == "weights", s.kind, s.head or 0) for s in found})
+    table = np.full((len(layers), len(columns)), np.nan)
+    for s in found:
+        cell = layers.index(s.layer), columns.index((s.kind == "weights", s.kind, s.head or 0))
+        table[cell] = s.share + np.nan_to_num(table[cell])
+    size = (min(14.0, 4.2 + 0.42 * len(columns)), min(14.0, 1.8 + 0.42 * len(layers)))
+    with figure(path, size) as (drawn, ((axes,),)):
+        shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
+        kinds = list(dict.fromkeys(kind for _, kind, _ in columns))
+        rest = "all weights" if kinds == ["weights"] else "rest"
+        names = {"qk": "Q–K, by head", "vo": "V–O, by head", "lora": "LoRA", "weights": rest}
+        places = {kind: [i for i, (_, k, _) in enumerate(columns) if k == kind] for kind in kinds}
+        axes.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in kinds])
+        for p in list(places.values())[1:]:
+            axes.axvline(p[0] - 0.5, color="white", linewidth=3)
+        step = max(1, len(layers) // 24)
+        axes.set_yticks(range(0, len(layers), step), layers[::step], fontsize="small")
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title("Share of the worst direction, in the metric")
+        drawn.colorbar(shown, ax=axes, label="% of the squared length", pad=0.02)
+    return drawn
+
+
+def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | None = None) -> Any:
+    r"""Draw the singular values of all pairs' :math:`G H^H`, and the smallest ones of G, H and :math:`G H^H`.
+
+    Parameters
+    ----------
+    found : sequence of PairSpectrum
+        Of :func:`quotient_manifolds.symmetries.spectra`.
+    path : optional
+        Where the figure goes; by default it is returned only.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ValueError
+        No pairs.
+
+    Notes
+    -----
+    Paper, App. H.1.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find, spectra
+    >>> drawn = plot_spectra(spectra(find(nn.MultiheadAttention(8, 2))))
+    """
+    if not found:
+        raise ValueError("there are no pairs to draw; find(model) lists why")
+    kinds = list(dict.fromkeys(s.kind for s in found))
+    titles = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
+    with figure(path, (4.6 * (len(kinds) + 1), 4.4), 1, len(kinds) + 1) as (drawn, ((*panels, last),)):
+        from matplotlib import colormaps
+
+        for axes, kind in zip(panels, kinds, strict=True):
+            mine = [s for s in found if s.kind == kind]
+            for i, s in enumerate(mine):
+                shade = colormaps["viridis"](0.9 * i / max(1, len(mine) - 1))
+                axes.semilogy(range(1, len(s.product) + 1), s.product.clamp_min(1e-300), color=shade, linewidth=1)
+            axes.set(xlabel="index", title=f"{titles.get(kind, kind)}: σ of GHᵀ, dark: first layers")
+            low = min(float(s.product[s.product > 0].min()) if bool((s.product > 0).any()) else 1e-12 for s in mine)
+            axes.set_ylim(bottom=low / 2)
+        panels[0].set_ylabel("singular value")
+        for label, marker, colour, values in (
+            ("G", "o", COLOURS["adaptive"], [s.weakest_G for s in found]),
+            ("H", "^", COLOURS["geodesic-mix"], [s.weakest_H for s in found]),
+            ("GHᵀ", "s", COLOURS["geodesic-inv"], [float(s.product[-1]) for s in found]),
+        ):
+            last.semilogy(range(1, len(found) + 1), np.maximum(values, 1e-300), marker, color=colour, label=label, ms=4)
+        smallest = [v for s in found for v in (s.weakest_G, s.weakest_H, float(s.product[-1])) if v > 0]
+        last.set_ylim(bottom=min(smallest, default=1e-12) / 2)
+        last.set(xlabel="pair, in the order of the layers", title="smallest singular values")
+        last.legend()
+    return drawn
+
+
+def plot_model(
+    model: nn.Module,
+    batch: Any,
+    result: SharpnessResult,
+    folder: str | os.PathLike[str],
+    loss_fn: LossFunction | None = None,
+    *,
+    micro_batch: int | None = None,
+    suffix: str = "png",
+) -> list[Path]:
+    """Draw all there is to see of a measurement: ``profile``, ``layers`` and, for a network with pairs, ``spectra``.
+
+    Parameters
+    ----------
+    model : nn.Module
+    batch
+        The first of those that were measured.
+    result : SharpnessResult
+        With its directions; the largest radius is drawn.
+    folder
+        Where the figures go; their names begin with the measure's. It is created if need be.
+    loss_fn, micro_batch
+        As ``evaluate`` had them.
+    suffix : str
+        Kind of file: png, pdf or svg.
+
+    Returns
+    -------
+    list of Path
+
+    Raises
+    ------
+    KeyError
+        The directions were not kept, or the measure has none.
+    """
+    rho = max(result.rhos)
+    direction = result.direction(0, rho)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def path(name: str) -> Path:
+        return Path(folder) / f"{name}.{suffix}"
+
+    drawn = [path(f"{result.measure}-profile"), path(f"{result.measure}-layers")]
+    plot_profile(profile(model, batch, direction, loss_fn, micro_batch=micro_batch), drawn[0])
+    plot_layers(result.by_layer(rho), drawn[1])
+    pairs = direction.pairs or tuple(p for p in find(model, include_frozen=True) if p.group is not None)
+    if pairs:
+        drawn.append(path("spectra"))
+        plot_spectra(spectra(pairs), drawn[2])
+    return drawn

@@ -1,0 +1,121 @@
+"""The loss along a tangent vector: on the measure's geodesic, and on the straight line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quotient_manifolds.linalg import at_least_float32
+
+from .direction import Direction, perturbed
+from .losses import LossFunction, Objective, mapped
+from .undisturbed import undisturbed
+
+__all__ = ["Profile", "profile"]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The loss along a direction.
+
+    Attributes
+    ----------
+    measure : str
+    lengths : tuple of float
+        Signed distance from the weights, in the measure's metric.
+    losses : dict of str to tuple of float
+        By the way that was taken: ``"second-order"``, ``"exact"`` or ``"rk4"`` geodesic, ``"first-order"`` is the
+        straight line.
+    radius : float
+        Length of the direction.
+    """
+
+    measure: str
+    lengths: tuple[float, ...]
+    losses: dict[str, tuple[float, ...]]
+    radius: float
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    direction: Direction,
+    loss_fn: LossFunction | None = None,
+    *,
+    ways: Sequence[str] | None = None,
+    reach: float = 2.0,
+    points: int = 33,
+    micro_batch: int | None = None,
+) -> Profile:
+    r"""Evaluate the loss along a direction through a model's weights, :math:`L(R_θ(tξ))` for t in [−reach, reach].
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its weights are restored, whatever happens.
+    batch
+        As :func:`sharpness.evaluate` takes it.
+    direction : Direction
+        ξ, as ``result.direction(0)``.
+    loss_fn : callable, optional
+        As of :func:`sharpness.evaluate`.
+    ways : sequence of str, optional
+        ``geodesic`` of :class:`sharpness.Measure`: by default that of the direction's measure and the straight line,
+        ``"first-order"``. For a measure that divides nothing out they are the same, and only the line is taken.
+    reach : float
+        How far, in units of the direction's length.
+    points : int
+        Values of t, at least 2; an odd number has 0 among them.
+    micro_batch : int, optional
+        As of :func:`sharpness.evaluate`.
+
+    Returns
+    -------
+    Profile
+        :func:`sharpness.plots.plot_profile` draws it.
+
+    Raises
+    ------
+    ValueError
+        Fewer than two points, a reach that is not positive, an unknown way.
+
+    Examples
+    --------
+    >>> import torch, sharpness
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> batch = torch.randn(16, 4), torch.arange(16) % 3
+    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
+    >>> found = sharpness.profile(model, batch, result.direction(0), points=5)
+    >>> [round(t, 2) for t in found.lengths]
+    [-1.0, -0.5, 0.0, 0.5, 1.0]
+    >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
+    True
+    """
+    if points < 2 or not reach > 0:
+        raise ValueError(f"a profile needs at least 2 points and a positive reach, got {points} and {reach}")
+    measure = direction.measure
+    if ways is None:
+        ways = tuple(dict.fromkeys((measure.geodesic, "first-order")))
+    if not measure.divides:
+        ways = ("first-order",)
+    objective = Objective(loss_fn, micro_batch=micro_batch)
+    times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
+    losses: dict[str, tuple[float, ...]] = {}
+    if any(p.dtype != at_least_float32(p.dtype) for p in model.parameters() if p.is_floating_point()):
+        # A half-precision model is a float32 one while it is perturbed.
+        batch = mapped(batch, lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t)
+    with undisturbed(model), torch.set_grad_enabled(loss_fn is not None):
+        pieces = objective.pieces(model, batch)
+        for way in ways:
+            along = replace(direction, measure=replace(measure, geodesic=way))
+            found = []
+            for t in times:
+                with perturbed(model, along, t):
+                    found.append(sum(w * float(objective(model, piece).loss.detach()) for w, piece in pieces))
+            losses[way] = tuple(found)
+    return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)

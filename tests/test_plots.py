@@ -1,0 +1,103 @@
+"""Figures show the numbers they are given, in a look that needs no colour alone."""
+
+import subprocess
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+from torch import nn
+
+import sharpness
+from quotient_manifolds.symmetries import find, spectra
+from sharpness import LayerShare, LayerShares, Profile, plots
+from sharpness.plots import look
+
+from . import networks
+
+
+def test_profile():
+    found = Profile("geodesic-inv", (-1.0, 0.0, 1.0), {"exact": (2.0, 1.0, 3.0), "first-order": (2.5, 1.0, 3.5)}, 0.5)
+    (axes,) = plots.plot_profile(found).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines["geodesic (exact)"].get_ydata()) == [2.0, 1.0, 3.0]
+    assert list(lines["straight line"].get_ydata()) == [2.5, 1.0, 3.5]
+    assert lines["straight line"].get_linestyle() != lines["geodesic (exact)"].get_linestyle()
+
+
+def test_layers():
+    shares = LayerShares(
+        [LayerShare("a.0", "qk", 0, 0.1), LayerShare("a.0", "qk", 1, 0.2), LayerShare("a.0", "vo", 0, 0.3),
+         LayerShare("head", "weights", None, 0.4)]
+    )  # fmt: skip
+    axes = plots.plot_layers(shares).axes[0]
+    np.testing.assert_allclose(
+        axes.images[0].get_array().filled(np.nan), [[10, 20, 30, np.nan], [np.nan, np.nan, np.nan, 40]]
+    )
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["a.0", "head"]
+
+
+def test_spectra():
+    found = spectra(find(nn.MultiheadAttention(8, 2)))
+    qk, vo, last = plots.plot_spectra(found).axes
+    assert len(qk.lines) == len(vo.lines) == 2
+    np.testing.assert_allclose(qk.lines[0].get_ydata(), found[0].product)
+    by_label = {line.get_label(): line.get_ydata() for line in last.lines}
+    np.testing.assert_allclose(by_label["G"], [s.weakest_G for s in found])
+    np.testing.assert_allclose(by_label["GHᵀ"], [s.product[-1] for s in found])
+    with pytest.raises(ValueError, match="no pairs to draw"):
+        plots.plot_spectra([])
+
+
+def test_everything_of_a_model(tmp_path):
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=[0.01, 0.05], progress=False)
+    drawn = plots.plot_model(model, batch, result, tmp_path / "figures")
+    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
+    gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
+    with pytest.raises(KeyError, match="keep_directions"):
+        plots.plot_model(model, batch, gone, tmp_path)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
+    assert len(plots.plot_model(plain, batch, flat, tmp_path, suffix="svg")) == 2
+
+
+def test_a_users_settings_and_backend_stay():
+    code = (
+        "import matplotlib, sys; matplotlib.use('svg'); size = matplotlib.rcParams['font.size']\n"
+        "from sharpness import Profile, plots\n"
+        "plots.plot_profile(Profile('adaptive', (0.0, 1.0), {'first-order': (1.0, 2.0)}, 1.0))\n"
+        "assert matplotlib.get_backend() == 'svg' and matplotlib.rcParams['font.size'] == size\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_colours_differ_for_colour_blind_readers():
+    def seen(colour, matrix):
+        return matrix @ np.array(matplotlib.colors.to_rgb(colour)) ** 2.2
+
+    # Machado, Oliveira, Fernandes 2009, severity 1, on linear RGB.
+    blind = {
+        "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                       [-0.003882, -0.048116, 1.051998]],
+        "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                         [-0.011820, 0.042940, 0.968881]],
+    }  # fmt: skip
+
+    def nearest(colours):
+        return min(
+            np.linalg.norm(seen(a, np.array(m)) - seen(b, np.array(m)))
+            for m in blind.values() for i, a in enumerate(colours) for b in colours[:i]
+        )  # fmt: skip
+
+    assert nearest(list(look.COLOURS.values())) > 0.15
+    assert nearest(["#ff0000", "#806000", "#00ff00"]) < nearest(list(look.COLOURS.values()))
+    assert len(set(look.MARKERS.values())) == len(look.COLOURS)
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'quotient-manifolds\[plot\]'"):
+        plots.plot_profile(Profile("adaptive", (0.0, 1.0), {"first-order": (1.0, 2.0)}, 1.0))

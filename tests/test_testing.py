@@ -1,0 +1,109 @@
+"""``check_manifold`` passes what is right, and names what is wrong."""
+
+import pytest
+import torch
+
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
+from quotient_manifolds.testing import check_manifold
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["real", "complex"])
+@pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])
+def test_gl_quotients_pass(cls, dtype, seed):
+    torch.manual_seed(seed)
+    manifold = cls(6, 4)
+    report = check_manifold(manifold, manifold.random(2, 10, 3, dtype=dtype), seed=seed)
+    report.raise_if_failed()
+    assert len(report.checks) == 21  # none was left out
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_rescale_quotients_pass(metric):
+    manifold = RescaleQuotient(metric)
+    check_manifold(manifold, manifold.random(3, 2, 5)).raise_if_failed()
+
+
+class Base(GLQuotientInv):
+    """To be spoiled; geoopt reads the scaling rules of every class."""
+
+    __scaling__ = GLQuotientInv.__scaling__.copy()
+
+
+SPOILT = {
+    "product is invariant": {"act": lambda self, x, A: Base.act(self, x, A) * 1.01},
+    "vertical vectors keep the product": {"vertical": lambda self, x, L: x @ L},
+    "canonical is one of the orbit": {"canonical": lambda self, x: 2 * Base.canonical(self, x)},
+    "canonical is the same for all": {"canonical": lambda self, x: x},
+    "projx leaves points alone": {"projx": lambda self, x: x + 1e-12},
+    "inner is symmetric and bilinear": {
+        "inner": lambda self, x, u, v=None, *, keepdim=False: Base.inner(self, x, u, u, keepdim=keepdim)
+    },
+    "inner is invariant": {
+        "inner": lambda self, x, u, v=None, *, keepdim=False: (
+            Base.inner(self, x, u, v, keepdim=keepdim) + 0.1 * (u * (u if v is None else v)).sum((-2, -1), keepdim)
+        )
+    },
+    "proju is a projection": {"proju": lambda self, x, u: 0.99 * Base.proju(self, x, u)},
+    "proju removes vertical vectors": {"proju": lambda self, x, u: u},
+    "horizontal ⟂ vertical": {"proju": lambda self, x, u: GLQuotientMix(self.n, self.m).proju(x, u)},
+    "proju is equivariant": {"proju": lambda self, x, u: euclidean_projection(x, u)},
+    "gradient represents the derivative": {"egrad2rgrad": lambda self, x, u: 1.01 * Base.egrad2rgrad(self, x, u)},
+    "gradient is equivariant": {"egrad2rgrad": lambda self, x, u: u},
+    "gradient: slope of the remainder": {"egrad2rgrad": lambda self, x, u: u},
+    "acceleration follows from the metric": {"acceleration": lambda self, x, u: 0.9 * Base.acceleration(self, x, u)},
+    "retraction is equivariant": {"retr": lambda self, x, u: x + u + 0.5 * u * u},
+    "retraction: slope of the error": {"retr": lambda self, x, u: x + u},
+    "exponential: slope of the error": {"expmap": lambda self, x, u: x + u},
+    "transport arrives horizontal": {"transp": lambda self, x, y, v: v},
+    "distance of orbits": {"dist": lambda self, x, y, *, keepdim=False: 1.01 * Base.dist(self, x, y, keepdim=keepdim)},
+}
+
+
+def euclidean_projection(x, u):
+    """Take away the part along the orbit, as the Euclidean metric measures it."""
+    manifold, h = GLQuotientInv(5, 4), x.shape[-1]
+    basis = torch.eye(h * h).reshape(h * h, h, h)
+    vertical = torch.stack([manifold.vertical(x, L) for L in basis]).flatten(1)
+    return u - (torch.linalg.lstsq(vertical.T, u.flatten()[:, None]).solution.T @ vertical).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_what_is_wrong_is_named(name):
+    manifold = type("Spoilt", (Base,), {**SPOILT[name], "__scaling__": Base.__scaling__.copy()})(5, 4)
+    report = check_manifold(manifold, manifold.random(9, 2))
+    assert not report.ok
+    assert name in [c.name for c in report.failures]
+    with pytest.raises(AssertionError, match=name.split(" (")[0]):
+        report.raise_if_failed()
+
+
+def test_random_vectors_that_are_not_horizontal_are_named():
+    class Space(GLQuotientInv.space_class):
+        def random(self, generator=None):
+            return torch.randn_like(self.x)
+
+    manifold = type("Spoilt", (Base,), {"space_class": Space, "__scaling__": Base.__scaling__.copy()})(5, 4)
+    assert [c.name for c in check_manifold(manifold, manifold.random(9, 2)).failures] == [
+        "random vectors are horizontal"
+    ]
+
+
+def test_a_first_order_retraction_may_be_declared():
+    spoilt = {"retr": lambda self, x, u: x + u, "__scaling__": Base.__scaling__.copy()}
+    manifold = type("FirstOrder", (Base,), spoilt)(5, 4)
+    x = manifold.random(9, 2)
+    assert [c.name for c in check_manifold(manifold, x).failures] == ["retraction: slope of the error"]
+    assert check_manifold(manifold, x, retraction_order=1).ok
+
+
+def test_bad_input():
+    manifold = GLQuotientInv(5, 4)
+    with pytest.raises(ValueError, match=r"pass x\.to\(torch\.float64\)"):
+        check_manifold(manifold, manifold.random(9, 2, dtype=torch.float32))
+    with pytest.raises(ValueError, match="does not have full column rank"):
+        check_manifold(manifold, torch.zeros(9, 2))
+    nameless = type("Nameless", (Base,), {"__scaling__": Base.__scaling__.copy()})(5, 4)
+    nameless.random_algebra = lambda *_: super(GLQuotientInv.__mro__[1], nameless).random_algebra(nameless)
+    with pytest.raises(NotImplementedError, match="override random_algebra"):
+        check_manifold(nameless, nameless.random(9, 2))
