@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
 from quotient_manifolds.symmetries import SymmetricPair, act_randomly_, find
+from sharpness.plots.look import figure
 
 TIMES = torch.linspace(0, 1, 11)
 
@@ -120,19 +121,13 @@ def main() -> None:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Loss along the paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
-    for i, name in enumerate(dict.fromkeys(r["path"] for r in rows)):
-        for k, row in enumerate(r for r in rows if r["path"] == name):
-            style = ":" if "aligned" in name else "-"
-            axis.plot(TIMES, row["loss"], f"C{i}", linestyle=style, label=name if k == 0 else None, alpha=0.8)
-    axis.set(xlabel="t", ylabel="test loss")
-    axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    with figure(path, (7, 4.6)) as (_, ((axis,),)):
+        for i, name in enumerate(dict.fromkeys(r["path"] for r in rows)):
+            for k, row in enumerate(r for r in rows if r["path"] == name):
+                look = {"color": f"C{i}", "linestyle": ":" if "aligned" in name else "-", "marker": "osD^v"[i % 5]}
+                axis.plot(TIMES, row["loss"], label=name if k == 0 else None, markersize=4, **look)
+        axis.set(xlabel="t", ylabel="test loss")
+        axis.legend()
 
 
 if __name__ == "__main__":

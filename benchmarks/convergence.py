@@ -13,6 +13,7 @@ import torch
 from _common import RESULTS, write
 
 import sharpness
+from sharpness.plots.look import COLOURS, MARKERS, figure
 
 RADII = {
     "geodesic-inv": (0.01, 0.03, 0.1, 0.2, 0.3),
@@ -49,28 +50,23 @@ def curve(options: argparse.Namespace, measure: str, rho: float) -> list[dict[st
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Left: sharpness against ρ. Right: share of the final rise against step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for measure, colour in zip(RADII, ("C0", "C1", "C2"), strict=True):
-        mine = [r for r in rows if r["measure"] == measure]
-        rhos = sorted({r["rho"] for r in mine})
-        values = np.array([[r["sharpness"] for r in mine if r["rho"] == rho] for rho in rhos])
-        left.loglog(rhos, values.mean(1), "o-", color=colour, label=measure)
-        for rho, style in zip(rhos, (":", "-.", "-", "--", (0, (5, 1, 1, 1))), strict=True):
-            curves = [np.array(r["best"]) for r in mine if r["rho"] == rho]
-            share = np.mean([np.pad(c, (0, 101 - len(c)), mode="edge") / c[-1] for c in curves], axis=0)
-            right.semilogx(range(1, 101), 1 - share[1:], linestyle=style, color=colour, label=f"{measure}, ρ = {rho:g}")
-    left.set(xlabel="ρ", ylabel="sharpness", title="rise of the loss, mean of the batches")
-    left.legend()
-    right.set(xlabel="step", ylabel="share of the rise still missing", title="best loss against step", yscale="log")
-    right.axvline(20, color="0.6", linewidth=0.8)
-    right.set_ylim(1e-4, 1)
-    right.legend(fontsize=6, ncols=2)
-    figure.savefig(path, dpi=110)
+    with figure(path, (12, 4.6), 1, 2) as (_, ((left, right),)):
+        for measure in RADII:
+            colour = COLOURS[measure]
+            mine = [r for r in rows if r["measure"] == measure]
+            rhos = sorted({r["rho"] for r in mine})
+            values = np.array([[r["sharpness"] for r in mine if r["rho"] == rho] for rho in rhos])
+            left.loglog(rhos, values.mean(1), marker=MARKERS[measure], color=colour, label=measure)
+            for rho, style in zip(rhos, (":", "-.", "-", "--", (0, (5, 1, 1, 1))), strict=True):
+                curves = [np.array(r["best"]) for r in mine if r["rho"] == rho]
+                share = np.mean([np.pad(c, (0, 101 - len(c)), mode="edge") / c[-1] for c in curves], axis=0)
+                right.semilogx(range(1, 101), 1 - share[1:], linestyle=style, color=colour, label=f"ρ = {rho:g}")
+        left.set(xlabel="ρ", ylabel="sharpness", title="rise of the loss, mean of the batches")
+        left.legend()
+        right.set(xlabel="step", ylabel="share of the rise still missing", title="best loss against step", yscale="log")
+        right.axvline(20, color="0.6", linewidth=0.8)
+        right.set_ylim(1e-4, 1)
+        right.legend(fontsize="xx-small", ncols=3, loc="upper right")
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import sharpness
 from sharpness.measures import measure_with
+from sharpness.plots.look import figure
 
 RADII = {"geodesic-inv": (0.03, 0.1, 0.3, 1.0), "geodesic-mix": (0.006, 0.02, 0.06, 0.2)}
 WAYS = ("first-order", "second-order", "rk4", "exact")
@@ -64,22 +65,17 @@ def products(direction: sharpness.Direction) -> torch.Tensor:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Sharpness relative to the exact one, and the error of the end point, against ρ."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained")
-    for (measure, rhos), pair in zip(RADII.items(), (axes[:2], axes[2:]), strict=True):
-        mine = sorted((r for r in rows if r["measure"] == measure), key=lambda r: r["rho"])
-        for way in WAYS:
-            pair[0].semilogx(rhos, [r["sharpness"][way] / r["sharpness"]["exact"] for r in mine], "o-", label=way)
-            if way != "exact":
-                pair[1].loglog(rhos, [r["endpoint_error"][way] for r in mine], "o-", label=way)
-        pair[0].set(xlabel="ρ", title=f"{measure}: sharpness ÷ exact")
-        pair[1].set(xlabel="ρ", title="error of the end point")
-        pair[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    with figure(path, (11, 7.4), 2, 2) as (_, axes):
+        for (measure, rhos), (left, right) in zip(RADII.items(), axes, strict=True):
+            mine = sorted((r for r in rows if r["measure"] == measure), key=lambda r: r["rho"])
+            for way, marker in zip(WAYS, "osD^", strict=False):
+                ratios = [r["sharpness"][way] / r["sharpness"]["exact"] for r in mine]
+                left.semilogx(rhos, ratios, marker=marker, label=way)
+                if way != "exact":
+                    right.loglog(rhos, [r["endpoint_error"][way] for r in mine], marker=marker, label=way)
+            left.set(xlabel="ρ", title=f"{measure}: sharpness ÷ exact")
+            right.set(xlabel="ρ", title=f"{measure}: error of the end point")
+            left.legend()
 
 
 def main() -> None:

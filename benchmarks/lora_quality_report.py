@@ -13,6 +13,8 @@ import scipy.stats
 from _common import RESULTS
 from lora_quality import METHODS, RATES, best
 
+from sharpness.plots.look import figure
+
 NAMES = {"mnist": "MNIST", "corrupted": "corrupted CIFAR-10", "sst2": "SST-2"}
 
 
@@ -69,19 +71,26 @@ def main() -> None:
 
 def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
     """Test loss against the learning rate, and training curves at each method's best rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     tasks = [t for t in NAMES if (frame.task == t).any()]
-    figure, axes = plt.subplots(2, len(tasks), figsize=(4.2 * len(tasks), 6.4), layout="constrained", squeeze=False)
     colours = dict(zip(METHODS, ("#666666", "#E69F00", "#009E73", "#56B4E9", "#0072B2"), strict=True))
+    markers = dict(zip(METHODS, "xs^Do", strict=True))
+    with figure(path, (4.6 * len(tasks), 8), 2, len(tasks)) as (_, axes):
+        _draw(rows, frame, tasks, colours, markers, axes)
+
+
+def _draw(
+    rows: list[dict[str, Any]],
+    frame: pd.DataFrame,
+    tasks: list[str],
+    colours: dict[str, str],
+    markers: dict[str, str],
+    axes: Any,
+) -> None:
     for column, task in zip(axes.T, tasks, strict=True):
         for method, colour in colours.items():
             grid = frame[(frame.task == task) & (frame["rank"] == 4) & (frame.method == method) & (frame.seed < 2)]
             means = grid.groupby("lr").test_loss.mean()
-            column[0].plot(means.index, means, "o-", color=colour, label=method, markersize=4)
+            column[0].plot(means.index, means, marker=markers[method], color=colour, label=method)
             lr = best(rows, task, method)
             curves = [
                 r["losses"] for r in rows
@@ -93,9 +102,8 @@ def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
         top = frame[(frame.task == task) & frame.test_loss.notna()].test_loss
         column[0].set_ylim(top.min() - 0.03, min(top.max(), 1.6 * top.median()))
         column[1].set(xlabel="step", ylabel="training loss (smoothed)")
-        column[1].legend(fontsize=7, frameon=False)
-    axes[0, 0].legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110)
+        column[1].legend(fontsize="x-small")
+    axes[0, 0].legend(fontsize="x-small")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 import sharpness
 from sharpness import GeodesicSAM
+from sharpness.plots.look import figure
 from sharpness.studies.finetune import set_dropout_
 
 METHODS = {"AdamW": None, "SAM": "euclidean", "ASAM": "adaptive", "GeodesicSAM": "geodesic-inv"}
@@ -89,16 +90,16 @@ def best(rows: list[dict[str, Any]], method: str, noise: float) -> float:
     return float(min(found, key=lambda r: r["test_error"])["rho"])
 
 
-def report(rows: list[dict[str, Any]], figure: Path) -> None:
+def report(rows: list[dict[str, Any]], path: Path) -> None:
     """Tables in Markdown, and error curves."""
-    import matplotlib
+    with figure(path, (5.6 * len(NOISES), 8), 2, len(NOISES)) as (_, grid):
+        _report(rows, grid)
+
+
+def _report(rows: list[dict[str, Any]], grid: Any) -> None:
     import numpy as np
     from lora_quality_report import interval
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    drawn, grid = plt.subplots(2, len(NOISES), figsize=(4.6 * len(NOISES), 6.4), layout="constrained")
     plain = statistics.median(r["seconds"] for r in rows if r["method"] == "AdamW")
     head = ["method", "ρ", "test error", "paired with AdamW", "test loss", *FINAL, "cost"]
     for (above, below), noise in zip(grid.T, NOISES, strict=True):
@@ -124,10 +125,7 @@ def report(rows: list[dict[str, Any]], figure: Path) -> None:
             below.plot(flat, list(errors.values()), "osD^"[i], color=f"C{i}", label=method)
         above.set(xlabel="step", ylabel="training loss, mean of 8 steps", title=f"{noise:.0%} of the labels wrong")
         below.set(xlabel="geodesic-inv sharpness at the end, ρ = 0.05", ylabel="test error in %")
-        for axis in (above, below):
-            axis.spines[["top", "right"]].set_visible(False)
-    grid[0, 0].legend(frameon=False, fontsize=8)
-    drawn.savefig(figure, dpi=110)
+    grid[0, 0].legend()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Figures. Needs the extra ``plot``."""
 
-from .analytic import plot_diagonal, plot_symmetry_demo, plot_toy
+from .analytic import plot_diagonal, plot_orbit, plot_symmetry_demo, plot_toy
 from .look import style
 from .many_models import plot_ablations, plot_study
 from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
@@ -10,6 +10,7 @@ __all__ = [
     "plot_diagonal",
     "plot_layers",
     "plot_model",
+    "plot_orbit",
     "plot_profile",
     "plot_spectra",
     "plot_study",

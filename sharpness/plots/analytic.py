@@ -6,13 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .look import COLOURS, MARKERS, figure
 
 if TYPE_CHECKING:
     from ..profile import Profile
     from ..results import SharpnessResult
 
-__all__ = ["plot_diagonal", "plot_symmetry_demo", "plot_toy"]
+__all__ = ["plot_diagonal", "plot_orbit", "plot_symmetry_demo", "plot_toy"]
 
 
 def plot_symmetry_demo(
@@ -121,5 +123,67 @@ def plot_toy(
         for label, values in sharpness.items():
             if label != "rho":
                 last.loglog(sharpness["rho"], values, "--" if "closed" in label else "-", label=label)
-        last.set(title="geodesic sharpness at the first point", xlabel="ρ")
-        last.legend()
+        last.set(title="sharpness at the first point", xlabel="ρ")
+        last.legend(loc="lower right", fontsize="x-small")
+
+
+def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25) -> Any:
+    r"""Draw why sharpness needs the quotient: the network x ↦ θ₂θ₁x, two of its equivalent points, and balls there.
+
+    The loss is :math:`(θ_1 θ_2 - 1)^2`; points on one hyperbola, an orbit, are one network. A Euclidean ball reaches
+    further over the orbits from one of two equivalent points than from the other; a geodesic ball is the same band of
+    orbits for both, :math:`β e^{\pm\sqrt 2 ρ}` in the inv metric.
+
+    Parameters
+    ----------
+    path : optional
+        Where the figure goes; by default it is returned only.
+    rho : float
+        Radius of the balls.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Notes
+    -----
+    Paper, Figure 1 and §5.1.
+
+    Examples
+    --------
+    >>> drawn = plot_orbit(rho=0.2)
+    """
+    axis = np.linspace(0.02, 3.6, 400)
+    first, second = np.meshgrid(axis, axis)
+    circle = rho * np.stack([np.cos(a := np.linspace(0, 2 * np.pi, 361)), np.sin(a)])
+    points = {"A": (1.0, 1.0), "B": (3.0, 1 / 3)}
+    low, high = np.exp(-(2**0.5) * rho), np.exp(2**0.5 * rho)
+    with figure(path, (11.5, 5.2), 1, 2, gridspec_kw={"width_ratios": [1.15, 1]}) as (drawn, ((plane, line),)):
+        levels = [0, 0.02, 0.1, 0.3, 0.7, 1.4, 2.5, 4, 8]
+        plane.contourf(first, second, (first * second - 1) ** 2, levels=levels, cmap="Greys", extend="max", alpha=0.55)
+        plane.fill_between(axis, low / axis, high / axis, color=COLOURS["geodesic-inv"], alpha=0.3, linewidth=0)
+        plane.plot(axis, 1 / axis, color=COLOURS["geodesic-inv"], linewidth=2.2)
+        offsets = {"A": (30, 44), "B": (-66, 66)}
+        for name, (a, b) in points.items():
+            ball = np.array([[a], [b]]) + circle
+            worst = float(((ball[0] * ball[1] - 1) ** 2).max())
+            plane.plot(*ball, color=COLOURS["euclidean"], linewidth=2.2)
+            plane.plot(a, b, "o", color="black", markersize=7)
+            plane.annotate(
+                f"{name}: worst loss in\nthe circle {worst:.2f}", (a, b), xytext=offsets[name],
+                textcoords="offset points", bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "0.7"},
+                fontsize="small",
+            )  # fmt: skip
+        plane.set(xlim=(0, 3.6), ylim=(0, 2.6), xlabel="θ₁", ylabel="θ₂", title="A and B are the same network")
+        t = np.linspace(-0.75, 0.55, 200)
+        line.axvspan(-rho, rho, color=COLOURS["geodesic-inv"], alpha=0.3, linewidth=0)
+        line.plot(t, (np.exp(2**0.5 * t) - 1) ** 2, color="black")
+        worst = float((high - 1) ** 2)
+        line.plot(rho, worst, "s", color=COLOURS["geodesic-inv"], markersize=9)
+        line.annotate(
+            f"worst loss in the\ngeodesic ball {worst:.2f},\nfor A and for B", (rho, worst), xytext=(-168, 60),
+            textcoords="offset points", arrowprops={"arrowstyle": "-", "color": "0.4"}, fontsize="small",
+        )  # fmt: skip
+        line.plot(0, 0, "o", color="black", markersize=7)
+        line.set(xlabel="distance in the quotient", ylabel="loss", title="The space of networks: one point")
+    return drawn

@@ -137,7 +137,7 @@ def run(
     Parameters
     ----------
     out : Path
-        Folder for ``toy.png`` and ``toy.json``.
+        Folder for ``toy.png``, ``orbit.png`` and ``toy.json``.
     x, y : float
         Input and target.
     size : int
@@ -200,12 +200,13 @@ def run(
         "closed form of the Riemannian Hessian trace there, 4y²": 4 * y**2,
     }
     (out / "toy.json").write_text(json.dumps(result, indent=1) + "\n")
-    from ..plots import plot_toy
+    from ..plots import plot_orbit, plot_toy
 
     shown = {k: v.reshape(size, size).numpy() for k, v in quantities(points, manifolds["GLQuotientInv"]).items()}
     marked = torch.tensor(POINTS, dtype=torch.float64).unsqueeze(-1)
     marks = {k: v.tolist() for k, v in quantities(marked, manifolds["GLQuotientInv"]).items()}
     plot_toy({"theta1": theta1.numpy(), "theta2": theta2.numpy()}, shown, POINTS, marks, measured, out / "toy.png")
+    plot_orbit(out / "orbit.png")
     print(f"{'relative variation along an orbit':<36}" + "".join(f"{name:>18}" for name in manifolds))
     for q in next(iter(variation.values())):
         print(f"{q:<36}" + "".join(f"{variation[name][q]:>18.1e}" for name in manifolds))
@@ -215,5 +216,5 @@ def run(
             print(f"{label:<36}" + "".join(f"{v:>12.6f}" for v in values))
     trace = at_minimum["Riemannian Hessian trace"]
     print(f"\nRiemannian Hessian trace at the minimum: {trace:.6f} = 4y², not 0")
-    print(f"\n{out}/toy.png and toy.json hold the figure and the numbers")
+    print(f"\n{out}/toy.png, orbit.png and toy.json hold the figures and the numbers")
     return result
