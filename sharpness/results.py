@@ -272,6 +272,20 @@ class SharpnessResult:
         """ρ/σ_h."""
         return rho * self.how.metric_scale**-0.5 / self.weakest if self.weakest else None
 
+    def to_dataframe(self) -> Any:
+        """Give a pandas DataFrame with a row a batch and radius; columns are the fields of :class:`BatchResult`.
+
+        Raises
+        ------
+        ImportError
+            Without pandas, with the extra to install.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("to_dataframe needs pandas: pip install 'quotient-manifolds[plot]'") from error
+        return pd.DataFrame([{"measure": self.measure, **row} for row in self.to_dict()["batches"]])
+
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all."""
         write_json(path, self.to_dict())

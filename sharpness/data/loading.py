@@ -75,7 +75,9 @@ def load_examples(
 
     Returns
     -------
+
     Examples
+    --------
 
     Raises
     ------

@@ -91,7 +91,7 @@ def euclidean_gradient_norm(f: Loss, x: Tensor) -> Tensor:
 
 
 def euclidean_hessian_trace(f: Loss, x: Tensor) -> Tensor:
-    """tr ∇²f at points (…, 2, 1) → (…)."""
+    """Tr ∇²f at points (…, 2, 1) → (…)."""
     H = torch.func.vmap(torch.func.hessian(f))(x).reshape(-1, 2, 2)
     return H.diagonal(dim1=-2, dim2=-1).sum(-1)
 

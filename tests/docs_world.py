@@ -1,0 +1,109 @@
+"""What the code in README and docs expects to find: the files it names, and the names it takes for granted."""
+
+import io
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .networks import bert, shake
+
+ROOT = Path(__file__).parent.parent
+WORDS = ["good", "bad", "fine", "poor", "great", "weak", "film", "plot", "a", "the", "was", "is"]
+
+
+def _rows(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(" ".join(rng.choice(WORDS, 6)), int(rng.integers(2))) for _ in range(count)]
+
+
+def _table(path, count, header="sentence\tlabel\n"):
+    path.write_text(header + "".join(f"{text}\t{label}\n" for text, label in _rows(count)))
+
+
+def _bert(folder):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from sharpness.studies.text import wordpiece
+
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=60,
+        max_position_embeddings=32, num_labels=2,
+    )  # fmt: skip
+    shake(BertForSequenceClassification(config)).save_pretrained(folder)
+    wordpiece([text for text, _ in _rows(200)], 60, length=32).save_pretrained(folder)
+
+
+def _vit(folder):
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=8,
+                       patch_size=4, num_labels=2)  # fmt: skip
+    shake(ViTForImageClassification(config)).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
+
+
+def _images(path):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    with zipfile.ZipFile(path, "w") as archive:
+        for part in ("train", "images/train"):
+            for name in ("cat", "dog"):
+                for i in range(6):
+                    out = io.BytesIO()
+                    Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(out, "png")
+                    archive.writestr(f"{part}/{name}/{i}.png", out.getvalue())
+
+
+def build(folder):
+    """Make every file that a page names."""
+    (folder / "path" / "to").mkdir(parents=True)
+    _bert(folder / "path/to/bert")
+    _vit(folder / "path/to/vit")
+    _table(folder / "data.tsv", 12, header="")
+    _table(folder / "dev.tsv", 40)
+    _table(folder / "train.tsv", 60)
+    rows = "".join(f"{text}\t{text}\t{('entailment', 'neutral')[label]}\n" for text, label in _rows(20))
+    (folder / "pairs.tsv").write_text("premise\thypothesis\tgold\n" + rows)
+    _images(folder / "images.zip")
+    for name in ("soups/model_0.pt", "train/cat/0.png", "test/cat/0.png", "individual_results.jsonl", "accuracies.csv"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    shutil.copy(ROOT / "tests" / "networks.py", folder / "networks.py")
+    (folder / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))\n"
+        "def batches():\n    return [(torch.randn(8, 4, 4), torch.randint(3, (8,)))]\n"
+    )
+    import json
+
+    for name in ("one", "two", "three"):
+        shutil.copytree(folder / "path/to/bert", folder / "berts" / name)
+    data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32}
+    sweep = {"checkpoints": "berts/*", "data": data, "test": data, "measures": ["adaptive"], "rho": [0.1, 0.2],
+             "steps": 2}  # fmt: skip
+    (folder / "sweep.json").write_text(json.dumps(sweep))
+
+
+def taken_for_granted(page):
+    """Names that a page uses without a definition, because its reader has them."""
+    if page in ("README.md", "docs/guides/optim.md"):
+        import peft
+
+        base = bert()
+        lora = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["query"]))
+        return {"model": lora, "base": base, "peft": peft} if page.endswith("optim.md") else {}
+    if page in ("docs/guides/symmetries.md", "docs/guides/sharpness.md", "docs/guides/sam.md"):
+        from . import networks
+
+        class MyAttention(torch.nn.Module):
+            """Named by the page."""
+
+        model, batch = networks.vit(), networks.images()
+        known = {"model": model, "batch": batch, "batches": [batch], "loader": [batch], "torch": torch}
+        known["loss_fn"] = lambda m, b: torch.nn.functional.cross_entropy(m(b[0]).logits, b[1])
+        return {**known, "MyAttention": MyAttention}
+    return {}

@@ -1,0 +1,177 @@
+"""Every block of code in README and docs is run, page by page; what a page says is printed is printed."""
+
+import doctest
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from sharpness import cli
+
+from . import docs_world
+
+ROOT = docs_world.ROOT
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+FENCE = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)\s*$", re.MULTILINE | re.DOTALL)
+#: Directives of Sphinx that hold no code.
+NO_CODE = {"{toctree}", "{include}", "{csv-table}"}
+#: What makes a command too long for a test, and what is run in its place.
+SHORTER = [
+    ("--models 24", "--models 4 --epochs 1 1"),
+    ("--nproc-per-node 2", "--nproc-per-node 1"),
+    ("--examples 2048", "--examples 8"),
+    ("--examples 512", "--examples 32"),
+]
+SETTINGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def blocks(page):
+    for found in FENCE.finditer(page.read_text()):
+        language, _, options = found["info"].strip().partition(" ")
+        if language not in NO_CODE:
+            line = page.read_text()[: found.start()].count("\n") + 2
+            yield language, options, found["body"], line
+
+
+def with_code():
+    return [p for p in PAGES if any(True for _ in blocks(p))]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world") / "world"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    docs_world.build(folder)
+    torch.set_default_dtype(before)
+    return folder
+
+
+def shell(body, run):
+    """Run a shell block line by line; what cannot be run here is looked at instead."""
+    for line in body.replace("\\\n", " ").splitlines():
+        words = shlex.split(os.path.expandvars(line), comments=True)
+        if not words:
+            continue
+        for long, short in SHORTER:
+            words = shlex.split(shlex.join(words).replace(long, short))
+        if words[0] == "sharpness":
+            assert run(words[1:]) == 0, line
+        elif words[0] == "torchrun":
+            command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *words[1:]]
+            subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        elif words[0] == "make":
+            subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
+        elif words[:2] == ["pip", "install"]:  # installs nothing: the extras must exist
+            extras = re.search(r"\[(.*)\]", words[2])
+            known = re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+            assert set(extras[1].split(",") if extras else []) <= set(known), line
+        else:
+            raise AssertionError(f"nobody runs {line!r}")
+
+
+def yaml_entries(body, folder):
+    import yaml
+
+    from sharpness.sweep import read_config
+
+    base = {"checkpoints": "berts/*", "data": "dev.tsv"}
+    (folder / "page.yaml").write_text(yaml.safe_dump({**base, **yaml.safe_load(body)}))
+    read_config(folder / "page.yaml")
+
+
+@pytest.mark.parametrize("page", with_code(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_code_of_a_page_runs(page, world, tmp_path, monkeypatch, capsys):
+    name = str(page.relative_to(ROOT))
+    folder = tmp_path / "world"
+    shutil.copytree(world, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    sys.modules.pop("mine", None)
+    torch.set_default_dtype(torch.float32)
+    warnings.simplefilter("ignore")
+    namespace, printed = {"__name__": "page", **docs_world.taken_for_granted(name)}, None
+    for language, options, body, line in blocks(page):
+        where = f"{name}:{line}"
+        if language == "{code-block}":  # a file
+            caption = re.search(r"^:caption: (\S+)\n\n", body, re.MULTILINE)
+            Path(caption[1]).write_text(body[caption.end() :])
+        elif language == "python":
+            capsys.readouterr()
+            exec(compile("\n" * (line - 1) + body, str(page), "exec"), namespace)
+            printed = capsys.readouterr().out
+        elif language in ("sh", "bash"):
+            capsys.readouterr()
+            shell(body, cli.main)
+            printed = capsys.readouterr().out
+        elif language == "yaml":
+            yaml_entries(body, folder)
+        elif language == "text":
+            assert printed is not None, f"{where}: output of nothing"
+            shown = doctest.OutputChecker().check_output(body, printed, SETTINGS)
+            assert shown, f"{where} shows\n{body}\nbut the code prints\n{printed}"
+        else:
+            raise AssertionError(f"{where}: a block in {language or 'no language'!r}, which nobody runs {options}")
+
+
+def test_every_figure_names_its_command():
+    """In the same section as every picture there is the command that draws it."""
+    command = re.compile(r"`+(?:sharpness|make|python benchmarks/\w+\.py)\b")
+    for page in PAGES:
+        for section in re.split(r"^#{1,2} ", page.read_text(), flags=re.MULTILINE):
+            for picture in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", section):
+                if picture.startswith("http"):
+                    continue
+                assert (page.parent / picture).is_file(), f"{page}: {picture} is missing"
+                text = section if command.search(section) else page.read_text().partition("\n## ")[0]
+                assert command.search(text), f"{page}: what draws {picture}?"
+
+
+def test_commands_that_pages_name_exist():
+    """Scripts, and options of ours, that are named in passing."""
+    for page in PAGES:
+        for script in re.findall(r"python (benchmarks/\w+\.py|examples/\w+\.py)", page.read_text()):
+            assert (ROOT / script).is_file(), f"{page} names {script}"
+        for target in re.findall(r"`make ([\w-]+)", page.read_text()):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+                f"{page} names make {target}"
+            )
+
+
+def test_links_between_pages():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page} links to {link}"
+
+
+def test_badges_are_true():
+    readme, setup = (ROOT / "README.md").read_text(), (ROOT / "setup.cfg").read_text()
+    python = re.search(r"python_requires = >=(\S+)", setup)[1]
+    assert f"![Python {python} or later](https://img.shields.io/badge/python-%E2%89%A5%20{python}-blue)" in readme
+    licence = re.search(r"^license = (\S+)", setup, re.MULTILINE)[1]
+    assert f"![License {licence}](https://img.shields.io/badge/license-{licence.replace('-', '--')}-blue)" in readme
+    required = re.search(r"--cov-fail-under=(\d+)", (ROOT / "Makefile").read_text())[1]
+    assert f"![Coverage at least {required} %]" in readme
+
+
+def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
+    for text in ("```python\n1 / 0\n```\n", "```python\nprint(1)\n```\n\n```text\n2\n```\n", "```\nx\n```\n",
+                 "```sh\nsharpness nothing\n```\n", "```sh\nrm x\n```\n"):  # fmt: skip
+        page = ROOT / "docs" / "wrong.md"
+
+        class Page(type(page)):
+            def read_text(self, text=text):
+                return text
+
+        with pytest.raises((AssertionError, ZeroDivisionError, SystemExit)):
+            test_the_code_of_a_page_runs(Page(page), world, tmp_path / str(abs(hash(text))), monkeypatch, capsys)
