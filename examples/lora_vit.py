@@ -23,7 +23,8 @@ from sharpness.studies.demo import digits, train, vision_transformer
 def adapted(base: nn.Module, condition: float) -> nn.Module:
     """Give the model a fresh adapter (B = 0); A is replaced by M⁻¹ A with M of a condition number."""
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
+    targets = ["q_proj", "v_proj", "query", "value"]  # the latter two before transformers 5.9
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, modules_to_save=["classifier"])
     model: nn.Module = peft.get_peft_model(copy.deepcopy(base), config)
     for pair in adapter_pairs(model):
         B, At = pair.gather().detach().split([pair.n, pair.m])

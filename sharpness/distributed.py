@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -88,6 +89,8 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
     try:
         yield dist.group.WORLD
     finally:
+        # Older torch (2.6) joins gloo's threads with the GIL held: for ever, if one still frees the last gather.
+        time.sleep(0.1)
         dist.destroy_process_group()
 
 

@@ -64,8 +64,7 @@ TRANSFORMERS = {
     "gpt2-cross": hf("GPT2Model", "GPT2Config", {**IDS, **MEMORY},
                      n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=32, add_cross_attention=True),
     "bloom": hf("BloomModel", "BloomConfig", IDS, hidden_size=16, n_layer=2, n_head=2, vocab_size=20),
-    "gpt_neox": hf("GPTNeoXModel", "GPTNeoXConfig", IDS, **TEXT, rope_parameters={
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    "gpt_neox": hf("GPTNeoXModel", "GPTNeoXConfig", IDS, **TEXT, rotary_pct=0.5),
     "gptj": hf("GPTJModel", "GPTJConfig", IDS, n_embd=16, n_layer=2, n_head=2, vocab_size=20, n_positions=32,
                rotary_dim=4),
     "llama": hf("LlamaModel", "LlamaConfig", IDS, **LLAMA, attention_bias=True),

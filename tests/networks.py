@@ -23,6 +23,19 @@ def vit(layers=2, hidden=16, heads=2, **options):
     return shake(ViTForImageClassification(config).to(torch.get_default_dtype()))
 
 
+def vit_layers(model):
+    """The layers of a ViT, whatever transformers calls them."""
+    return model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer  # before 5.9
+
+
+def projections(attention):
+    """Queries', keys', values' and output projection of a ViT's attention layer."""
+    if hasattr(attention, "q_proj"):
+        return [getattr(attention, f"{c}_proj") for c in "qkvo"]
+    inner = attention.attention  # before transformers 5.9
+    return [inner.query, inner.key, inner.value, attention.output.dense]
+
+
 def bert(layers=2, hidden=16, heads=2, **options):
     from transformers import BertConfig, BertForSequenceClassification
 

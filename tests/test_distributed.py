@@ -88,6 +88,7 @@ def test_nothing_is_communicated_without_a_group(tmp_path):
             dist.all_gather_object = real
         assert plain.value == shared.value
     finally:
+        time.sleep(0.1)  # as in torchrun
         dist.destroy_process_group()
 
 

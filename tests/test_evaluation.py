@@ -283,7 +283,7 @@ def test_the_model_is_as_before_on_every_way_out(measure, at, error):
     model, batch = networks.vit(hidden_dropout_prob=0.3), networks.images()
     F.cross_entropy(model(batch[0]).logits, batch[1]).backward()
     model.train()
-    model.vit.layers[0].eval()
+    networks.vit_layers(model)[0].eval()
     model.classifier.bias.requires_grad_(False)
     model.register_buffer("counter", torch.zeros(1))
     before = snapshot(model)
@@ -301,7 +301,7 @@ def test_the_measured_weights_are_really_moved():
     seen = set()
 
     def loss(model, batch):
-        seen.add(model.vit.layers[0].attention.q_proj.weight.detach().sum().item())
+        seen.add(networks.projections(networks.vit_layers(model)[0].attention)[0].weight.detach().sum().item())
         return F.cross_entropy(model(batch[0]).logits, batch[1])
 
     sharpness.evaluate(model, [batch], loss, measure="geodesic-inv", rho=0.1, steps=4)
@@ -563,9 +563,9 @@ def test_dead_units_of_a_head_count_as_absent(measure):
     batch = networks.images()
     model = networks.train(networks.vit(), batch)
     with torch.no_grad():
-        attention = model.vit.layers[0].attention
-        attention.k_proj.weight[3] = 0
-        attention.k_proj.bias[3] = 0
+        keys = networks.projections(networks.vit_layers(model)[0].attention)[1]
+        keys.weight[3] = 0
+        keys.bias[3] = 0
     twin = copy.deepcopy(model)
     for s in stacks(find(twin)):
         A = torch.eye(8) + 0.3 * torch.randn(len(s), 8, 8)
@@ -638,7 +638,7 @@ def test_perturbed_follows_the_geodesic_of_a_frozen_model_and_of_a_copy():
 @pytest.mark.filterwarnings("ignore")
 def test_computed_weights_count_without_symmetry():
     model, batch = networks.vit(), networks.images()
-    prune.random_unstructured(model.vit.layers[0].attention.q_proj, "weight", amount=0.2)
+    prune.random_unstructured(networks.projections(networks.vit_layers(model)[0].attention)[0], "weight", amount=0.2)
     reasons = [p.reason for p in find(model) if p.group is None]
     assert reasons == ["weight of Linear is computed, not a parameter"] * 2
     assert sharpness.evaluate(model, [batch], rho=0.1, steps=2).value > 0

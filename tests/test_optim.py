@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import time
 
 import peft
 import peft.optimizers
@@ -111,6 +112,8 @@ def test_equivalent_starts_train_alike(kind, metric, second, full_rank):
 
 @pytest.mark.parametrize("name", ["AdamW", "peft"])
 def test_other_optimisers_do_not(name):
+    if name == "peft" and not hasattr(peft.optimizers, "create_riemannian_optimizer"):
+        pytest.skip("this peft has no Riemannian optimiser")
     one = lora()
     two = moved(one)
     for model in (one, two):
@@ -477,6 +480,7 @@ def test_ddp(tmp_path):
         wrapped = nn.parallel.DistributedDataParallel(model)
         train(wrapped, create_quotient_lora_optimizer(wrapped, lr=1e-2), 5)
     finally:
+        time.sleep(0.1)  # as in sharpness.distributed.torchrun
         torch.distributed.destroy_process_group()
     train(alone, optimizer_of(alone, "adam"), 5)
     assert apart(alone, model) < 1e-12
@@ -705,7 +709,7 @@ def test_groups_of_the_lora_optimiser():
     model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1", "2"]))
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["0"]))
     for name, p in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:  # a second adapter freezes these too before peft 0.21
             p.requires_grad_(True)
     optimizer = create_quotient_lora_optimizer(
         model, lr=1e-3, weight_decay=0.1, other_params_lr=1e-4, adapter_names=["default"]

@@ -34,7 +34,7 @@ def _four(module: Any, letters: str) -> dict[str, Any]:
 ))  # fmt: skip
 def bert(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``.self.{query,key,value}`` and the sibling ``.output.dense``."""
-    inner = module.self
+    inner = module.self if hasattr(module, "self") else module.attention  # the latter: ViT's before transformers 5.9
     q, k, v, o = map(Projection, (inner.query, inner.key, inner.value, module.output.dense))
     return attention_pairs(name, heads=inner.num_attention_heads, q=q, k=k, v=v, o=o)
 
@@ -99,7 +99,9 @@ def bart(module: Any, name: str) -> Iterator[SymmetricPair]:
 @register(*_classes("vit.ViTAttention", "deit.DeiTAttention", "dinov2.Dinov2Attention", "beit.BeitAttention",
                     "swin.SwinAttention"))  # fmt: skip
 def vit(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``{q,k,v,o}_proj``."""
+    """``{q,k,v,o}_proj``; before transformers 5.9 (DINOv2: 5.18) as BERT."""
+    if not hasattr(module, "q_proj"):
+        return bert(module, name)
     return attention_pairs(name, heads=module.num_attention_heads, **_four(module, "{}_proj"))
 
 

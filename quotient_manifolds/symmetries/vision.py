@@ -36,7 +36,7 @@ def open_clip_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
 @register("timm.layers.attention.Attention")
 def timm_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``qkv`` rows [q; k; v], ``proj``; norms and a gate as options."""
-    q, k, v = _packed(module.qkv, "weight", "bias", module.attn_dim)
+    q, k, v = _packed(module.qkv, "weight", "bias", module.num_heads * module.head_dim)
     normalised = not isinstance(module.q_norm, nn.Identity)
     inner = not isinstance(module.norm, nn.Identity)
     gated = getattr(module, "gate", None) is not None
