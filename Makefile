@@ -2,30 +2,54 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 # One thread a test process: two processes share the machine.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
-.PHONY: demo test lint types docs clean
+.PHONY: help demo test coverage test-oldest lint types docs figures bench wheel clean
 
-demo: $(VENV)/.demo
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 14
+
+demo: $(VENV)/.demo  ## train a vision transformer on digits, measure its sharpness, draw the picture (under two minutes)
 	$(BIN)/sharpness demo $(ARGS)
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
 	$(PYTEST) $(ARGS)
 
-lint: $(VENV)/.dev
+coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
+	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
+
+test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers and the rest
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist loadgroup $(ARGS)
+
+lint: $(VENV)/.dev  ## check style, docstrings, and which file may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev  ## check the types
 	$(BIN)/mypy
 
-docs: $(VENV)/.dev
-	$(BIN)/sphinx-build -W -b html docs docs/_build
+docs: $(VENV)/.dev  ## build the documentation into docs/_build; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
 
-clean:
-	rm -rf $(VENV) docs/_build build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+figures: $(VENV)/.dev  ## draw the figures of the documentation again from the recorded results
+	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/generalization.py report
+
+bench: $(VENV)/.dev  ## run the benchmarks that need no data (about half an hour); the others name theirs with --help
+	for name in projection geodesic_cost iteration_cost sam_cost lora_cost memory; do \
+		$(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+
+wheel: $(BIN)/uv  ## build a wheel and try it in an empty environment with the core dependencies only
+	rm -rf build/wheel && $(BIN)/uv build --quiet --wheel --out-dir build/wheel
+	$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel/venv
+	$(BIN)/uv pip install --quiet --python build/wheel/venv/bin/python build/wheel/*.whl
+	cd build/wheel && venv/bin/python -W ignore ../../tests/core_only.py
+
+clean:  ## remove everything that the targets made
+	rm -rf $(VENV) $(OLDEST) docs/_build build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # uv installs in seconds what takes pip minutes.
 $(BIN)/uv:
@@ -39,3 +63,9 @@ $(VENV)/.demo: $(BIN)/uv setup.cfg pyproject.toml
 $(VENV)/.dev: $(BIN)/uv setup.cfg pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(OLDEST)/.done: $(BIN)/uv setup.cfg pyproject.toml tests/oldest.txt
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --constraint tests/oldest.txt \
+		--editable '.[test,transformers,clip,timm,lora,images,sweep,studies,demo]'
+	touch $@

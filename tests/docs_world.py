@@ -64,7 +64,7 @@ def build(folder):
     _bert(folder / "path/to/bert")
     _vit(folder / "path/to/vit")
     _table(folder / "data.tsv", 12, header="")
-    _table(folder / "dev.tsv", 40)
+    _table(folder / "dev.tsv", 80)
     _table(folder / "train.tsv", 60)
     rows = "".join(f"{text}\t{text}\t{('entailment', 'neutral')[label]}\n" for text, label in _rows(20))
     (folder / "pairs.tsv").write_text("premise\thypothesis\tgold\n" + rows)
