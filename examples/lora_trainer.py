@@ -18,6 +18,7 @@ from quotient_manifolds.optim import create_quotient_lora_optimizer
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Run the example; give what ``Trainer.evaluate`` does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=5e-3)

@@ -44,6 +44,7 @@ def adapt(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Tensor]]:
+    """Run the example; give the test logits of the two runs, by optimiser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-epochs", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=10)

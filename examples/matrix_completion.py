@@ -21,7 +21,7 @@ N, M, RANK = 60, 40, 4
 
 
 def complete(quotient: bool, adam: bool, imbalance: float, lr: float, steps: int) -> float:
-    """Relative error on the unknown entries."""
+    """Complete the matrix; give the relative error on the unknown entries."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(N, RANK, generator=generator) @ torch.randn(RANK, M, generator=generator)
     known = torch.rand(N, M, generator=generator) < 0.4
@@ -42,6 +42,7 @@ def complete(quotient: bool, adam: bool, imbalance: float, lr: float, steps: int
 
 
 def main(arguments: list[str] | None = None) -> dict[tuple[str, str, float], float]:
+    """Run the example; give the error by optimiser, manifold and imbalance, each at its best learning rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args(arguments)

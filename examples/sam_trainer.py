@@ -23,6 +23,7 @@ class SAMTrainer(Trainer):
     """Trainer whose optimiser is a GeodesicSAM; for gradient accumulation see ``GeodesicSAM.perturbed``."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
+        """Take the gradients at the weights, then those at the perturbed weights."""
         loss = super().training_step(model, inputs, *rest)
         with self.optimizer.optimizer.perturbed(zero_grad=True):  # accelerate wraps the optimiser
             super().training_step(model, inputs, *rest)
@@ -30,6 +31,7 @@ class SAMTrainer(Trainer):
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Run the example; give what ``Trainer.evaluate`` does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=2e-3)

@@ -10,7 +10,7 @@ __all__ = ["accuracy", "sentences"]
 
 
 def sentences(count: int, seed: int) -> list[dict[str, Any]]:
-    """Sixteen of 40 words a sentence; of the lower 20 in one class, of the upper 20 in the other come three in four."""
+    """Draw sentences of 16 of 40 words, three in four from the lower 20 in one class and the upper 20 in the other."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (count,), generator=generator)
     common = torch.rand(count, 16, generator=generator) < 0.75
@@ -20,5 +20,5 @@ def sentences(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Share of right answers."""
+    """Compute the share of right answers."""
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}

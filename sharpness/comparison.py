@@ -23,7 +23,7 @@ from .measures import MEASURES
 from .rows import BASELINES, Row, targets
 from .statistics import Correlation, kendall, kendall_difference, partial_kendall
 
-__all__ = ["Curves", "Ranking", "compare", "formatted", "label"]
+__all__ = ["Ranking", "compare", "formatted"]
 
 _Array = npt.NDArray[np.float64]
 
@@ -40,6 +40,7 @@ class Ranking:
         ``"ρ"`` (a radius of the sweep), ``"paper"`` (the measure's default radius), ``"best"`` (the radius of largest
         abs(τ), which flatters it), ``"equal rise"``, or ``"–"`` for what has no radius.
     rho : float or None
+        Radius.
     rise : float or None
         Median over models of the sharpness, a rise of the loss.
     tau : Correlation
@@ -49,8 +50,19 @@ class Ranking:
     difference : Correlation or None
         At equal rise: τ minus that of the adaptive measure, with a paired bootstrap interval.
     models : tuple of str
+        Those with both the quantity and the target.
     values : tuple of float
-        By model.
+        The quantity, one a model.
+
+    Examples
+    --------
+    >>> rows = [
+    ...     {"checkpoint": name, "kind": "fit", "train_loss": loss, "train_error": 0.0, "test_error": error}
+    ...     for name, loss, error in (("a", 0.1, 0.02), ("b", 0.3, 0.05), ("c", 0.2, 0.04))
+    ... ]
+    >>> found = compare(rows)[0]
+    >>> found.quantity, found.models, found.values, found.tau.value
+    ('train_loss', ('a', 'b', 'c'), (0.1, 0.3, 0.2), 1.0)
     """
 
     quantity: str
@@ -65,7 +77,7 @@ class Ranking:
 
 
 def label(measure: str, ablation: Mapping[str, Any]) -> str:
-    """Name of a measure with its switches."""
+    """Name a measure with its switches."""
     return ", ".join(
         [measure, *(f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())]
     )
@@ -96,7 +108,7 @@ class Curves:
         self.values: _Array = np.array([[table[m][r] for r in radii] for m in self.models])
 
     def among(self, models: Collection[str]) -> Curves:
-        """The curves of some models."""
+        """Take the curves of some models."""
         found = copy.copy(self)
         keep = [i for i, m in enumerate(self.models) if m in models]
         found.models, found.values = tuple(self.models[i] for i in keep), self.values[keep]
@@ -114,7 +126,7 @@ class Curves:
         return found
 
     def at_rise(self, rise: float) -> tuple[float, _Array]:
-        """Radius of a given median rise, and every model's sharpness there, linear in log–log between radii."""
+        """Find the radius of a given median rise, and every model's sharpness there, linear in log–log."""
         tiny = np.finfo(float).tiny
         x, y = np.log(self.rho), np.log(np.maximum(self.values, tiny))
 
@@ -142,7 +154,7 @@ def curves(rows: Sequence[Row], *, ablations: bool = True) -> list[Curves]:
 
 
 def common_rises(found: Iterable[Curves], count: int = 3) -> list[float]:
-    """Median rises of the loss that all measures reach, from small to large; none if there is no such range."""
+    """Choose median rises of the loss that all measures reach, from small to large; none if there are none."""
     found = [c for c in found if len(c.rho) > 1]
     if len(found) < 2:
         return []
@@ -160,20 +172,41 @@ def compare(
     rows : sequence of mapping
         Of a sweep, see :func:`sharpness.rows.read_results`.
     target : {"gap", "loss-gap", "test-error", "test-loss"}
-    resamples, seed
-        Of the bootstrap over models.
+        See :func:`sharpness.rows.targets`.
+    resamples, seed : int
+        Of the bootstrap over models, see :func:`sharpness.statistics.kendall`.
     every_radius : bool
-        Rows for the single radii of the sweep too, not only for those that were chosen.
+        Every measure at all radii of the sweep too, not only at those that were chosen; ablations always are.
 
     Returns
     -------
     list of Ranking
-        Baselines; measures at their radii, at the paper's, at their best, at equal rise; ablations at their radii.
+        Baselines; measures without a radius; measures at their radii, at the paper's and at their best; all of them at
+        equal rise; ablations at their radii.
 
     Raises
     ------
     ValueError
-        Fewer than three models with a target.
+        Fewer than three models with a target, or an unknown target.
+
+    Notes
+    -----
+    At equal rise, radii are interpolated so that the median over models of the sharpness is the same for all measures,
+    at three values that all of them reach; only models with every measure at every radius count there. The paper
+    compares measures at a radius each.
+
+    Examples
+    --------
+    >>> gap = {"a": 0.02, "b": 0.05, "c": 0.04, "d": 0.09}
+    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": g} for m, g in gap.items()]
+    >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> rows += [{**of, "checkpoint": m, "rho": r, "sharpness": g * r**2} for m, g in gap.items() for r in (0.5, 1.0)]
+    >>> for found in compare(rows)[1:]:  # the first is the training error
+    ...     print(found.quantity, found.choice, found.rho, found.tau.value)
+    adaptive ρ 0.5 1.0
+    adaptive ρ 1.0 1.0
+    adaptive paper 0.5 1.0
+    adaptive best 0.5 1.0
     """
     goal = targets(rows, target)
     if len(goal) < 3:
@@ -276,17 +309,34 @@ def _cells(row: Ranking) -> list[str]:
 
 
 def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
-    """Give a table.
+    """Format rankings as a table.
 
     Parameters
     ----------
     found : sequence of Ranking
+        One a line.
     style : {"markdown", "latex", "csv"}
+        LaTeX's rules are those of booktabs.
+
+    Returns
+    -------
+    str
+        The table, with a head, and a line break at the end.
 
     Raises
     ------
     ValueError
         Any other style.
+
+    Examples
+    --------
+    >>> rows = [
+    ...     {"checkpoint": name, "kind": "fit", "train_loss": loss, "train_error": 0.0, "test_error": error}
+    ...     for name, loss, error in (("a", 0.1, 0.02), ("b", 0.3, 0.05), ("c", 0.2, 0.04))
+    ... ]
+    >>> print(formatted(compare(rows)[:1], "csv"))
+    quantity,radius,ρ,median rise,models,τ,95 % interval,p,τ given train loss,p,τ − adaptive
+    train loss,–,,,3,+1.00,"[+1.00, +1.00]",0.33,,,
     """
     lines = [list(_HEAD), *(_cells(row) for row in found)]
     if style == "csv":

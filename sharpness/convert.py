@@ -40,10 +40,29 @@ numpy.savez(sys.argv[2], **{name: reader.get_tensor(name) for name, kind in type
 def read_tensorflow(prefix: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
     """Read all floating-point variables of a TensorFlow checkpoint by name, through tensorflow's own reader.
 
+    Parameters
+    ----------
+    prefix
+        ``…/model.ckpt-N``, beside which are ``.index`` and ``.data-…``.
+
+    Returns
+    -------
+    dict of str to array
+        By the names that TensorFlow gave them.
+
     Raises
     ------
     FileNotFoundError, ImportError, ValueError
         No such checkpoint; tensorflow is not installed; a checkpoint that it cannot read.
+
+    Notes
+    -----
+    Needs the extra ``convert``. A process of its own reads the checkpoint.
+
+    Examples
+    --------
+    >>> read_tensorflow("bert_0/model.ckpt-36815")["output_weights"].shape  # doctest: +SKIP
+    (3, 768)
     """
     prefix = Path(prefix)
     if not prefix.with_name(prefix.name + ".index").is_file():
@@ -63,7 +82,7 @@ def read_tensorflow(prefix: str | os.PathLike[str]) -> dict[str, np.ndarray[Any,
 
 
 def _prefix(checkpoint: Path) -> Path:
-    """The last checkpoint of a folder, or the prefix itself, also if one of its files was named."""
+    """Find the last checkpoint of a folder, or the prefix itself, also if one of its files was named."""
     if checkpoint.is_dir():
         found = [p.with_suffix("") for p in checkpoint.glob("*.ckpt*.index")]
         if not found:
@@ -73,7 +92,7 @@ def _prefix(checkpoint: Path) -> Path:
 
 
 def _name(variable: str) -> str:
-    """Transformers' name of one of Google's."""
+    """Translate a name of Google's to transformers'."""
     if variable == "output_weights":
         return "classifier.weight"
     if variable == "output_bias":
@@ -123,6 +142,16 @@ def bert_from_tensorflow(
     ------
     ValueError, OSError, ImportError
         One sentence: files that are missing, weights that do not fit the configuration, tensorflow not installed.
+
+    Notes
+    -----
+    Needs the extra ``convert``. For checkpoints such as the BERTs fine-tuned on MNLI of McCoy et al., *BERTs of a
+    feather*, 2020, some of which the paper measures.
+
+    Examples
+    --------
+    >>> bert_from_tensorflow("bert_0", "converted/bert_00", vocab="uncased/vocab.txt")  # doctest: +SKIP
+    PosixPath('converted/bert_00')
     """
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 

@@ -41,13 +41,46 @@ TARGETS = {
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
-    """Write one JSON line a row; the file is replaced as a whole or not at all."""
+    """Write one JSON line a row; the file is replaced as a whole or not at all.
+
+    Parameters
+    ----------
+    path
+        File.
+    rows : iterable of mapping
+        As :func:`sharpness.sweep.read_rows` gives them.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     write_rows(f"{place}/results.jsonl", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
+    ...     print(pathlib.Path(place, "results.jsonl").read_text())
+    {"checkpoint": "a", "kind": "fit", "train_loss": 0.25}
+    """
     text = "".join(json.dumps(row) + "\n" for row in rows)
     write_whole(path, lambda own: own.write_text(text, encoding="utf-8", newline=""))
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
-    """Write what :func:`sharpness.comparison.compare` and the figures need as a table, eight digits a number."""
+    """Write what :func:`sharpness.comparison.compare` and the figures need as a table, eight digits a number.
+
+    Parameters
+    ----------
+    path
+        File; it is replaced as a whole or not at all.
+    rows : iterable of mapping
+        As :func:`sharpness.sweep.read_rows` gives them.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     write_csv(f"{place}/results.csv", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
+    ...     print(pathlib.Path(place, "results.csv").read_text())
+    checkpoint,kind,measure,ablation,rho,sharpness,...,train_loss,...
+    a,fit,,,,,,,,,,0.25,,,,,,,
+    """
     stream = io.StringIO(newline="")
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -68,12 +101,25 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Parameters
     ----------
     path
-        The folder of the sweep, its ``results.jsonl``, or a table written by :func:`write_csv`.
+        The folder of the sweep, its ``results.jsonl``, or a table written by :func:`write_csv` (``.csv``).
+
+    Returns
+    -------
+    list of dict
+        The rows, in the order of the file.
 
     Raises
     ------
     ValueError, OSError
         No such file, or one that holds something else.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     write_rows(f"{place}/results.jsonl", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
+    ...     read_results(place)
+    [{'checkpoint': 'a', 'kind': 'fit', 'train_loss': 0.25}]
     """
     path = Path(path)
     if path.is_dir() and not (path / "results.jsonl").is_file() and (path / "units").is_dir():
@@ -107,13 +153,29 @@ def _number(column: str, text: str) -> Any:
 
 
 def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
-    """What is to be predicted, by checkpoint; checkpoints without it are left out.
+    """Look up what is to be predicted, by checkpoint; checkpoints without it are left out.
 
     Parameters
     ----------
     rows : sequence of mapping
+        As :func:`read_results` gives them; those of the kind ``"fit"`` are used.
     target : {"gap", "loss-gap", "test-error", "test-loss"}
         Test error minus training error; test loss minus training loss; test error; test loss.
+
+    Returns
+    -------
+    dict of str to float
+        By checkpoint.
+
+    Raises
+    ------
+    ValueError
+        Another target.
+
+    Examples
+    --------
+    >>> targets([{"checkpoint": "a", "kind": "fit", "train_loss": 0.25, "test_loss": 0.75}], "loss-gap")
+    {'a': 0.5}
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
@@ -127,5 +189,21 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
 
 
 def gaps(rows: Sequence[Row]) -> dict[str, float]:
-    """Generalisation gap, test error minus training error, by checkpoint."""
+    """Look up the generalisation gap, test error minus training error.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        As :func:`read_results` gives them.
+
+    Returns
+    -------
+    dict of str to float
+        By checkpoint, as :func:`targets`.
+
+    Examples
+    --------
+    >>> gaps([{"checkpoint": "a", "kind": "fit", "train_error": 0.125, "test_error": 0.375}])
+    {'a': 0.25}
+    """
     return targets(rows, "gap")

@@ -128,15 +128,22 @@ def run(
     Parameters
     ----------
     seed : int
+        Of the split of the data, the training and the group elements.
     out : Path
         Where the figure goes.
     condition : float
         Condition number of the random group elements.
     progress : bool
+        Show progress bars.
 
     Returns
     -------
     Demo
+
+    Raises
+    ------
+    ValueError, FileNotFoundError, ImportError
+        A condition number below 1; no folder for the figure; the extra ``demo`` is not installed.
     """
     if condition < 1:
         raise ValueError(f"a condition number is at least 1, got {condition}")

@@ -55,15 +55,15 @@ class Problem:
         return cls(X, X @ beta, beta)
 
     def loss(self, beta: _Array) -> _Array:
-        """Squared error of β, (…, d) → (…)."""
+        """Compute the squared error of β, (…, d) → (…)."""
         return np.square(beta @ self.X.T - self.y).sum(-1)
 
     def test_loss(self, beta: _Array) -> _Array:
-        """Expected squared error on new data, ‖β − β*‖²."""
+        """Compute the expected squared error on new data, ‖β − β*‖², (…, d) → (…)."""
         return np.square(beta - self.beta).sum(-1)
 
     def least_norm(self) -> _Array:
-        """X⁺y, the minimiser that the closed forms take for the only one."""
+        """Compute X⁺y, (d,), the minimiser that the closed forms take for the only one."""
         return np.linalg.pinv(self.X) @ self.y
 
 
@@ -76,10 +76,13 @@ def train(
     Parameters
     ----------
     problem : Problem
+        Data.
     models : int
+        Networks.
     alpha : (float, float)
         Range of the scale α of the start u, v ~ αN(0, 1), drawn log-uniformly, one a network.
     seed : int
+        Of the starts.
     lr, target, max_steps
         Step size, loss at which a network stops, and the limit.
 
@@ -126,9 +129,11 @@ def closed_forms(problem: Problem, beta: _Array, rho: float) -> dict[str, _Array
     Parameters
     ----------
     problem : Problem
+        Data.
     beta : array
         (models, d).
     rho : float
+        Radius.
 
     Returns
     -------
@@ -156,9 +161,11 @@ def maximised(problem: Problem, u: _Array, v: _Array, rho: float, *, steps: int 
     Parameters
     ----------
     problem : Problem
+        Data.
     u, v : array
         (d,).
     rho : float
+        Radius.
     steps : int
         Of Auto-PGD.
 
@@ -241,11 +248,17 @@ def run(
     workers : int, optional
         Processes that share the seeds; by default one a core.
     progress : bool
+        Show a progress bar.
 
     Returns
     -------
     dict
         What ``diagonal.json`` holds.
+
+    Raises
+    ------
+    ValueError
+        A number out of range, or networks that do not reach the target loss.
     """
     if not 0 < alpha_min <= alpha_max:
         raise ValueError(f"alpha-min and alpha-max must be positive and in order, got {alpha_min} and {alpha_max}")

@@ -24,6 +24,7 @@ def wordpiece(texts: Sequence[str], size: int = 8000, *, length: int = 64) -> An
     Parameters
     ----------
     texts : sequence of str
+        What the vocabulary is made from.
     size : int
         Entries of the vocabulary, the special ones included.
     length : int
@@ -32,6 +33,18 @@ def wordpiece(texts: Sequence[str], size: int = 8000, *, length: int = 64) -> An
     Returns
     -------
     transformers.PreTrainedTokenizerFast
+        With BERT's special tokens.
+
+    Notes
+    -----
+    WordPiece: Schuster and Nakajima 2012; the ``tokenizers`` library trains it by byte-pair merges. Needs the extra
+    ``transformers``.
+
+    Examples
+    --------
+    >>> tokenizer = wordpiece(["a good film", "a bad film"] * 2, 40)
+    >>> tokenizer.tokenize("A good bad film")
+    ['a', 'good', 'bad', 'film']
     """
     from tokenizers import BertWordPieceTokenizer
     from transformers import PreTrainedTokenizerFast
@@ -70,20 +83,45 @@ def pretrain(
     Parameters
     ----------
     texts : sequence of str
+        At least ``batch``, what the vocabulary is made from too.
     folder
         Where model and tokenizer go.
     width, depth, heads, vocabulary, length : int
         Size of the network: hidden width, layers, heads, vocabulary, tokens of an input.
     steps, batch : int
+        Steps, and texts a step.
     lr : float
         Peak of a one-cycle schedule of AdamW.
     seed : int
+        Of the weights, the order of the texts and the masks.
     progress : bool
+        Show a progress bar.
 
     Returns
     -------
     list of float
-        The loss of every step.
+        The loss of every step, a cross-entropy over the masked tokens.
+
+    Raises
+    ------
+    ValueError
+        Fewer than ``batch`` texts.
+
+    Notes
+    -----
+    Devlin et al. 2019, without the prediction of the next sentence. Needs the extra ``transformers``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from sharpness.models import load
+    >>> texts = ["a good film", "a bad film", "good and bad"] * 8
+    >>> size = {"width": 16, "depth": 1, "heads": 2, "vocabulary": 40, "length": 8}
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     losses = pretrain(texts, place, **size, steps=20, batch=8, lr=1e-2, progress=False)
+    ...     loaded = load(place)
+    >>> losses[-1] < losses[0], loaded.model.config.hidden_size
+    (True, 16)
     """
     from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
 

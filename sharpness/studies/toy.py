@@ -41,10 +41,11 @@ class Toy(nn.Module):
         self.theta2 = nn.Parameter(torch.tensor([theta2], dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute θ₂θ₁x."""
         return self.theta2 * self.theta1 * x
 
     def pair(self) -> SymmetricPair:
-        """G = θ₁, H = θ₂ with the group GL(1)."""
+        """Give the pair G = θ₁, H = θ₂ with the group GL(1)."""
         return pair([block(self, "theta1")], [block(self, "theta2")], Group(1), name="toy")
 
 
@@ -55,6 +56,11 @@ def closed_forms(theta1: float, theta2: float, x: float, y: float, rho: float) -
     :math:`\max_± ±2\sqrt2 ρ\, y_0(y_0 - y) + 2ρ^2 y_0(2y_0 - y)`; exactly
     :math:`\max_± (y_0 e^{±\sqrt2 ρ} - y)^2 - (y_0 - y)^2`; along the second-order retraction with e^{B} replaced by
     1 + B + B²/2.
+
+    Parameters
+    ----------
+    theta1, theta2, x, y, rho : float
+        Weights, input, target and radius.
 
     Returns
     -------
@@ -86,23 +92,23 @@ def _gradient(f: Loss, x: Tensor) -> Tensor:
 
 
 def euclidean_gradient_norm(f: Loss, x: Tensor) -> Tensor:
-    """‖∇f‖ at points (…, 2, 1) → (…)."""
+    """Compute ‖∇f‖ at points (…, 2, 1) → (…)."""
     return _gradient(f, x).square().sum((-2, -1)).sqrt()
 
 
 def euclidean_hessian_trace(f: Loss, x: Tensor) -> Tensor:
-    """Tr ∇²f at points (…, 2, 1) → (…)."""
+    """Compute tr ∇²f at points (…, 2, 1) → (…)."""
     H = torch.func.vmap(torch.func.hessian(f))(x).reshape(-1, 2, 2)
     return H.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def riemannian_gradient_norm(manifold: QuotientManifold, f: Loss, x: Tensor) -> Tensor:
-    """‖grad f‖ in the metric at points (…, 2, 1) → (…)."""
+    """Compute ‖grad f‖ in the metric at points (…, 2, 1) → (…)."""
     return manifold.norm(x, manifold.egrad2rgrad(x, _gradient(f, x)))
 
 
 def riemannian_hessian_trace(manifold: QuotientManifold, f: Loss, x: Tensor) -> Tensor:
-    """Trace of the Riemannian Hessian on the quotient: d²/dt² f along the unit geodesic; (…, 2, 1) → (…).
+    """Compute the trace of the Riemannian Hessian on the quotient, d²/dt² f along the unit geodesic; (…, 2, 1) → (…).
 
     The retraction agrees with the geodesic to second order, and so does this derivative. The quotient of two
     parameters by GL(1) has one dimension, hence one unit direction up to sign.
@@ -123,7 +129,7 @@ def riemannian_hessian_trace(manifold: QuotientManifold, f: Loss, x: Tensor) -> 
 
 
 def _variation(values: Tensor) -> float:
-    """Largest deviation from the mean, relative to it."""
+    """Compute the largest deviation from the mean, relative to it."""
     mean = values.mean()
     return float((values - mean).abs().max() / mean.abs().clamp_min(1e-300))
 
@@ -143,12 +149,19 @@ def run(
     size : int
         Points of the grid in each direction.
     rhos : sequence of float
+        Radii of the sharpness.
     progress : bool
+        Show a progress bar.
 
     Returns
     -------
     dict
         What ``toy.json`` holds.
+
+    Raises
+    ------
+    ValueError
+        x is zero.
     """
     if x == 0:
         raise ValueError("x must not be zero: the network would not depend on its weights")

@@ -25,15 +25,22 @@ def maximise_quadratic(g: _Array, H: _Array, radius: float) -> tuple[float, _Arr
     H : array
         (d, d), symmetric, of any signature.
     radius : float
+        r > 0.
 
     Returns
     -------
     (float, array)
-        The maximum and a maximiser.
+        The maximum and a maximiser (d,).
 
     Notes
     -----
     Moré and Sorensen 1983; in the hard case (g orthogonal to the top eigenspace) an eigenvector fills up the length.
+
+    Examples
+    --------
+    >>> value, b = maximise_quadratic(np.array([0.0, 1.0]), np.diag([2.0, -1.0]), 1.0)
+    >>> round(value, 6), np.abs(b).round(3)
+    (1.166667, array([0.943, 0.333]))
     """
     values, vectors = scipy.linalg.eigh(H)
     c = vectors.T @ g

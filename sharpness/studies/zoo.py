@@ -42,11 +42,11 @@ def train_zoo(
     device: str = "cpu",
     progress: bool = True,
 ) -> Path:
-    """Fine-tune a model many times.
+    """Fine-tune a model many times; what a stopped call has finished is kept by the next.
 
     Parameters
     ----------
-    model, checkpoint
+    model, checkpoint : str
         As of :func:`sharpness.models.load`. A transformers folder for text gets a new head for the labels.
     data : DataChoice
         Trained on, by every model. Class folders are in the order of their classes: give a seed for part of them.
@@ -64,7 +64,9 @@ def train_zoo(
     shard : (int, int)
         (i, n): train the i-th of n parts.
     device : str
+        Where to train.
     progress : bool
+        Show a progress bar.
 
     Returns
     -------
@@ -75,6 +77,23 @@ def train_zoo(
     ------
     ValueError, OSError
         A model or data that cannot be used; a folder with models of other recipes or data.
+
+    Examples
+    --------
+    Two vision transformers that differ in their seed, on eight images:
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> recipes = [Recipe(epochs=1, batch=8, seed=seed) for seed in range(2)]
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     for name, grey in (("black", 0), ("white", 255)):
+    ...         (images := pathlib.Path(place, "images", name)).mkdir(parents=True)
+    ...         for i in range(4):
+    ...             Image.new("L", (32, 32), grey).save(images / f"{i}.png")
+    ...     network, data = "sharpness.studies.vision:vit_cifar10", DataChoice(f"{place}/images")
+    ...     config = train_zoo(network, data, f"{place}/zoo", recipes=recipes, progress=False)
+    ...     print(*sorted(path.name for path in config.parent.iterdir()))
+    model_00.json model_00.safetensors model_01.json model_01.safetensors sweep.json
     """
     first, parts = shard
     if not 1 <= first <= parts:
@@ -125,7 +144,7 @@ def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
 
 
 def _save(net: Any, loaded: LoadedModel, path: Path) -> None:
-    """A transformers folder for a transformers model, else safetensors."""
+    """Write a transformers folder for a transformers model, else safetensors."""
     if loaded.source == "transformers":
 
         def write(own: Path) -> None:
@@ -146,7 +165,7 @@ def _save(net: Any, loaded: LoadedModel, path: Path) -> None:
 
 
 def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
-    """The pre-trained body of a transformers folder with a new head of sequence classification."""
+    """Load the pre-trained body of a transformers folder with a new head of sequence classification."""
     import transformers
 
     said = transformers.utils.logging
@@ -172,7 +191,7 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
 
 
 def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | TrainingTexts, dict[str, int]]:
-    """Examples to train on, and for texts the names of the classes."""
+    """Read examples to train on, and for texts the names of the classes."""
     if data.is_text:
         examples = load_examples(data.source, text=data.columns, tokenizer=loaded.tokenizer, labels=loaded.labels)
         texts = TrainingTexts(
@@ -207,7 +226,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
 def _config(
     loaded: LoadedModel, model: str, checkpoint: str | None, data: DataChoice, test: DataChoice | None, points: int
 ) -> dict[str, Any]:
-    """What ``sharpness sweep`` needs to measure the zoo."""
+    """Collect what ``sharpness sweep`` needs to measure the zoo."""
 
     def plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
         found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}

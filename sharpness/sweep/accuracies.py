@@ -13,18 +13,32 @@ __all__ = ["Accuracies"]
 
 @dataclass(frozen=True)
 class Accuracies:
-    """Known accuracies by model name, which stand in for a test set.
+    r"""Known accuracies by model name, which stand in for a test set.
 
     Attributes
     ----------
     file : str
-        .csv, .tsv or .jsonl table.
+        ``.csv``, ``.tsv`` or ``.jsonl`` table.
     name : str
         Column of the models' names: those of the checkpoints, with or without their suffix.
     test, train : str or None
         Columns of accuracies, as fractions. Without ``train`` the training data are run through the model.
     match : {"name", "number"}
         Compare the names, or the one number in them (``Run 7`` is ``bert_07``).
+
+    Raises
+    ------
+    ValueError
+        Another ``match``.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     table = pathlib.Path(place, "accuracies.csv")
+    ...     _ = table.write_text("run,accuracy\nRun 0,0.84\nRun 1,0.83\n")
+    ...     Accuracies(str(table), name="run", test="accuracy", match="number").of("bert_01")
+    {'test': 0.83}
     """
 
     file: str
@@ -38,7 +52,18 @@ class Accuracies:
             raise ValueError(f'accuracies match by "name" or "number", not {self.match!r}')
 
     def read(self) -> dict[str, dict[str, float]]:
-        """Give the accuracies (``test`` and maybe ``train``) by the form of the name that is compared."""
+        """Give the accuracies (``test`` and maybe ``train``) by the form of the name that is compared.
+
+        Returns
+        -------
+        dict of str to dict
+            By :meth:`key` of the name.
+
+        Raises
+        ------
+        ValueError, OSError
+            A file that cannot be read, lacks a column, names a model twice, or holds no fractions.
+        """
         found: dict[str, dict[str, float]] = {}
         wanted = {"test": self.test, **({} if self.train is None else {"train": self.train})}
         for number, row in enumerate(read_table(self.file), 1):
@@ -58,11 +83,11 @@ class Accuracies:
         return found
 
     def of(self, checkpoint: str) -> dict[str, float] | None:
-        """The accuracies of one checkpoint, None if there are none."""
+        """Give the accuracies of one checkpoint, None if there are none."""
         return self.read().get(self.key(checkpoint))
 
     def key(self, name: str) -> str:
-        """What is compared of a name."""
+        """Reduce a name to what is compared of it; ValueError if a number is wanted and there is not exactly one."""
         if self.match == "name":
             return Path(name).stem if Path(name).suffix in _SUFFIXES else name
         numbers = re.findall(r"\d+", name)

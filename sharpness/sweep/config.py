@@ -82,17 +82,34 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     Parameters
     ----------
     path
-        With the entries ``checkpoints`` (a pattern, or a list of ``{path, model, head}``), ``data``, ``train``,
-        ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
+        File, ``.json`` or else YAML, with the entries ``checkpoints`` (a pattern, or a list of ``{path, model,
+        head}``), ``data``, ``train``, ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
         :class:`sharpness.data.TextColumns`), or ``accuracies`` (those of :class:`Accuracies`) in place of ``test``,
         ``measures``, ``rho`` (a list for all measures, or lists by measure), ``ablations`` (a list of switches),
         ``baselines`` (true or false), ``initial`` (a checkpoint file or a transformers folder), ``device``, and
-        settings of :func:`sharpness.evaluate`. Paths are relative to the file.
+        settings of :func:`sharpness.evaluate` (``steps``, ``tol``, ``ascent``, ``restarts``, ``seed``,
+        ``micro_batch``, ``normalize_logits``). Paths are relative to the file.
+
+    Returns
+    -------
+    Sweep
 
     Raises
     ------
-    ValueError, OSError
-        One sentence that names the entry.
+    ValueError, OSError, ImportError
+        One sentence that names the entry; YAML without PyYAML.
+
+    Examples
+    --------
+    >>> import json, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     pathlib.Path(place, "net.pt").touch()
+    ...     entry = {"path": "*.pt", "model": "sharpness.studies.vision:vit_cifar10"}
+    ...     config = {"checkpoints": [entry], "data": "train.pt", "rho": {"adaptive": [0.1, 0.5]}}
+    ...     _ = pathlib.Path(place, "sweep.json").write_text(json.dumps(config))
+    ...     sweep = read_config(f"{place}/sweep.json")
+    >>> sweep.checkpoints[0].name, sweep.measures, sweep.rho["adaptive"]
+    ('net.pt', ('geodesic-inv', 'geodesic-mix', 'adaptive'), (0.1, 0.5))
     """
     path = Path(path)
     text = path.read_text(encoding="utf-8")

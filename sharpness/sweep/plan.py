@@ -42,6 +42,15 @@ class Checkpoint:
         What :func:`sharpness.models.load` takes for a name.
     weights, head : str or None
         Its other arguments.
+
+    Examples
+    --------
+    Two files with weights of one network:
+
+    >>> network = "sharpness.studies.vision:vit_cifar10"
+    >>> zoo = tuple(Checkpoint(f"net{i}", network, f"zoo/net{i}.pt") for i in range(2))
+    >>> [(checkpoint.name, checkpoint.weights) for checkpoint in zoo]
+    [('net0', 'zoo/net0.pt'), ('net1', 'zoo/net1.pt')]
     """
 
     name: str
@@ -52,11 +61,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is to be done.
+    """What is to be measured of which checkpoints.
 
     Attributes
     ----------
     checkpoints : tuple of Checkpoint
+        Models to be measured.
     data : DataChoice
         Measured on.
     train, test : DataChoice or None
@@ -68,6 +78,7 @@ class Sweep:
     initial : Checkpoint or None
         What all models were fine-tuned from, for the distance from there.
     measures : tuple of str
+        Names from ``sharpness.MEASURES``.
     rho : dict of str to tuple of float
         Radii by measure; a measure without any has its own default.
     ablations : tuple of dict
@@ -77,6 +88,19 @@ class Sweep:
     settings : dict
         Of ``evaluate``: steps, tol, ascent, restarts, seed, micro_batch, normalize_logits.
     device : str
+        Device of torch.
+
+    Examples
+    --------
+    The units of work of one checkpoint, with first-order geodesics as an ablation where there are geodesics:
+
+    >>> net = Checkpoint("net", "sharpness.studies.vision:vit_cifar10")
+    >>> sweep = Sweep(
+    ...     (net,), DataChoice("train.pt"), measures=("geodesic-inv", "adaptive"), rho={"adaptive": (0.1, 0.5)},
+    ...     ablations=({}, {"geodesic": "first-order"}), baselines=False,
+    ... )
+    >>> [(unit["measure"], unit["rho"], unit["ablation"]) for unit in sweep.units(net)]
+    [('geodesic-inv', [0.1], {}), ('geodesic-inv', [0.1], {'geodesic': 'first-order'}), ('adaptive', [0.1, 0.5], {})]
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -93,7 +117,23 @@ class Sweep:
     device: str = "cpu"
 
     def units(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-        """Give what there is to do for a checkpoint, as plain data; equal units have equal results."""
+        """Give what there is to do for a checkpoint, as plain data; equal units have equal results.
+
+        Parameters
+        ----------
+        checkpoint : Checkpoint
+            Its files are read, for a hash of the weights.
+
+        Yields
+        ------
+        dict
+            A unit of work.
+
+        Raises
+        ------
+        ValueError
+            A measure without a radius.
+        """
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
         if self.test is not None:
             yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "test": as_data(self.test)}
@@ -125,12 +165,13 @@ def switches(ablation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def radii_by_measure(rho: Any, measures: Iterable[str]) -> dict[str, tuple[float, ...]]:
-    """A number, a list or either by measure, to radii by measure."""
+    """Turn a number, a list or either by measure into radii by measure."""
     by_measure = rho if isinstance(rho, Mapping) else dict.fromkeys(measures, rho)
     return {k: tuple(float(r) for r in (v if isinstance(v, (list, tuple)) else [v])) for k, v in by_measure.items()}
 
 
 def as_data(choice: DataChoice) -> dict[str, Any]:
+    """Turn a choice of data into what JSON can hold."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(choice)))
     return found
 
@@ -162,4 +203,5 @@ def applies(name: str, ablation: Mapping[str, Any]) -> bool:
 
 
 def unit_key(unit: Mapping[str, Any]) -> str:
+    """Hash a unit of work, for the name of its file."""
     return hashlib.sha256(json.dumps(unit, sort_keys=True).encode()).hexdigest()[:20]

@@ -148,17 +148,38 @@ def run_sweep(
     Parameters
     ----------
     sweep : Sweep
+        What is to be done.
     folder
-        For the results, a file a unit.
+        For the results, a file a unit in its folder ``units``; see :func:`read_rows`.
     shard : (int, int)
         (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
         checkpoints from a common counter instead. What is done by whom makes no difference to the results.
     progress : bool
+        Show a progress bar.
 
     Returns
     -------
     list of dict
         The units of this call that failed, with their ``error``; they are recorded, and tried again by the next call.
+
+    Raises
+    ------
+    ValueError
+        No such shard.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import torch
+    >>> from sharpness.sweep import Checkpoint, Sweep, read_rows
+    >>> from sharpness.data import DataChoice
+    >>> net = Checkpoint("net", "sharpness.studies.vision:vit_cifar10")
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     torch.save({"x": torch.randn(4, 3, 32, 32), "y": torch.arange(4)}, f"{place}/train.pt")
+    ...     sweep = Sweep((net,), DataChoice(f"{place}/train.pt"), measures=("adaptive",), settings={"steps": 3})
+    ...     failed = run_sweep(sweep, place, progress=False)
+    ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place)]
+    [('net', 'baselines', None), ('net', 'sharpness', 0.5)]
     """
     i, n = shard
     if not 1 <= i <= n:
@@ -211,7 +232,7 @@ def _is_done(path: Path) -> bool:
 
 
 def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
-    """Read the rows of all finished units, in the order of checkpoint, measure, ablation and radius.
+    """Read the rows of all finished units, in the order of checkpoint, kind, measure, ablation and radius.
 
     Parameters
     ----------
@@ -219,6 +240,33 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
         As :func:`run_sweep` had it.
     sweep : Sweep, optional
         Only what belongs to it; else everything in the folder.
+
+    Returns
+    -------
+    list of dict
+        One a radius of a measure, one a checkpoint's fit, one its baselines; see :mod:`sharpness.rows`.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder holds no results.
+
+    Examples
+    --------
+    The loss and error of a network, as a sweep records them:
+
+    >>> import tempfile
+    >>> import torch
+    >>> from sharpness.data import DataChoice
+    >>> from sharpness.sweep import Checkpoint, Sweep
+    >>> net = Checkpoint("net", "sharpness.studies.vision:vit_cifar10")
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     torch.save({"x": torch.randn(4, 3, 32, 32), "y": torch.arange(4)}, f"{place}/data.pt")
+    ...     data = DataChoice(f"{place}/data.pt")
+    ...     failed = run_sweep(Sweep((net,), data, test=data, measures=(), baselines=False), place, progress=False)
+    ...     row = read_rows(place)[0]
+    >>> row["checkpoint"], row["kind"], row["test_error"] == row["train_error"]
+    ('net', 'fit', True)
     """
     done = Path(folder) / "units"
     if not done.is_dir():
