@@ -175,7 +175,8 @@ def _integrated(manifold: QuotientManifold, x: Tensor, u: Tensor, substeps: int 
 def _metric_derivative(manifold: QuotientManifold, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Differentiate x ↦ ⟨u, v⟩ with u and v held constant."""
     x = x.detach().requires_grad_()
-    return torch.autograd.grad(manifold.inner(x, u, v).sum(), x)[0]
+    value = manifold.inner(x, u, v).sum()
+    return torch.autograd.grad(value, x)[0] if value.requires_grad else torch.zeros_like(x)  # a flat metric
 
 
 def _euclidean(a: Tensor, b: Tensor) -> Tensor:
