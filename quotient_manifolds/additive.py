@@ -112,9 +112,31 @@ def additive_tangent_space(
     dtype : torch.dtype, optional
         Precision to work in; by default that of x. The set-up is done in float64.
 
+    Returns
+    -------
+    GLTangentSpace
+
+    Raises
+    ------
+    ValueError
+        ε is not positive.
+
     Notes
     -----
     Paper, §5.2 and Figure 9.
+
+    Examples
+    --------
+    Lengths depend on the representative, here of the product 1:
+
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientMix
+    >>> from quotient_manifolds.additive import additive_tangent_space
+    >>> manifold, x = GLQuotientMix(1, 1), torch.tensor([[[1.0], [1.0]], [[2.0], [0.5]]])
+    >>> additive_tangent_space(manifold, x, 0.1).norm(x)
+    tensor([1.4832, 1.5572])
+    >>> manifold.norm(x, x)
+    tensor([1.4142, 1.4142])
     """
     if not epsilon > 0:
         raise ValueError(f"the additive relaxation must be positive, got {epsilon}")

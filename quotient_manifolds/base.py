@@ -37,6 +37,20 @@ class TangentSpace(ABC):
     manifold : QuotientManifold
     x : Tensor
         The point.
+
+    Notes
+    -----
+    Abstract; of the GL(h) quotients it is a :class:`~quotient_manifolds.GLTangentSpace`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientMix
+    >>> manifold = GLQuotientMix(4, 3)
+    >>> space = manifold.at(manifold.origin(4 + 3, 2))
+    >>> u = space.proju(torch.arange(14.0).reshape(7, 2))
+    >>> space.norm(u), space.norm(space.proju(u) - u)
+    (tensor(26.2679), tensor(0.))
     """
 
     manifold: QuotientManifold
@@ -44,30 +58,30 @@ class TangentSpace(ABC):
 
     @abstractmethod
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        """Compute the metric's inner product ⟨u, v⟩, of any ambient vectors; real, shape (…) or (…, 1, 1)."""
+        """Compute the metric's inner product ⟨u, v⟩ (v = u if omitted) of ambient vectors; real, (…) or (…, 1, 1)."""
 
     @abstractmethod
     def proju(self, u: Tensor) -> Tensor:
-        """Project an ambient vector on the horizontal space, orthogonally in the metric."""
+        """Project an ambient vector on the horizontal space, orthogonally in the metric; shape of u."""
 
     @abstractmethod
     def egrad2rgrad(self, u: Tensor) -> Tensor:
-        """Turn a Euclidean gradient into the Riemannian gradient (horizontal)."""
+        """Turn a Euclidean gradient into the Riemannian gradient (horizontal); shape of u."""
 
     @abstractmethod
     def acceleration(self, u: Tensor) -> Tensor:
-        """Compute the geodesic acceleration −Γ(u, u), so that γ̈ = acceleration(γ̇)."""
+        """Compute the geodesic acceleration −Γ(u, u), so that γ̈ = acceleration(γ̇); shape of u."""
 
     @abstractmethod
     def random(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a standard Gaussian horizontal vector, in distribution a function of the orbit alone."""
+        """Draw a standard Gaussian horizontal vector of the point's shape; its law depends on the orbit alone."""
 
     def norm(self, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖u‖ = √⟨u, u⟩; real, shape (…) or (…, 1, 1)."""
         return self.inner(u, keepdim=keepdim).sqrt()
 
     def retr(self, u: Tensor) -> Tensor:
-        """Follow the geodesic to second order: x + u + ½ acceleration(u)."""
+        """Follow the geodesic to second order: x + u + ½ acceleration(u); shape of u."""
         return self.x + u + 0.5 * self.acceleration(u)
 
 
@@ -80,8 +94,26 @@ class QuotientManifold(geoopt.Manifold):
 
     Notes
     -----
+    Abstract; a subclass gives :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`product`, :meth:`canonical`,
+    ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
+
     Inside :class:`geoopt.Scaled` everything works except :meth:`at`, whose vectors would silently escape the scaling.
     geoopt's ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
+
+    Examples
+    --------
+    geoopt's optimisers take it as any other manifold:
+
+    >>> import geoopt, torch
+    >>> from quotient_manifolds import GLQuotientMix
+    >>> manifold = GLQuotientMix(4, 3)
+    >>> x = geoopt.ManifoldParameter(manifold.origin(4 + 3, 2), manifold=manifold)
+    >>> optimizer = geoopt.optim.RiemannianAdam([x], lr=0.1)
+    >>> loss = (manifold.product(x) - torch.ones(4, 3)).square().mean()
+    >>> loss.backward()
+    >>> optimizer.step()
+    >>> bool((manifold.product(x) - torch.ones(4, 3)).square().mean() < loss)
+    True
     """
 
     __scaling__ = geoopt.Manifold.__scaling__.copy()
@@ -97,15 +129,15 @@ class QuotientManifold(geoopt.Manifold):
 
     @abstractmethod
     def row_split(self) -> list[int]:
-        """Number of rows of each factor of a point."""
+        """Give the number of rows of each factor of a point."""
 
     @abstractmethod
     def act(self, x: Tensor, A: Tensor) -> Tensor:
-        """Move x along its orbit by the group element A."""
+        """Move x along its orbit by the group element A; shape of x."""
 
     @abstractmethod
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
-        """Give the vertical vector at x that the Lie algebra element L generates."""
+        """Give the vertical vector at x that the Lie algebra element L generates; shape of x."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
@@ -113,7 +145,7 @@ class QuotientManifold(geoopt.Manifold):
 
     @abstractmethod
     def canonical(self, x: Tensor) -> Tensor:
-        """Give the canonical representative of the orbit of x."""
+        """Give the canonical representative of the orbit of x; shape of x."""
 
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw an element of the Lie algebra that acts on x, for :meth:`vertical`; override it for a new group."""
@@ -140,6 +172,7 @@ class QuotientManifold(geoopt.Manifold):
         Returns
         -------
         TangentSpace
+            On x's device, in its dtype. Differentiable with respect to x if x requires gradients.
 
         Raises
         ------
@@ -155,7 +188,7 @@ class QuotientManifold(geoopt.Manifold):
 
     @__scaling__(ScalingInfo(u=-1))
     def acceleration(self, x: Tensor, u: Tensor) -> Tensor:
-        """Compute the geodesic acceleration −Γ(u, u) at x; shape of u. See the tangent space of the manifold."""
+        """Compute the geodesic acceleration −Γ(u, u) at x; shape of u."""
         return self._vector_space(x, u).acceleration(u)
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
@@ -171,7 +204,7 @@ class QuotientManifold(geoopt.Manifold):
         Returns
         -------
         Tensor
-            Real, also for complex points.
+            (…) or (…, 1, 1), real, also for complex points.
         """
         space = self._vector_space(x, u)
         if v is not None:
@@ -183,7 +216,7 @@ class QuotientManifold(geoopt.Manifold):
         return self._vector_space(x, u).norm(u, keepdim=keepdim)
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
-        """Project an ambient vector u on the horizontal space at x; shape of u."""
+        """Project an ambient vector u on the horizontal space at x, orthogonally in the metric; shape of u."""
         return self._vector_space(x, u).proju(u)
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
@@ -192,7 +225,17 @@ class QuotientManifold(geoopt.Manifold):
 
     @__scaling__(ScalingInfo(u=-1))
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """Retract by the second-order geodesic x + u + ½ acceleration(x, u); shape of u.
+        """Retract by the second-order geodesic x + u + ½ acceleration(x, u).
+
+        Parameters
+        ----------
+        x, u : Tensor
+            Point and horizontal vector of the point's shape; batch dimensions broadcast.
+
+        Returns
+        -------
+        Tensor
+            A representative of the point reached, shape of x + u.
 
         Notes
         -----
@@ -206,11 +249,24 @@ class QuotientManifold(geoopt.Manifold):
         return self.retr(x, u)
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Transport v from x to y by horizontal projection at y; shape of v. Equivariant under a common action."""
+        """Transport v from x to y by horizontal projection at y; shape of v.
+
+        Equivariant when one group element acts on x, y and v.
+        """
         return self.proju(y, v)
 
     def projx(self, x: Tensor) -> Tensor:
         """Project an ambient tensor on the manifold: the identity on valid points.
+
+        Parameters
+        ----------
+        x : Tensor
+            Of a point's shape.
+
+        Returns
+        -------
+        Tensor
+            x itself if it is a point.
 
         Raises
         ------
@@ -233,6 +289,16 @@ class QuotientManifold(geoopt.Manifold):
 
     def pack_point(self, *tensors: Tensor) -> Tensor:
         """Stack the factors (G, H) along the rows into one point.
+
+        Parameters
+        ----------
+        *tensors : Tensor
+            G (…, n, h) and H (…, m, h); batch dimensions broadcast.
+
+        Returns
+        -------
+        Tensor
+            (…, n + m, h).
 
         Raises
         ------
@@ -262,8 +328,13 @@ class QuotientManifold(geoopt.Manifold):
         ----------
         size : int or tuple of int
             Shape of the point, batch dimensions first.
-        dtype, device
-            As in :func:`torch.randn`.
+        dtype, device, **kwargs
+            As in :func:`torch.randn`, ``generator`` among them.
+
+        Returns
+        -------
+        Tensor
+            Of shape ``size``.
         """
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")

@@ -29,16 +29,7 @@ from torchdiffeq import odeint
 from .linalg import real_dtype
 from .linalg import symmetric_part_doubled as sym2
 
-__all__ = [
-    "GeodesicExitError",
-    "column",
-    "exit_time",
-    "integrate",
-    "inv_geodesic",
-    "mix_geodesic",
-    "raise_on_exit",
-    "rk4",
-]
+__all__ = ["GeodesicExitError", "exit_time", "inv_geodesic", "mix_geodesic", "rk4"]
 
 #: (a, p, b, q), see :class:`Reduced`; a tuple of four tensors.
 State = tuple[Tensor, ...]
@@ -53,6 +44,19 @@ class GeodesicExitError(ValueError):
         First time at which a geodesic reaches the manifold's boundary.
     times : Tensor or None
         That time for every item of a batch, inf where there is none.
+
+    Examples
+    --------
+    With the mix metric the product of a scalar pair moves on a straight line, here from 1 to 0 at t = ½:
+
+    >>> import torch
+    >>> from quotient_manifolds import GeodesicExitError, GLQuotientMix
+    >>> manifold, x = GLQuotientMix(1, 1), torch.ones(2, 1)
+    >>> try:
+    ...     manifold.expmap(x, -x)
+    ... except GeodesicExitError as error:
+    ...     print(f"{error.time:.4f}")
+    0.5000
     """
 
     def __init__(self, message: str, time: float, times: Tensor | None = None) -> None:
@@ -141,7 +145,23 @@ def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
     Returns
     -------
     tuple of Tensor
-        X(t) and its velocity, (k…, …, n, h).
+        X(t) and its velocity, (k…, …, n, h); dtype and device of X. Differentiable.
+
+    Notes
+    -----
+    The paper (§5.2) says that neither metric has analytic geodesics; the inv metric has. It is the image of the
+    right-invariant Frobenius metric on GL(n) under taking h columns.
+
+    Examples
+    --------
+    On vectors the metric is :math:`|ξ|^2/|X|^2`, and unit circles are geodesics:
+
+    >>> import math, torch
+    >>> from quotient_manifolds.geodesics import inv_geodesic
+    >>> X, xi = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
+    >>> torch.cat(inv_geodesic(X, xi, math.pi / 3), dim=-1)
+    tensor([[ 0.5000, -0.8660],
+            [ 0.8660,  0.5000]])
     """
     f = frame(X, xi)
     h = X.shape[-1]
@@ -187,7 +207,7 @@ class Reduced:
         return replace(self, inverse_sigma=inverse)
 
     def start(self) -> State:
-        """Coefficients (a, p, b, q) at t = 0."""
+        """Give the coefficients (a, p, b, q) at t = 0."""
         a, b = self.G.point, self.H.point
         if self.inverse_sigma is not None:
             present = (self.inverse_sigma > 0).unsqueeze(-2)
@@ -230,8 +250,33 @@ def rk4(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Follow the geodesic by the classical Runge–Kutta method with ``steps`` equal steps.
 
-    Parameters as in :func:`mix_geodesic`; t of any shape (k…). Never raises: after an exit the result is not finite or
-    meaningless.
+    Never raises: after an exit the result is not finite or meaningless.
+
+    Parameters
+    ----------
+    metric : {"inv", "mix"}
+    X, xi, Y, eta : Tensor
+        Whitened factors and tangent vectors, (…, n, h) and (…, m, h).
+    sigma : Tensor
+        Scale of the columns, (…, h); only mix uses it.
+    t : float or Tensor
+        Times of any shape (k…), of either sign.
+    steps : int
+        Equal steps for every time.
+
+    Returns
+    -------
+    tuple of Tensor
+        X(t), ξ(t), Y(t), η(t), each (k…, …, rows, h).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.geodesics import mix_geodesic, rk4
+    >>> one = torch.ones(1, 1)
+    >>> start = one, one, one, one, torch.ones(1)
+    >>> [round(rk4("mix", *start, steps=n)[0].item(), 3) for n in (1, 2, 8)], round(mix_geodesic(*start)[0].item(), 3)
+    ([1.694, 1.729, 1.732], 1.732)
     """
     problem = Reduced.of(metric, X, xi, Y, eta, sigma)
     step = column(_times(t, X), problem.G.gram) / steps
@@ -266,7 +311,7 @@ def _unflatten(y: Tensor, h: int, is_complex: bool) -> State:
 
 
 def _worst_item(error: Tensor) -> Tensor:
-    """Root mean square of every batch item, then the largest: no item is averaged away by the others.
+    """Take the root mean square of every batch item, then the largest: none is averaged away by the others.
 
     A step with a singular or overflowing stage counts as infinitely wrong, so that it is repeated with a smaller one.
     """
@@ -413,9 +458,44 @@ def exit_time(
     tol: float | None = None,
     max_length: int = 1000,
 ) -> Tensor:
-    """Give the time in (0, until] at which every mix geodesic leaves the manifold, inf where it does not; (…).
+    """Give the time at which every mix geodesic leaves the manifold.
 
-    Parameters as in :func:`mix_geodesic`.
+    Parameters
+    ----------
+    X, xi, Y, eta : Tensor
+        Whitened factors and tangent vectors, (…, n, h) and (…, m, h).
+    sigma : Tensor
+        Scale of the columns, (…, h), descending.
+    until : float
+        Look no further than this time, > 0.
+    tol : float, optional
+        Relative tolerance of a step; by default 1e-12 in float64 and 2e-6 in float32.
+    max_length : int
+        Give up after this length of the path in the inv metric.
+
+    Returns
+    -------
+    Tensor
+        (…), in (0, until], inf where the geodesic stays; not differentiable.
+
+    Raises
+    ------
+    RuntimeError
+        A geodesic is longer than ``max_length``.
+
+    Notes
+    -----
+    The metric is not complete: for a scalar pair the product is :math:`β_0 (1 + 2Bt)`, see
+    :class:`~quotient_manifolds.RescaleQuotient`. A geodesic of length ρ stays while ρ < σ_h/√2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.geodesics import exit_time
+    >>> one = torch.ones(3, 1, 1)
+    >>> velocity = torch.tensor([-1.0, -0.1, 1.0]).reshape(3, 1, 1)
+    >>> exit_time(one, velocity, one, velocity, torch.ones(3, 1))
+    tensor([0.5000,    inf,    inf])
     """
     with torch.no_grad():
         if _certainly_inside(xi, eta, sigma, until):
@@ -463,6 +543,22 @@ def mix_geodesic(
     GeodesicExitError
         The rank falls before a time asked for. ``time`` is the first such time of the batch, ``times`` (…) holds them
         all (inf: none).
+    RuntimeError
+        A geodesic is longer than ``max_length``.
+
+    Notes
+    -----
+    The paper (§5.2) follows this equation to second order only. Where n = m = h and the start is horizontal,
+    X(t) Σ Y(t)ᴴ moves on a straight line.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.geodesics import mix_geodesic
+    >>> one = torch.ones(1, 1)
+    >>> X, _, Y, _ = mix_geodesic(one, one / 2, one, one / 2, torch.ones(1), torch.tensor([0.0, 1.0, 2.0]))
+    >>> (X * Y).flatten()
+    tensor([1.0000, 2.0000, 3.0000])
     """
     shape = torch.as_tensor(t).shape
     t = _times(t, X).reshape(-1)
@@ -504,6 +600,7 @@ def mix_geodesic(
 
 
 def raise_on_exit(times: Tensor, until: float) -> None:
+    """Raise a GeodesicExitError if one of the exit times is finite."""
     leaving = int(times.isfinite().sum())
     if leaving:
         first = times.min().item()

@@ -111,6 +111,11 @@ class MixTangentSpace(GLTangentSpace):
         return one(H, self.N_inv, self.M_inv), one(G, self.M_inv, self.N_inv)
 
 
+def _in_double(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Widen what goes into an iteration: its tolerance lies below the rounding of float32."""
+    return tuple(t.to(torch.promote_types(t.dtype, torch.float64)) for t in tensors)
+
+
 _scaled = QuotientManifold.__scaling__.copy()
 
 
@@ -129,9 +134,11 @@ class GLQuotient(QuotientManifold):
         self.n, self.m, self.relaxation = int(n), int(m), float(relaxation)
 
     def extra_repr(self) -> str:
+        """Give the row counts, for ``repr``."""
         return f"n={self.n}, m={self.m}"
 
     def row_split(self) -> list[int]:
+        """Give [n, m], the rows of G and H."""
         return [self.n, self.m]
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
@@ -157,6 +164,7 @@ class GLQuotient(QuotientManifold):
         Parameters
         ----------
         gauge : Gauge
+            From :func:`canonical_gauge`; (…, n + m, h).
         x : Tensor, optional
             The representative that vectors belong to; by default the canonical one.
         tolerance : float, optional
@@ -167,6 +175,10 @@ class GLQuotient(QuotientManifold):
             element gives. :meth:`GLTangentSpace.inner`, ``acceleration``, ``retr`` and ``along_gradient`` are exact;
             ``proju``, ``coordinates`` and random vectors are not.
 
+        Returns
+        -------
+        GLTangentSpace
+
         Notes
         -----
         Unlike :meth:`at` it accepts rank-deficient points, whose missing directions count as absent.
@@ -176,7 +188,25 @@ class GLQuotient(QuotientManifold):
         return self.space_class(self, x, gauge, tolerance=tolerance, differentiable=moved)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
-        r"""Move x along its orbit: :math:`(G A^{-1}, H A^H)`; A is (…, h, h), invertible."""
+        r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`.
+
+        Parameters
+        ----------
+        x : Tensor
+            Point, (…, n + m, h).
+        A : Tensor
+            Group element, (…, h, h), invertible.
+
+        Returns
+        -------
+        Tensor
+            (…, n + m, h), with the same product.
+
+        Raises
+        ------
+        ValueError
+            A of another shape, dtype or device, or singular.
+        """
         G, H = self.unpack_tensor(x)
         self._check_algebra(x, A)
         try:
@@ -185,7 +215,7 @@ class GLQuotient(QuotientManifold):
             raise ValueError(f"{self}: a group element of shape {tuple(A.shape)} is singular") from error
 
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
-        r"""Give the vertical vector :math:`(GΛ, -HΛ^H)`; L is Λ, (…, h, h)."""
+        r"""Give the vertical vector :math:`(GΛ, -HΛ^H)`, (…, n + m, h); L is Λ, (…, h, h)."""
         G, H = self.unpack_tensor(x)
         self._check_algebra(x, L)
         return pack(G @ L, -H @ L.mH)
@@ -209,7 +239,7 @@ class GLQuotient(QuotientManifold):
         return G @ H.mH
 
     def canonical(self, x: Tensor) -> Tensor:
-        """Give the representative in canonical gauge, where GᴴG = HᴴH = Σ; see :class:`Gauge`."""
+        """Give the representative in canonical gauge, where GᴴG = HᴴH = Σ, (…, n + m, h); see :class:`Gauge`."""
         self.at(x)  # the checks
         G, H = self.unpack_tensor(x)
         return canonical_gauge(G, H).x
@@ -223,10 +253,22 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo(u=-1))
     def expmap(self, x: Tensor, u: Tensor, *, tol: float | None = None) -> Tensor:
-        """Follow the exact geodesic from x with horizontal velocity u for unit time; shape of u.
+        """Follow the exact geodesic from x with horizontal velocity u for unit time.
 
-        inv: closed form; mix: an adaptive solver with relative tolerance ``tol``. Differentiable. :meth:`retr` is the
-        cheaper second-order approximation that optimisers use, and never raises.
+        inv: closed form; mix: an adaptive solver. Differentiable. :meth:`retr` is the cheaper second-order
+        approximation that optimisers use; it has no exit.
+
+        Parameters
+        ----------
+        x, u : Tensor
+            Point and horizontal vector, (…, n + m, h).
+        tol : float, optional
+            Relative tolerance of the solver for mix; by default 1e-12 in float64, 2e-6 in float32.
+
+        Returns
+        -------
+        Tensor
+            (…, n + m, h).
 
         Raises
         ------
@@ -252,6 +294,11 @@ class GLQuotient(QuotientManifold):
         -------
         tuple of Tensor
             Both (k…, …, n + m, h).
+
+        Raises
+        ------
+        GeodesicExitError
+            A mix geodesic reaches a rank-deficient matrix before the last time.
         """
         return self._gl_space(x, u).geodesic(u, t, tol=tol)
 
@@ -266,6 +313,16 @@ class GLQuotient(QuotientManifold):
 
         Differs from 0 for y ≠ x on one orbit by rounding only. Not differentiable.
 
+        Parameters
+        ----------
+        x, y : Tensor
+            Points, (…, n + m, h). Computed in double precision, returned in the dtype of x.
+
+        Returns
+        -------
+        Tensor
+            (…, n + m, h).
+
         Raises
         ------
         ConvergenceError
@@ -274,39 +331,88 @@ class GLQuotient(QuotientManifold):
         """
         self._check_vector(x, y, "y")
         with torch.no_grad():
-            return logarithm.logmap(self, x, y)
+            return logarithm.logmap(self, *_in_double(x, y)).to(x.dtype)
 
     @_scaled(ScalingInfo(1))
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Give the distance of the orbits of x and y, the length of :meth:`logmap`; (…) or (…, 1, 1)."""
+        """Compute the distance of the orbits of x and y, ‖logmap(x, y)‖; (…) or (…, 1, 1). Raises as :meth:`logmap`."""
         return self.norm(x, self.logmap(x, y), keepdim=keepdim)
 
     @_scaled(ScalingInfo.NotCompatible)
     def align(self, x: Tensor, y: Tensor) -> Tensor:
-        """Give the representative of y's orbit nearest to x in the metric at x (a local minimum); shape of y."""
+        """Give the representative of y's orbit nearest to x in the metric at x.
+
+        Parameters
+        ----------
+        x, y : Tensor
+            Points, (…, n + m, h). Computed in double precision, returned in the dtype of x.
+
+        Returns
+        -------
+        Tensor
+            (…, n + m, h), a local minimum over the orbit.
+
+        Raises
+        ------
+        ConvergenceError
+            The iteration stops before its steps are small.
+        """
         self._check_vector(x, y, "y")
         with torch.no_grad():
-            return logarithm.align(self, x, y)
+            return logarithm.align(self, *_in_double(x, y)).to(x.dtype)
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
-        """Interpolate: the points at times t of the geodesic from x (t = 0) to the orbit of y (t = 1); (k…, …)."""
+        """Interpolate along the geodesic from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …)."""
         return self.geodesic(x, self.logmap(x, y), t)[0]
 
     @_scaled(ScalingInfo.NotCompatible)
     def mean(self, points: Tensor) -> Tensor:
-        """Give the Fréchet mean over the first dimension, (…, n + m, h); raises as :meth:`logmap` does."""
+        """Give the Fréchet mean over the first dimension, from the first point on.
+
+        Parameters
+        ----------
+        points : Tensor
+            (k, …, n + m, h). Computed in double precision, returned in their dtype.
+
+        Returns
+        -------
+        Tensor
+            (…, n + m, h).
+
+        Raises
+        ------
+        ConvergenceError
+            As :meth:`logmap`, or the gradient of the mean square distance stays above 1e-10.
+        """
         self._assert_check_shape(points.shape, "x")
         with torch.no_grad():
-            return logarithm.mean(self, points)
+            return logarithm.mean(self, *_in_double(points)).to(points.dtype)
 
     @_scaled(ScalingInfo.NotCompatible)
     def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Transport v parallel along the geodesic from x with velocity u, for unit time; end point and vector.
+        """Transport v parallel along the geodesic from x with velocity u, for unit time.
 
         With the connection of the quotient, so that inner products stay. :meth:`transp` is the cheaper projection.
+
+        Parameters
+        ----------
+        x, u, v : Tensor
+            Point and horizontal vectors, (…, n + m, h). Computed in double precision, returned in the dtype of x.
+
+        Returns
+        -------
+        tuple of Tensor
+            End point and transported vector, (…, n + m, h).
+
+        Raises
+        ------
+        GeodesicExitError
+            As :meth:`expmap`.
         """
-        return self._gl_space(x, u).parallel_transport(u, v)
+        x_wide, u_wide, v_wide = _in_double(x, u, v)
+        end, carried = self._gl_space(x_wide, u_wide).parallel_transport(u_wide, v_wide)
+        return end.to(x.dtype), carried.to(x.dtype)
 
     # -- geoopt's checks ---------------------------------------------------------------------------------------------
 
@@ -381,11 +487,13 @@ class GLQuotientInv(GLQuotient):
 
     Notes
     -----
-    Paper, §5.2. The last factor of the printed H^inv is ξ_H, not its transpose.
+    Paper, §5.2. The last factor of the printed H^inv is ξ_H, not its transpose. The paper knows no exact geodesics;
+    :meth:`geodesic` has them in closed form.
 
     Examples
     --------
     >>> import torch
+    >>> from quotient_manifolds import GLQuotientInv
     >>> manifold = GLQuotientInv(5, 4)
     >>> x = manifold.random(5 + 4, 2, dtype=torch.float64)
     >>> A = torch.tensor([[2.0, 1.0], [0.0, 0.5]], dtype=torch.float64)
@@ -425,10 +533,12 @@ class GLQuotientMix(GLQuotient):
     Examples
     --------
     >>> import torch
+    >>> from quotient_manifolds import GLQuotientMix
     >>> manifold = GLQuotientMix(5, 4)
     >>> x = manifold.origin(5 + 4, 2)
-    >>> round(manifold.norm(x, torch.ones_like(x)).item() ** 2, 4)
-    18.0
+    >>> u = manifold.proju(x, torch.ones_like(x))
+    >>> manifold.norm(x, u), manifold.exit_time(x, u), manifold.exit_time(x, -x)
+    (tensor(4.2426), tensor(inf), tensor(0.5000))
     """
 
     name = "GLQuotientMix"

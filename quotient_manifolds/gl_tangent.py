@@ -49,29 +49,34 @@ class Products:
 
     @cached_property
     def vX(self) -> Tensor:
+        """Compute vᴴX."""
         return self._left(self._c.mH @ self._X)
 
     @cached_property
     def cc(self) -> Tensor:
+        """Compute cᴴc."""
         return self._c.mH @ self._c
 
     @cached_property
     def vv(self) -> Tensor:
+        """Compute vᴴv."""
         return self._right(self._left(self.cc))
 
     @cached_property
     def pX(self) -> Tensor:
+        """Compute pᴴX."""
         assert self._p is not None
         return self._p.mH @ self._X
 
     @cached_property
     def pv(self) -> Tensor:
+        """Compute pᴴv."""
         assert self._p is not None
         return self._right(self._p.mH @ self._c)
 
 
 def _sum_of_products(out: Tensor, *terms: tuple[Tensor, Tensor]) -> None:
-    """Write Σ X A for matrices A that are small."""
+    """Write Σ X A into ``out``, for matrices A that are small."""
     (X, A), *rest = terms
     if out.dim() != 3 or any(t.dim() != 3 for pair in terms for t in pair):
         out.copy_(X @ A + sum(Y @ B for Y, B in rest))
@@ -90,12 +95,36 @@ class GLTangentSpace(TangentSpace):
 
     Attributes
     ----------
+    manifold : GLQuotientInv or GLQuotientMix
+    x : Tensor
+        The point, (…, n + m, h), at whose representative vectors are given and returned.
     gauge : Gauge
         Canonical representative and the group element that leads there.
+    sigma_hat : Tensor
+        σ̂, (…, h).
     present : Tensor
         (…, h), which of the directions the point has: σ_i above a tolerance relative to σ_1.
     G, H, M, N, M_hat, N_hat, M_inv, N_inv : Tensor
         At the canonical representative; the inverses are those of the metric's Gram matrices.
+
+    Notes
+    -----
+    Made by ``manifold.at(x)``, or from a known gauge by :meth:`GLQuotientInv.at_gauge
+    <quotient_manifolds.GLQuotientInv.at_gauge>`. The paper relaxes Gram matrices to GᴴG + εI (§5.2), which depends on
+    the representative; see :func:`quotient_manifolds.additive.additive_tangent_space`.
+
+    Examples
+    --------
+    One factorisation for a gradient, its length, and a step:
+
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientInv
+    >>> manifold = GLQuotientInv(4, 3)
+    >>> space = manifold.at(manifold.origin(4 + 3, 2))
+    >>> gradient = space.egrad2rgrad(torch.ones(7, 2))
+    >>> space.norm(gradient), space.coordinates(gradient).norm()
+    (tensor(3.7417), tensor(3.7417))
+    >>> y = space.expmap(-0.1 * gradient)
     """
 
     def __init__(
@@ -138,6 +167,7 @@ class GLTangentSpace(TangentSpace):
     # -- between the representative at hand and the canonical one --------------------------------------------------
 
     def split(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Split into (ξ_G, ξ_H), views (…, n, h) and (…, m, h)."""
         first, second = u.split(self.manifold.row_split(), dim=-2)
         return first, second
 
@@ -147,6 +177,7 @@ class GLTangentSpace(TangentSpace):
         return (xi, eta) if self._at_canonical else (xi @ self.gauge.A_inv, eta @ self.gauge.A.mH)
 
     def from_gauge(self, xi: Tensor, eta: Tensor) -> Tensor:
+        """Carry a tangent vector back: (ξ_G A, ξ_H A⁻ᴴ), packed."""
         return pack(xi, eta) if self._at_canonical else pack(xi @ self.gauge.A, eta @ self.gauge.A_inv.mH)
 
     def dual_to_gauge(self, e: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,28 +186,29 @@ class GLTangentSpace(TangentSpace):
         return (P, R) if self._at_canonical else (P @ self.gauge.A.mH, R @ self.gauge.A_inv)
 
     def dual_from_gauge(self, P: Tensor, R: Tensor) -> Tensor:
+        """Carry a Euclidean gradient back: (P A⁻ᴴ, R A), packed."""
         return pack(P, R) if self._at_canonical else pack(P @ self.gauge.A_inv.mH, R @ self.gauge.A)
 
     # -- what the two metrics differ in, at the canonical representative ---------------------------------------------
 
     def _weights(self) -> tuple[Tensor, Tensor]:
-        """(W_G, W_H) of the metric Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H)."""
+        """Give (W_G, W_H) of the metric Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H)."""
         raise NotImplementedError
 
     def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
-        """Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal, from Gᴴξ_G and Hᴴξ_H."""
+        """Give Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal, from Gᴴξ_G and Hᴴξ_H."""
         raise NotImplementedError
 
     def _inverse_weights(self) -> tuple[Tensor, Tensor]:
-        """(W_G⁻¹, W_H⁻¹): a covector (P, R) is represented by the vector (P W_G⁻¹, R W_H⁻¹)."""
+        """Give (W_G⁻¹, W_H⁻¹): a covector (P, R) is represented by the vector (P W_G⁻¹, R W_H⁻¹)."""
         raise NotImplementedError
 
     def _acceleration_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """((a, b), (c, d)) with acceleration = (G a + ξ_G b, H c + ξ_H d)."""
+        """Give ((a, b), (c, d)) with acceleration = (G a + ξ_G b, H c + ξ_H d)."""
         raise NotImplementedError
 
     def _adjoint_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """((e, a, b), (f, c, d)) with (D acceleration)ᴴ(P, R) = (P e + G a + ξ_G b, R f + H c + ξ_H d)."""
+        """Give ((e, a, b), (f, c, d)) with (D acceleration)ᴴ(P, R) = (P e + G a + ξ_G b, R f + H c + ξ_H d)."""
         raise NotImplementedError
 
     #: "inv" or "mix".
@@ -187,6 +219,7 @@ class GLTangentSpace(TangentSpace):
     # -- public ----------------------------------------------------------------------------------------------------
 
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        """Compute Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H), W = (M̂⁻¹, N̂⁻¹) for inv, (N̂, M̂) for mix; (…) or (…, 1, 1)."""
         xi, eta = self.to_gauge(u)
         zeta, nu = (xi, eta) if v is None else self.to_gauge(v)
         W_G, W_H = self._weights()
@@ -198,8 +231,8 @@ class GLTangentSpace(TangentSpace):
 
         Notes
         -----
-        Paper, §5.2, Λ^inv and Λ^mix; for inv the printed Sylvester equation is corrected, see
-        :func:`quotient_manifolds.linalg.sylvester`.
+        Paper, §5.2, Λ^inv and Λ^mix. For inv the paper prints AΛ + ΛAᵀ = B, which is right only for h = 1; the
+        equation is AΛᴴ + ΛᴴA = B with the same A = MN and B.
         """
         # Only h × h matrices are carried to the gauge: Ĝᴴ(ξ A⁻¹) = (Ĝᴴξ) A⁻¹, and (ĜΛ) A = Ĝ (ΛA).
         xi, eta = self.split(u)
@@ -308,7 +341,7 @@ class GLTangentSpace(TangentSpace):
         return self.geodesic(u, tol=tol)[0]
 
     def rk4(self, u: Tensor, steps: int) -> Tensor:
-        """Follow the geodesic to time 1 by steps of the classical Runge–Kutta method; never raises."""
+        """Follow the geodesic to time 1 by steps of the classical Runge–Kutta method, (…, n + m, h); never raises."""
         X, xi, Y, eta, sigma = self._whitened(u)
         return self._unwhitened(*geodesics.rk4(self.metric, X, xi, Y, eta, sigma, 1.0, steps))[0]
 
@@ -320,11 +353,11 @@ class GLTangentSpace(TangentSpace):
         return geodesics.exit_time(X, xi, Y, eta, sigma, until)
 
     def parallel_transport(self, u: Tensor, v: Tensor, *, tol: float = 1e-11) -> tuple[Tensor, Tensor]:
-        """Transport v along the geodesic with velocity u; end point and vector. See the manifold's method."""
+        """Transport v along the geodesic with velocity u; end point and vector, (…, n + m, h). See the manifold."""
         return transport.parallel_transport(self, u, v, tol=tol)
 
     def _roots(self) -> tuple[Tensor, Tensor]:
-        """√σ and 1/√σ as rows, both 0 for directions that the point lacks."""
+        """Give √σ and 1/√σ as rows, both 0 for directions that the point lacks."""
         present = self.present.unsqueeze(-2)
         root = torch.where(
             present, self.gauge.sigma.unsqueeze(-2).sqrt(), torch.ones_like(self.sigma_hat).unsqueeze(-2)
@@ -332,7 +365,7 @@ class GLTangentSpace(TangentSpace):
         return root * present, present / root
 
     def _whitened(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(X, ξ, Y, η, σ): factors with orthonormal columns, vectors whose metric is the identity, and the scale."""
+        """Give (X, ξ, Y, η, σ): orthonormal columns, vectors whose metric is the identity, and the scale."""
         xi, eta = self.to_gauge(u)
         root, inverse = self._roots()
         scale = inverse if self.metric == "inv" else root
@@ -401,7 +434,7 @@ class GLTangentSpace(TangentSpace):
         return self.dual_from_gauge(self.G @ L @ W_G, -self.H @ L.mH @ W_H)
 
     def scale(self, exponent: float) -> Tensor:
-        """σ̂^exponent as a row, zero for directions that the point does not have."""
+        """Give σ̂^exponent as a row (…, 1, h), zero for directions that the point does not have."""
         s = self.sigma_hat
         power = torch.where(s > 0, s, torch.ones_like(s)) ** exponent
         return torch.where(self.present, power, torch.zeros_like(s)).unsqueeze(-2)
@@ -415,7 +448,7 @@ class GLTangentSpace(TangentSpace):
         return pack(*self.to_gauge(u)) * self.scale(-self.scale_exponent)
 
     def from_coordinates(self, c: Tensor) -> Tensor:
-        """Invert :meth:`coordinates`."""
+        """Invert :meth:`coordinates`, but for the directions that the point lacks; shape of c."""
         return self.from_gauge(*self.split(c * self.scale(self.scale_exponent)))
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
@@ -465,7 +498,7 @@ class GLTangentSpace(TangentSpace):
         return out
 
     def project_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Project coordinates on those of horizontal vectors."""
+        """Project coordinates on those of horizontal vectors, in canonical gauge; shape of c."""
         scale, back = self.scale(self.scale_exponent), self.scale(-self.scale_exponent)
         xi, eta = self.split(c)
         L = self._vertical_part((self.G.mH @ xi) * scale, (self.H.mH @ eta) * scale)

@@ -26,22 +26,25 @@ class _RescaleTangentSpace(TangentSpace):
         return torch.ones_like(self.beta) if self.manifold.metric == "inv" else self.beta.abs()
 
     def _rate(self, u: Tensor) -> Tensor:
-        """B of the horizontal part, the mean of η_u/u and η_v/v."""
+        """Give B of the horizontal part, the mean of η_u/u and η_v/v."""
         return (u / self.x).mean(dim=-2)
 
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        """Compute Σ scale² (η_u ν_u/u² + η_v ν_v/v²), with scale 1 (inv) or |β| (mix); (…) or (…, 1, 1)."""
         scale = (self._scale() ** 2).unsqueeze(-2)
         v = u if v is None else v
         return ((u / self.x) * (v / self.x) * scale).sum(dim=(-2, -1), keepdim=keepdim)
 
     def proju(self, u: Tensor) -> Tensor:
+        """Project on (u ⊙ B, v ⊙ B) with B = ½(η_u/u + η_v/v); (…, 2, d)."""
         return self.x * self._rate(u).unsqueeze(-2)
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
+        """Give the horizontal part of ∇ ⊙ (x/scale)², with scale 1 (inv) or |β| (mix); (…, 2, d)."""
         return self.proju(u * (self.x / self._scale().unsqueeze(-2)) ** 2)
 
     def acceleration(self, u: Tensor) -> Tensor:
-        """Give (u ⊙ B², v ⊙ B²) for inv, its negative for mix; any vector: B_u, B_v apart."""
+        """Give (u ⊙ B², v ⊙ B²) for inv, its negative for mix; (…, 2, d). Any vector: B_u, B_v apart."""
         b = u / self.x
         return self.x * b**2 if self.manifold.metric == "inv" else self._mix_acceleration(b)
 
@@ -51,7 +54,7 @@ class _RescaleTangentSpace(TangentSpace):
         return self.x * (other**2 - 2 * b * other)
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw B from a Gaussian with unit variance in the metric, ‖η‖² = 2‖scale ⊙ B‖²."""
+        """Draw B from a Gaussian with unit variance in the metric, ‖η‖² = 2‖scale ⊙ B‖²; (…, 2, d)."""
         draw = standard_normal(tuple(self.beta.shape), self.x, generator)
         return self.x * (draw / (2**0.5 * self._scale())).unsqueeze(-2)
 
@@ -70,15 +73,23 @@ class RescaleQuotient(QuotientManifold):
     Parameters
     ----------
     metric : {"inv", "mix"}
-        A point is one real tensor (…, 2, d): u and v.
+
+    Raises
+    ------
+    ValueError
+        Another metric.
 
     Notes
     -----
-    Paper, §5.1. This is the GL(1) quotient for every coordinate; complex pairs: ``GLQuotientInv(1, 1)`` with h = 1.
+    A point is one float32 or float64 tensor (…, 2, d): u and v.
+
+    Paper, §5.1 and Eqs. 7–8, where the ball of radius ρ is ‖B‖ ≤ ρ: by :math:`\|η\|^2 = 2\|B\|^2` (inv) it is
+    ‖B‖ ≤ ρ/√2. This is the GL(1) quotient for every coordinate; complex pairs: ``GLQuotientInv(1, 1)`` with h = 1.
 
     Examples
     --------
     >>> import torch
+    >>> from quotient_manifolds import RescaleQuotient
     >>> manifold = RescaleQuotient("inv")
     >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> manifold.product(manifold.expmap(x, x * torch.tensor([0.5, 0.0])))
@@ -96,9 +107,11 @@ class RescaleQuotient(QuotientManifold):
         self.metric = metric
 
     def extra_repr(self) -> str:
+        """Give the metric, for ``repr``."""
         return f"metric={self.metric!r}"
 
     def row_split(self) -> list[int]:
+        """Give [1, 1], the rows of u and v."""
         return [1, 1]
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
@@ -114,6 +127,11 @@ class RescaleQuotient(QuotientManifold):
         ----------
         x, u : Tensor
             Point and horizontal vector, (…, 2, d).
+
+        Returns
+        -------
+        Tensor
+            (…, 2, d).
 
         Raises
         ------
@@ -163,11 +181,27 @@ class RescaleQuotient(QuotientManifold):
         return x * root, x * B / root
 
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
-        """Interpolate: the points at times t of the geodesic from x (t = 0) to the orbit of y (t = 1); (k…, …)."""
+        """Interpolate along the geodesic from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …)."""
         return self.geodesic(x, self.logmap(x, y), t)[0]
 
     def mean(self, points: Tensor) -> Tensor:
-        """Give the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β."""
+        """Give the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β.
+
+        Parameters
+        ----------
+        points : Tensor
+            (k, …, 2, d); products of one sign.
+
+        Returns
+        -------
+        Tensor
+            (…, 2, d), at the representative of the first point.
+
+        Raises
+        ------
+        ValueError
+            If the products differ in sign.
+        """
         first = points[0]
         return self.expmap(first, self.logmap(first.expand_as(points), points).mean(0))
 
@@ -184,6 +218,16 @@ class RescaleQuotient(QuotientManifold):
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         r"""Give the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
 
+        Parameters
+        ----------
+        x, y : Tensor
+            Points, (…, 2, d).
+
+        Returns
+        -------
+        Tensor
+            (…, 2, d).
+
         Raises
         ------
         ValueError
@@ -194,18 +238,18 @@ class RescaleQuotient(QuotientManifold):
         return x * B.unsqueeze(-2)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Compute the distance of two orbits; shape (…) or (…, 1, 1). Raises as :meth:`logmap`."""
+        """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises as :meth:`logmap`."""
         ratio = self._ratio(x, y)
         step = ratio.log() if self.metric == "inv" else self.product(y) - self.product(x)
         result = step.square().sum(-1).sqrt() / 2**0.5
         return result[..., None, None] if keepdim else result
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
-        """Move x along its orbit: (αu, v/α); A is α, (…, d), without zeros."""
+        """Move x along its orbit to (αu, v/α), (…, 2, d); A is α, (…, d), without zeros."""
         return x * torch.stack([A, 1 / A], dim=-2)
 
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
-        """Give the vertical vector (λu, −λv); L is λ, (…, d)."""
+        """Give the vertical vector (λu, −λv), (…, 2, d); L is λ, (…, d)."""
         return x * torch.stack([L, -L], dim=-2)
 
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -221,14 +265,14 @@ class RescaleQuotient(QuotientManifold):
         return x[..., 0, :] * x[..., 1, :]
 
     def canonical(self, x: Tensor) -> Tensor:
-        """Give the representative with u = √abs(β) and v = sign(β) √abs(β)."""
+        """Give the representative with u = √abs(β) and v = sign(β) √abs(β); (…, 2, d)."""
         self.at(x)
         beta = self.product(x)
         root = beta.abs().sqrt()
         return torch.stack([root, root * beta.sign()], dim=-2)
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
-        """Give u = v = 1; ``seed`` is accepted for geoopt's sake."""
+        """Give u = v = 1, of shape ``size``; ``seed`` is accepted for geoopt's sake."""
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
         return torch.ones(shape, dtype=dtype, device=device)

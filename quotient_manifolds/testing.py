@@ -34,6 +34,14 @@ class ManifoldCheck:
     kind : {"error", "slope"}
     hint : str
         What a failure means.
+
+    Examples
+    --------
+    >>> from quotient_manifolds.testing import ManifoldCheck
+    >>> check = ManifoldCheck("retraction: slope of the error", 1.98, 2.9, "slope", "no retraction of order 2")
+    >>> print(check)
+    FAILED  retraction: slope of the error        slope 1.98 not ≥ 2.9
+            no retraction of order 2
     """
 
     name: str
@@ -62,9 +70,22 @@ class ManifoldReport:
     Attributes
     ----------
     manifold : str
+        Its ``repr``.
     shape : tuple of int
         Of the point.
     checks : tuple of ManifoldCheck
+        In the order of the tests.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientMix
+    >>> from quotient_manifolds.testing import check_manifold
+    >>> manifold = GLQuotientMix(3, 3)
+    >>> x = torch.linspace(-1, 1, 12, dtype=torch.float64).sin().reshape(6, 2) + manifold.origin(3 + 3, 2)
+    >>> report = check_manifold(manifold, x, retraction_order=3)
+    >>> [check.name for check in report.failures]
+    ['retraction: slope of the error']
     """
 
     manifold: str
@@ -82,7 +103,13 @@ class ManifoldReport:
         return not self.failures
 
     def raise_if_failed(self) -> None:
-        """Raise an AssertionError with the report if a property does not hold."""
+        """Raise the report if a property does not hold.
+
+        Raises
+        ------
+        AssertionError
+            With one line for each property.
+        """
         if not self.ok:
             raise AssertionError(str(self))
 
@@ -145,13 +172,13 @@ class _Point:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """Largest difference relative to the size of both."""
+    """Give the largest difference relative to the size of both."""
     scale = max(float(a.abs().max()), float(b.abs().max()))
     return float((a - b).abs().max()) / scale if scale > 0 else 0.0
 
 
 def _slope(error: Callable[[float], Tensor], scale: float) -> float:
-    """Order to which an error falls with the step; inf for one at rounding level throughout."""
+    """Give the order to which an error falls with the step; inf for one at rounding level throughout."""
     errors = [float(error(t).abs().max()) / scale for t in _STEPS]
     known = [(math.log2(t), math.log2(e)) for t, e in zip(_STEPS, errors, strict=True) if e > 1e-11]
     if len(known) < 2:

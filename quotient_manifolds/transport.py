@@ -19,7 +19,7 @@ __all__ = ["parallel_transport"]
 
 
 def _acceleration(metric: str, G: Tensor, H: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Geodesic acceleration in any gauge, of any ambient velocity."""
+    """Compute the geodesic acceleration in any gauge, of any ambient velocity."""
 
     def one(X: Tensor, v: Tensor, Y: Tensor, w: Tensor) -> Tensor:
         if metric == "inv":

@@ -39,7 +39,7 @@ class AdaptiveNorm:
         return torch.view_as_complex(torch.view_as_real(c.resolve_conj()) * torch.view_as_real(self.x))
 
     def from_coordinates(self, c: Tensor) -> Tensor:
-        """Turn coordinates into a tangent vector, ξ = w ζ."""
+        """Turn coordinates, shape of the stack's point, into a tangent vector, ξ = w ζ."""
         return self._times(c)
 
     def dual_coordinates(self, e: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ASCENTS", "Ascent", "Ball", "Buffers", "CubeBall", "RoundBall", "auto_pgd", "checkpoints", "power"]
+__all__ = ["ASCENTS", "Ascent", "Ball", "CubeBall", "RoundBall", "auto_pgd", "power"]
 
 #: ``f(x, out) -> value``; writes the gradient at x into ``out`` unless that is None
 Function = Callable[[Tensor, Tensor | None], float]
@@ -26,7 +26,7 @@ class Ascent:
     Attributes
     ----------
     point : Tensor
-        The best iterate.
+        (dim,), the best iterate; dtype and device of the start.
     value : float
         The function there.
     history : tuple of float
@@ -37,6 +37,20 @@ class Ascent:
         because the best iterate came last.
     converged : bool or None
         Whether the gap is below the tolerance; None if there was no tolerance.
+
+    Examples
+    --------
+    The largest value of :math:`x_1 + x_2` in the unit ball is √2; a gap of 0 says that no point of the ball is better
+    to first order:
+
+    >>> import torch
+    >>> def f(x, out):
+    ...     if out is not None:
+    ...         out.fill_(1.0)
+    ...     return float(x.sum())
+    >>> found = power(f, torch.zeros(2), RoundBall(1.0), 20, tol=1e-3)
+    >>> round(found.value, 4), len(found.history), abs(found.gap) < 1e-6, found.converged
+    (1.4142, 2, True, True)
     """
 
     point: Tensor
@@ -50,11 +64,25 @@ class Ascent:
 
 
 class Ball(ABC):
-    """A ball around the origin: what the ascents need of its shape.
+    r"""A ball around the origin: what the ascents need of its shape.
 
     Parameters
     ----------
     radius : float
+        ρ, in the norm whose ball it is.
+
+    Notes
+    -----
+    All vectors are (dim,), of one dtype and device. Methods that end in an underscore write to their first tensor.
+
+    Examples
+    --------
+    The same gradient offers more in the cube, which contains the round ball:
+
+    >>> import torch
+    >>> g = torch.tensor([3.0, -4.0])
+    >>> RoundBall(0.5).reach(g), CubeBall(0.5).reach(g)
+    (2.5, 3.5)
     """
 
     def __init__(self, radius: float) -> None:
@@ -62,11 +90,11 @@ class Ball(ABC):
 
     @abstractmethod
     def norm(self, x: Tensor) -> float:
-        """Measure a vector by the norm whose ball this is."""
+        """Measure a vector, (dim,), by the norm whose ball this is."""
 
     @abstractmethod
     def reach(self, g: Tensor) -> float:
-        r"""Compute :math:`\max_{\|y\| \le ρ} \langle g, y \rangle`, ρ times the dual norm of g."""
+        r"""Compute :math:`\max_{\|y\| \le ρ} \langle g, y \rangle`, ρ times the dual norm of g, (dim,)."""
 
     @abstractmethod
     def to_sphere_(self, x: Tensor) -> Tensor:
@@ -76,12 +104,37 @@ class Ball(ABC):
     def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
         r"""Write Auto-PGD's next iterate: :math:`z = P(x + η d)`, :math:`P(x + α(z - x) + (1 - α)(x - x_{prev}))`.
 
-        d is the steepest direction of unit length.
+        d is the steepest direction of unit length, P the projection on the ball.
+
+        Parameters
+        ----------
+        out : Tensor
+            (dim,), where the iterate is written; may be ``previous``.
+        x, previous : Tensor
+            (dim,), the last two iterates.
+        g : Tensor
+            (dim,), the gradient at x.
+        eta, alpha : float
+            Step size η, and the weight α of the step against the momentum.
         """
 
     @abstractmethod
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
-        """Look at the best point so far, its gradient and, if there was one, the best point before it."""
+        """Look at the best point so far, its gradient and, if there was one, the best point before it.
+
+        Parameters
+        ----------
+        g : Tensor
+            (dim,), the gradient at ``best``.
+        best : Tensor
+            (dim,)
+        other : Tensor or None
+            (dim,), for the momentum.
+
+        Returns
+        -------
+        View
+        """
 
     def gap(self, g: Tensor, x: Tensor) -> float:
         """Compute the Frank–Wolfe gap at x, where the gradient is g."""
@@ -101,7 +154,7 @@ class View(ABC):
 
     @abstractmethod
     def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
-        r"""Write the next iterate.
+        r"""Write the next iterate to ``out``, (dim,).
 
         :math:`y = \arg\max_{\|y\| \le ρ} \langle g, y \rangle`, pushed on by a quarter of best − other if asked for,
         then drawn towards the best point: :math:`ω y + (1 - ω)\, best`; each time back to the surface.
@@ -117,18 +170,33 @@ class RoundBall(Ball):
 
     Every iterate is a linear combination of two earlier ones and a gradient, so all norms follow from their Gram
     matrix: a step is one pass for that and one that writes. Such combinations of horizontal vectors are horizontal.
+
+    Parameters
+    ----------
+    radius : float
+        ρ.
+
+    Examples
+    --------
+    >>> import torch
+    >>> RoundBall(0.5).to_sphere_(torch.tensor([3.0, 4.0]))
+    tensor([0.3000, 0.4000])
     """
 
     def norm(self, x: Tensor) -> float:
+        """Measure a vector by its Euclidean norm."""
         return math.sqrt(float(_gram(x)[0, 0]))
 
     def reach(self, g: Tensor) -> float:
+        r"""Compute :math:`ρ \|g\|_2`."""
         return self.radius * self.norm(g)
 
     def to_sphere_(self, x: Tensor) -> Tensor:
+        """Scale a vector other than 0 to length ρ, in place."""
         return x.mul_(self.radius / self.norm(x))
 
     def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
+        """Write Auto-PGD's next iterate, see :meth:`Ball.step_`; the steepest direction is g/‖g‖."""
         gram = _gram(x, previous, g)
 
         def project(c: np.ndarray) -> np.ndarray:
@@ -141,6 +209,7 @@ class RoundBall(Ball):
         _combine_(out, (x, c[0]), (previous, c[1]), (g, c[2]))
 
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
+        """Look at the best point so far, see :meth:`Ball.view`."""
         return _RoundView(self.radius, g, best, other)
 
 
@@ -165,24 +234,47 @@ class _RoundView(View):
 
 
 class CubeBall(Ball):
-    r"""The ball :math:`\|x\|_\infty \le ρ`."""
+    r"""The ball :math:`\|x\|_\infty \le ρ`.
+
+    With the adaptive metric it changes every weight by a fraction ρ of its size at most.
+
+    Parameters
+    ----------
+    radius : float
+        ρ.
+
+    Notes
+    -----
+    Andriushchenko, Croce, Müller, Hein, Flammarion 2023 measure sharpness over this ball too.
+
+    Examples
+    --------
+    >>> import torch
+    >>> CubeBall(0.5).to_sphere_(torch.tensor([3.0, -4.0]))
+    tensor([ 0.5000, -0.5000])
+    """
 
     def norm(self, x: Tensor) -> float:
+        """Measure a vector by its largest entry."""
         return float(torch.linalg.vector_norm(x, math.inf))
 
     def reach(self, g: Tensor) -> float:
+        r"""Compute :math:`ρ \|g\|_1`."""
         return self.radius * float(torch.linalg.vector_norm(g, 1, dtype=torch.float64))
 
     def to_sphere_(self, x: Tensor) -> Tensor:
+        """Move a vector to the corner ρ sign(x), in place."""
         return x.sign_().mul_(self.radius)
 
     def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
+        """Write Auto-PGD's next iterate, see :meth:`Ball.step_`; the steepest direction is sign(g)."""
         for o, here, before, slope in _chunked(out, x, previous, g):
             z = (here + eta * slope.sign()).clamp_(-self.radius, self.radius)
             new = here + alpha * (z - here) + (1 - alpha) * (here - before)
             o.copy_(new.clamp_(-self.radius, self.radius))
 
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
+        """Look at the best point so far, see :meth:`Ball.view`."""
         return _CubeView(self.radius, g, best, other, self.reach(g) - float(_gram(g, best)[0, 1]))
 
 
@@ -217,10 +309,11 @@ def power(
     The next iterate is where the gradient at the best point so far points to,
 
     .. math:: y = ρ\, g/\|g\|, \qquad y \leftarrow y + \tfrac14 (x - x_{prev}),\quad
-              x^+ = ω y + (1 - ω) x \quad \text{(each time scaled to length ρ)},
+              x^+ = ω y + (1 - ω) x \quad \text{(each time scaled to length ρ)}
 
-    with the momentum term only after a rise. The damping ω, at first 1, is halved by every fall and recovers by 1.2
-    with every rise. For a convex f the plain iteration (no momentum, ω = 1) never falls.
+    (for the round ball; in general y is the ball's maximiser of ⟨g, y⟩), with the momentum term only after a rise. The
+    damping ω, at first 1, is halved by every fall and recovers by 1.2 with every rise. For a convex f the plain
+    iteration (no momentum, ω = 1) never falls.
 
     Parameters
     ----------
@@ -229,8 +322,10 @@ def power(
         subspace (horizontal vectors), gradients must lie in it: every iterate is then a linear combination of
         ``start`` and gradients, and needs no projection.
     start : Tensor
-        (dim,), the origin or a point of the ball's surface. One of the buffers if there are any; else it is copied.
+        (dim,), the origin or a point of the ball's surface; its dtype and device are those of all vectors. One of the
+        buffers if there are any; else it is copied.
     ball : Ball
+        Where the maximum is sought.
     steps : int
         Upper bound; f is called steps + 1 times at most, once less with ``first``.
     tol : float
@@ -240,18 +335,34 @@ def power(
     first : (float, Tensor), optional
         Value and gradient at ``start``, if known. If the gradient is one of the buffers, it is overwritten.
     buffers : Buffers, optional
-        Vectors to work in, kept from one ascent to the next. The result's point is taken out of them.
+        Vectors to work in, kept from one ascent to the next; without them the ascent allocates its own. The result's
+        point is taken out of them.
     callback : callable, optional
         Called with (value, best value) after every step.
 
     Returns
     -------
     Ascent
+        With the best of all iterates but the origin.
 
     Notes
     -----
     Journée, Nesterov, Richtárik, Sepulchre 2010, for the undamped iteration; the gap is that of Frank and Wolfe 1956.
     An iterate depends on those before it alone, so a run of more steps continues one of fewer.
+
+    Examples
+    --------
+    On the unit sphere the largest value of a quadratic form is its largest eigenvalue:
+
+    >>> import torch
+    >>> a = torch.tensor([1.0, 2.0, 5.0])
+    >>> def f(x, out):
+    ...     if out is not None:
+    ...         torch.mul(2 * a, x, out=out)
+    ...     return float(a @ x.square())
+    >>> found = power(f, torch.ones(3) / 3**0.5, RoundBall(1.0), steps=20)
+    >>> round(found.value, 3)
+    5.0
     """
     work, start, value, g = _begin(f, start, first, buffers)
     history, base = [value], value if base is None else base
@@ -314,11 +425,25 @@ def auto_pgd(
     Returns
     -------
     Ascent
+        With the best of all iterates.
 
     Notes
     -----
     Croce and Hein 2020, Algorithm 1; paper, Algorithm 1, where lines 5–6 and 16–17 pair the loss with the wrong
     iterate and line 21 restarts the weights in place of the tangent vector.
+
+    Examples
+    --------
+    A linear function is largest in the corner of a cube that its gradient points to:
+
+    >>> import torch
+    >>> g = torch.tensor([1.0, -2.0])
+    >>> def f(x, out):
+    ...     if out is not None:
+    ...         out.copy_(g)
+    ...     return float(g @ x)
+    >>> auto_pgd(f, torch.zeros(2), CubeBall(0.1), steps=20).point
+    tensor([ 0.1000, -0.1000])
     """
     work, x, value, g = _begin(f, start, first, buffers)
     history, base = [value], value if base is None else base

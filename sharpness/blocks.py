@@ -34,6 +34,7 @@ class Elementwise:
     scale: Tensor | None  # ξ = scale · ζ; None: the weight itself
 
     def view(self, flat: Tensor) -> Tensor:
+        """See its part of a vector, (dim,), in the parameter's shape."""
         return flat[self.where].view(self.parameter.shape)
 
 
@@ -51,6 +52,7 @@ class PairBlock:
     where: slice
 
     def view(self, flat: Tensor) -> Tensor:
+        """See its part of a vector, (dim,), in the shape of the stack's point."""
         return as_point(self.point, flat[self.where])
 
     def own(self, u: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ def pieces(s: PairStack) -> list[PairStack]:
 
 
 def divided(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
-    """The pairs that a measure takes modulo their symmetry."""
+    """Stack the pairs that a measure takes modulo their symmetry."""
     if not measure.divides:
         return []
     found = find(model) if pairs is None else pairs

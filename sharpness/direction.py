@@ -21,15 +21,15 @@ __all__ = ["Direction", "perturbed"]
 
 @dataclass(frozen=True)
 class Direction:
-    """A tangent vector at a model's weights.
+    r"""A tangent vector at a model's weights.
 
     Attributes
     ----------
     measure : Measure
         Says how to move along it.
     tensors : dict of str to Tensor
-        One tensor a trainable parameter, of its shape and dtype (at least float32), by the parameter's name. For
-        attention pairs it is the horizontal vector at the model's own representative.
+        One tensor a trainable parameter, of its shape and dtype (at least float32), on the CPU, by the parameter's
+        name. For attention pairs it is the horizontal vector at the model's own representative.
     norm : float
         Length in the measure's metric.
     pairs : tuple of SymmetricPair
@@ -37,6 +37,19 @@ class Direction:
     squares : dict of str to float
         Squared length in the metric of what moves every pair, by the pair's name, and every parameter (but for what
         belongs to pairs), by the parameter's name. They add up to norm².
+
+    Examples
+    --------
+    The worst direction of a linear model in the adaptive metric, whose length is :math:`\|ξ \oslash |w|\|`:
+
+    >>> from torch import nn
+    >>> import sharpness, torch
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> model.weight.data = torch.tensor([[2.0, 1.0]])
+    >>> result = sharpness.evaluate(model, [torch.eye(2)], lambda f, x: f(x).sum(), measure="adaptive", rho=0.5)
+    >>> xi = result.direction(0)
+    >>> xi.tensors["weight"], round(xi.norm, 4)
+    (tensor([[0.8944, 0.2236]]), 0.5)
     """
 
     measure: Measure
@@ -47,7 +60,7 @@ class Direction:
 
 
 def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
-    """The direction's pairs in this model, which may be another copy of the one that was measured."""
+    """Find the direction's pairs in this model, which may be another copy of the one that was measured."""
     own = {id(m) for m in model.modules()}
     if all(id(b.module) in own for p in direction.pairs for b in p.G + p.H):
         return list(direction.pairs)
@@ -82,7 +95,25 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     Raises
     ------
     ValueError
-        If the direction's parameters are not those of the model.
+        If the direction's parameters or pairs are not those of the model.
+
+    Notes
+    -----
+    Paper, §5.2. The parameters point to copies meanwhile; their own storage is not written to. A direction may be used
+    on another copy of the model that was measured, on any device.
+
+    Examples
+    --------
+    What the worst perturbation does to the outputs:
+
+    >>> from torch import nn
+    >>> import sharpness, torch
+    >>> model, x = nn.Linear(2, 1, bias=False), torch.eye(2)
+    >>> model.weight.data = torch.tensor([[2.0, 1.0]])
+    >>> result = sharpness.evaluate(model, [x], lambda f, x: f(x).sum(), measure="adaptive", rho=0.5)
+    >>> with torch.no_grad(), sharpness.perturbed(model, result.direction(0)):
+    ...     model(x).T
+    tensor([[2.8944, 1.2236]])
     """
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     for name, v in direction.tensors.items():

@@ -28,6 +28,11 @@ class World:
     ----------
     group : ProcessGroup, optional
         None is this process alone.
+
+    Raises
+    ------
+    ValueError
+        This process does not belong to the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -42,7 +47,7 @@ class World:
         return unit % self.size == self.rank
 
     def share(self, count: int) -> range:
-        """Which of a number of units fall to this process."""
+        """Name the units, of a number of them, that fall to this process."""
         return range(self.rank, count, self.size)
 
     def gather(self, mine: list[T]) -> list[T]:
@@ -51,7 +56,13 @@ class World:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Let an error of one process end all: nobody is left waiting for results that never come."""
+        """Let an error of one process end all: nobody is left waiting for results that never come.
+
+        Raises
+        ------
+        RemoteError
+            Another process failed; its own error where it failed itself.
+        """
         if self.group is None:
             yield
             return
@@ -81,6 +92,17 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
 
     nccl where the device is a GPU, else gloo. A process that dies closes its connections, which ends the others with
     an error.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of the work.
+    timeout : timedelta
+        Of every exchange.
+
+    Yields
+    ------
+    ProcessGroup or None
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
@@ -98,6 +120,14 @@ def counter(count: int) -> Iterator[int]:
     """Draw the numbers below ``count``, each once among the processes that torchrun started; all of them without.
 
     A common atomic counter in the store of the process group hands them out: whoever is free takes the next.
+
+    Parameters
+    ----------
+    count : int
+
+    Yields
+    ------
+    int
     """
     if not dist.is_initialized():
         yield from range(count)

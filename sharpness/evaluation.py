@@ -140,7 +140,7 @@ class _Batch:
         return value
 
     def losses(self) -> Iterator[Tensor]:
-        """The losses of the pieces, which add up to the batch's, with their graphs."""
+        """Walk through the losses of the pieces, which add up to the batch's, with their graphs."""
         for weight, piece in self.pieces:
             yield self.objective(self.space.model, piece).loss * weight
 
@@ -167,7 +167,7 @@ class _Search:
         self.buffers = Buffers(self.gradient)
 
     def run(self, batch: _Batch, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor | None]:
-        """One unit, the last of its batch or not; the worst vector comes with it where one is sought."""
+        """Do one unit, the last of its batch or not; the worst vector comes with it where one is sought."""
         began = time.perf_counter()
         batch.worst_error, batch.passes = batch.base_error, 0
         if self.how.case == "gradient-norm":
@@ -349,7 +349,8 @@ def evaluate(
     restarts : int
         Further ascents from random directions; the best counts.
     samples : int
-        Random directions of ``case="average"``, one forward pass each; or products of the Hessian for its trace.
+        Random directions of ``case="average"``, one forward pass each; or products of the Hessian for its trace,
+        rounded down to a multiple of 3.
     seed : int
         The random directions depend on (seed, batch, number of the start or sample) alone.
     geodesic, norm, symmetry, relaxation, relaxation_kind, case, p : optional
@@ -376,7 +377,7 @@ def evaluate(
     Returns
     -------
     SharpnessResult
-        ``value`` is a float, or a dict by radius if ``rho`` is not a number.
+        ``value`` is a float, or a dict by radius if ``rho`` is not a number; ``print`` gives a table.
 
     Raises
     ------
@@ -385,6 +386,8 @@ def evaluate(
     ValueError
         No batches, a batch on another device, no trainable parameter, a loss that is NaN or differs between two
         identical passes, an argument out of range, or switches whose combination means nothing.
+    RemoteError
+        Another process of the group failed; a ``RuntimeError``.
 
     Notes
     -----
@@ -394,12 +397,19 @@ def evaluate(
 
     Examples
     --------
+    The sharpness of an attention layer, and of an equivalent one whose heads are moved along their symmetry:
+
     >>> import torch
-    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> x, y = torch.randn(4, 3, 8), torch.randint(8, (4,))
-    >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]).mean(1), batch[1])
-    >>> result = evaluate(layer, [(x, y)], loss, rho=0.1, steps=5)
-    >>> result.value > 0
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import act_randomly_
+    >>> _ = torch.manual_seed(0)
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> batches = [(torch.randn(4, 3, 8), torch.arange(4))]
+    >>> loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]).mean(1), batch[1])
+    >>> before = evaluate(layer, batches, loss, measure="geodesic-inv", rho=0.1).value
+    >>> moved = act_randomly_(layer)
+    >>> after = evaluate(layer, batches, loss, measure="geodesic-inv", rho=0.1).value
+    >>> before > 0 and abs(after / before - 1) < 1e-3
     True
     """
     how = _switched(
@@ -490,7 +500,7 @@ def evaluate(
 
 
 def _best(units: list[BatchResult]) -> tuple[BatchResult, ...]:
-    """The best start of every batch and radius; the passes and seconds of all its starts, the worst error of any."""
+    """Take the best start of every batch and radius, with the passes and seconds of all and the worst error of any."""
     found = []
     for _, same in itertools.groupby(units, key=lambda r: (r.batch, r.rho)):
         starts = list(same)

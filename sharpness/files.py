@@ -16,7 +16,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -
 
     Parameters
     ----------
-    path
+    path : str or path
         Replaced if it is there.
     write : callable
         Gets the path to write to.

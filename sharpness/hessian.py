@@ -2,9 +2,9 @@ r"""The Riemannian Hessian of a loss at a model's weights: Hessian–vector prod
 
 .. math:: \langle H ξ, ξ \rangle = \frac{d^2}{dt^2} \ell(γ_ξ(t))\big|_{t=0}
 
-along the geodesics of the measure's metric, for horizontal ξ. In terms of the weights this is the second derivative of
-ℓ plus the derivative of ℓ in the direction of the geodesic's acceleration; without that term it would depend on the
-representative wherever the gradient is not 0.
+along the geodesics of the measure's metric for attention pairs and straight lines for other weights, for horizontal ξ.
+In terms of the weights this is the second derivative of ℓ plus the derivative of ℓ in the direction of the geodesic's
+acceleration; without that term it would depend on the representative wherever the gradient is not 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ __all__ = ["HessianOperator", "hutch_plus_plus", "largest_eigenvalues"]
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
-    """The Hessian as a symmetric operator on coordinates in which the metric is the identity.
+    r"""The Hessian as a symmetric operator on coordinates in which the metric is the identity.
+
+    .. math:: \langle H ξ, ξ \rangle = \frac{d^2}{dt^2} \ell(R_θ(tξ))\big|_{t=0}
 
     It is 0 on what is not horizontal. Use it while the space is attached
     (:meth:`sharpness.space.WeightSpace.attached`).
@@ -31,6 +33,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     Parameters
     ----------
     space : WeightSpace
+        Of the model, under the measure whose metric counts.
     losses : callable
         Gives the loss of the model where it stands, or an iterable of losses that add up to it; called at every
         product.
@@ -39,11 +42,33 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     ----------
     products : int
         Number of products computed so far.
+    shape : (int, int)
+        (dim, dim).
+    dtype : numpy.dtype
+        float64 where the space's is, else float32.
 
     Notes
     -----
+    As scipy's operator it takes and gives numpy arrays on the CPU; :meth:`product` stays on the model's device.
     Differentiates twice by torch's autograd. Fused attention has no second derivative on a CPU, so the plain kernel of
-    ``scaled_dot_product_attention`` is used meanwhile.
+    ``scaled_dot_product_attention`` is used meanwhile. Where the retraction is first order, the term of the geodesic's
+    acceleration is left out.
+
+    Examples
+    --------
+    In the adaptive metric the Hessian of :math:`\tfrac12 \sum_i w_i^2` is diag(w²):
+
+    >>> import torch
+    >>> import numpy as np
+    >>> from sharpness import MEASURES, WeightSpace
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> model.weight.data = torch.tensor([[1.0, 3.0]])
+    >>> space = WeightSpace(model, MEASURES["adaptive"])
+    >>> with space.attached():
+    ...     H = HessianOperator(space, lambda: model.weight.square().sum() / 2)
+    ...     H @ np.eye(2, dtype=np.float32)
+    array([[1., 0.],
+           [0., 9.]], dtype=float32)
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
@@ -59,23 +84,61 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         return self._matvec(v)
 
     def product(self, v: Tensor) -> Tensor:
-        """Multiply a vector of coordinates, (dim,)."""
+        """Multiply a vector of coordinates.
+
+        Parameters
+        ----------
+        v : Tensor
+            (dim,), dtype and device of the space.
+
+        Returns
+        -------
+        Tensor
+            (dim,), horizontal.
+        """
         self.products += 1
         with sdpa_kernel(SDPBackend.MATH):
             return self.space.hessian_product(self.losses, v)
 
 
 def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int = 0, tol: float = 1e-4) -> np.ndarray:
-    """Find the largest eigenvalues (in value, not in size), in descending order, by Lanczos' method.
+    """Find the largest eigenvalues (in value, not in size) by Lanczos' method.
 
     Parameters
     ----------
     operator : HessianOperator
+        Attached, see there.
     count : int
+        How many.
     seed : int
         Of the horizontal vector to start from.
     tol : float
         Relative accuracy.
+
+    Returns
+    -------
+    array of float
+        (count,), in descending order, in the operator's dtype.
+
+    Raises
+    ------
+    scipy.sparse.linalg.ArpackNoConvergence
+        The accuracy is not reached.
+
+    Notes
+    -----
+    ARPACK's implicitly restarted method (Lehoucq, Sorensen, Yang 1998) through ``scipy.sparse.linalg.eigsh``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sharpness import MEASURES, WeightSpace
+    >>> model, curvature = torch.nn.Linear(4, 1, bias=False), torch.tensor([-9.0, 1.0, 2.0, 5.0])
+    >>> space = WeightSpace(model, MEASURES["euclidean"])
+    >>> with space.attached():
+    ...     H = HessianOperator(space, lambda: (curvature * model.weight.square()).sum() / 2)
+    ...     largest_eigenvalues(H, 2).round(3)
+    array([5., 2.], dtype=float32)
     """
     start = operator.space.random(torch.Generator().manual_seed(seed)).cpu().numpy()
     if operator.space.dim <= count + 1:
@@ -92,8 +155,18 @@ def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int 
 def hutch_plus_plus(operator: HessianOperator, products: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
     r"""Estimate the trace from about so many products.
 
-    With A S = Q R for a third of the products, and random vectors g projected off Q for another,
-    :math:`\mathrm{tr}(Q^T A Q) + \mathrm{mean}\, g^T A g`.
+    .. math:: \operatorname{tr} A \approx \operatorname{tr}(Q^T A Q) + \operatorname{mean}_g\, g^T A g
+
+    with A S = Q R for as many random vectors S as a third of the products, and as many further ones g, projected off Q.
+
+    Parameters
+    ----------
+    operator : HessianOperator
+        Attached, see there.
+    products : int
+        How many products with the Hessian, a multiple of 3 and at least 3; other numbers are rounded down.
+    seed : int
+        Of the random vectors.
 
     Returns
     -------
@@ -106,6 +179,18 @@ def hutch_plus_plus(operator: HessianOperator, products: int = 30, *, seed: int 
     -----
     Meyer, Musco, Musco, Woodruff 2021. The random vectors are horizontal and depend on the orbit alone, so the
     estimate is invariant too.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sharpness import MEASURES, WeightSpace
+    >>> model, curvature = torch.nn.Linear(4, 1, bias=False), torch.tensor([-9.0, 1.0, 2.0, 5.0])
+    >>> space = WeightSpace(model, MEASURES["euclidean"])
+    >>> with space.attached():
+    ...     H = HessianOperator(space, lambda: (curvature * model.weight.square()).sum() / 2)
+    ...     trace, error = hutch_plus_plus(H, products=12)
+    >>> round(trace, 3), error < 1e-3
+    (-1.0, True)
     """
     each = max(1, products // 3)
     generator = torch.Generator().manual_seed(seed)

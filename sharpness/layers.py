@@ -25,8 +25,14 @@ class LayerShare:
     kind : str
         ``"qk"`` or ``"vo"`` of a head, ``"lora"`` or another pair's own word, or ``"weights"``: all other weights.
     head : int or None
+        Number of the head, from 0; None for weights and for pairs that belong to no head.
     share : float
         Share of the squared length in the measure's metric, between 0 and 1.
+
+    Examples
+    --------
+    >>> LayerShare("layers.0", "qk", head=1, share=0.25)
+    LayerShare(layer='layers.0', kind='qk', head=1, share=0.25)
     """
 
     layer: str
@@ -36,10 +42,30 @@ class LayerShare:
 
 
 class LayerShares(list[LayerShare]):
-    """Shares in the order of the model's parameters; they add up to 1. Prints as a table, a row a layer."""
+    """Shares in the order of the model's parameters; they add up to 1. Prints as a table, a row a layer.
+
+    Parameters
+    ----------
+    iterable : iterable of LayerShare, optional
+
+    Examples
+    --------
+    ``result.by_layer()`` gives one. Printed, it adds up the heads of a layer:
+
+    >>> first, second = LayerShare("layers.0", "qk", 0, 0.5), LayerShare("layers.0", "qk", 1, 0.2)
+    >>> print(LayerShares([first, second, LayerShare("layers.0", "weights", None, 0.3)]))
+    layer           qk  weights
+    layers.0     70.0%    30.0%
+    """
 
     def by_layer(self) -> dict[str, dict[str, float]]:
-        """Add up the heads: shares by layer and kind."""
+        """Add up the heads.
+
+        Returns
+        -------
+        dict of str to dict of str to float
+            Shares by layer and kind.
+        """
         found: dict[str, dict[str, float]] = {}
         for s in self:
             row = found.setdefault(s.layer, {})
@@ -61,13 +87,13 @@ class LayerShares(list[LayerShare]):
 
 
 def _block(module: str) -> str:
-    """The path up to its last number: ``vit.layers.3.attention`` lies in ``vit.layers.3``."""
+    """Cut a path after its last number: ``vit.layers.3.attention`` lies in ``vit.layers.3``."""
     found = re.match(r"(.*\b\d+)(?:\.|$)", module)
     return found[1] if found else module
 
 
 def _layer(parameter: str, blocks: Sequence[str]) -> str:
-    """The block of an attention module that a parameter lies in, else its own module."""
+    """Find the block of an attention module that a parameter lies in, else its own module."""
     inside = [b for b in blocks if parameter.startswith(f"{b}.")]
     return max(inside, key=len) if inside else _block(parameter.rpartition(".")[0]) or parameter
 

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = [
-    "LossFunction", "Objective", "Outcome", "default_loss", "mapped", "normalized_logits",
-    "scores_and_labels", "tensors",
-]  # fmt: skip
+__all__ = ["LossFunction", "Objective", "Outcome", "default_loss", "normalized_logits", "scores_and_labels"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -29,9 +26,18 @@ class Outcome:
     Attributes
     ----------
     loss : Tensor
-        Scalar.
+        Scalar, with its graph.
     wrong, counted : int or None
         Examples that are classified wrongly, and all examples; None where labels or scores are not known.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> scores, labels = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])
+    >>> found = default_loss(nn.Identity(), (scores, labels))
+    >>> found.loss, found.wrong / found.counted
+    (tensor(1.1269), 0.5)
     """
 
     loss: Tensor
@@ -46,15 +52,63 @@ def normalized_logits(scores: Tensor) -> Tensor:
 
     A network that is only more confident then has the same loss.
 
+    Parameters
+    ----------
+    scores : Tensor
+        (examples, K), the logits f.
+
+    Returns
+    -------
+    Tensor
+        (examples, K), dtype and device of the scores; not finite where all logits of an example are equal.
+
     Notes
     -----
     Andriushchenko, Croce, Müller, Hein, Flammarion 2023; their code leaves out 1/K, so its logits are √K times smaller.
+
+    Examples
+    --------
+    >>> import torch
+    >>> scores = torch.tensor([[1.0, 2.0, 6.0]])
+    >>> torch.allclose(normalized_logits(10 * scores), normalized_logits(scores))
+    True
     """
     return scores / scores.std(dim=1, correction=0, keepdim=True)
 
 
 def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -> Outcome:
-    """The ``.loss`` of a transformers model for a dict, else the cross-entropy of ``model(x)`` against ``y``."""
+    """Run a model and take its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its modes and gradients are left as they are.
+    batch : mapping, or pair (x, y)
+        Inputs and labels of a transformers model by name; or inputs, and labels as
+        ``torch.nn.functional.cross_entropy`` takes them.
+    normalize_logits : bool
+        Pass the logits through :func:`normalized_logits` first; for classification only.
+
+    Returns
+    -------
+    Outcome
+        On the model's device.
+
+    Raises
+    ------
+    ValueError
+        Another kind of batch, no loss or logits, or labels or token ids that the model does not have.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from torch.nn import functional as F
+    >>> model = nn.Linear(2, 3)
+    >>> batch = torch.eye(2), torch.tensor([0, 2])
+    >>> torch.equal(default_loss(model, batch).loss, F.cross_entropy(model(batch[0]), batch[1]))
+    True
+    """
     try:
         return _default_loss(model, batch, normalize_logits)
     except IndexError as error:
@@ -111,7 +165,31 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
 
 
 def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
-    """Scores (examples, classes) and labels (examples,) of a batch; None where it is no classification."""
+    """Run a classifier for its scores.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its output is the scores, or has them as ``.logits``.
+    batch : mapping, or pair (x, y)
+        As for :func:`default_loss`; the labels of a mapping are its ``"labels"``.
+
+    Returns
+    -------
+    (Tensor, Tensor) or None
+        Scores (examples, classes), with their graph, and labels (examples,); None where it is no classification.
+
+    Examples
+    --------
+    The accuracy of a model on a batch:
+
+    >>> import torch
+    >>> from torch import nn
+    >>> batch = torch.eye(3), torch.tensor([0, 1, 1])
+    >>> scores, labels = scores_and_labels(nn.Identity(), batch)
+    >>> (scores.argmax(1) == labels).float().mean()
+    tensor(0.6667)
+    """
     output = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
     scores, labels = output if isinstance(output, Tensor) else getattr(output, "logits", None), _labels(batch)
     if not (isinstance(scores, Tensor) and labels is not None and _is_classification(scores, labels)):
@@ -130,10 +208,30 @@ class Objective:
     Attributes
     ----------
     loss_fn : callable or None
-        None is :func:`default_loss`.
+        ``loss_fn(model, batch)`` → scalar tensor; None is :func:`default_loss`.
     normalize_logits : bool
+        See :func:`default_loss`.
     micro_batch : int or None
         Examples a piece; None takes a batch whole.
+
+    Raises
+    ------
+    ValueError
+        A module in place of ``loss_fn``, ``normalize_logits`` with a ``loss_fn``, a micro-batch below 1.
+
+    Examples
+    --------
+    The loss of a batch from passes of two examples at a time; a padded label, −100, has no weight:
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from torch.nn import functional as F
+    >>> objective, model = Objective(micro_batch=2), nn.Linear(2, 3)
+    >>> batch = torch.randn(4, 2), torch.tensor([0, 2, 1, -100])
+    >>> parts = objective.pieces(model, batch)
+    >>> whole = F.cross_entropy(model(batch[0]), batch[1])
+    >>> torch.allclose(sum(weight * objective(model, part).loss for weight, part in parts), whole)
+    True
     """
 
     loss_fn: LossFunction | None = None
@@ -152,7 +250,13 @@ class Objective:
             raise ValueError(f"micro_batch must be at least 1, got {self.micro_batch}; leave it out for whole batches")
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """Run the model on a batch, or on a piece of one."""
+        """Run the model on a batch, or on a piece of one.
+
+        Raises
+        ------
+        ValueError
+            The loss is no scalar tensor; and as :func:`default_loss`.
+        """
         if self.loss_fn is None:
             found = default_loss(model, batch, self.normalize_logits)
         else:
@@ -165,7 +269,25 @@ class Objective:
         return found
 
     def pieces(self, model: nn.Module, batch: Any) -> list[tuple[float, Any]]:
-        """Split a batch into pieces and the weights of their losses: the shares of the labels that count."""
+        """Split a batch into pieces and the weights of their losses: the shares of the labels that count.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Tells whether it predicts next tokens, of which the first label has none.
+        batch : tuple, dict or other
+            With the examples along the first dimension of every tensor.
+
+        Returns
+        -------
+        list of (float, batch)
+            Weights, which add up to 1, and pieces.
+
+        Raises
+        ------
+        ValueError
+            A batch that cannot be split, or has no label that counts.
+        """
         if self.micro_batch is None:
             return [(1.0, batch)]
         count = _examples(batch)
@@ -177,7 +299,13 @@ class Objective:
         return [(w / total, part) for w, part in zip(weights, parts, strict=True) if w]
 
     def check_pieces(self, model: nn.Module, batch: Any) -> None:
-        """Raise if the weighted losses of two single examples are not the loss of both."""
+        """Raise if the weighted losses of two single examples are not the loss of both.
+
+        Raises
+        ------
+        ValueError
+            A loss that is no mean over examples or labels, or a layer that mixes examples.
+        """
         if self.micro_batch is None:
             return
         for name, m in model.named_modules():

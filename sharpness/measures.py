@@ -16,6 +16,7 @@ class Measure:
     Attributes
     ----------
     name : str
+        Shown in results; those of :data:`MEASURES` can be given in place of the measure.
     pairs : {"inv", "mix", None}
         Metric of the attention pairs; None treats their weights like all others.
     elementwise : {"adaptive", "euclidean"}
@@ -48,6 +49,29 @@ class Measure:
         The ball's norm in the coordinates of the metric; inf for elementwise measures only.
     rho : float or None
         Radius that is used if none is given.
+
+    Raises
+    ------
+    ValueError
+        A value that is not among those named, or a combination without meaning.
+
+    Notes
+    -----
+    Paper, §5.2 (inv and mix), App. G (the norm) and I.3 (the scale). "adaptive" with p = 2 or inf is adaptive
+    sharpness (Kwon et al. 2021; Andriushchenko et al. 2023), "euclidean" with p = 2 the inner maximum of SAM (Foret et
+    al. 2021).
+
+    Examples
+    --------
+    A measure of one's own, the mean rise in random directions along exact geodesics:
+
+    >>> import torch
+    >>> from sharpness import Measure, evaluate
+    >>> mine = Measure("average-inv", pairs="inv", geodesic="exact", case="average", rho=0.05)
+    >>> model = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    >>> result = evaluate(model, [torch.ones(2, 3, 4)], lambda f, x: f(x)[..., 0].square().mean(), measure=mine)
+    >>> len(result.batches[0].history), result.batches[0].spread is not None
+    (20, True)
     """
 
     name: str
@@ -129,7 +153,22 @@ MEASURES: dict[str, Measure] = {
 
 
 def measure(name: str | Measure) -> Measure:
-    """Look a measure up by name; a :class:`Measure` passes through."""
+    """Look a measure up by name; a :class:`Measure` passes through.
+
+    Parameters
+    ----------
+    name : str or Measure
+        One of :data:`MEASURES`.
+
+    Returns
+    -------
+    Measure
+
+    Raises
+    ------
+    ValueError
+        An unknown name.
+    """
     if isinstance(name, Measure):
         return name
     if name not in MEASURES:
@@ -144,10 +183,26 @@ _OF_PAIRS = ("geodesic", "norm", "symmetry", "relaxation", "relaxation_kind")
 def measure_with(name: str | Measure, **switches: Any) -> Measure:
     """Look a measure up and set those switches that are not None.
 
+    Parameters
+    ----------
+    name : str or Measure
+        See :func:`measure`.
+    **switches
+        Fields of :class:`Measure`.
+
+    Returns
+    -------
+    Measure
+
     Raises
     ------
     ValueError
         An unknown name or value, or a combination without meaning, such as a geodesic for "adaptive".
+
+    Examples
+    --------
+    >>> measure_with("geodesic-inv", geodesic="exact", norm=None).geodesic
+    'exact'
     """
     base = measure(name)
     given = {key: value for key, value in switches.items() if value is not None}

@@ -35,6 +35,19 @@ class ImageFormat:
         Resize the shorter side to ``size`` and cut out the middle (what timm calls a crop_pct of 1); otherwise both
         sides are resized.
     resample : {"bicubic", "bilinear", "nearest", "lanczos"}
+        How images are resized, as in Pillow.
+
+    Raises
+    ------
+    ValueError
+        Means and stds of another number than the channels, a size or std that is not positive, an unknown resampling.
+
+    Examples
+    --------
+    Of MNIST's digits, for :func:`sharpness.data.load_batches`:
+
+    >>> ImageFormat(size=(28, 28), mean=(0.1307,), std=(0.3081,), channels=1).resample
+    'bicubic'
     """
 
     size: tuple[int, int]
@@ -73,6 +86,15 @@ class LoadedModel:
         Of a transformers model; its tokenizer is read when asked for.
     labels : dict of str to int
         The model's own names of its classes, if it has any.
+
+    Examples
+    --------
+    :func:`load` gives one; a model of one's own can be put in one by hand, to read data for it:
+
+    >>> from torch import nn
+    >>> mine = LoadedModel(nn.Identity(), "function", None, ImageFormat((28, 28), (0.5,), (0.5,), channels=1))
+    >>> mine.images.size, mine.tokenizer is None
+    ((28, 28), True)
     """
 
     model: nn.Module
@@ -97,7 +119,7 @@ class LoadedModel:
             return None
 
     def text_key(self) -> str:
-        """What decides how texts become tokens: equal keys, equal tokens."""
+        """Hash what decides how texts become tokens: equal keys, equal tokens."""
         names = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "*.spm")
         files = [] if self.folder is None else sorted(p for name in names for p in self.folder.glob(name))
         digest = hashlib.sha256(json.dumps([self.labels, [p.name for p in files]], sort_keys=True).encode())
@@ -107,14 +129,31 @@ class LoadedModel:
 
 
 class ClipClassifier(nn.Module):
-    """CLIP's image tower with a linear head: logits = head(f / ‖f‖), f the features of the image.
+    r"""CLIP's image tower with a linear head on the normalised features.
+
+    .. math:: \text{logits} = W f / \|f\| + b
 
     Parameters
     ----------
     visual : nn.Module
-        Image tower of open_clip.
+        Image tower of open_clip, images (…, channels, height, width) → features f, (…, features).
     head : nn.Linear
-        For zero-shot classification its rows are the texts' features times the logit scale.
+        features → classes; for zero-shot classification its rows are the texts' features times the logit scale.
+
+    Notes
+    -----
+    Radford et al. 2021; the state dicts are those of Wortsman et al. 2022 (model soups).
+
+    Examples
+    --------
+    The size of the features does not matter:
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = ClipClassifier(nn.Identity(), nn.Linear(4, 3))
+    >>> features = torch.randn(2, 4)
+    >>> torch.allclose(model(features), model(7 * features), atol=1e-6)
+    True
     """
 
     def __init__(self, visual: nn.Module, head: nn.Linear) -> None:
@@ -122,6 +161,7 @@ class ClipClassifier(nn.Module):
         self.visual, self.classification_head = visual, head
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Compute the logits, (examples, classes), of images, (examples, channels, height, width)."""
         features = self.visual(images)
         scores: torch.Tensor = self.classification_head(features / features.norm(dim=-1, keepdim=True))
         return scores
@@ -132,7 +172,7 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
     Parameters
     ----------
-    path
+    path : str or path
         File.
 
     Returns
@@ -144,6 +184,18 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     ------
     FileNotFoundError, ValueError
         No such file; not a state dict; a file that holds pickled objects other than tensors.
+    ImportError
+        A ``.safetensors`` file without the package.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "checkpoint.pt"
+    ...     torch.save({"epoch": 3, "state_dict": {"module.weight": torch.ones(1, 2)}}, path)
+    ...     load_state_dict(path)
+    {'weight': tensor([[1., 1.]])}
     """
     path = Path(path)
     if not path.is_file():
@@ -222,7 +274,7 @@ def _transformers(folder: Path) -> LoadedModel:
 
 
 def _transformers_images(folder: Path, config: Any) -> ImageFormat | None:
-    """What ``preprocessor_config.json`` says."""
+    """Read ``preprocessor_config.json``; None where it says nothing of images."""
     path = folder / "preprocessor_config.json"
     if not path.is_file():
         return None
@@ -326,10 +378,25 @@ def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
 def resolve(name: str) -> Callable[..., Any]:
     """Import ``module:function``, from the current folder too.
 
+    Parameters
+    ----------
+    name : str
+        As ``"package.module:function"``.
+
+    Returns
+    -------
+    callable
+
     Raises
     ------
     ValueError
         No such module or function.
+
+    Examples
+    --------
+    >>> import torch
+    >>> resolve("torch.nn.functional:relu")(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
     """
     module, _, function = name.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -373,11 +440,23 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     Returns
     -------
     LoadedModel
+        On the CPU, in evaluation mode.
 
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
         An unknown name, or weights that cannot be read or do not fit: one sentence.
+
+    Examples
+    --------
+    Weights of one's own in a network that a function builds; ``torch.nn:PReLU`` stands for ``my_project:network``:
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"weight": torch.tensor([0.5])}, f"{folder}/checkpoint.pt")
+    ...     loaded = load("torch.nn:PReLU", f"{folder}/checkpoint.pt")
+    >>> loaded.source, loaded.model.weight.item()
+    ('function', 0.5)
     """
     folder = Path(name)
     if folder.is_dir():

@@ -25,6 +25,7 @@ class Profile:
     Attributes
     ----------
     measure : str
+        Name of the measure whose direction it is.
     lengths : tuple of float
         Signed distance from the weights, in the measure's metric.
     losses : dict of str to tuple of float
@@ -32,6 +33,15 @@ class Profile:
         straight line.
     radius : float
         Length of the direction.
+
+    Examples
+    --------
+    Where along its worst direction a model's loss has doubled:
+
+    >>> found = Profile("adaptive", (0.0, 0.1, 0.2, 0.3), {"first-order": (0.5, 0.6, 0.9, 1.3)}, radius=0.2)
+    >>> losses = found.losses["first-order"]
+    >>> next(s for s, loss in zip(found.lengths, losses) if loss >= 2 * losses[0])
+    0.3
     """
 
     measure: str
@@ -57,7 +67,7 @@ def profile(
     ----------
     model : nn.Module
         Its weights are restored, whatever happens.
-    batch
+    batch : tuple, dict or other
         As :func:`sharpness.evaluate` takes it.
     direction : Direction
         ξ, as ``result.direction(0)``.
@@ -81,12 +91,14 @@ def profile(
     Raises
     ------
     ValueError
-        Fewer than two points, a reach that is not positive, an unknown way.
+        Fewer than two points, a reach that is not positive, an unknown way; a direction of another model.
 
     Examples
     --------
-    >>> import torch, sharpness
+    At t = 1 the loss is the worst one that :func:`sharpness.evaluate` found:
+
     >>> from torch import nn
+    >>> import sharpness, torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> batch = torch.randn(16, 4), torch.arange(16) % 3
     >>> result = sharpness.evaluate(model, [batch], measure="adaptive", progress=False)

@@ -54,6 +54,17 @@ class BatchResult:
         Loss at every iterate of the best ascent, or in every random direction.
     seconds : float
         Wall time.
+
+    Examples
+    --------
+    The loss at the weights, its worst rise, and where that ends:
+
+    >>> import torch, sharpness
+    >>> model, batch = torch.nn.Linear(2, 2, bias=False), (torch.eye(2), torch.tensor([0, 1]))
+    >>> model.weight.data = torch.eye(2)
+    >>> found = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.5).batches[0]
+    >>> print(f"{found.base_loss:.3f} + {found.sharpness:.3f} = {found.worst_loss:.3f} in {found.passes} passes")
+    0.313 + 0.108 = 0.421 in 2 passes
     """
 
     batch: int
@@ -88,7 +99,13 @@ class BatchResult:
 
 
 def write_json(path: str | os.PathLike[str], found: Any) -> None:
-    """Write numbers, strings, lists and dicts to a file, which is replaced as a whole or not at all."""
+    """Write numbers, strings, lists and dicts to a file, which is replaced as a whole or not at all.
+
+    Parameters
+    ----------
+    path : str or path
+    found : dict, list, str, float, int, bool or None
+    """
     text = json.dumps(found, indent=2) + "\n"
     write_whole(path, lambda own: own.write_text(text, encoding="utf-8"))
 
@@ -99,7 +116,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class SharpnessResult:
-    """The sharpness of a model; ``print`` gives a table.
+    r"""The sharpness of a model; ``print`` gives a table.
 
     Attributes
     ----------
@@ -112,7 +129,9 @@ class SharpnessResult:
     tol : float
         What ended an ascent before that.
     ascent : str
+        ``"power"`` or ``"apgd"``.
     restarts, samples, seed : int
+        As :func:`sharpness.evaluate` had them.
     model : str
         Class of the model.
     weakest : float or None
@@ -126,6 +145,21 @@ class SharpnessResult:
         All batches at all radii.
     scalar : bool
         A single radius was asked for by a number.
+
+    Examples
+    --------
+    The loss :math:`(w - 1)^2` at w = 2, over :math:`|ξ| \le ρ |w|`:
+
+    >>> import torch, sharpness
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> model.weight.data.fill_(2.0)
+    tensor([[2.]])
+    >>> loss = lambda model, x: (model(x) - 1).square().sum()
+    >>> print(sharpness.evaluate(model, [torch.ones(1, 1)], loss, measure="adaptive", rho=[0.1, 0.2]))
+    adaptive sharpness of Linear: 1 batch, power ascent of 20 steps or until 0.0003 of the rise, seed 0
+           rho   base loss  worst loss   sharpness        error rate   passes
+           0.1     1.00000     1.44000     0.44000                 -      2.0
+           0.2     1.00000     1.96000     0.96000                 -      2.0
     """
 
     how: Measure
@@ -155,14 +189,44 @@ class SharpnessResult:
         return self.how.geodesic
 
     def at(self, rho: float) -> tuple[BatchResult, ...]:
-        """List the batches at one radius."""
+        """List the batches at one radius.
+
+        Parameters
+        ----------
+        rho : float
+            One of :attr:`rhos`.
+
+        Returns
+        -------
+        tuple of BatchResult
+
+        Raises
+        ------
+        KeyError
+            The radius was not measured.
+        """
         found = tuple(b for b in self.batches if b.rho == rho)
         if not found:
             raise KeyError(f"rho = {rho} was not measured; the radii are {', '.join(map(str, self.rhos))}")
         return found
 
     def mean(self, rho: float) -> float:
-        """Mean sharpness over the batches at one radius."""
+        """Average the sharpness over the batches at one radius.
+
+        Parameters
+        ----------
+        rho : float
+            One of :attr:`rhos`.
+
+        Returns
+        -------
+        float
+
+        Raises
+        ------
+        KeyError
+            The radius was not measured.
+        """
         return _mean([b.sharpness for b in self.at(rho)])
 
     @property
@@ -194,6 +258,7 @@ class SharpnessResult:
         Parameters
         ----------
         batch_index : int
+            Position of the batch.
         rho : float, optional
             Radius; may be left out if there is only one.
 
@@ -287,7 +352,12 @@ class SharpnessResult:
         return pd.DataFrame([{"measure": self.measure, **row} for row in self.to_dict()["batches"]])
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all."""
+        """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
+
+        Parameters
+        ----------
+        path : str or path
+        """
         write_json(path, self.to_dict())
 
     def __str__(self) -> str:
@@ -331,7 +401,7 @@ class SharpnessResult:
         return f"{self.ascent} ascent of {self.steps} steps{stop}{starts}"
 
     def _switches(self) -> list[str]:
-        """What of the measure is worth naming beside its name."""
+        """Name what of the measure is worth naming beside its name."""
         how, found = self.how, []
         if how.divides:
             found.append(f"{how.geodesic} geodesics")

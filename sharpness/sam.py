@@ -99,7 +99,8 @@ class GeodesicSAM(Optimizer):
     Raises
     ------
     ValueError
-        Half-precision weights; a measure with another norm or case; ρ not positive.
+        Half-precision weights; a measure with another norm, case or kind of relaxation; ρ not positive; ``refresh``
+        below 1.
 
     Notes
     -----
@@ -129,15 +130,18 @@ class GeodesicSAM(Optimizer):
     Examples
     --------
     >>> import torch
-    >>> model = torch.nn.Linear(3, 1)
-    >>> sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05, measure="euclidean")
+    >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    >>> sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), lr=0.01), rho=0.05)
+    >>> x = torch.randn(4, 3, 8)
     >>> def closure():
     ...     sam.zero_grad()
-    ...     loss = model(torch.ones(2, 3)).square().mean()
+    ...     loss = (model(x) - x).square().mean()
     ...     loss.backward()
     ...     return loss
-    >>> before = sam.step(closure).item()
-    >>> closure().item() < before
+    >>> losses = [sam.step(closure).item() for _ in range(10)]
+    >>> losses[-1] < losses[0]
     True
     """
 
@@ -240,7 +244,7 @@ class GeodesicSAM(Optimizer):
             self.zero_grad()
 
     def _moved(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """The perturbed weights; nothing for a gradient without direction."""
+        """Compute the perturbed weights; nothing for a gradient without direction."""
         squares: list[Tensor] = []
         adaptive = self.measure.elementwise == "adaptive"
         single = [p for p in gradients if p not in self._covered or not bool(self._covered[p].all())]
@@ -293,7 +297,18 @@ class GeodesicSAM(Optimizer):
 
     @contextmanager
     def perturbed(self, zero_grad: bool = False) -> Iterator[nn.Module]:
-        """Keep the model at the perturbed weights for the time of a ``with`` block; then call :meth:`step`."""
+        """Keep the model at the perturbed weights for the time of a ``with`` block; then call :meth:`step`.
+
+        Parameters
+        ----------
+        zero_grad : bool
+            Set gradients to zero at its start.
+
+        Yields
+        ------
+        nn.Module
+            The model.
+        """
         try:
             self.first_step(zero_grad)
             self._held = True
@@ -308,7 +323,18 @@ class GeodesicSAM(Optimizer):
     # -- the outer step --------------------------------------------------------------------------------------------
 
     def second_step(self, zero_grad: bool = False) -> None:
-        """Put the weights back, and let the base optimiser step with the gradients at hand."""
+        """Put the weights back, and let the base optimiser step with the gradients at hand.
+
+        Parameters
+        ----------
+        zero_grad : bool
+            Set gradients to zero afterwards.
+
+        Raises
+        ------
+        ValueError
+            There was no first step.
+        """
         self.step()
         if zero_grad:
             self.zero_grad()
@@ -323,7 +349,8 @@ class GeodesicSAM(Optimizer):
 
         Returns
         -------
-        The closure's loss at the weights, or None.
+        Tensor or None
+            What the closure returned at the weights.
 
         Raises
         ------
@@ -346,7 +373,7 @@ class GeodesicSAM(Optimizer):
         return loss
 
     def _skipped(self) -> bool:
-        """What ``GradScaler`` leaves to an optimiser of this kind: to skip, or to unscale."""
+        """Do what ``GradScaler`` leaves to an optimiser of this kind: skip, or unscale."""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) > 0:
             return True
@@ -359,7 +386,13 @@ class GeodesicSAM(Optimizer):
     # -- the base optimiser ----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed."""
+        """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed.
+
+        Parameters
+        ----------
+        param_group : dict
+            As of torch's optimisers.
+        """
         known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
         params = param_group["params"]
         if any(id(p) not in known for p in ([params] if isinstance(params, Tensor) else params)):
@@ -370,7 +403,12 @@ class GeodesicSAM(Optimizer):
         return {"base": self.base_optimizer.state_dict(), "count": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave. With ``refresh`` above 1 the pairs are factorised anew at once."""
+        """Load what :meth:`state_dict` gave. With ``refresh`` above 1 the pairs are factorised anew at once.
+
+        Parameters
+        ----------
+        state_dict : dict
+        """
         self.restore()
         self.base_optimizer.load_state_dict(state_dict["base"])
         self._count, self._pending = state_dict["count"], False

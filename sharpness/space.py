@@ -34,7 +34,9 @@ class WeightSpace:
     Parameters
     ----------
     model : nn.Module
+        Its trainable weights lie on one device.
     measure : Measure
+        Metric and retraction; for example ``MEASURES["geodesic-inv"]``.
     pairs : sequence of SymmetricPair, optional
         The attention pairs; by default those that ``quotient_manifolds.symmetries.find`` names.
 
@@ -47,9 +49,33 @@ class WeightSpace:
     pairs : tuple of SymmetricPair
         Those that are divided out.
 
+    Raises
+    ------
+    ValueError
+        No trainable weights, weights on several devices, not real floating-point, or not finite.
+
     Notes
     -----
-    The weights themselves are never written to: while :meth:`attached`, the parameters point to copies.
+    Paper, §5.2; the metric of single weights is that of adaptive sharpness. The weights themselves are never written
+    to: while :meth:`attached`, the parameters point to copies.
+
+    Examples
+    --------
+    The gradient's length is the same wherever on its orbit a model stands:
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import act_randomly_
+    >>> from sharpness import MEASURES
+    >>> _ = torch.manual_seed(0)
+    >>> model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(4, 3, 8)
+    >>> def slope():
+    ...     space = WeightSpace(model, MEASURES["geodesic-inv"])
+    ...     with space.attached():
+    ...         return float(space.gradient((model(x) - x).square().mean()).norm())
+    >>> before, moved = slope(), act_randomly_(model)
+    >>> abs(slope() / before - 1) < 1e-3
+    True
     """
 
     def __init__(self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None) -> None:
@@ -102,7 +128,18 @@ class WeightSpace:
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
     def random(self, generator: torch.Generator) -> Tensor:
-        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit."""
+        """Draw a standard Gaussian horizontal vector; equal at all representatives of an orbit.
+
+        Parameters
+        ----------
+        generator : torch.Generator
+            On the CPU, so that all devices draw alike.
+
+        Returns
+        -------
+        Tensor
+            (dim,)
+        """
         flat = torch.empty(self.dim, dtype=self.dtype)
         for e in self._elementwise:
             flat[e.where].normal_(generator=generator)
@@ -120,7 +157,18 @@ class WeightSpace:
                 e.view(flat).masked_fill_(e.scale == 0, 0)
 
     def direction(self, xi: Tensor) -> Direction:
-        """Give the tangent vector with coordinates xi in terms of the parameters."""
+        """Give the tangent vector with coordinates xi in terms of the parameters.
+
+        Parameters
+        ----------
+        xi : Tensor
+            (dim,), horizontal.
+
+        Returns
+        -------
+        Direction
+            Its tensors on the CPU.
+        """
         tensors = {
             name: torch.zeros_like(data, dtype=at_least_float32(data.dtype)) for name, data in self._named_data()
         }
@@ -165,6 +213,11 @@ class WeightSpace:
         Half-precision weights point to float32 copies, and with them all other half-precision tensors of the model:
         next to w, bfloat16 has no numbers closer than w (1 ± 2⁻⁸), so that nearly all of a small ξ would be rounded
         away, in the weights and again by autocast, which casts them before every product.
+
+        Yields
+        ------
+        WeightSpace
+            Itself, with the model at the base point.
         """
         copies: dict[Tensor, Tensor] = {}
         for p, data in self._data.items():
@@ -187,9 +240,13 @@ class WeightSpace:
 
     @torch.no_grad()
     def move_to(self, xi: Tensor | None) -> None:
-        """Put the model at the retraction of the vector with coordinates xi, (dim,); None is the base point.
+        """Put the model, which must be attached, at the retraction of a tangent vector.
 
-        The vector must not change before the gradient there is taken.
+        Parameters
+        ----------
+        xi : Tensor or None
+            (dim,), its coordinates, horizontal; they must not change before the gradient there is taken. None is the
+            base point.
         """
         with torch.autocast(self.device.type, enabled=False):
             self._move_to(xi)
@@ -240,7 +297,7 @@ class WeightSpace:
         return c if self._step == 1 else c * self._step
 
     def _vector(self, b: PairBlock, xi: Tensor) -> Tensor:
-        """The tangent vector of a stack at its point."""
+        """Give the tangent vector of a stack at its point."""
         return b.frame.from_coordinates(self._coordinates(b, xi))
 
     def gradient(self, losses: Tensor | Iterable[Tensor], out: Tensor | None = None) -> Tensor:
@@ -258,6 +315,11 @@ class WeightSpace:
         -------
         Tensor
             (dim,), horizontal: the gradient of ξ → loss(R(ξ)) in the tangent space at the base point.
+
+        Raises
+        ------
+        ValueError
+            The loss does not depend on a pair.
         """
         found: dict[Tensor, Tensor] = {}
         summed: set[Tensor] = set()
@@ -301,9 +363,19 @@ class WeightSpace:
         out.copy_(b.frame.project_coordinates(b.frame.dual_coordinates(egrad) * self._step))
 
     def hessian_product(self, losses: Callable[[], Tensor | Iterable[Tensor]], v: Tensor) -> Tensor:
-        """Multiply v, (dim,), by the Hessian of ξ → loss(R(ξ)) at 0, projected on horizontal vectors on both sides.
+        """Multiply a vector by the Hessian of ξ → loss(R(ξ)) at 0, projected on horizontal vectors on both sides.
 
-        ``losses`` gives what :meth:`gradient` takes; the model is moved to the base point first.
+        Parameters
+        ----------
+        losses : callable
+            Gives what :meth:`gradient` takes; called with the model at the base point, where it then stays.
+        v : Tensor
+            (dim,)
+
+        Returns
+        -------
+        Tensor
+            (dim,), horizontal.
         """
         self.move_to(None)
         v = self._projected(v)
@@ -346,7 +418,7 @@ class WeightSpace:
         return out
 
     def _projected(self, v: Tensor) -> Tensor:
-        """The horizontal part."""
+        """Take the horizontal part."""
         v = v.clone()
         with torch.no_grad():
             self._mask_(v)

@@ -13,7 +13,7 @@ __all__ = ["undisturbed"]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with gradients on; afterwards modes, buffers, random state and switches are as before."""
+    """Keep a model in evaluation mode with gradients on; put modes, buffers, random state and switches back."""
     modes = {m: m.training for m in model.modules()}
     buffers = [
         (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None

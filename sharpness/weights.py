@@ -13,7 +13,7 @@ __all__ = ["half_precision_rest", "plain_name", "pointing_to", "trainable", "wid
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the prefix of ``torch.compile``."""
+    """Strip the prefix of ``torch.compile`` from a parameter's name."""
     return name.replace("_orig_mod.", "")
 
 
@@ -37,7 +37,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def half_precision_rest(model: nn.Module, known: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Float32 copies of the parameters that are not among those known and are narrower."""
+    """Copy in float32 the parameters that are not among those known and are narrower."""
     return {
         p: p.data.to(at_least_float32(p.dtype))
         for p in model.parameters()

@@ -108,3 +108,24 @@ def test_interpolation_and_means(name):
     # The mean of the factors themselves is another matrix, which depends on the representatives.
     plain = [manifold.product(torch.stack([x, manifold.act(y, torch.randn(3, 3))]).mean(0)) for _ in range(2)]
     assert (plain[0] - plain[1]).norm() > 0.1 * plain[0].norm()
+
+
+@pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])
+def test_single_precision_in_single_precision_out(cls):
+    manifold = cls(6, 5)
+    x = manifold.random(3, 11, 2)
+    u = manifold.proju(x, torch.randn_like(x))
+    u = 0.1 * u / manifold.norm(x, u, keepdim=True)
+    y = manifold.act(manifold.expmap(x, u), torch.randn(3, 2, 2))
+    narrow_x, narrow_y = x.float(), y.float()
+    found = manifold.logmap(narrow_x, narrow_y)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, u.float(), rtol=1e-3, atol=1e-4)
+    length = torch.full((3,), 0.1, dtype=torch.float32)
+    torch.testing.assert_close(manifold.dist(narrow_x, narrow_y), length, rtol=1e-3, atol=1e-4)
+    mean = manifold.mean(torch.stack([narrow_x, narrow_y]))
+    assert mean.dtype == manifold.align(narrow_x, narrow_y).dtype == torch.float32
+    middle = manifold.geodesic_between(narrow_x, narrow_y, 0.5)
+    torch.testing.assert_close(manifold.product(mean), manifold.product(middle), rtol=1e-3, atol=1e-3)
+    end, carried = manifold.parallel_transport(narrow_x, u.float(), u.float())
+    assert end.dtype == carried.dtype == torch.float32

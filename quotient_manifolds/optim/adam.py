@@ -20,7 +20,7 @@ _LEAST = 1e-3
 
 
 def _size(g: Tensor) -> int:
-    """Entries of a factor."""
+    """Count the entries of a factor."""
     return g.shape[-2] * g.shape[-1]
 
 
@@ -59,6 +59,7 @@ class QuotientAdam(QuotientOptimizer):
     weight_decay : float
         λ. The product of a pair becomes (1 - ηλ) times itself; a bias does not decay.
     metric : {"mix", "inv"}
+        W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
     second_moment : {"matrix", "scalar"}
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, that of pairs in the metric. Clipping elsewhere, as in transformers'
@@ -71,14 +72,19 @@ class QuotientAdam(QuotientOptimizer):
 
     Notes
     -----
-    The first moment is stored as a covector of the parameters' own shape (``exp_avg``); with C and r that is no more
-    than AdamW stores. Invariance holds from the first step on, also where G = 0. Where gradients lack rank, the
-    directions they leave out hold rounding only; C counts its least eigenvalue as 1e-3 of its largest, lest that be
-    blown up.
+    Kingma and Ba (2015); Loshchilov and Hutter (2019) for the decay. LoRA-RITE (Yen et al., 2024) too keeps a matrix
+    second moment in the frame of the other factor and projects it on the next frame; it has no numbers by row, adds
+    what the projection loses as a multiple of the identity, and takes the mean of directions, not of gradients.
+
+    The first moment is stored as a covector of the parameters' own shape (``exp_avg``); C and r have h² + n numbers in
+    place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step on, also where G = 0. Where
+    gradients lack rank, the directions they leave out hold rounding only; C counts its least eigenvalue as 1e-3 of its
+    largest, lest that be blown up.
 
     Examples
     --------
     >>> import torch
+    >>> from quotient_manifolds.optim import QuotientAdam
     >>> from quotient_manifolds.symmetries import Group, block, pair
     >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
     >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))

@@ -31,9 +31,28 @@ def balance_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> li
         Names of the pairs that were balanced. A pair whose product lacks rank, as at B = 0, has no canonical
         representative from which training could go on; it is left as it is.
 
+    Raises
+    ------
+    ValueError
+        No layer has an adapter of this name.
+
     Notes
     -----
-    The state of an optimiser refers to the factors as they were; call this before training or after it.
+    The state of an optimiser refers to the factors as they were; call this before training or after it. Computed in
+    float64; see :class:`quotient_manifolds.Gauge`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.optim import balance_
+    >>> config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
+    >>> balance_(model)
+    ['base_model.model.0 lora default']
+    >>> A, B = model.base_model.model[0].lora_A.default.weight, model.base_model.model[0].lora_B.default.weight
+    >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
+    True
     """
     done = []
     for pair in adapter_pairs(model, adapter_names):

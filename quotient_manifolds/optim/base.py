@@ -20,7 +20,7 @@ __all__ = ["PairBucket", "PairStep", "QuotientOptimizer", "trace"]
 
 
 def trace(S: Tensor) -> Tensor:
-    """Real part of the trace, (…)."""
+    """Compute the real part of the trace, (…)."""
     return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
 
 
@@ -118,7 +118,7 @@ class PairStep:
 
 
 class QuotientOptimizer(Optimizer):
-    """Optimiser for parameters some of which are pairs (G, H) that a model sees through G Hᴴ only.
+    """Base of the optimisers for parameters some of which are pairs (G, H) that a model sees through G Hᴴ only.
 
     Parameters
     ----------
@@ -128,6 +128,8 @@ class QuotientOptimizer(Optimizer):
         ``quotient_manifolds.symmetries.find(model)``; those without a group are passed over, and those none of whose
         parameters are among ``params``.
     defaults : dict
+        Options of a parameter group: ``lr``, ``weight_decay``, ``metric`` and ``max_grad_norm``, and those of a
+        subclass.
 
     Raises
     ------
@@ -137,7 +139,21 @@ class QuotientOptimizer(Optimizer):
 
     Notes
     -----
-    A subclass gives :meth:`_direction` for pairs and :meth:`_step_others` for what belongs to no pair.
+    A subclass gives ``_direction`` for pairs and ``_step_others`` for what belongs to no pair. State lies on the
+    device of the weights, moments in float32 at least; small matrices are worked out in float64.
+
+    Examples
+    --------
+    Train a second layer later on:
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.optim import QuotientSGD
+    >>> from quotient_manifolds.symmetries import find
+    >>> first, second = (nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
+    >>> optimizer = QuotientSGD(first.parameters(), find(first), lr=0.1)
+    >>> optimizer.add_param_group({"params": second.parameters(), "pairs": find(second)})
+    >>> len(optimizer.state_dict()["pairs"])
+    8
     """
 
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
@@ -168,7 +184,18 @@ class QuotientOptimizer(Optimizer):
     # -- which parameters are pairs ------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among its parameters."""
+        """Add a group of parameters, as torch's optimisers do.
+
+        Parameters
+        ----------
+        param_group : dict
+            Its key ``"pairs"`` may hold the pairs among its parameters.
+
+        Raises
+        ------
+        ValueError
+            A pair that cannot be used (see the class), or another ``max_grad_norm``; the group is not added then.
+        """
         group = dict(param_group)
         pairs = group.pop("pairs", ())
         if group.get("max_grad_norm", self.defaults["max_grad_norm"]) != self.defaults["max_grad_norm"]:
@@ -181,7 +208,18 @@ class QuotientOptimizer(Optimizer):
             raise
 
     def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
-        """Tell which of the optimiser's parameters form pairs; those known already are passed over."""
+        """Tell which of the optimiser's parameters form pairs.
+
+        Parameters
+        ----------
+        pairs : iterable of SymmetricPair
+            Those known already are passed over.
+
+        Raises
+        ------
+        ValueError
+            A pair that cannot be used, see the class.
+        """
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         known = {b.key for p in self._pairs for b in p.G + p.H}
         chosen: dict[tuple[int, bool], list[int]] = {}
@@ -203,7 +241,7 @@ class QuotientOptimizer(Optimizer):
         self._covered = self._coverage()
 
     def _coverage(self) -> dict[Tensor, Tensor]:
-        """For every parameter of a pair, which of its entries belong to one."""
+        """Tell for every parameter of a pair which of its entries belong to one."""
         masks: dict[Tensor, Tensor] = {}
         for bucket in self._buckets:
             for p in bucket.stack.parameters():
@@ -224,7 +262,8 @@ class QuotientOptimizer(Optimizer):
 
         Returns
         -------
-        The closure's loss, or None.
+        object
+            The closure's loss, or None.
 
         Raises
         ------
@@ -286,7 +325,7 @@ class QuotientOptimizer(Optimizer):
         return found
 
     def _finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
-        """Whether all gradients are finite; if not, a warning under a GradScaler, an error else."""
+        """Tell whether all gradients are finite; if not, warn under a GradScaler, raise else."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
             if float(found_inf) == 0:
@@ -315,7 +354,7 @@ class QuotientOptimizer(Optimizer):
         yield PairStep(bucket, stack, index, frames, (dG, dH), (gram(dG), gram(dH)))
 
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> float:
-        """The factor that brings the gradient's norm, that of pairs in the metric, down to ``max_grad_norm``."""
+        """Give the factor that brings the gradient's norm, that of pairs in the metric, to ``max_grad_norm``."""
         bound = self.defaults["max_grad_norm"]
         if bound is None:
             return 1.0
@@ -358,7 +397,7 @@ class QuotientOptimizer(Optimizer):
                 s.write(factor, T.mH @ s.read(factor).to(T.dtype) @ T)
 
     def _moments(self, stack: PairStack, group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
-        """First moments of the pairs' parameters: covectors in their own coordinates, at least in float32."""
+        """Give first moments of the pairs' parameters: covectors in their own coordinates, at least in float32."""
         for p in stack.parameters():
             if self._moment not in self.state[p]:
                 self.state[p][self._moment] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
@@ -416,6 +455,11 @@ class QuotientOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; training goes on exactly as it would have.
 
+        Parameters
+        ----------
+        state_dict : dict
+            From an optimiser of the same class for the same pairs.
+
         Raises
         ------
         ValueError
@@ -455,7 +499,7 @@ class QuotientOptimizer(Optimizer):
 
 
 def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection[Tensor]) -> int | None:
-    """The parameter group in which a usable pair lies; None for pairs that are to be passed over.
+    """Give the parameter group in which a usable pair lies; None for pairs that are to be passed over.
 
     ``paired`` are the parameters of all usable pairs.
     """
@@ -492,7 +536,7 @@ def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collectio
 
 
 def _is_flipped(pair: SymmetricPair) -> bool:
-    """Whether the factors must change roles, because H lacks full column rank and G does not."""
+    """Tell whether the factors must change roles, because H lacks full column rank and G does not."""
     x = pair.gather().detach()
     full = []
     for X in x.split([pair.n, pair.m], dim=-2):

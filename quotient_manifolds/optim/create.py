@@ -26,7 +26,7 @@ def create_quotient_lora_optimizer(
     other_params_lr: float | None = None,
     max_grad_norm: float | None = None,
 ) -> QuotientAdam:
-    """Create the optimiser of a model with LoRA adapters of peft.
+    """Create the optimiser of a model with LoRA adapters of peft, in place of AdamW.
 
     Parameters
     ----------
@@ -49,12 +49,24 @@ def create_quotient_lora_optimizer(
     ValueError
         No trainable adapter, an unknown adapter, or an adapter with one frozen factor.
 
-    Examples
-    --------
-    With ``transformers``::
+    Notes
+    -----
+    With ``Trainer`` of transformers, clip here and not there::
 
         optimizer = create_quotient_lora_optimizer(model, lr=2e-4, max_grad_norm=1.0)
         Trainer(model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, None))
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.optim import create_quotient_lora_optimizer
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), LoraConfig(r=2, target_modules=["0"]))
+    >>> optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    >>> model(torch.ones(3, 6)).square().sum().backward()
+    >>> optimizer.step()
+    >>> bool(model.base_model.model[0].lora_B.default.weight.any())
+    True
     """
     pairs = list(adapter_pairs(model, adapter_names))
     if not any(p.group is not None for p in pairs):
@@ -88,6 +100,7 @@ def create_quotient_optimizer(
     Parameters
     ----------
     model : nn.Module
+        Plain, DDP-wrapped or compiled.
     lr, betas, eps, weight_decay, metric, second_moment, max_grad_norm
         See :class:`QuotientAdam`.
     pairs : sequence of SymmetricPair, optional
@@ -104,6 +117,17 @@ def create_quotient_optimizer(
     ------
     ValueError
         No pair is trainable.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim import create_quotient_optimizer
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> optimizer = create_quotient_optimizer(layer, lr=1e-3, weight_decay=0.01)
+    >>> layer(torch.ones(1, 3, 8)).square().sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state_dict()["pairs"]
+    ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
     pairs = find(model, key_bias="drop") if pairs is None else pairs
     return _create(

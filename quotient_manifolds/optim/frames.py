@@ -38,7 +38,7 @@ def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:
 
 
 def _cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
-    """L and L⁻¹ with S = L Lᴴ up to rounding; never fails on a semidefinite S ≠ 0."""
+    """Give L and L⁻¹ with S = L Lᴴ up to rounding; never fails on a semidefinite S ≠ 0."""
     diagonal = S.diagonal(dim1=-2, dim2=-1).real
     rounding = torch.finfo(S.dtype).eps * S.shape[-1]
     L, _ = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
@@ -70,6 +70,16 @@ class Frames:
     metric : {"inv", "mix"}
     G, H : Tensor
         (…, n, h) and (…, m, h); H has full column rank.
+
+    Examples
+    --------
+    The metric is finite at G = 0, where LoRA starts:
+
+    >>> import torch
+    >>> from quotient_manifolds.optim.frames import Frames
+    >>> frames = Frames("mix", torch.zeros(3, 2), 2 * torch.eye(4, 2))
+    >>> frames.sound(), frames.whitening("G").diagonal(), frames.whitening("H").diagonal()
+    (tensor(True), tensor([0.5000, 0.5000], dtype=torch.float64), tensor([2., 2.], dtype=torch.float64))
     """
 
     def __init__(self, metric: str, G: Tensor, H: Tensor) -> None:

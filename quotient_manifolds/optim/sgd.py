@@ -37,6 +37,7 @@ class QuotientSGD(QuotientOptimizer):
     weight_decay : float
         λ, decoupled: the product of a pair becomes (1 - ηλ) times itself, another parameter w becomes (1 - ηλ) w.
     metric : {"mix", "inv"}
+        W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, that of pairs in the metric.
 
@@ -48,6 +49,23 @@ class QuotientSGD(QuotientOptimizer):
     Notes
     -----
     Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.frames`.
+
+    Examples
+    --------
+    Factors of very different size, but of one product, take the same step:
+
+    >>> import torch
+    >>> from quotient_manifolds.optim import QuotientSGD
+    >>> from quotient_manifolds.symmetries import Group, block, pair
+    >>> def stepped(scale):
+    ...     down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+    ...     down.weight.data, up.weight.data = scale * torch.eye(2, 3), torch.eye(3, 2) / scale
+    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))
+    ...     up(down(torch.ones(1, 3))).square().sum().backward()
+    ...     QuotientSGD([up.weight, down.weight], [p], lr=0.1).step()
+    ...     return up.weight @ down.weight
+    >>> torch.allclose(stepped(1.0), stepped(100.0), atol=1e-5)
+    True
     """
 
     _moment = "momentum_buffer"

@@ -33,6 +33,17 @@ class Projection:
         Further parameters whose last dimension runs over the heads: more rows of the same stack.
     bias_module : nn.Module, optional
         Owner of the bias, if another.
+
+    Examples
+    --------
+    One matrix with rows [q; k; v], as in vision transformers:
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import Projection, attention_pairs
+    >>> qkv, out = nn.Linear(8, 3 * 8), Projection(nn.Linear(8, 8))
+    >>> q, k, v = (Projection(qkv, start=8 * i) for i in range(3))
+    >>> [pair.name for pair in attention_pairs("attention", heads=2, head_size=4, q=q, k=k, v=v, o=out)]
+    ['attention qk head 0', 'attention vo head 0', 'attention qk head 1', 'attention vo head 1']
     """
 
     module: nn.Module
@@ -50,7 +61,7 @@ class Projection:
         return slice(first, first + count)
 
     def input_blocks(self, head: int, size: int, offset: int, count: int, rotary: str | None = None) -> list[Block]:
-        """Rows of a stack for a projection *into* head space: the weight, and what adds to its output."""
+        """Give rows of a stack for a projection *into* head space: the weight, and what adds to its output."""
         dims = self._dims(self.start, head, size, offset, count)
         if self.conv1d:
             found = [block(self.module, self.weight, columns=dims, rotary=rotary)]
@@ -63,7 +74,7 @@ class Projection:
         return found
 
     def bias_blocks(self, head: int, size: int, offset: int, count: int, rotary: str | None = None) -> list[Block]:
-        """The bias as one more row; none where there is no bias."""
+        """Give the bias as one more row; nothing where there is no bias."""
         owner = self.bias_module or self.module
         if getattr(owner, self.bias, None) is None:
             return []
@@ -71,7 +82,7 @@ class Projection:
         return [block(owner, self.bias, self._dims(start, head, size, offset, count), rotary=rotary)]
 
     def output_blocks(self, head: int, size: int) -> list[Block]:
-        """Rows of a stack for a projection *out of* head space: the head's slice of the weight."""
+        """Give rows of a stack for a projection *out of* head space: the head's slice of the weight."""
         dims = self._dims(self.start, head, size, 0, size)
         if self.conv1d:
             found = [block(self.module, self.weight, dims, transpose=True)]
@@ -111,8 +122,10 @@ def attention_pairs(
     heads, kv_heads : int
         Query heads, and key/value heads where queries are grouped: head i uses key head i // (heads / kv_heads).
     q, k, v, o : Projection
+        Where the weights lie.
     head_size, value_size : int, optional
-        Dimension of one head's queries and values; by default the query projection's size divided by ``heads``.
+        Dimension of one head's queries and values; by default the rows of the query weight divided by ``heads``. Give
+        it where one matrix holds more than the queries.
     rotary_size : int
         Leading head dimensions that RoPE rotates: there one non-zero complex number a frequency is left of GL(h).
     rotary : {"half", "interleaved"}
@@ -125,9 +138,26 @@ def attention_pairs(
         The key bias adds the same number to all scores of a query, so that softmax drops it. (Never on dimensions
         that RoPE rotates.)
 
+    Yields
+    ------
+    SymmetricPair
+        Of kind ``"qk"`` or ``"vo"``; under RoPE the rotated dimensions are a pair of their own.
+
     Notes
     -----
-    Paper, §4.2 and App. C; for RoPE see the docs on symmetries.
+    Paper, §4.2 and App. C; in App. C.1 the printed W_iᵒ are rows of Wᵒ. RoPE rotates planes of two dimensions, which
+    commutes with one complex number a plane: the GL(1) quotient over ℂ.
+
+    Examples
+    --------
+    Grouped queries under RoPE; :func:`find` merges the heads that share keys:
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import Projection, attention_pairs
+    >>> q, k, v, o = (Projection(nn.Linear(*size, bias=False)) for size in [(8, 8), (8, 4), (8, 4), (8, 8)])
+    >>> pairs = list(attention_pairs("attention", heads=4, kv_heads=2, rotary_size=2, q=q, k=k, v=v, o=o))
+    >>> print(pairs[0].name, pairs[0].group, pairs[1].name, pairs[1].group)
+    attention qk head 0 rotary (ℂ*)^1 attention vo head 0 GL(2)
     """
     kv_heads = kv_heads or heads
     if head_size is None:

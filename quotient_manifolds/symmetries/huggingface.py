@@ -22,7 +22,7 @@ def _classes(*names: str) -> list[str]:
 
 
 def _four(module: Any, letters: str) -> dict[str, Any]:
-    """Projections named by a pattern such as ``"{}_proj"``, the output's name after a slash if it differs."""
+    """Find projections named by a pattern such as ``"{}_proj"``, the output's name after a slash if it differs."""
     pattern, _, output = letters.partition("/")
     names = [*(pattern.format(c) for c in "qkv"), output or pattern.format("o")]
     return {c: Projection(getattr(module, name)) for c, name in zip("qkvo", names, strict=True)}

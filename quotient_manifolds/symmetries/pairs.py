@@ -28,6 +28,21 @@ class Group:
         ``"GL"``: any invertible h × h matrix; ``"scalars"``: every column by a non-zero number of its own.
     field : {"real", "complex"}
         Over the complex numbers a column is a pair of real columns, as the planes that RoPE rotates.
+
+    Raises
+    ------
+    ValueError
+        No such group.
+
+    Examples
+    --------
+    An attention head of size 64, and the same under RoPE:
+
+    >>> from quotient_manifolds.symmetries import Group
+    >>> for group in (Group(64), Group(32, "scalars", "complex")):
+    ...     print(group, group.dimension)
+    GL(64) 4096
+    (ℂ*)^32 64
     """
 
     h: int
@@ -67,6 +82,14 @@ class Block:
         Shape of the parameter.
     offset, size, stride
         The view, in elements of the contiguous parameter; size is (rows, h), or (rows, h, 2) for complex columns.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import block
+    >>> queries = block(nn.MultiheadAttention(8, 2), "in_proj_weight", slice(0, 4), transpose=True)
+    >>> queries.size, queries.stride, queries.rows
+    ((8, 4), (1, 8), 8)
     """
 
     module: nn.Module = field(repr=False, compare=False)
@@ -124,6 +147,22 @@ def block(
     Returns
     -------
     Block
+        Of size (rows, h), or (rows, h/2, 2) with ``rotary``. No copy: it follows the parameter.
+
+    Raises
+    ------
+    ValueError
+        A parameter that is a single number, or another word for ``rotary``.
+
+    Examples
+    --------
+    The second head's rows of a key projection, and its bias, of 2 heads of size 4:
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import block
+    >>> keys = nn.Linear(6, 8)
+    >>> block(keys, "weight", slice(4, 8), transpose=True).size, block(keys, "bias", slice(4, 8)).size
+    ((6, 4), (1, 4))
     """
     shape = tuple(getattr(module, attribute).shape)
     frame = torch.empty(shape, device="meta")
@@ -164,6 +203,22 @@ class SymmetricPair:
     null : tuple of Block
         Blocks of H that the network does not see at all: the key bias, which adds the same number to all scores of a
         query. One that does not stand in H any more (``find(key_bias="drop")``) is left out of every measure.
+
+    Raises
+    ------
+    ValueError
+        No group and no reason; blocks that do not fit the group; an empty factor; one block in both factors.
+
+    Examples
+    --------
+    Balance the queries and keys of one head, which leaves the layer's function as it is:
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find
+    >>> first = find(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))[0]
+    >>> first.name, first.kind, first.n, first.m
+    ('self_attn qk head 0', 'qk', 9, 9)
+    >>> first.scatter_(first.manifold("inv").canonical(first.gather()))
     """
 
     name: str
@@ -219,7 +274,7 @@ class SymmetricPair:
         return replace(self, H=tuple(b for b in self.H if b.key not in null))
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
-        """Give the manifold on which :meth:`gather`'s tensor is a point; metric is ``"inv"`` or ``"mix"``."""
+        """Give the manifold on which the tensor of :meth:`gather` is a point; metric is ``"inv"`` or ``"mix"``."""
         return _MANIFOLDS[metric](self.n, self.m)
 
     def parameters(self) -> list[Tensor]:
@@ -251,6 +306,7 @@ def pair(
     group : Group
         ``Group(h)`` for any invertible h × h matrix, ``Group(h, "scalars")`` for a rescaling of every column.
     name, kind : str
+        Of one's own choice.
 
     Returns
     -------
@@ -262,6 +318,7 @@ def pair(
     Two linear layers with a bias between them, x ↦ W₂(W₁x + b₁):
 
     >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import Group, block, pair
     >>> first, second = nn.Linear(5, 3), nn.Linear(3, 4)
     >>> p = pair([block(first, "weight", transpose=True), block(first, "bias")], [block(second, "weight")], Group(3))
     >>> p.gather().shape
@@ -296,6 +353,25 @@ class PairStack:
     pairs : tuple of SymmetricPair
     group : Group
     n, m : int
+        Rows of every G and H.
+
+    Raises
+    ------
+    ValueError
+        Pairs of different shape or group, or without a group.
+
+    Examples
+    --------
+    The Riemannian gradients of all heads at once:
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import find, stacks
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> qk, vo = stacks(find(layer))
+    >>> layer(torch.ones(1, 3, 8)).square().sum().backward()
+    >>> gradients = vo.gather({p: p.grad for p in vo.parameters()})
+    >>> vo.manifold("mix").egrad2rgrad(vo.gather(), gradients).shape
+    torch.Size([2, 17, 4])
     """
 
     def __init__(self, pairs: Sequence[SymmetricPair]) -> None:
@@ -314,7 +390,7 @@ class PairStack:
         return len(self.pairs)
 
     def manifold(self, metric: str = "inv", **options: float) -> GLQuotientInv | GLQuotientMix:
-        """Give the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
+        """Give the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``, options are the manifold's own."""
         return _MANIFOLDS[metric](self.n, self.m, **options)
 
     def parameters(self) -> list[Tensor]:
@@ -377,7 +453,20 @@ class PairStack:
 
     @torch.no_grad()
     def scatter_(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Write a point of :meth:`gather`'s shape into the parameters, or into what ``tensors`` gives for each."""
+        """Write a point into the parameters.
+
+        Parameters
+        ----------
+        x : Tensor
+            Of the shape that :meth:`gather` gives; rounded to the parameters' dtype.
+        tensors : mapping, optional
+            What to write to in place of each parameter.
+
+        Raises
+        ------
+        ValueError
+            Another shape.
+        """
         x = self._from_point(x)
         if tuple(x.shape) != self._shape():
             raise ValueError(f"a stack of {len(self)} pairs needs {self._shape()} numbers, got shape {tuple(x.shape)}")
@@ -429,10 +518,27 @@ def _runs(pairs: Sequence[SymmetricPair]) -> list[_Run]:
 def stack(pairs: Iterable[SymmetricPair]) -> PairStack:
     """Stack pairs of equal shape, group and block layout into one batched point.
 
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        In the order of the point's first dimension.
+
+    Returns
+    -------
+    PairStack
+
     Raises
     ------
     ValueError
-        If the pairs differ, or one of them has no symmetry; :func:`stacks` sorts a mixed list first.
+        No pair at all, pairs that differ, or one without a symmetry; :func:`stacks` sorts a mixed list first.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find, stack
+    >>> pairs = find(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    >>> stack(p for p in pairs if p.kind == "qk").gather().shape
+    torch.Size([2, 18, 4])
     """
     found = tuple(pairs)
     if not found:
@@ -441,7 +547,26 @@ def stack(pairs: Iterable[SymmetricPair]) -> PairStack:
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
-    """Sort the usable pairs by group, shape, block layout, dtype and device, and stack each kind."""
+    """Sort the usable pairs by group, shape, block layout, dtype and device, and stack each kind.
+
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        Those without a group are left out.
+
+    Returns
+    -------
+    list of PairStack
+        In the order in which the kinds first occur.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find, stacks
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> [(len(s), str(s.group), s.n, s.m) for s in stacks(find(layer))]
+    [(2, 'GL(4)', 9, 9), (2, 'GL(4)', 9, 8)]
+    """
     kinds: dict[object, list[SymmetricPair]] = {}
     for p in pairs:
         if p.group is None:

@@ -23,7 +23,7 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Place, Place]]:
-    """Adapter name, place of A (r, in) and place of B (out, r) of every adapter with one of these names."""
+    """Give name, place of A (r, in) and place of B (out, r) of every adapter with one of these names."""
     for name in names:
         if name in module.lora_A:
             yield name, (module.lora_A[name], "weight"), (module.lora_B[name], "weight")
@@ -36,7 +36,7 @@ def _is_off(module: Any) -> bool:
 
 
 def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
-    """Places of A and B whose product adds to the weight of a module; none if it carries no LoRA at work."""
+    """List the places of A and B whose product adds to the weight of a module; none if it carries no LoRA at work."""
     layer: Any = module
     if not is_lora(module) or _is_off(module):
         return []
@@ -44,7 +44,7 @@ def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
 
 
 def lora_obstacle(module: nn.Module) -> str:
-    """Why LoRA on a projection leaves its attention layer no symmetry, or an empty string."""
+    """Say why LoRA on a projection leaves its attention layer no symmetry, or give an empty string."""
     if is_lora(module) and not _is_off(module):
         adapters: Any = module.active_adapters
         for name, variant in getattr(module, "lora_variant", {}).items():
@@ -54,12 +54,12 @@ def lora_obstacle(module: nn.Module) -> str:
 
 
 def adapter_names(module: Any) -> list[str]:
-    """Names of all adapters of a LoRA layer, active or not."""
+    """List the names of all adapters of a LoRA layer, active or not."""
     return [*module.lora_A, *module.lora_embedding_A]
 
 
 def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) -> Iterator[SymmetricPair]:
-    """G = B (out, r), H = Aᵀ (in, r), the group GL(r), for every active adapter of a LoRA layer.
+    """Emit G = B (out, r), H = Aᵀ (in, r), the group GL(r), for every active adapter of a LoRA layer.
 
     ``adapters`` names those wanted instead, whether they are active or not.
     """

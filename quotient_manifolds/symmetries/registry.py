@@ -31,14 +31,14 @@ def register(*classes: type | str) -> Callable[[Adapter], Adapter]:
 
     Returns
     -------
-    decorator
-        For a function ``adapter(module, name) -> iterable of SymmetricPair``. See
+    callable
+        Decorator for a function ``adapter(module, name) -> iterable of SymmetricPair``. See
         :func:`quotient_manifolds.symmetries.attention_pairs` for the usual case.
 
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import Projection, attention_pairs, register
+    >>> from quotient_manifolds.symmetries import Projection, attention_pairs, find, register
     >>> class MyAttention(nn.Module):
     ...     def __init__(self, dim, heads):
     ...         super().__init__()
@@ -49,6 +49,9 @@ def register(*classes: type | str) -> Callable[[Adapter], Adapter]:
     ... def my_attention(module, name):
     ...     q, k, v, o = map(Projection, (module.to_q, module.to_k, module.to_v, module.to_out))
     ...     return attention_pairs(name, heads=module.heads, q=q, k=k, v=v, o=o)
+    >>> print(find(nn.Sequential(MyAttention(8, 2))))
+    0 qk    2 × GL(4), 9+9 rows
+    0 vo    2 × GL(4), 9+8 rows
     """
 
     def decorate(adapter: Adapter) -> Adapter:
@@ -63,6 +66,20 @@ def skip(*classes: type | str) -> None:
     """Declare that attention modules of these classes have no symmetry to be used.
 
     Their weights then count like all others (with the adaptive metric, in geodesic sharpness).
+
+    Parameters
+    ----------
+    classes : type or str
+        As for :func:`register`.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find, skip
+    >>> class Gated(nn.MultiheadAttention): pass
+    >>> skip(Gated)
+    >>> print(find(nn.Sequential(Gated(8, 2))))
+    0    1 × none (skipped on request)
     """
 
     @register(*classes)
@@ -76,7 +93,18 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 
 class PairList(list[SymmetricPair]):
-    """The pairs of a model; prints as one line for pairs that differ in their head only."""
+    """The pairs of a model: a list that prints as one line for pairs that differ in their head only.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> layer.self_attn.out_proj.weight.requires_grad = False
+    >>> print(find(layer))
+    self_attn qk    2 × GL(4), 9+9 rows
+    self_attn vo    2 × none (frozen: weight of ...Linear)
+    """
 
     def __str__(self) -> str:
         lines: dict[tuple[str, str, str], int] = {}
@@ -188,7 +216,7 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
 
 
 def _plain(path: str) -> str:
-    """A module's name without the prefixes of ``torch.compile`` and DDP."""
+    """Take the prefixes of ``torch.compile`` and DDP from a module's name."""
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
 
 
@@ -218,13 +246,29 @@ def find(
     Returns
     -------
     PairList
-        One pair a head, in the order of the modules; those without a symmetry, or with frozen parameters, have
-        ``group=None`` and a ``reason``. ``print`` groups them by layer.
+        A Q–K and a V–O pair a head and one pair a LoRA adapter, in the order of the modules; those without a symmetry,
+        or with frozen parameters, have ``group=None`` and a ``reason``. ``print`` groups them by layer.
 
     Raises
     ------
     ValueError
-        A block that stands in both G and H (tied weights), or twice in different pairs given as ``extra``.
+        A block that stands in both G and H (tied weights); one of ``extra`` that stands in another pair already;
+        another word for ``key_bias``.
+
+    Notes
+    -----
+    Paper, §4.2 and App. C. Pairs that share a block (grouped queries, shared layers) are merged to one.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> print(find(layer))
+    self_attn qk    2 × GL(4), 9+9 rows
+    self_attn vo    2 × GL(4), 9+8 rows
+    >>> sum(p.group.dimension for p in find(layer))
+    64
     """
     if key_bias not in ("keep", "drop"):
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
@@ -252,6 +296,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     Parameters
     ----------
     model : nn.Module
+        With adapters of peft; plain, DDP-wrapped or compiled.
     names : sequence of str, optional
         Adapters; by default all that are trainable.
 
@@ -264,6 +309,15 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     ------
     ValueError
         A name that no layer has.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.symmetries import adapter_pairs
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), LoraConfig(r=2, target_modules=["0"]))
+    >>> print(adapter_pairs(model))
+    base_model.model.0 lora default    1 × GL(2), 4+6 rows
     """
     names = [names] if isinstance(names, str) else names
     layers = [(_plain(path), m) for path, m in model.named_modules() if is_lora(m)]

@@ -27,6 +27,18 @@ class PairSpectrum:
         those of its columns, which are pairs of their own.
     weakest_G, weakest_H : float
         Smallest singular value of each factor; these two depend on the representative.
+
+    Examples
+    --------
+    The largest radius at which the mix metric's ball stays on the manifold:
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import Group, block, pair, spectra
+    >>> down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+    >>> down.weight.data, up.weight.data = torch.eye(2, 3), torch.tensor([[4.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    >>> (found,) = spectra([pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))])
+    >>> found.product, found.weakest_G, round(float(found.product[-1]) / 2**0.5, 4)
+    (tensor([4., 2.], dtype=torch.float64), 2.0, 1.4142)
     """
 
     name: str

@@ -17,7 +17,7 @@ from ..gauge import canonical_gauge
 from .pairs import Block, SymmetricPair, stacks
 from .registry import adapter_of, find
 
-__all__ = ["UnknownAttentionError", "Verification", "act_randomly_", "check_coverage", "verify"]
+__all__ = ["UnknownAttentionError", "Verification", "act_randomly_", "check_coverage", "default_forward", "verify"]
 
 #: Functions whose call makes a module an attention layer, if no adapter covers it.
 _ATTENTION_CALLS = {
@@ -38,6 +38,20 @@ class UnknownAttentionError(ValueError):
         The module's name in the model.
     cls : type
         Its class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage
+    >>> class SelfSimilarity(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return (x @ x.mT).softmax(-1) @ x
+    >>> model = torch.nn.Sequential(SelfSimilarity())
+    >>> try:
+    ...     check_coverage(model, lambda: model(torch.ones(1, 3, 4)))
+    ... except UnknownAttentionError as error:
+    ...     print(error.path, error.cls.__name__)
+    0 SelfSimilarity
     """
 
     def __init__(self, path: str, cls: type, call: str) -> None:
@@ -94,6 +108,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
     Parameters
     ----------
     model : nn.Module
+        A compiled one is watched as the eager one that it was compiled from.
     run : callable
         Performs one forward pass of the model.
 
@@ -106,7 +121,15 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
     ------
     UnknownAttentionError
         A module that is neither registered nor inside a registered one calls softmax (on three or more dimensions),
-        scaled-dot-product attention or torch's own multi-head attention.
+        scaled-dot-product attention or torch's own multi-head attention; or TorchScript code, which cannot be watched.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import check_coverage
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
+    torch.Size([1, 3, 8])
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -143,6 +166,7 @@ def act_randomly_(
     condition : float
         Condition number of every group element, ≥ 1.
     seed : int
+        Of the group elements.
     pairs : iterable of SymmetricPair, optional
         Which to move; by default all that :func:`find` names.
 
@@ -150,6 +174,23 @@ def act_randomly_(
     -------
     int
         Number of pairs moved.
+
+    Raises
+    ------
+    ValueError
+        A condition number below 1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import act_randomly_
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> weight = layer.self_attn.in_proj_weight
+    >>> output, old = layer(torch.ones(1, 3, 8)), weight.clone()
+    >>> act_randomly_(layer)
+    4
+    >>> torch.allclose(layer(torch.ones(1, 3, 8)), output, atol=1e-4), torch.allclose(weight, old)
+    (True, False)
     """
     if condition < 1:
         raise ValueError(f"a condition number is at least 1, got {condition}")
@@ -194,6 +235,19 @@ class Verification:
         Up to which a change counts as rounding.
     single_precision : bool
         The model computes in float32 somewhere inside although its weights are float64.
+
+    Examples
+    --------
+    A pair that is no symmetry, for there is a ReLU between its factors:
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import Group, block, pair, verify
+    >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
+    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
+    >>> wrong = pair(G, [block(model[2], "weight")], Group(3), name="layers")
+    >>> verification = verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong])
+    >>> verification.ok, verification.failures
+    (False, ['layers'])
     """
 
     changes: dict[str, float]
@@ -250,7 +304,26 @@ class _CastWatch(TorchFunctionMode):
 
 
 def default_forward(model: nn.Module, batch: Any) -> Any:
-    """``model(**batch)`` for a dict, ``model(x)`` for a pair (x, y), else ``model(batch)``."""
+    """Call a model: ``model(**batch)`` for a dict, ``model(x)`` for a pair (x, y), else ``model(batch)``.
+
+    Parameters
+    ----------
+    model : nn.Module
+    batch : dict, sequence or Tensor
+
+    Returns
+    -------
+    object
+        What the model returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import default_forward
+    >>> inputs, labels = torch.ones(8, 5), torch.zeros(8)
+    >>> default_forward(torch.nn.Linear(5, 2), (inputs, labels)).shape
+    torch.Size([8, 2])
+    """
     if isinstance(batch, dict):
         return model(**batch)
     return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
@@ -274,8 +347,8 @@ def verify(
     ----------
     model : nn.Module
         Left as it is.
-    batch
-        A small batch: what ``forward`` takes.
+    batch : object
+        A small batch: what ``forward`` takes. Floating-point tensors are widened to float64.
     seed : int
         Of the group elements.
     condition : float
@@ -289,6 +362,19 @@ def verify(
     -------
     Verification
         ``print`` it; ``ok`` and ``failures`` say what is wrong.
+
+    Raises
+    ------
+    ValueError
+        The model returns no floating-point tensor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import verify
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> print(verify(layer, torch.linspace(-1, 1, 24).reshape(1, 3, 8)))
+    4 pairs, largest relative change of an output ...e-1... (rounding is up to 1e-09)
     """
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo).double().eval()

@@ -16,14 +16,14 @@ _INNER_NORM = "the heads' outputs are normalised before the output projection: n
 
 
 def _packed(module: nn.Module, weight: str, bias: str, size: int) -> tuple[Projection, Projection, Projection]:
-    """Rows [q; k; v] of one matrix."""
+    """Give the rows [q; k; v] of one matrix."""
     q, k, v = (Projection(module, weight, bias, start=i * size) for i in range(3))
     return q, k, v
 
 
 @register("open_clip.transformer.Attention")
 def open_clip_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``in_proj_weight`` rows [q; k; v], ``out_proj``; norms as options. (The default block is torch's own layer.)"""
+    """``in_proj_weight`` rows [q; k; v], ``out_proj``; norms as options. The default block is torch's own layer."""
     q, k, v = _packed(module, "in_proj_weight", "in_proj_bias", module.out_proj.in_features)
     normalised = module.scaled_cosine or not isinstance(module.ln_q, nn.Identity)
     inner = not isinstance(module.ln_inner, nn.Identity)

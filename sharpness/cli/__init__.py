@@ -31,7 +31,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; a mistake of the user's ends in one line and exit code 2."""
+    """Run the command line; a mistake of the user's ends in one line and exit code 2.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        By default those of the process.
+
+    Returns
+    -------
+    int
+        Exit code.
+    """
     options = parser().parse_args(arguments)
     try:
         code: int = options.run(options)

@@ -61,7 +61,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _add_results(commands: Any, name: str, words: str, description: str) -> argparse.ArgumentParser:
-    """A command that reads the results of a sweep."""
+    """Add a command that reads the results of a sweep."""
     shown: argparse.ArgumentParser = commands.add_parser(
         name, help=words, description=description, formatter_class=Formatter
     )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of every option that has one."""
+    """A help text with the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False) else super()._get_help_string(action)

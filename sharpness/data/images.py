@@ -32,7 +32,7 @@ def _image_module() -> Any:
 
 
 def pixels(image: Any, how: ImageFormat) -> Tensor:
-    """Resize, crop and normalise: (channels, height, width)."""
+    """Resize, crop and normalise an image of Pillow: (channels, height, width), float32 on the CPU."""
     Image = _image_module()
     image = image.convert("L" if how.channels == 1 else "RGB")
     height, width = how.size
@@ -63,7 +63,7 @@ def _read_image(name: str, data: bytes, how: ImageFormat) -> Tensor:
 def _of_classes(
     source: str, names: Sequence[str], folders: Sequence[str], read: Callable[[str], bytes], how: ImageFormat
 ) -> Examples:
-    """Images named …/CLASS/NAME; folders are all class folders, to notice empty ones."""
+    """Collect images named …/CLASS/NAME; folders are all class folders, to notice empty ones."""
     by_class: dict[str, list[str]] = {folder: [] for folder in folders}
     for name in names:
         by_class.setdefault(str(PurePosixPath(name).parent), []).append(name)
@@ -84,13 +84,14 @@ def _of_classes(
 
 
 def image_folder(folder: Path, how: ImageFormat) -> Examples:
+    """Open a folder of class folders."""
     classes = sorted(p for p in folder.iterdir() if p.is_dir())
     names = [f"{c.name}/{p.name}" for c in classes for p in c.iterdir() if p.suffix.lower() in _IMAGES]
     return _of_classes(str(folder), names, [c.name for c in classes], lambda n: (folder / n).read_bytes(), how)
 
 
 def image_archive(path: Path, inside: str, how: ImageFormat) -> Examples:
-    """Class folders below ``inside`` of a zip."""
+    """Open class folders below ``inside`` of a zip."""
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
@@ -127,7 +128,7 @@ def _idx(path: Path) -> np.ndarray[Any, Any]:
 
 
 def idx_images(path: Path, how: ImageFormat) -> Examples:
-    """``…images-idx3-ubyte`` with its ``…labels-idx1-ubyte`` beside it."""
+    """Open ``…images-idx3-ubyte`` with its ``…labels-idx1-ubyte`` beside it."""
     labels_at = path.with_name(path.name.replace("images-idx3", "labels-idx1").replace("images.idx3", "labels.idx1"))
     if not labels_at.is_file() or labels_at == path:
         raise FileNotFoundError(f"{path} needs its labels beside it, in {labels_at.name}")

@@ -21,7 +21,7 @@ __all__ = ["DataChoice", "is_function", "load_batches", "load_examples"]
 
 
 def _divided(source: str) -> tuple[Path, str]:
-    """A path, and what is named inside it: ``archive.zip:inside``, ``folder:split`` of a folder of datasets."""
+    """Split a source into a path and what is named inside it: ``archive.zip:inside``, ``folder:split``."""
     before, _, inside = source.rpartition(":")
     if before and not Path(source).exists() and (before.endswith(".zip") or is_datasets_folder(Path(before))):
         return Path(before), inside
@@ -29,7 +29,24 @@ def _divided(source: str) -> tuple[Path, str]:
 
 
 def is_function(source: str, base: Path = Path()) -> bool:
-    """Whether a source is ``module:function`` rather than a file or something in one."""
+    """Tell whether a source is ``module:function`` rather than a file or something in one.
+
+    Parameters
+    ----------
+    source : str
+        See :func:`load_batches`.
+    base : Path
+        Folder from which relative paths start.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> is_function("my_project:batches"), is_function("digits.zip:test"), is_function("digits.safetensors")
+    (True, False, False)
+    """
     return ":" in source and not _divided(str(base / source))[1] and not (base / source).exists()
 
 
@@ -68,6 +85,7 @@ def load_examples(
     images : ImageFormat, optional
         What the model expects of images; needed for them.
     text : TextColumns, optional
+        Which columns of a table hold what; by default ``text`` and ``label``.
     tokenizer : optional
         A tokenizer of transformers, for tables.
     labels : mapping of str to int, optional
@@ -75,14 +93,23 @@ def load_examples(
 
     Returns
     -------
-
-    Examples
-    --------
+    sharpness.data.Examples
+        Read when asked for, where the form of the data allows it.
 
     Raises
     ------
     ValueError, OSError, ImportError
         One sentence that names the file and the fix.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
+    ...     found = load_examples(f"{folder}/data.pt")
+    >>> x, y = found.batch([1, 2, 3])
+    >>> len(found), x.shape, y
+    (10, torch.Size([3, 4]), tensor([1, 0, 1]))
     """
     path, inside = _divided(source)
     if not path.exists():
@@ -125,14 +152,31 @@ def load_batches(
         The first so many batches; by default all.
     examples, seed : int, optional
         See :func:`choose`: the first so many examples, or as many at random.
-    device : device
+    device : torch.device or str
+        Where the batches go.
     **options
         Of :func:`load_examples`.
 
+    Returns
+    -------
+    list
+        Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs (x, y), where images x
+        are float32 (examples, channels, height, width) and y are int64 (examples,).
+
     Raises
     ------
-    ValueError, OSError
-        A file or function that cannot be read, tensors of unequal length.
+    ValueError, OSError, ImportError
+        A file or function that cannot be read, tensors of unequal length; and as :func:`load_examples`.
+
+    Examples
+    --------
+    >>> import sharpness, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
+    ...     batches = load_batches(f"{folder}/data.pt", batch_size=4, count=2)
+    >>> result = sharpness.evaluate(torch.nn.Linear(4, 2), batches, measure="adaptive", rho=0.1)
+    >>> len(result.batches)
+    2
     """
     if batch_size < 1 or (count is not None and count < 1):
         raise ValueError(f"the batch size and the number of batches must be at least 1, got {batch_size} and {count}")
@@ -160,12 +204,27 @@ class DataChoice:
     source : str
         See :func:`load_batches`.
     batch_size : int
+        Examples a batch; the last may have fewer.
     batches, examples, seed : int or None
         The first so many batches; the first so many examples, or as many at random.
     columns : TextColumns
+        Of text.
     image_size : int or None
         Side of the images; by default, like mean and std, what the model says.
     mean, std : tuple of float or None
+        Of every channel, or one for all.
+
+    Examples
+    --------
+    The same choice for many models, each with its own tokenizer or image format:
+
+    >>> import tempfile, torch
+    >>> from sharpness.models import LoadedModel
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
+    ...     choice = DataChoice(f"{folder}/data.pt", batch_size=4, examples=6, seed=0)
+    ...     [len(y) for _, y in choice.load(LoadedModel(torch.nn.Linear(4, 2), "function", None))]
+    [4, 2]
     """
 
     source: str
@@ -179,7 +238,25 @@ class DataChoice:
     std: tuple[float, ...] | None = None
 
     def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> list[Any]:
-        """Read the batches for a model."""
+        """Read the batches for a model.
+
+        Parameters
+        ----------
+        loaded : LoadedModel
+            Gives its tokenizer, image format and names of classes.
+        device : torch.device or str
+            Where the batches go.
+
+        Returns
+        -------
+        list
+            See :func:`load_batches`.
+
+        Raises
+        ------
+        ValueError, OSError, ImportError
+            See :func:`load_batches`.
+        """
         return load_batches(
             self.source, batch_size=self.batch_size, count=self.batches, examples=self.examples, seed=self.seed,
             device=device, images=self.image_format(loaded.images), text=self.columns, tokenizer=loaded.tokenizer,
@@ -196,7 +273,18 @@ class DataChoice:
         return path.suffix.lower() in TABLES
 
     def image_format(self, known: ImageFormat | None) -> ImageFormat | None:
-        """What is expected of images: what this choice says, else what the model says."""
+        """Say what is expected of images: what this choice says, else what the model says.
+
+        Parameters
+        ----------
+        known : ImageFormat or None
+            Of the model.
+
+        Returns
+        -------
+        ImageFormat or None
+            None where neither says anything.
+        """
         if self.image_size is None and self.mean is None and self.std is None:
             return known
         base = known or ImageFormat((224, 224), (0.5,), (0.5,))

@@ -20,6 +20,7 @@ __all__ = ["datasets_folder", "is_datasets_folder"]
 
 
 def is_datasets_folder(path: Path) -> bool:
+    """Tell whether ``datasets.save_to_disk`` wrote a folder."""
     return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -32,7 +33,7 @@ def _class_name(number: str, named: Sequence[str], source: str) -> str:
 def datasets_folder(
     folder: Path, split: str, images: ImageFormat | None, columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
 ) -> Examples:
-    """What ``datasets.save_to_disk`` wrote: texts, or images with their class."""
+    """Open what ``datasets.save_to_disk`` wrote: texts, or images with their class."""
     try:
         import datasets
     except ImportError as error:

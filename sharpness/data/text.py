@@ -36,6 +36,15 @@ class TextColumns:
         The first line of a .tsv or .csv file names the columns.
     length : int
         Longest input in tokens, if the tokenizer does not say less.
+
+    Examples
+    --------
+    Of MNLI's tables, whose labels are words:
+
+    >>> labels = named_labels("entailment=0,neutral=1,contradiction=2")
+    >>> columns = TextColumns(text="sentence1", pair="sentence2", label="gold_label", names=labels)
+    >>> columns.names["neutral"]
+    1
     """
 
     text: str = "text"
@@ -47,12 +56,34 @@ class TextColumns:
 
 
 def read_table(path: str | os.PathLike[str], header: bool = True) -> Sequence[Mapping[str, str]]:
-    """Read a ``.tsv`` (quotation marks are text), ``.csv`` or ``.jsonl`` table: its rows by column.
+    r"""Read a ``.tsv`` (quotation marks are text), ``.csv`` or ``.jsonl`` table.
+
+    Parameters
+    ----------
+    path : str or path
+        File, UTF-8.
+    header : bool
+        The first line names the columns; otherwise they are numbered from ``"0"``.
+
+    Returns
+    -------
+    sequence of mapping of str to str
+        The rows, by column. What is no string in a ``.jsonl`` file comes as JSON.
 
     Raises
     ------
     ValueError, OSError
         A file that is no such table, or not UTF-8.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "films.tsv"
+    ...     _ = path.write_text('text\tlabel\nA "great" film\t1\n')
+    ...     read_table(path)
+    [{'text': 'A "great" film', 'label': '1'}]
     """
     path = Path(path)
     try:
@@ -102,6 +133,7 @@ def _label(value: str, columns: TextColumns, known: Mapping[str, int], path: Pat
 def table_of_text(
     path: Path | str, rows: Sequence[Mapping[str, str]], columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
 ) -> Examples:
+    """Open the rows of a table for a model's tokenizer; known are the model's own names of its classes."""
     if tokenizer is None:
         raise ValueError(f"{path} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
     if not rows:
@@ -125,12 +157,34 @@ def table_of_text(
 
 
 def read_texts(path: str | os.PathLike[str], columns: Sequence[str], header: bool = True) -> list[str]:
-    """Read all texts in some columns of a ``.tsv``, ``.csv`` or ``.jsonl`` table, row by row.
+    r"""Read all texts in some columns of a ``.tsv``, ``.csv`` or ``.jsonl`` table, row by row.
+
+    Parameters
+    ----------
+    path, header
+        As for :func:`read_table`.
+    columns : sequence of str
+        Names from the header, or numbers from ``"0"`` where there is none.
+
+    Returns
+    -------
+    list of str
+        One text a row and column; labels are not needed.
 
     Raises
     ------
     ValueError, OSError
         No such column; a file that cannot be read.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "pairs.csv"
+    ...     _ = path.write_text("1,He sleeps.,He is awake.\n0,It rains.,It is wet.\n")
+    ...     read_texts(path, ["1", "2"], header=False)
+    ['He sleeps.', 'He is awake.', 'It rains.', 'It is wet.']
     """
     path = Path(path)
     found = []
@@ -145,10 +199,25 @@ def read_texts(path: str | os.PathLike[str], columns: Sequence[str], header: boo
 def named_labels(text: str | None) -> dict[str, int]:
     """Read ``NAME=NUMBER,…``.
 
+    Parameters
+    ----------
+    text : str or None
+        None or empty names nothing.
+
+    Returns
+    -------
+    dict of str to int
+        For :class:`TextColumns`.
+
     Raises
     ------
     ValueError
         Anything else.
+
+    Examples
+    --------
+    >>> named_labels("entailment=0,neutral=1,contradiction=2")
+    {'entailment': 0, 'neutral': 1, 'contradiction': 2}
     """
     names = {}
     for entry in (text or "").split(","):

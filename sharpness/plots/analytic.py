@@ -31,8 +31,18 @@ def plot_symmetry_demo(
         By measure, over several radii: of the network, and of the equivalent one.
     profiles : mapping of str to Profile
         Loss along the worst direction, by measure.
-    path
+    path : str or path
         Where the figure goes.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 2), (torch.eye(2), torch.arange(2))
+    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=[0.1, 0.2])
+    >>> line = sharpness.profile(model, batch, result.direction(0, 0.2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plot_symmetry_demo({"adaptive": result}, {"adaptive": result}, {"adaptive": line}, f"{folder}/demo.png")
     """
     with figure(path, (12.5, 4.4), 1, 3) as (_, ((left, middle, right),)):
         for name, found in profiles.items():
@@ -62,11 +72,25 @@ def plot_diagonal(
     rows : sequence of mapping
         The networks of one seed, as in ``diagonal.csv``.
     table : mapping
-        Correlations by column.
+        Correlations by column, as in ``diagonal.json``.
     rho : float
         Radius of the row below.
-    path
+    path : str or path
         Where the figure goes.
+
+    Notes
+    -----
+    Paper, Figure 3, with the maxima beside its closed forms.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> names = ("adaptive", "inv", "mix")
+    >>> columns = [f"closed {n}" for n in names] + [f"max {n} rho=0.1" for n in names]
+    >>> rows = [{"test_loss": loss, **dict.fromkeys(columns, 3 * loss)} for loss in (0.1, 0.2, 0.4)]
+    >>> table = dict.fromkeys(columns, {"first seed": {"value": 1.0, "low": 1.0, "high": 1.0}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plot_diagonal(rows, table, 0.1, f"{folder}/diagonal.png")
     """
     names = {"adaptive": "adaptive", "inv": "geodesic-inv", "mix": "geodesic-mix"}
     columns = [[f"closed {n}" for n in names], [f"max {n} rho={rho:g}" for n in names]]
@@ -106,8 +130,21 @@ def plot_toy(
         The quantities at the points, by title.
     sharpness : mapping of str to sequence
         ``"rho"``, and values by label.
-    path
+    path : str or path
         Where the figure goes.
+
+    Examples
+    --------
+    The loss of the network x ↦ θ₂θ₁x, whose level sets are the orbits of its symmetry:
+
+    >>> import numpy as np, tempfile
+    >>> a, b = np.meshgrid(np.linspace(0.5, 2, 20), np.linspace(0.5, 2, 20))
+    >>> points = [(1.0, 1.5), (1.5, 1.0)]
+    >>> losses = [(x * y - 1) ** 2 for x, y in points]
+    >>> line = {"rho": [0.1, 0.2], "measured": [0.2, 0.5]}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plot_toy({"theta1": a, "theta2": b}, {"loss": (a * b - 1) ** 2}, points, {"loss": losses}, line,
+    ...              f"{folder}/toy.png")
     """
     with figure(path, (13, 8), 2, 3) as (drawn, axes_grid):
         panels = axes_grid.ravel()
@@ -178,10 +215,10 @@ def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25)
         t = np.linspace(-0.75, 0.55, 200)
         line.axvspan(-rho, rho, color=COLOURS["geodesic-inv"], alpha=0.3, linewidth=0)
         line.plot(t, (np.exp(2**0.5 * t) - 1) ** 2, color="black")
-        worst = float((high - 1) ** 2)
-        line.plot(rho, worst, "s", color=COLOURS["geodesic-inv"], markersize=9)
+        edge = float((high - 1) ** 2)
+        line.plot(rho, edge, "s", color=COLOURS["geodesic-inv"], markersize=9)
         line.annotate(
-            f"worst loss in the\ngeodesic ball {worst:.2f},\nfor A and for B", (rho, worst), xytext=(-168, 60),
+            f"worst loss in the\ngeodesic ball {edge:.2f},\nfor A and for B", (rho, edge), xytext=(-168, 60),
             textcoords="offset points", arrowprops={"arrowstyle": "-", "color": "0.4"}, fontsize="small",
         )  # fmt: skip
         line.plot(0, 0, "o", color="black", markersize=7)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..comparison import Ranking, compare, curves
 from ..rows import TARGETS, Row, targets
-
-if TYPE_CHECKING:
-    pass
 from .look import COLOURS, MARKERS, figure
 
 __all__ = ["plot_ablations", "plot_study"]
@@ -33,14 +30,36 @@ def plot_study(
         See :func:`sharpness.rows.read_results`.
     target : str
         What is to be predicted, see :func:`sharpness.rows.targets`.
-    folder
+    folder : str or path
         Where the figures go.
     prefix, suffix : str
-        Of their names.
+        Of their names; the suffix is png, pdf or svg.
 
     Returns
     -------
     list of Path
+        Of the figures.
+
+    Raises
+    ------
+    ValueError
+        Fewer than three models with the target.
+
+    Notes
+    -----
+    ``relaxation`` is of the kind of the paper's Figure 9.
+
+    Examples
+    --------
+    Three models, one measure:
+
+    >>> import tempfile
+    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
+    >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> rows += [{**of, "checkpoint": m, "rho": rho, "sharpness": m * rho} for m in (1, 2, 3) for rho in (0.1, 0.5)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in plot_study(rows, "gap", folder)]
+    ['scatter.png', 'radius.png']
     """
     found = compare(rows, target)
     goal = targets(rows, target)
@@ -74,6 +93,28 @@ def plot_ablations(
     -------
     list of Path
         Empty for a sweep without ablations.
+
+    Raises
+    ------
+    ValueError
+        Fewer than three models with the target.
+
+    Notes
+    -----
+    Paper, App. G, and Figure 9 for the relaxation.
+
+    Examples
+    --------
+    Straight lines in place of geodesics:
+
+    >>> import tempfile
+    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
+    >>> of = {"kind": "sharpness", "measure": "geodesic-inv", "rho": 0.1}
+    >>> for switch in ({}, {"geodesic": "first-order"}):
+    ...     rows += [{**of, "ablation": switch, "checkpoint": m, "sharpness": 0.1 * m} for m in (1, 2, 3)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in plot_ablations(rows, "gap", folder)]
+    ['ablations.png']
     """
     found, goal = compare(rows, target) if found is None else found, targets(rows, target)
     changed = [r for r in found if r.choice == "ρ" and "," in r.quantity]
@@ -99,7 +140,7 @@ def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> 
 
 
 def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
-    """The target against every measure: at its best radius above, at equal rise of the loss below."""
+    """Draw the target against every measure: at its best radius above, at equal rise of the loss below."""
     best = [r for r in found if r.choice == "best"] or [r for r in found if r.choice == "–"]
     rises = sorted({r.rise for r in found if r.choice == "equal rise" and r.rise is not None})
     equal = {r.quantity: r for r in found if rises and r.choice == "equal rise" and r.rise == rises[len(rises) // 2]}
@@ -132,7 +173,7 @@ def _plot_grid(found: Sequence[Ranking], goal: Mapping[str, float], target: str,
 
 
 def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> None:
-    """Ticks of a logarithmic axis at these places, written as plain numbers; only those in view if asked for."""
+    """Set ticks of a logarithmic axis at these places, as plain numbers; only those in view if asked for."""
     low, high = axes.get_xlim()
     shown = [p for p in places if low <= p <= high] if clip else list(places)
     axes.set_xticks(shown, [f"{p:g}" for p in shown])
@@ -140,7 +181,7 @@ def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> N
 
 
 def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> Path:
-    """Sharpness of every model along the radius, coloured by the target; and τ along the median rise."""
+    """Draw the sharpness of every model along the radius, coloured by the target; and τ along the median rise."""
     own = [c for c in curves(rows, ablations=False) if len(c.rho) > 1]
     low, high = min(goal.values()), max(goal.values())
     with figure(path, (3.7 * (len(own) + 1), 3.8), 1, len(own) + 1) as (_, grid):

@@ -41,7 +41,7 @@ def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> 
     ----------
     found : Profile
         Of :func:`sharpness.profile`.
-    path : optional
+    path : str or path, optional
         Where the figure goes; by default it is returned only.
 
     Returns
@@ -78,7 +78,7 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     ----------
     found : LayerShares
         Of ``result.by_layer()``.
-    path : optional
+    path : str or path, optional
         Where the figure goes; by default it is returned only.
 
     Returns
@@ -123,7 +123,7 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
     ----------
     found : sequence of PairSpectrum
         Of :func:`quotient_manifolds.symmetries.spectra`.
-    path : optional
+    path : str or path, optional
         Where the figure goes; by default it is returned only.
 
     Returns
@@ -189,11 +189,11 @@ def plot_model(
     Parameters
     ----------
     model : nn.Module
-    batch
+    batch : tuple, dict or other
         The first of those that were measured.
     result : SharpnessResult
         With its directions; the largest radius is drawn.
-    folder
+    folder : str or path
         Where the figures go; their names begin with the measure's. It is created if need be.
     loss_fn, micro_batch
         As ``evaluate`` had them.
@@ -203,11 +203,21 @@ def plot_model(
     Returns
     -------
     list of Path
+        Of the figures.
 
     Raises
     ------
     KeyError
         The directions were not kept, or the measure has none.
+
+    Examples
+    --------
+    >>> import sharpness, tempfile, torch
+    >>> model, batch = torch.nn.Linear(2, 2), (torch.eye(2), torch.arange(2))
+    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=[0.1, 0.2])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in plot_model(model, batch, result, folder)]
+    ['adaptive-profile.png', 'adaptive-layers.png']
     """
     rho = max(result.rhos)
     direction = result.direction(0, rho)

@@ -113,7 +113,7 @@ def train_zoo(
     training, names = _training(loaded, data)
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
-        found = _config(loaded, model, checkpoint, data, test, points)
+        found = _config(loaded, model, checkpoint, data, test, min(points, len(training.labels)))
         write_whole(config, lambda own: own.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8"))
     for i in tqdm(todo, desc="models", disable=not progress):
         start = time.perf_counter()
