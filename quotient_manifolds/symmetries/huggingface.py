@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -98,7 +98,7 @@ def bart(module: Any, name: str) -> Iterator[SymmetricPair]:
 
 @register(*_classes("vit.ViTAttention", "deit.DeiTAttention", "dinov2.Dinov2Attention", "beit.BeitAttention",
                     "swin.SwinAttention"))  # fmt: skip
-def vit(module: Any, name: str) -> Iterator[SymmetricPair]:
+def vit(module: Any, name: str) -> Iterable[SymmetricPair]:
     """``{q,k,v,o}_proj``; before transformers 5.9 (DINOv2: 5.18) as BERT."""
     if not hasattr(module, "q_proj"):
         return bert(module, name)

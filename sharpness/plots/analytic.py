@@ -192,7 +192,8 @@ def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25)
     """
     axis = np.linspace(0.02, 3.6, 400)
     first, second = np.meshgrid(axis, axis)
-    circle = rho * np.stack([np.cos(a := np.linspace(0, 2 * np.pi, 361)), np.sin(a)])
+    angle = np.linspace(0, 2 * np.pi, 361)
+    circle = rho * np.stack([np.cos(angle), np.sin(angle)])
     points = {"A": (1.0, 1.0), "B": (3.0, 1 / 3)}
     low, high = np.exp(-(2**0.5) * rho), np.exp(2**0.5 * rho)
     with figure(path, (11.5, 5.2), 1, 2, gridspec_kw={"width_ratios": [1.15, 1]}) as (drawn, ((plane, line),)):
