@@ -4,6 +4,14 @@
 finds the points in a network.
 """
 
+import warnings
+
+with warnings.catch_warnings():
+    # geoopt compiles its linear algebra by torch.jit when it is imported, which newer torch announces to be going.
+    warnings.filterwarnings("ignore", "`torch.jit.script", category=FutureWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script", category=DeprecationWarning)
+    import geoopt  # noqa: F401
+
 from .base import QuotientManifold, TangentSpace
 from .gauge import Gauge, canonical_gauge, from_product
 from .geodesics import GeodesicExitError

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .extras import needs
 from .files import write_whole
 
 __all__ = ["bert_from_tensorflow", "read_tensorflow"]
@@ -153,7 +154,8 @@ def bert_from_tensorflow(
     >>> bert_from_tensorflow("bert_0", "converted/bert_00", vocab="uncased/vocab.txt")  # doctest: +SKIP
     PosixPath('converted/bert_00')
     """
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+    with needs("converting a BERT needs transformers", "convert"):
+        from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     folder = Path(folder)
     if folder.exists():

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .extras import needs
+
 __all__ = ["ClipClassifier", "ImageFormat", "LoadedModel", "load", "load_state_dict", "resolve"]
 
 
@@ -235,12 +237,8 @@ def _fill(
 
 
 def _transformers(folder: Path) -> LoadedModel:
-    try:
+    with needs(f"reading {folder} needs transformers", "transformers"):
         import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"reading {folder} needs transformers: pip install 'quotient-manifolds[transformers]'"
-        ) from error
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -467,14 +465,16 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
         return _transformers(folder)
     if ":" in name:
         return _from_function(name, checkpoint)
-    for library, build in (("open_clip", _open_clip), ("timm", _timm)):
+    missing = []
+    for library, extra, build in (("open_clip", "clip", _open_clip), ("timm", "timm", _timm)):
         try:
             module = __import__(library)
         except ImportError:
+            missing.append(f"{library} is not installed: pip install 'quotient-manifolds[{extra}]'")
             continue
         if name in module.list_models():
             return build(name, checkpoint, head)
     raise ValueError(
-        f"{name!r} is neither a folder with a transformers model nor the name of an open_clip or timm model "
-        "(is that library installed?), nor module:function"
+        f"{name!r} is neither a folder with a transformers model nor the name of an open_clip or timm model, nor "
+        "module:function" + "".join(f"; {one}" for one in missing)
     )

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .direction import Direction
+from .extras import needs
 from .files import write_whole
 from .layers import LayerShares, layer_shares
 from .measures import Measure
@@ -345,10 +346,8 @@ class SharpnessResult:
         ImportError
             Without pandas, with the extra to install.
         """
-        try:
+        with needs("to_dataframe needs pandas", "plot"):
             import pandas as pd
-        except ImportError as error:
-            raise ImportError("to_dataframe needs pandas: pip install 'quotient-manifolds[plot]'") from error
         return pd.DataFrame([{"measure": self.measure, **row} for row in self.to_dict()["batches"]])
 
     def to_json(self, path: str | os.PathLike[str]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..extras import needs
 from ..models import ImageFormat
 from .examples import Examples
 
@@ -24,10 +25,8 @@ _IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 def _image_module() -> Any:
-    try:
+    with needs("reading images needs Pillow", "images"):
         from PIL import Image
-    except ImportError as error:
-        raise ImportError("reading images needs Pillow: pip install 'quotient-manifolds[images]'") from error
     return Image
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from ..extras import needs
+
 __all__ = ["COLOURS", "MARKERS", "figure", "style"]
 
 #: Okabe and Ito's colours, without their yellow, which is faint on white.
@@ -42,11 +44,9 @@ def style() -> AbstractContextManager[None]:
     >>> lines[0].get_color()
     '#0072B2'
     """
-    try:
+    with needs("figures need matplotlib", "plot"):
         import matplotlib
         from cycler import cycler
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'quotient-manifolds[plot]'") from error
     context: AbstractContextManager[None] = matplotlib.rc_context(
         {
             "axes.prop_cycle": cycler(color=_CYCLE),

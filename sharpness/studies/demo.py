@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from quotient_manifolds.symmetries import act_randomly_, find
 
 from ..evaluation import evaluate
+from ..extras import needs
 from ..plots import plot_symmetry_demo
 from ..profile import profile
 from ..results import SharpnessResult
@@ -31,7 +32,6 @@ RADII = {
     "adaptive": (0.1, 0.2, 0.5, 1.0),
     "euclidean": (0.02, 0.05, 0.1, 0.2),
 }
-_NEEDS = "the demo needs its extra: pip install 'quotient-manifolds[demo]'"
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,9 @@ class Demo:
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give scikit-learn's 1,797 scanned digits: train images (…, 1, 8, 8) and labels, test images and labels."""
-    try:
+    with needs("the digits are scikit-learn's", "demo"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise ImportError(_NEEDS) from error
     data: Any = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(data.target)
@@ -72,10 +70,8 @@ def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def vision_transformer() -> nn.Module:
     """Build the demo's ViT: 16 patches of 2 × 2 pixels, 3 layers of 4 heads, width 48."""
-    try:
+    with needs("the demo's vision transformer is of transformers", "demo"):
         from transformers import ViTConfig, ViTForImageClassification
-    except ImportError as error:
-        raise ImportError(_NEEDS) from error
     config = ViTConfig(
         image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=96, num_labels=10, initializer_range=0.1, hidden_dropout_prob=0.0,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data import Examples
+from ..extras import needs
 from ..models import ImageFormat
 
 __all__ = ["Recipe", "TrainingImages", "TrainingTexts", "finetune", "random_recipe"]
@@ -158,11 +159,9 @@ def _augmentation(name: str) -> Callable[[Tensor, torch.Generator], Tensor]:
         raise ValueError(f'augmentation is "none", "flip" or "rand-mM-nN", not {name!r}') from None
 
     def randomly(images: Tensor, generator: torch.Generator) -> Tensor:
-        try:
+        with needs("RandAugment needs torchvision", "studies"):
             from PIL import Image
             from torchvision.transforms.v2 import RandAugment
-        except ImportError as error:
-            raise ImportError("RandAugment needs torchvision: pip install 'quotient-manifolds[studies]'") from error
         change = RandAugment(number, strength)
         images = _flip_and_shift(images, generator)
         if number == 0:

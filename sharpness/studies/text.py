@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
+from ..extras import needs
+
 __all__ = ["pretrain", "wordpiece"]
 
 
@@ -46,8 +48,9 @@ def wordpiece(texts: Sequence[str], size: int = 8000, *, length: int = 64) -> An
     >>> tokenizer.tokenize("A good bad film")
     ['a', 'good', 'bad', 'film']
     """
-    from tokenizers import BertWordPieceTokenizer
-    from transformers import PreTrainedTokenizerFast
+    with needs("training a vocabulary needs transformers", "studies"):
+        from tokenizers import BertWordPieceTokenizer
+        from transformers import PreTrainedTokenizerFast
 
     trained = BertWordPieceTokenizer(lowercase=True)
     trained.train_from_iterator(texts, vocab_size=size, show_progress=False)
@@ -123,7 +126,8 @@ def pretrain(
     >>> losses[-1] < losses[0], loaded.model.config.hidden_size
     (True, 16)
     """
-    from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
+    with needs("pre-training a BERT needs transformers", "studies"):
+        from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
 
     torch.manual_seed(seed)
     tokenizer = wordpiece(texts, vocabulary, length=length)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import DataChoice, TextColumns, is_function
+from ..extras import needs
 from ..measures import measure_with
 from .accuracies import Accuracies
 from .plan import SETTINGS, Checkpoint, Sweep, applies, radii_by_measure, switches
@@ -117,12 +118,8 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
         if path.suffix == ".json":
             found = json.loads(text)
         else:
-            try:
+            with needs("YAML needs PyYAML (.json does without)", "sweep"):
                 import yaml
-            except ImportError as error:
-                raise ImportError(
-                    "YAML needs PyYAML: pip install 'quotient-manifolds[sweep]', or write the sweep as .json"
-                ) from error
             found = yaml.safe_load(text)
     except ValueError as error:
         raise ValueError(f"{path} cannot be parsed ({error})") from error

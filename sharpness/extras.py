@@ -1,0 +1,30 @@
+"""What an optional library's absence says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["needs"]
+
+
+@contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """Turn a failing import in the block into one line: what needs which library, and what installs it.
+
+    Parameters
+    ----------
+    what : str
+        As ``"figures need matplotlib"``.
+    extra : str
+        Of this project.
+
+    Raises
+    ------
+    ImportError
+        ``figures need matplotlib: pip install 'quotient-manifolds[plot]'``.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]'") from error

@@ -1,0 +1,109 @@
+"""What must work with the core dependencies alone, and what a missing extra says; run by `make wheel`.
+
+``--pretend`` hides the extras of an environment that has them.
+"""
+
+import contextlib
+import io
+import json
+import pathlib
+import sys
+import tempfile
+
+EXTRAS = [
+    "transformers", "open_clip", "timm", "peft", "PIL", "yaml", "torchvision", "tensorflow", "matplotlib", "pandas",
+    "sklearn", "datasets", "accelerate", "bitsandbytes",
+]  # fmt: skip
+
+
+def check_imports():
+    import quotient_manifolds  # noqa: F401
+    import sharpness  # noqa: F401
+
+    loaded = sorted(name for name in EXTRAS if sys.modules.get(name) is not None)
+    assert not loaded, f"importing the packages imports {loaded}"
+
+
+def check_manifolds():
+    import geoopt
+    import torch
+
+    from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
+    from quotient_manifolds.testing import check_manifold
+
+    for manifold, shape in ((GLQuotientInv(5, 4), (9, 2)), (GLQuotientMix(5, 4), (9, 2)), (RescaleQuotient(), (2, 6))):
+        x = manifold.random(*shape, dtype=torch.float64)
+        check_manifold(manifold, x).raise_if_failed()
+        point = geoopt.ManifoldParameter(x, manifold=manifold)
+        optimizer = geoopt.optim.RiemannianAdam([point], lr=1e-2)
+        manifold.product(point).square().sum().backward()
+        optimizer.step()
+
+
+def check_evaluate():
+    import torch
+    from torch import nn
+
+    import sharpness
+
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False)
+    model = nn.Sequential(model, nn.Flatten(), nn.Linear(40, 3))
+    batch = torch.randn(12, 5, 8), torch.arange(12) % 3
+    for measure in ("geodesic-inv", "geodesic-mix", "adaptive"):
+        result = sharpness.evaluate(model, [batch], measure=measure, rho=0.05, progress=False)
+        assert result.value > 0
+        assert abs(sum(s.share for s in result.by_layer()) - 1) < 1e-4
+
+
+def check_missing():
+    """Each is one line, on the command line and in Python, and names what to install."""
+    from sharpness import cli
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place)
+        (folder / "bert").mkdir()
+        (folder / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+        (folder / "sweep.yaml").write_text("checkpoints: x\ndata: y\n")
+        (folder / "classes" / "cat").mkdir(parents=True)
+        (folder / "classes" / "cat" / "0.png").touch()
+        (folder / "rows.csv").write_text("checkpoint,kind\n")
+        (folder / "saved").mkdir()
+        (folder / "saved" / "state.json").write_text("{}")
+        torch_model = "sharpness.studies.vision:vit_cifar10"
+        for extra, command in (
+            ("transformers", ["run", str(folder / "bert"), str(folder / "rows.csv")]),
+            (
+                "timm",
+                ["run", "vit_tiny_patch16_224", str(folder / "rows.csv"), "--checkpoint", str(folder / "rows.csv")],
+            ),
+            ("images", ["run", torch_model, str(folder / "classes"), "--image-size", "32"]),
+            ("datasets", ["run", torch_model, str(folder / "saved")]),
+            ("sweep", ["sweep", str(folder / "sweep.yaml"), "--out", str(folder / "out")]),
+            ("plot", ["toy", "--out", str(folder / "toy"), "--quiet"]),
+            ("demo", ["demo", "--out", str(folder / "demo.png"), "--quiet"]),
+            ("convert", ["convert", "bert-tf", str(folder / "bert"), str(folder / "new")]),
+        ):
+            said, printed = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+                code = cli.main(command)
+            lines = said.getvalue().strip().splitlines()
+            assert code == 2, (command, code)
+            assert len(lines) == 1, (command, lines)
+            assert "pip install" in lines[0], (command, lines)
+            assert extra in lines[0].partition("pip install")[2], (command, lines)
+            print(lines[0])
+
+
+def main():
+    if "--pretend" in sys.argv:
+        sys.modules.update(dict.fromkeys(EXTRAS))
+    check_imports()
+    check_manifolds()
+    check_evaluate()
+    check_missing()
+    print("the core works by itself")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The core stands alone, and what is shipped is what is there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments):
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+
+def test_the_core_without_extras():
+    found = run("tests/core_only.py", "--pretend")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "the core works by itself"
+
+
+def test_an_import_that_is_too_much_is_seen():
+    code = "import yaml; import tests.core_only as c; c.check_imports()"
+    assert "importing the packages imports ['yaml']" in run("-c", code).stderr
+
+
+def test_importing_warns_of_nothing():
+    command = [sys.executable, "-W", "error", "-c", "import torch; import quotient_manifolds"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+
+
+def test_every_module_says_what_is_public():
+    for package in ("quotient_manifolds", "sharpness"):
+        for path in (ROOT / package).rglob("*.py"):
+            adapters = {"huggingface.py", "torch_nn.py", "vision.py"}  # they register, and export nothing
+            if path.name not in {"__main__.py", *adapters} and path.parent.name != "studies":
+                assert re.search(r"^__all__ = ", path.read_text(), re.MULTILINE), path
+
+
+def test_tests_mirror_the_source():
+    """Every file has a test file of its name, or is named as another file's part."""
+    parts = {
+        "base": "gl", "gauge": "gl", "gl_tangent": "gl", "create": "optim", "adam": "optim", "sgd": "optim",
+        "frames": "optim", "balance": "optim", "attention": "symmetries", "pairs": "symmetries",
+        "registry": "symmetries", "verify": "symmetries", "huggingface": "architectures", "vision": "architectures",
+        "torch_nn": "architectures", "peft_lora": "architectures", "space": "evaluation", "blocks": "evaluation",
+        "weights": "evaluation", "direction": "evaluation", "retractions": "measures", "results": "evaluation",
+        "undisturbed": "evaluation", "rows": "comparison", "files": "sweep", "extras": "packaging",
+        "demo": "cli", "diagonal": "studies", "toy": "studies", "trust_region": "studies", "text": "data",
+        "zoo": "finetune", "examples": "data", "images": "data", "loading": "data", "saved_datasets": "data",
+        "accuracies": "sweep", "config": "sweep", "plan": "sweep", "run": "sweep", "look": "plots",
+        "analytic": "studies", "many_models": "comparison", "one_model": "plots", "options": "cli", "training": "cli",
+    }  # fmt: skip
+    files = [p for package in ("quotient_manifolds", "sharpness") for p in (ROOT / package).rglob("*.py")]
+    stems = {p.stem for p in files if not p.stem.startswith("__")}
+    assert not set(parts) - stems, "named here, and gone"
+    for stem in stems:
+        assert (ROOT / "tests" / f"test_{parts.get(stem, stem)}.py").is_file(), stem
