@@ -38,7 +38,7 @@ figures: $(VENV)/.dev  ## draw the figures of the documentation again from the r
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python benchmarks/generalization.py report
 
-bench: $(VENV)/.dev  ## run the benchmarks that need no data (about half an hour); the others name theirs with --help
+bench: $(VENV)/.dev  ## run the benchmarks that need no data; the others say with --help what they need
 	for name in projection geodesic_cost iteration_cost sam_cost lora_cost memory; do \
 		$(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
 

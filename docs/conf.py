@@ -17,4 +17,3 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
 napoleon_use_ivar = True
-suppress_warnings = ["myst.xref_missing"]

@@ -64,7 +64,7 @@ def build(folder):
     _bert(folder / "path/to/bert")
     _vit(folder / "path/to/vit")
     _table(folder / "data.tsv", 12, header="")
-    _table(folder / "dev.tsv", 80)
+    _table(folder / "dev.tsv", 256)
     _table(folder / "train.tsv", 60)
     rows = "".join(f"{text}\t{text}\t{('entailment', 'neutral')[label]}\n" for text, label in _rows(20))
     (folder / "pairs.tsv").write_text("premise\thypothesis\tgold\n" + rows)
@@ -82,7 +82,7 @@ def build(folder):
 
     for name in ("one", "two", "three"):
         shutil.copytree(folder / "path/to/bert", folder / "berts" / name)
-    data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32}
+    data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32, "examples": 32}
     sweep = {"checkpoints": "berts/*", "data": data, "test": data, "measures": ["adaptive"], "rho": [0.1, 0.2],
              "steps": 2}  # fmt: skip
     (folder / "sweep.json").write_text(json.dumps(sweep))
