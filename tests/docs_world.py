@@ -1,6 +1,7 @@
 """What the code in README and docs expects to find: the files it names, and the names it takes for granted."""
 
 import io
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -37,12 +38,13 @@ def _bert(folder):
 
 
 def _vit(folder):
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+    from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=8,
                        patch_size=4, num_labels=2)  # fmt: skip
     shake(ViTForImageClassification(config)).save_pretrained(folder)
-    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
+    settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def _images(path):
@@ -78,8 +80,6 @@ def build(folder):
         "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))\n"
         "def batches():\n    return [(torch.randn(8, 4, 4), torch.randint(3, (8,)))]\n"
     )
-    import json
-
     for name in ("one", "two", "three"):
         shutil.copytree(folder / "path/to/bert", folder / "berts" / name)
     data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32, "examples": 32}

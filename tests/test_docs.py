@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,9 @@ def yaml_entries(body, folder):
     read_config(folder / "page.yaml")
 
 
+@pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < (5, 9), reason="pages show the layer names of today"
+)
 @pytest.mark.parametrize("page", with_code(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(page, world, tmp_path, monkeypatch, capsys):
     name = str(page.relative_to(ROOT))
