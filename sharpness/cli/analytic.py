@@ -22,7 +22,9 @@ def add_demo(commands: Any) -> None:
         formatter_class=Formatter,
     )
     demo.add_argument("--seed", type=int, default=0, help="seed of the split, the training and the symmetry")
-    demo.add_argument("--out", type=Path, default=Path("sharpness-demo.png"), help="where the picture goes")
+    demo.add_argument(
+        "--out", type=Path, default=Path("sharpness-demo.png"), help="where the picture goes, and the numbers as .json"
+    )
     demo.add_argument(
         "--condition", type=float, default=30.0, help="condition number of the random group elements (1: orthogonal)"
     )

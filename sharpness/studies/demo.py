@@ -22,7 +22,7 @@ from ..evaluation import evaluate
 from ..extras import needs
 from ..plots import plot_symmetry_demo
 from ..profile import profile
-from ..results import SharpnessResult
+from ..results import SharpnessResult, write_json
 
 __all__ = ["Demo", "digits", "run", "train"]
 
@@ -46,14 +46,30 @@ class Demo:
     before: dict[str, SharpnessResult]
     after: dict[str, SharpnessResult]
 
-    def table(self) -> str:
-        """Give one line a measure and radius: sharpness, that of the equivalent network, relative change."""
-        lines = [f"{'measure':<14}{'rho':>6}{'sharpness':>13}{'equivalent network':>21}{'relative change':>18}"]
+    def rows(self) -> list[dict[str, Any]]:
+        """Give one row a measure and radius: sharpness, that of the equivalent network, relative change."""
+        found = []
         for name, result in self.before.items():
             for rho in result.rhos:
                 one, two = result.mean(rho), self.after[name].mean(rho)
-                lines.append(f"{name:<14}{rho:>6g}{one:>13.5f}{two:>21.5f}{two / one - 1:>18.1e}")
+                found.append(
+                    {"measure": name, "rho": rho, "sharpness": one, "equivalent": two, "change": two / one - 1}
+                )
+        return found
+
+    def table(self) -> str:
+        """Write the rows as a table."""
+        lines = [f"{'measure':<14}{'rho':>6}{'sharpness':>13}{'equivalent network':>21}{'relative change':>18}"]
+        lines += [
+            f"{r['measure']:<14}{r['rho']:>6g}{r['sharpness']:>13.5f}{r['equivalent']:>21.5f}{r['change']:>18.1e}"
+            for r in self.rows()
+        ]
         return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything but the results themselves as plain data."""
+        names = ("train_accuracy", "test_accuracy", "pairs", "condition", "output_change")
+        return {**{name: getattr(self, name) for name in names}, "rows": self.rows()}
 
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,7 +142,7 @@ def run(
     seed : int
         Of the split of the data, the training and the group elements.
     out : Path
-        Where the figure goes.
+        Where the figure goes; a JSON file with the numbers lies beside it.
     condition : float
         Condition number of the random group elements.
     progress : bool
@@ -170,5 +186,6 @@ def run(
     demo = Demo(*accuracies, pairs, condition, change, before, after)
     print(demo.table())
     plot_symmetry_demo(before, after, profiles, out)
-    print(f"\nthe picture is in {out}")
+    write_json(out.with_suffix(".json"), demo.to_dict())
+    print(f"\nthe picture is in {out}, the numbers in {out.with_suffix('.json')}")
     return demo
