@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> 
     marker = MARKERS.get(row.quantity.split(",")[0], "o")
     axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
     tau = row.tau
-    axes.set_title(f"{title}\nτ = {tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]", fontsize="small")
+    axes.set_title(f"{fill(title, 34)}\nτ = {tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]", fontsize="small")
     axes.locator_params(nbins=4)
 
 
