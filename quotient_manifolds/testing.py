@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,17 +139,19 @@ class _Point:
         return v / self.manifold.norm(self.x, v, keepdim=True)
 
     def horizontal(self) -> Tensor:
-        """Draw a horizontal vector of unit length, or less where a geodesic bends or ends soon."""
-        u = self.manifold.proju(self.x, self.ambient())
-        u = u / self.manifold.norm(self.x, u, keepdim=True)
-        bend = self.manifold.norm(self.x, self.manifold.acceleration(self.x, u), keepdim=True)
-        u = u / (5 * bend).clamp_min(1)
-        while True:
+        """Draw a horizontal vector on whose length a geodesic bends by about a fifth, and does not end."""
+        manifold, x = self.manifold, self.x
+        u = manifold.proju(x, self.ambient())
+        u = u / manifold.norm(x, u, keepdim=True)
+        bend, size = (manifold.norm(x, v, keepdim=True) for v in (manifold.acceleration(x, u), x))
+        u = 0.2 * u * torch.minimum(torch.where(bend > 0, 1 / bend, torch.inf), size)
+        for _ in range(60 if bool(u.isfinite().all()) else 0):
             try:
-                self.manifold.expmap(self.x, 4 * u)
+                manifold.expmap(x, 4 * u)
                 return u
             except GeodesicExitError:
                 u = u / 2
+        raise ValueError(f"{manifold}: no finite horizontal vector at the point; look at proju, inner and norm")
 
     def vertical(self) -> Tensor:
         """Draw a vertical vector."""
@@ -172,14 +175,17 @@ class _Point:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """Give the largest difference relative to the size of both."""
-    scale = max(float(a.abs().max()), float(b.abs().max()))
-    return float((a - b).abs().max()) / scale if scale > 0 else 0.0
+    """Give the largest difference relative to the size of both; inf where something is not finite."""
+    scale = torch.maximum(a.abs().max(), b.abs().max())
+    difference = float((a - b).abs().max() / scale) if float(scale) != 0 else 0.0
+    return difference if math.isfinite(difference) else math.inf
 
 
 def _slope(error: Callable[[float], Tensor], scale: float) -> float:
     """Give the order to which an error falls with the step; inf for one at rounding level throughout."""
-    errors = [float(error(t).abs().max()) / scale for t in _STEPS]
+    errors = [float(error(t).abs().max()) / (scale or 1.0) for t in _STEPS]
+    if not all(math.isfinite(e) for e in errors):
+        return -math.inf
     known = [(math.log2(t), math.log2(e)) for t, e in zip(_STEPS, errors, strict=True) if e > 1e-11]
     if len(known) < 2:
         return math.inf
@@ -214,6 +220,13 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     """Give (name, value, bound, kind, hint)."""
     manifold, x, y = p.manifold, p.x, p.y
     tight = 1e-9
+    yield (
+        "act moves representatives",
+        0.0 if _relative(y, x) > 1e-6 else math.inf,
+        0.0,
+        "error",
+        "act(x, A) is x itself: nothing is divided out",
+    )
 
     # -- the group -----------------------------------------------------------------------------------------------
     yield (
@@ -261,7 +274,7 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     polarised = (manifold.inner(x, u + v) - manifold.inner(x, u - v)) / 4
     yield (
         "inner is symmetric and bilinear",
-        max(float((uv - other).abs().max()) for other in (manifold.inner(x, v, u), polarised)),
+        float(torch.stack([uv - manifold.inner(x, v, u), uv - polarised]).abs().max()),
         tight,
         "error",
         "⟨u, v⟩ ≠ ⟨v, u⟩, or it does not go with the norm",
@@ -305,10 +318,10 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     drawn = manifold.at(x).random(torch.Generator().manual_seed(0))
     yield (
         "random vectors are horizontal",
-        _relative(manifold.proju(x, drawn), drawn),
+        _relative(manifold.proju(x, drawn), drawn) if bool(drawn.any()) else math.inf,
         1e-8,
         "error",
-        "the tangent space's random() has a vertical part",
+        "the tangent space's random() has a vertical part, or is zero",
     )
 
     # -- the gradient --------------------------------------------------------------------------------------------
@@ -386,6 +399,13 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
         "error",
         "transp(x, y, v) has a vertical part at y",
     )
+    yield (
+        "transport to the same point",
+        _relative(manifold.transp(x, x, u), u),
+        1e-8,
+        "error",
+        "transp(x, x, v) changes a horizontal v",
+    )
     step = _STEPS[-1] * u
     try:
         length = manifold.dist(x, manifold.act(manifold.expmap(x, step), p.A))
@@ -397,6 +417,23 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
         1e-4,
         "error",
         "dist(x, y) differs from the length of a short geodesic to y's orbit",
+    )
+
+
+def _batch_check(manifold: QuotientManifold, points: list[_Point]) -> tuple[str, float, float, str, str]:
+    """Compare a stack of points with its points one by one."""
+    x, u = torch.stack([p.x for p in points]), torch.stack([p.ambient() for p in points])
+    one_by_one = [
+        torch.stack([f(p.x, v) for p, v in zip(points, u, strict=True)])
+        for f in (manifold.proju, manifold.retr, manifold.egrad2rgrad, manifold.inner)
+    ]
+    together = [f(x, u) for f in (manifold.proju, manifold.retr, manifold.egrad2rgrad, manifold.inner)]
+    return (
+        "a batch is its points one by one",
+        max(_relative(a, b) for a, b in zip(together, one_by_one, strict=True)),
+        1e-8,
+        "error",
+        "proju, retr, egrad2rgrad or inner of a stack differ from those of its points",
     )
 
 
@@ -421,7 +458,8 @@ def check_manifold(
     manifold : QuotientManifold
         With :meth:`random_algebra` and, unless its group elements are matrix exponentials, :meth:`random_element`.
     x : Tensor
-        Point, float64 or complex128, batch dimensions first; every number is the worst of the batch.
+        Point, float64 or complex128, batch dimensions first; every number is the worst of the batch. Rounding grows with
+        the condition number of the factors: take a point as ``manifold.random`` gives it.
     seed : int
         Of the directions and the group element.
     retraction_order : int
@@ -436,7 +474,7 @@ def check_manifold(
     Raises
     ------
     ValueError
-        A point in single precision, or one that is not on the manifold.
+        A point in single precision, one that is not on the manifold, an empty batch; no horizontal vector.
 
     Examples
     --------
@@ -452,7 +490,18 @@ def check_manifold(
     """
     if x.dtype not in (torch.float64, torch.complex128):
         raise ValueError(f"{manifold}: slopes and small errors need double precision; pass x.to(torch.float64)")
+    if not x.numel():
+        raise ValueError(f"{manifold}: a batch without points cannot be checked")
     x = x.detach()
     manifold.assert_check_point_on_manifold(x)
-    checks = tuple(ManifoldCheck(*found) for found in _checks(_Point(manifold, x, seed), retraction_order))
-    return ManifoldReport(str(manifold), tuple(x.shape), checks)
+    with torch.enable_grad():
+        points = [_Point(manifold, item, seed) for item in x.reshape(-1, *x.shape[-manifold.ndim :])]
+        found = [list(_checks(p, retraction_order)) for p in points]
+        if len(points) > 1:
+            found[0].append(_batch_check(manifold, points))
+    checks = []
+    for one, *others in itertools.zip_longest(*found):
+        values = [one[1], *(other[1] for other in others if other is not None)]
+        worst = min(values) if one[3] == "slope" else max(math.inf if math.isnan(v) else v for v in values)
+        checks.append(ManifoldCheck(one[0], worst, *one[2:]))
+    return ManifoldReport(str(manifold), tuple(x.shape), tuple(checks))

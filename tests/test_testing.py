@@ -15,7 +15,7 @@ def test_gl_quotients_pass(cls, dtype, seed):
     manifold = cls(6, 4)
     report = check_manifold(manifold, manifold.random(2, 10, 3, dtype=dtype), seed=seed)
     report.raise_if_failed()
-    assert len(report.checks) == 21  # none was left out
+    assert len(report.checks) == 24  # none was left out
 
 
 @pytest.mark.parametrize("metric", ["inv", "mix"])
@@ -30,7 +30,20 @@ class Base(GLQuotientInv):
     __scaling__ = GLQuotientInv.__scaling__.copy()
 
 
+def only_first(name):
+    """The method, right for the first point of a batch and for single points."""
+
+    def method(self, x, u):
+        found = getattr(Base, name)(self, x, u)
+        return found if x.dim() == 2 else torch.cat([found[:1], 1.1 * found[1:]])
+
+    return method
+
+
 SPOILT = {
+    "act moves representatives": {"act": lambda self, x, A: x},
+    "transport to the same point": {"transp": lambda self, x, y, v: 0 * v},
+    "a batch is its points one by one": {"egrad2rgrad": only_first("egrad2rgrad")},
     "product is invariant": {"act": lambda self, x, A: Base.act(self, x, A) * 1.01},
     "vertical vectors keep the product": {"vertical": lambda self, x, L: x @ L},
     "canonical is one of the orbit": {"canonical": lambda self, x: 2 * Base.canonical(self, x)},
@@ -71,7 +84,7 @@ def euclidean_projection(x, u):
 @pytest.mark.parametrize("name", SPOILT)
 def test_what_is_wrong_is_named(name):
     manifold = type("Spoilt", (Base,), {**SPOILT[name], "__scaling__": Base.__scaling__.copy()})(5, 4)
-    report = check_manifold(manifold, manifold.random(9, 2))
+    report = check_manifold(manifold, manifold.random(2, 9, 2))
     assert not report.ok
     assert name in [c.name for c in report.failures]
     with pytest.raises(AssertionError, match=name.split(" (")[0]):
@@ -87,6 +100,51 @@ def test_random_vectors_that_are_not_horizontal_are_named():
     assert [c.name for c in check_manifold(manifold, manifold.random(9, 2)).failures] == [
         "random vectors are horizontal"
     ]
+
+
+@pytest.mark.parametrize("method", ["canonical", "projx", "transp", "dist", "retr", "proju", "egrad2rgrad"])
+def test_nan_is_no_pass(method):
+    spoilt = {method: lambda self, x, *rest: torch.full_like(Base.canonical(self, x), torch.nan)}
+    manifold = type("Spoilt", (Base,), {**spoilt, "__scaling__": Base.__scaling__.copy()})(5, 4)
+    try:
+        assert not check_manifold(manifold, manifold.random(9, 2)).ok
+    except ValueError as error:  # nothing to begin with
+        assert "no finite horizontal vector" in str(error) or "NaN" in str(error)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_size_of_a_point_makes_no_difference(scale):
+    straight = {name: lambda self, x, u, **options: x + u for name in ("retr", "expmap")}
+    for base in (GLQuotientMix, GLQuotientInv):
+        x = scale * base(6, 5).random(11, 3)
+        check_manifold(base(6, 5), x).raise_if_failed()
+        manifold = type("Straight", (base,), {**straight, "__scaling__": base.__scaling__.copy()})(6, 5)
+        found = {c.name for c in check_manifold(manifold, x).failures}
+        assert {"retraction: slope of the error", "exponential: slope of the error"} <= found
+
+
+def test_one_bad_point_of_a_batch_is_seen():
+    def canonical(self, x):
+        found = Base.canonical(self, x)
+        return torch.where((x.abs().amax((-2, -1), keepdim=True) < 0.1), 2 * found, found)
+
+    manifold = type("Spoilt", (Base,), {"canonical": canonical, "__scaling__": Base.__scaling__.copy()})(5, 4)
+    x = manifold.random(2, 9, 2)
+    assert check_manifold(manifold, x).ok
+    x[1] *= 1e-3
+    assert "canonical is one of the orbit" in [c.name for c in check_manifold(manifold, x).failures]
+
+
+def test_gradients_may_be_off_and_nothing_hangs():
+    manifold = GLQuotientInv(5, 4)
+    with torch.no_grad():
+        assert check_manifold(manifold, manifold.random(9, 2)).ok
+    none = {"proju": lambda self, x, u: 0 * u, "__scaling__": RescaleQuotient.__scaling__.copy()}
+    still = type("Still", (RescaleQuotient,), none)("mix")
+    with pytest.raises(ValueError, match="no finite horizontal vector"):
+        check_manifold(still, still.random(2, 5))
+    with pytest.raises(ValueError, match="a batch without points"):
+        check_manifold(manifold, torch.zeros(0, 9, 2))
 
 
 def test_a_first_order_retraction_may_be_declared():
