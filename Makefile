@@ -20,7 +20,7 @@ test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
 
-test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers and the rest
+test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.dev  ## check style, docstrings, and which file may import which
@@ -49,7 +49,7 @@ wheel: $(BIN)/uv  ## build a wheel and try it in an empty environment with the c
 	cd build/wheel && venv/bin/python -W ignore ../../tests/core_only.py
 
 clean:  ## remove everything that the targets made
-	rm -rf $(VENV) $(OLDEST) docs/_build build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) docs/_build build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage*
 
 # uv installs in seconds what takes pip minutes.
 $(BIN)/uv:

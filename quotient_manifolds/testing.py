@@ -391,14 +391,15 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
             f"order {order}, or acceleration is wrong away from x",
         )
     w, there = p.ambient(), manifold.retr(x, 0.1 * u)
-    carried = manifold.transp(x, there, w)
-    yield (
-        "transport arrives horizontal",
-        _relative(manifold.proju(there, carried), carried),
-        1e-8,
-        "error",
-        "transp(x, y, v) has a vertical part at y",
-    )
+    if bool(there.isfinite().all()):  # else the retraction has failed already
+        carried = manifold.transp(x, there, w)
+        yield (
+            "transport arrives horizontal",
+            _relative(manifold.proju(there, carried), carried),
+            1e-8,
+            "error",
+            "transp(x, y, v) has a vertical part at y",
+        )
     yield (
         "transport to the same point",
         _relative(manifold.transp(x, x, u), u),
@@ -458,8 +459,8 @@ def check_manifold(
     manifold : QuotientManifold
         With :meth:`random_algebra` and, unless its group elements are matrix exponentials, :meth:`random_element`.
     x : Tensor
-        Point, float64 or complex128, batch dimensions first; every number is the worst of the batch. Rounding grows with
-        the condition number of the factors: take a point as ``manifold.random`` gives it.
+        Point, float64 or complex128, batch dimensions first; every number is the worst of the batch. Rounding grows
+        with the condition number of the factors: take a point as ``manifold.random`` gives it.
     seed : int
         Of the directions and the group element.
     retraction_order : int

@@ -4,7 +4,7 @@ from .direction import Direction, perturbed
 from .evaluation import evaluate
 from .layers import LayerShare, LayerShares
 from .measures import MEASURES, Measure
-from .profile import Profile, profile
+from .profiles import Profile, profile
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
 from .space import WeightSpace

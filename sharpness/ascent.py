@@ -229,7 +229,10 @@ class _RoundView(View):
         if momentum:
             c = self._onto(c + _MOMENTUM * (unit[1] - unit[2]))
         if omega < 1:
-            c = self._onto(omega * c + (1 - omega) * unit[1])
+            mixed = omega * c + (1 - omega) * unit[1]
+            if mixed @ self._gram @ mixed < (1e-3 * self._radius) ** 2:  # opposite points: halfway is no direction
+                mixed = 0.5 * omega * c + (1 - 0.5 * omega) * unit[1]
+            c = self._onto(mixed)
         _combine_(out, *zip(self._vectors, c.tolist(), strict=True))
 
 

@@ -35,8 +35,9 @@ class Direction:
     pairs : tuple of SymmetricPair
         The pairs that were divided out.
     squares : dict of str to float
-        Squared length in the metric of what moves every pair, by the pair's name, and every parameter (but for what
-        belongs to pairs), by the parameter's name. They add up to norm².
+        Squared length in the metric of what moves every parameter, but for what belongs to pairs, by its name.
+    pair_squares : tuple of float
+        That of what moves every pair. With ``squares`` they add up to norm².
 
     Examples
     --------
@@ -57,6 +58,7 @@ class Direction:
     norm: float
     pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
     squares: dict[str, float] = field(default_factory=dict, repr=False)
+    pair_squares: tuple[float, ...] = field(default=(), repr=False)
 
 
 def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:

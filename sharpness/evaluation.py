@@ -257,7 +257,7 @@ class _Search:
         self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
 
 
-def _checked_radii(how: Measure, rho: float | Iterable[float] | None) -> tuple[tuple[float, ...], bool]:
+def checked_radii(how: Measure, rho: float | Iterable[float] | None) -> tuple[tuple[float, ...], bool]:
     if how.local:
         if rho is not None:
             raise ValueError(f"case={how.case!r} has no radius; leave rho out")
@@ -416,7 +416,7 @@ def evaluate(
         measure, geodesic=geodesic, norm=norm, symmetry=symmetry, relaxation=relaxation,
         relaxation_kind=relaxation_kind, case=case, p=p,
     )  # fmt: skip
-    radii, scalar = _checked_radii(how, rho)
+    radii, scalar = checked_radii(how, rho)
     if steps < 1 or restarts < 0:
         raise ValueError(
             f"steps must be at least 1 and restarts at least 0, got steps = {steps}, restarts = {restarts}"

@@ -27,4 +27,6 @@ def needs(what: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]'") from error
+        # A library that is there, but lacks something, is too old or broken.
+        why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
+        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]'{why}") from error

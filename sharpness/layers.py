@@ -110,6 +110,11 @@ def layer_shares(directions: Sequence[Direction]) -> LayerShares:
     -------
     LayerShares
 
+    Raises
+    ------
+    ValueError
+        All directions are zero.
+
     Examples
     --------
     >>> import torch, sharpness
@@ -120,26 +125,30 @@ def layer_shares(directions: Sequence[Direction]) -> LayerShares:
     >>> [s.layer for s in layer_shares([result.direction(0)])]
     ['0', '2']
     """
-    pairs = {p.name: _HEAD.fullmatch(p.name) for p in directions[0].pairs}
-    blocks = sorted({_block(m["module"]) for m in pairs.values() if m is not None})
-    kinds = {p.name: p.kind for p in directions[0].pairs}
+    first = directions[0]
+    moving = [d for d in directions if d.norm > 0]
+    if not moving:
+        raise ValueError("the worst directions have no length: the loss did not rise at this radius; take a larger one")
+    heads = [_HEAD.fullmatch(p.name) for p in first.pairs]
+    blocks = sorted({_block(m["module"]) for m in heads if m is not None})
+    keys: list[tuple[str, str, int | None]] = [
+        (_layer(f"{p.name.split(' ')[0]}.", blocks), p.kind, None)
+        if head is None
+        else (_block(head["module"]), p.kind, int(head["head"]))
+        for p, head in zip(first.pairs, heads, strict=True)
+    ]
     found: dict[tuple[str, str, int | None], float] = {}
-    for direction in directions:
-        for name, square in direction.squares.items():
-            head = pairs.get(name)
-            if head is not None:
-                key: tuple[str, str, int | None] = (_block(head["module"]), head["kind"], int(head["head"]))
-            elif name in kinds:
-                key = (_layer(f"{name.split(' ')[0]}.", blocks), kinds[name], None)
-            else:
-                key = (_layer(name, blocks), "weights", None)
-            found[key] = found.get(key, 0.0) + square / direction.norm**2 / len(directions)
+    for direction in moving:
+        own = [((_layer(name, blocks), "weights", None), square) for name, square in direction.squares.items()]
+        for key, square in [*zip(keys, direction.pair_squares, strict=True), *own]:
+            found[key] = found.get(key, 0.0) + square / direction.norm**2 / len(moving)
     order: dict[str, int] = {}
-    for name in directions[0].tensors:
+    for name in first.tensors:
         order.setdefault(_layer(name, blocks), len(order))
 
     def place(key: tuple[str, str, int | None]) -> tuple[int, bool, str, int]:
         layer, kind, number = key
-        return order.get(layer, len(order)), kind == "weights", kind, number or 0
+        inside = [i for name, i in order.items() if name == layer or name.startswith(f"{layer}.") or not layer]
+        return min(inside, default=len(order)), kind == "weights", kind, number or 0
 
     return LayerShares(LayerShare(*key, found[key]) for key in sorted(found, key=place))

@@ -302,8 +302,12 @@ class SharpnessResult:
         Raises
         ------
         KeyError
-            As :meth:`direction`.
+            As :meth:`direction`; a case without a worst direction.
+        ValueError
+            The loss did not rise at this radius.
         """
+        if self.how.case != "worst":
+            raise KeyError(f"there is no worst direction for case={self.how.case!r}")
         indices = dict.fromkeys(b.batch for b in self.batches)
         return layer_shares([self.direction(i, rho) for i in indices])
 

@@ -173,6 +173,7 @@ class WeightSpace:
             name: torch.zeros_like(data, dtype=at_least_float32(data.dtype)) for name, data in self._named_data()
         }
         squares: dict[str, float] = {}
+        of_pairs: list[float] = []
         for e in self._elementwise:
             scale = self._data[e.parameter] if e.scale is None else e.scale
             tensors[e.name] = (scale * e.view(xi) * self._step).to(tensors[e.name].dtype)
@@ -181,9 +182,11 @@ class WeightSpace:
         for b in self._pairs:
             b.stack.scatter_(b.own(self._vector(b, xi)), by_parameter)
             lengths = torch.linalg.vector_norm(b.view(xi), dim=tuple(range(1, b.point.dim()))).tolist()
-            squares.update((pair.name, length**2) for pair, length in zip(b.stack.pairs, lengths, strict=True))
+            of_pairs += [length**2 for length in lengths]
         tensors = {name: t.cpu() for name, t in tensors.items()}
-        return Direction(self.measure, tensors, float(torch.linalg.vector_norm(xi)), self.pairs, squares)
+        return Direction(
+            self.measure, tensors, float(torch.linalg.vector_norm(xi)), self.pairs, squares, tuple(of_pairs)
+        )
 
     def _named_data(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._parameters.items():

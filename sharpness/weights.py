@@ -14,7 +14,7 @@ __all__ = ["half_precision_rest", "plain_name", "pointing_to", "trainable", "wid
 
 def plain_name(name: str) -> str:
     """Strip the prefix of ``torch.compile`` from a parameter's name."""
-    return name.replace("_orig_mod.", "")
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

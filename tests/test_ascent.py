@@ -233,3 +233,17 @@ def test_a_start_on_the_surface_counts_with_its_value(ascend):
     found = ascend(f, start, ball, 3)
     assert found.value >= f(best, None)
     torch.testing.assert_close(start, best)  # without buffers it is copied
+
+
+def test_a_maximum_at_the_centre():
+    """The gradient points straight back, and halfway between opposite points there is no direction."""
+
+    def f(x, out):
+        if out is not None:
+            out.copy_(-2 * x)
+        return -float(x @ x)
+
+    for ascend in (power, auto_pgd):
+        found = ascend(f, torch.tensor([0.6, -0.8]), RoundBall(1.0), 8)
+        assert bool(found.point.isfinite().all())
+        assert found.value <= 0

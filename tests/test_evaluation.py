@@ -753,3 +753,12 @@ def test_a_layer_that_takes_no_part_is_named():
         sharpness.evaluate(model, [batch], rho=0.1)
     model.unused.requires_grad_(False)
     assert sharpness.evaluate(model, [batch], rho=0.1).value > 0
+
+
+def test_rows_of_a_dataframe():
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch, batch], rho=[0.01, 0.05], progress=False)
+    frame = result.to_dataframe()
+    assert len(frame) == 4
+    assert set(frame.measure) == {"geodesic-inv"}
+    assert frame[frame.rho == 0.05].value.tolist() == [b.value for b in result.at(0.05)]

@@ -1,11 +1,13 @@
 """Shares of layers and heads in a worst direction."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import sharpness
-from quotient_manifolds.symmetries import find, stack
-from sharpness.layers import LayerShare, LayerShares
+from quotient_manifolds.symmetries import Group, block, find, pair, stack
+from sharpness.layers import LayerShare, LayerShares, _layer, layer_shares
 
 from . import networks
 
@@ -18,13 +20,13 @@ def by_hand(model, result, metric):
     left = {name: (direction.tensors[name] / p.detach()).nan_to_num(0).square()
             for name, p in model.named_parameters()}  # fmt: skip
     names = {p: name for name, p in model.named_parameters()}
-    for pair in find(model):
-        one = stack([pair])
-        found[pair.name] = float(one.manifold(metric).norm(one.gather().detach(), one.gather(tensors)) ** 2) / total
+    for p in find(model):
+        one = stack([p])
+        found[p.name] = float(one.manifold(metric).norm(one.gather().detach(), one.gather(tensors)) ** 2) / total
         mask = {p: torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
         one.mark_(mask)
-        for p, taken in mask.items():
-            left[names[p]] = left[names[p]].masked_fill(taken, 0)
+        for q, taken in mask.items():
+            left[names[q]] = left[names[q]].masked_fill(taken, 0)
     return found, {name: float(v.sum()) / total for name, v in left.items()}
 
 
@@ -86,6 +88,56 @@ def test_several_batches_and_radii_and_the_table():
     without = sharpness.evaluate(model, batches, rho=0.01, keep_directions=False, progress=False)
     with pytest.raises(KeyError, match="keep_directions=True"):
         without.by_layer()
+
+
+def test_names_that_collide_make_no_difference():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(4)))
+    pairs = [
+        pair([block(model[i], "weight", transpose=True)], [block(model[i + 1], "weight")], Group(4), name=name)
+        for i, name in ((0, "pair"), (2, "3.weight"))
+    ]
+    batch = torch.randn(8, 4), torch.arange(8) % 4
+    result = sharpness.evaluate(model, [batch], rho=0.1, pairs=pairs, progress=False)
+    assert sum(s.share for s in result.by_layer()) == pytest.approx(1)
+    assert sum(s.share for s in result.by_layer() if s.kind == "user") == pytest.approx(1)
+
+
+def test_a_direction_without_length():
+    model = torch.nn.Linear(4, 3)
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
+    direction = result.direction(0)
+    still = replace(direction, norm=0.0, squares=dict.fromkeys(direction.squares, 0.0))
+    assert layer_shares([direction, still]) == layer_shares([direction])
+    with pytest.raises(ValueError, match="the loss did not rise at this radius"):
+        layer_shares([still])
+    average = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, case="average", progress=False)
+    with pytest.raises(KeyError, match="no worst direction for case='average'"):
+        average.by_layer()
+
+
+def test_wrapped_and_bare_attention():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    model, batch = networks.vit(), networks.images()
+    names = [s.layer for s in sharpness.evaluate(model, [batch], rho=0.05, progress=False).by_layer()]
+    wrapped = sharpness.evaluate(Wrapper(model), [batch], rho=0.05, progress=False)
+    assert [s.layer for s in wrapped.by_layer()] == names
+    tiny = networks.shake(networks.TinyAttention(8))
+    layers = [s.layer for s in sharpness.evaluate(tiny, [networks.tokens()], rho=0.05, progress=False).by_layer()]
+    assert (layers[0], layers[-1]) == ("attention", "head")
+
+
+def test_the_innermost_block_counts():
+    assert _layer("a.0.b.1.weight", ["a.0", "a.0.b.1"]) == "a.0.b.1"
+    assert _layer("a.0.c.weight", ["a.0", "a.0.b.1"]) == "a.0"
 
 
 def test_the_table_of_shares():

@@ -22,6 +22,8 @@ def test_profile():
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines["geodesic (exact)"].get_ydata()) == [2.0, 1.0, 3.0]
     assert list(lines["straight line"].get_ydata()) == [2.5, 1.0, 3.5]
+    (shade,) = [p for p in axes.patches if p.get_label().startswith("length of the direction")]
+    assert (shade.get_x(), shade.get_x() + shade.get_width()) == (-0.5, 0.5)
     assert lines["straight line"].get_linestyle() != lines["geodesic (exact)"].get_linestyle()
 
 
@@ -55,12 +57,33 @@ def test_everything_of_a_model(tmp_path):
     drawn = plots.plot_model(model, batch, result, tmp_path / "figures")
     assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(len(batch[1]))
+        return nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
+
+    plots.plot_model(model, batch, result, tmp_path / "figures", loss_fn, micro_batch=5)
+    assert set(seen) == {5, 2}
     gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
     with pytest.raises(KeyError, match="keep_directions"):
         plots.plot_model(model, batch, gone, tmp_path)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
     assert len(plots.plot_model(plain, batch, flat, tmp_path, suffix="svg")) == 2
+
+
+def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)
+    drawn = {}
+    monkeypatch.setattr("sharpness.plots.one_model.plot_profile", lambda found, path: drawn.update(profile=found))
+    monkeypatch.setattr("sharpness.plots.one_model.plot_layers", lambda found, path: drawn.update(layers=found))
+    plots.plot_model(model, batch, result, tmp_path)
+    assert drawn["profile"].radius == pytest.approx(0.05)
+    assert drawn["layers"] == result.by_layer(0.05) != result.by_layer(0.01)
+    with pytest.raises(ValueError, match="no shares to draw"):
+        plots.plot_layers(LayerShares())
 
 
 def test_a_users_settings_and_backend_stay():

@@ -31,7 +31,8 @@ def test_what_an_orbit_keeps():
 
 def test_groups_of_scalars_and_pairs_without_a_group():
     make, _ = TRANSFORMERS["llama"]
-    pairs = find(make("eager"))
+    pairs = [*find(make("eager")), *find(TRANSFORMERS["qwen3"][0]("eager"))]
+    assert any(p.group is None for p in pairs)
     found = spectra(pairs)
     assert len(found) == sum(p.group is not None for p in pairs)
     rotary = next(s for s in found if s.name.endswith("rotary"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,16 @@ def add_run(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    if options.figures is not None and "WORLD_SIZE" in os.environ:
-        raise ValueError("--figures needs the worst directions, which the processes keep to themselves; run it alone")
     from ..distributed import torchrun
-    from ..evaluation import evaluate
+    from ..evaluation import checked_radii, evaluate
+    from ..measures import measure_with
     from ..models import load
     from ..results import write_json
+
+    for measure in options.measure:  # before any of them takes its time
+        checked_radii(measure_with(measure), options.rho)
+    if options.figures is not None:
+        _check_figures(options.figures)
 
     device = torch.device(options.device)
     with torchrun(device) as group:
@@ -133,15 +138,27 @@ def _run(options: argparse.Namespace) -> int:
             found.append(result.to_dict())
             if leader:
                 print(result, "\n", sep="", flush=True)
+                if options.out is not None:
+                    write_json(options.out, found)
                 if options.figures is not None and not result.how.local:
                     _draw(options, model, batches, result)
-        if leader and options.out is not None:
-            write_json(options.out, found)
     return 0
+
+
+def _check_figures(folder: Path) -> None:
+    from ..plots import style
+
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError("--figures needs the worst directions, which the processes keep to themselves; run it alone")
+    with style():
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _draw(options: argparse.Namespace, model: Any, batches: Any, result: Any) -> None:
     from ..plots import plot_model
 
-    for path in plot_model(model, batches[0], result, options.figures, micro_batch=options.micro_batch):
-        print(f"drawn: {path}")
+    try:
+        for path in plot_model(model, batches[0], result, options.figures, micro_batch=options.micro_batch):
+            print(f"drawn: {path}")
+    except ValueError as error:  # the measurement stands
+        print(f"sharpness: no figures of {result.measure}: {error}", file=sys.stderr)

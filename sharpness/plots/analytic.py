@@ -11,7 +11,7 @@ import numpy as np
 from .look import COLOURS, MARKERS, figure
 
 if TYPE_CHECKING:
-    from ..profile import Profile
+    from ..profiles import Profile
     from ..results import SharpnessResult
 
 __all__ = ["plot_diagonal", "plot_orbit", "plot_symmetry_demo", "plot_toy"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from quotient_manifolds.symmetries import find, spectra
 
-from ..profile import profile
+from ..profiles import profile
 from .look import COLOURS, figure
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..layers import LayerShares
     from ..losses import LossFunction
-    from ..profile import Profile
+    from ..profiles import Profile
     from ..results import SharpnessResult
 
 __all__ = ["plot_layers", "plot_model", "plot_profile", "plot_spectra"]
@@ -35,7 +35,7 @@ _WAYS = {
 
 
 def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the loss along the worst direction: on the geodesic, and on the straight line; the ball is shaded.
+    """Draw the loss along the worst direction, on the geodesic and on the straight line; the ball's reach is shaded.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> 
     >>> drawn = plot_profile(found)
     """
     with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
-        axes.axvspan(-found.radius, found.radius, color="0.93", label=f"ball, ρ = {found.radius:.3g}")
+        axes.axvspan(-found.radius, found.radius, color="0.93", label=f"length of the direction, {found.radius:.3g}")
         axes.axvline(0, color="0.6", linewidth=1)
         for way, losses in found.losses.items():
             straight = way == "first-order"
@@ -91,13 +91,15 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     >>> found = LayerShares([LayerShare("layers.0", "qk", 0, 0.7), LayerShare("layers.0", "weights", None, 0.3)])
     >>> drawn = plot_layers(found)
     """
+    if not found:
+        raise ValueError("there are no shares to draw")
     layers = list(dict.fromkeys(s.layer for s in found))
     columns = sorted({(s.kind == "weights", s.kind, s.head or 0) for s in found})
     table = np.full((len(layers), len(columns)), np.nan)
     for s in found:
         cell = layers.index(s.layer), columns.index((s.kind == "weights", s.kind, s.head or 0))
         table[cell] = s.share + np.nan_to_num(table[cell])
-    size = (min(14.0, 4.2 + 0.42 * len(columns)), min(14.0, 1.8 + 0.42 * len(layers)))
+    size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
         kinds = list(dict.fromkeys(kind for _, kind, _ in columns))
@@ -107,7 +109,7 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
         axes.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in kinds])
         for p in list(places.values())[1:]:
             axes.axvline(p[0] - 0.5, color="white", linewidth=3)
-        step = max(1, len(layers) // 24)
+        step = 1 + len(layers) // 54
         axes.set_yticks(range(0, len(layers), step), layers[::step], fontsize="small")
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
@@ -182,6 +184,7 @@ def plot_model(
     loss_fn: LossFunction | None = None,
     *,
     micro_batch: int | None = None,
+    normalize_logits: bool = False,
     suffix: str = "png",
 ) -> list[Path]:
     """Draw all there is to see of a measurement: ``profile``, ``layers`` and, for a network with pairs, ``spectra``.
@@ -195,7 +198,7 @@ def plot_model(
         With its directions; the largest radius is drawn.
     folder : str or path
         Where the figures go; their names begin with the measure's. It is created if need be.
-    loss_fn, micro_batch
+    loss_fn, micro_batch, normalize_logits
         As ``evaluate`` had them.
     suffix : str
         Kind of file: png, pdf or svg.
@@ -220,15 +223,16 @@ def plot_model(
     ['adaptive-profile.png', 'adaptive-layers.png']
     """
     rho = max(result.rhos)
-    direction = result.direction(0, rho)
+    direction, shares = result.direction(0, rho), result.by_layer(rho)
     Path(folder).mkdir(parents=True, exist_ok=True)
 
     def path(name: str) -> Path:
         return Path(folder) / f"{name}.{suffix}"
 
     drawn = [path(f"{result.measure}-profile"), path(f"{result.measure}-layers")]
-    plot_profile(profile(model, batch, direction, loss_fn, micro_batch=micro_batch), drawn[0])
-    plot_layers(result.by_layer(rho), drawn[1])
+    options: Any = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
+    plot_profile(profile(model, batch, direction, loss_fn, **options), drawn[0])
+    plot_layers(shares, drawn[1])
     pairs = direction.pairs or tuple(p for p in find(model, include_frozen=True) if p.group is not None)
     if pairs:
         drawn.append(path("spectra"))

@@ -21,7 +21,7 @@ from quotient_manifolds.symmetries import act_randomly_, find
 from ..evaluation import evaluate
 from ..extras import needs
 from ..plots import plot_symmetry_demo
-from ..profile import profile
+from ..profiles import profile
 from ..results import SharpnessResult, write_json
 
 __all__ = ["Demo", "digits", "run", "train"]

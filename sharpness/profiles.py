@@ -14,6 +14,7 @@ from quotient_manifolds.linalg import at_least_float32
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, mapped
 from .undisturbed import undisturbed
+from .weights import plain_name
 
 __all__ = ["Profile", "profile"]
 
@@ -60,6 +61,7 @@ def profile(
     reach: float = 2.0,
     points: int = 33,
     micro_batch: int | None = None,
+    normalize_logits: bool = False,
 ) -> Profile:
     r"""Evaluate the loss along a direction through a model's weights, :math:`L(R_θ(tξ))` for t in [−reach, reach].
 
@@ -80,8 +82,8 @@ def profile(
         How far, in units of the direction's length.
     points : int
         Values of t, at least 2; an odd number has 0 among them.
-    micro_batch : int, optional
-        As of :func:`sharpness.evaluate`.
+    micro_batch, normalize_logits
+        As :func:`sharpness.evaluate` had them.
 
     Returns
     -------
@@ -115,10 +117,11 @@ def profile(
         ways = tuple(dict.fromkeys((measure.geodesic, "first-order")))
     if not measure.divides:
         ways = ("first-order",)
-    objective = Objective(loss_fn, micro_batch=micro_batch)
+    objective = Objective(loss_fn, normalize_logits, micro_batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
     losses: dict[str, tuple[float, ...]] = {}
-    if any(p.dtype != at_least_float32(p.dtype) for p in model.parameters() if p.is_floating_point()):
+    own = {plain_name(name): p.dtype for name, p in model.named_parameters()}
+    if any(own.get(name) != t.dtype for name, t in direction.tensors.items() if name in own):
         # A half-precision model is a float32 one while it is perturbed.
         batch = mapped(batch, lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t)
     with undisturbed(model), torch.set_grad_enabled(loss_fn is not None):

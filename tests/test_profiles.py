@@ -54,6 +54,56 @@ def test_other_ways_losses_and_pieces(measured):
         assert other.losses["second-order"] == pytest.approx(plain.losses["second-order"], rel=1e-9)
 
 
+def test_pieces_and_gradients_within_a_loss(measured):
+    model, batch, result = measured
+    sizes = []
+
+    def loss_fn(model, batch):
+        sizes.append(len(batch[1]))
+        loss = F.cross_entropy(model(batch[0]).logits, batch[1])
+        (slope,) = torch.autograd.grad(loss, model.classifier.bias, create_graph=True)
+        return loss + slope.square().sum()
+
+    sharpness.profile(model, batch, result.direction(0), loss_fn, points=2, micro_batch=5)
+    assert set(sizes) == {5, 2}
+
+
+def test_normalised_logits(measured):
+    model, batch, _ = measured
+    result = sharpness.evaluate(model, [batch], rho=0.1, normalize_logits=True, progress=False)
+    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1, normalize_logits=True)
+    assert found.losses["second-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+
+
+def test_modes_stay(measured):
+    model, batch, result = measured
+    model.train()
+    seen = []
+    handle = model.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+    sharpness.profile(model, batch, result.direction(0), points=3)
+    handle.remove()
+    assert model.training
+    assert not any(seen)
+
+
+def test_a_frozen_half_precision_base():
+    torch.set_default_dtype(torch.float32)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.head = torch.nn.Linear(4, 6, dtype=torch.bfloat16), torch.nn.Linear(6, 3)
+            self.base.requires_grad_(False)
+
+        def forward(self, x):
+            return self.head(self.base(x).float())
+
+    model, batch = Model(), (torch.randn(8, 4, dtype=torch.bfloat16), torch.arange(8) % 3)
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
+    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1)
+    assert found.losses["first-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
+
+
 def test_a_measure_without_pairs_has_one_line():
     model, batch = networks.bert(), networks.text()
     result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
