@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from sharpness.ascent import ASCENTS, Buffers, RoundBall
-from sharpness.evaluation import _Batch
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
+from sharpness.search import BatchLoss
 from sharpness.space import WeightSpace
 from sharpness.undisturbed import undisturbed
 
@@ -74,7 +74,7 @@ def main() -> None:
                 sync()
                 setup = time.perf_counter() - start
                 with space.attached():
-                    task = _Batch(space, Objective(), (x, y), 0, space.empty())
+                    task = BatchLoss(space, Objective(), (x, y), 0, space.empty())
                     buffers = Buffers(task.base_gradient)
                     spare = space.empty()  # the last step has no backward pass: give it one
 

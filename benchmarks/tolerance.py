@@ -15,10 +15,10 @@ import _vit_cifar10
 import torch
 from _common import write
 
-import sharpness.evaluation
 from sharpness.ascent import ASCENTS, Buffers, RoundBall
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
+from sharpness.search import BatchLoss
 from sharpness.space import WeightSpace
 from sharpness.undisturbed import undisturbed
 
@@ -53,7 +53,7 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
         with undisturbed(net):
             space = WeightSpace(net, MEASURES[name])
             with space.attached():
-                task = sharpness.evaluation._Batch(space, Objective(), batch, 0, space.empty())
+                task = BatchLoss(space, Objective(), batch, 0, space.empty())
                 first, buffers = (task.base, task.base_gradient), Buffers(task.base_gradient)
                 for index, rho in enumerate(RADII[name]):
                     ball = Recorder(rho)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quotient_manifolds.linalg import at_least_float32
+
 __all__ = ["LossFunction", "Objective", "Outcome", "default_loss", "normalized_logits", "scores_and_labels"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
@@ -354,6 +356,11 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(mapped(v, change) for v in batch)
     return batch
+
+
+def widened(batch: Any) -> Any:
+    """Give a batch whose half-precision tensors are float32: a half-precision model is a float32 one while measured."""
+    return mapped(batch, lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t)
 
 
 def _labels(batch: Any) -> Tensor | None:

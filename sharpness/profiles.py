@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quotient_manifolds.linalg import at_least_float32
-
 from .direction import Direction, perturbed
-from .losses import LossFunction, Objective, mapped
+from .losses import LossFunction, Objective, widened
 from .undisturbed import undisturbed
 from .weights import plain_name
 
@@ -123,7 +121,7 @@ def profile(
     own = {plain_name(name): p.dtype for name, p in model.named_parameters()}
     if any(own.get(name) != t.dtype for name, t in direction.tensors.items() if name in own):
         # A half-precision model is a float32 one while it is perturbed.
-        batch = mapped(batch, lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t)
+        batch = widened(batch)
     with undisturbed(model), torch.set_grad_enabled(loss_fn is not None):
         pieces = objective.pieces(model, batch)
         for way in ways:

@@ -12,9 +12,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True)
-def _float64_and_seed():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def _float64_and_seed(_as_a_user):
+    torch.set_default_dtype(torch.float64)  # the fixture of the folder above puts back what was
     torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
