@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..symmetries import SymmetricPair
-from .base import PairStep, QuotientOptimizer, trace
+from .base import QuotientOptimizer
+from .buckets import PairStep, trace
 from .frames import wide
 
 __all__ = ["QuotientAdam"]

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ..symmetries import PairStack, SymmetricPair
-from .base import PairStep, QuotientOptimizer
+from .base import QuotientOptimizer
+from .buckets import PairStep
 
 __all__ = ["QuotientSGD"]
 
