@@ -18,21 +18,26 @@ hence differentiable at ξ = 0 and at vertical ξ. The number s = ‖ξ‖ only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchdiffeq import odeint
 
-from .linalg import real_dtype
-from .linalg import symmetric_part_doubled as sym2
+from .reduced import (
+    Reduced,
+    State,
+    as_times,
+    block_matrix,
+    column,
+    flat_state,
+    frame,
+    integrate,
+    nonzero,
+    unflat_state,
+)
 
 __all__ = ["GeodesicExitError", "exit_time", "inv_geodesic", "mix_geodesic", "rk4"]
-
-#: (a, p, b, q), see :class:`Reduced`; a tuple of four tensors.
-State = tuple[Tensor, ...]
 
 
 class GeodesicExitError(ValueError):
@@ -62,62 +67,6 @@ class GeodesicExitError(ValueError):
     def __init__(self, message: str, time: float, times: Tensor | None = None) -> None:
         super().__init__(message)
         self.time, self.times = time, times
-
-
-# -- the frame in which a factor moves ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Frame:
-    r"""Basis [X, E/s] of span[X, ξ] (…, n, 2h), its Gram matrix J, and the coefficients of X and ξ (…, 2h, h)."""
-
-    basis: Tensor
-    gram: Tensor
-    point: Tensor
-    velocity: Tensor
-
-    def __matmul__(self, a: Tensor) -> Tensor:
-        """Give the n × h matrix with coefficients a, which may have more leading dimensions."""
-        return self.basis @ a
-
-
-def _unit(size: Tensor) -> Tensor:
-    """Use a size as a unit: constant to autograd (results do not depend on it), and 1 where it is zero."""
-    size = size.detach()
-    return torch.where(size > 0, size, torch.ones_like(size))
-
-
-def _blocks(rows: list[list[Tensor]]) -> Tensor:
-    return torch.cat([torch.cat(torch.broadcast_tensors(*row), dim=-1) for row in rows], dim=-2)
-
-
-def frame(X: Tensor, xi: Tensor) -> Frame:
-    """Build the frame; X, xi are (…, n, h), X well conditioned."""
-    X, xi = torch.broadcast_tensors(X, xi)
-    P = X.mH @ X
-    # Columns that are zero count as unit vectors which nothing else meets: they neither move nor matter.
-    P = P + torch.diag_embed((P.diagonal(dim1=-2, dim2=-1) == 0).to(P.dtype))
-    C = torch.linalg.solve(P, X.mH @ xi)
-    s = _unit(torch.linalg.matrix_norm(xi))[..., None, None]
-    # A square X spans everything. Rounding in E would matter: geodesics of mix are unstable in the directions off X.
-    E = (xi - X @ C) / s if X.shape[-2] > X.shape[-1] else torch.zeros_like(xi)
-    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device).expand_as(P)
-    zero = torch.zeros_like(P)
-    return Frame(
-        basis=torch.cat([X, E], dim=-1),
-        gram=_blocks([[P, zero], [zero, E.mH @ E]]),
-        point=torch.cat([eye, zero], dim=-2),
-        velocity=torch.cat([C, eye * s], dim=-2),
-    )
-
-
-def _times(t: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(t, dtype=real_dtype(like.dtype), device=like.device)
-
-
-def column(t: Tensor, like: Tensor) -> Tensor:
-    """Give times of shape (k…) the shape (k…, 1, …, 1) that multiplies a batch of matrices."""
-    return t.reshape(*t.shape, *(1,) * like.dim())
 
 
 # -- inv: closed form -----------------------------------------------------------------------------------------------
@@ -165,84 +114,14 @@ def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
     """
     f = frame(X, xi)
     h = X.shape[-1]
-    t = column(_times(t, X), f.gram)
+    t = column(as_times(t, X), f.gram)
     P, S = f.gram[..., :h, :h], f.gram[..., h:, h:]  # S = EᴴE/s²
     C, s = f.velocity[..., :h, :], f.velocity[..., h:, :]
     W = torch.linalg.solve(P, C.mH @ P)
-    K = _blocks([[C - W, -torch.linalg.solve(P, S) @ s], [s, torch.zeros_like(P)]])
+    K = block_matrix([[C - W, -torch.linalg.solve(P, S) @ s], [s, torch.zeros_like(P)]])
     rotation = torch.linalg.matrix_exp(t * K)
     right = torch.linalg.matrix_exp(t * W)
     return f @ (rotation[..., :h] @ right), f @ (rotation @ f.velocity @ right)
-
-
-# -- right-hand sides of the geodesic equation on coefficients, shared by the solvers -------------------------------
-
-
-@dataclass(frozen=True)
-class Reduced:
-    r"""The geodesic equation of one pair on coefficients: :math:`G = [X, E/s]\, a\, Σ^{1/2}`, likewise b for H.
-
-    The velocities p, q are those of the whitened tangent vectors:
-    inv :math:`\dot a = p,\ \dot b = q`; mix :math:`\dot a = p Σ^{-1},\ \dot b = q Σ^{-1}`. With
-    :math:`M = a^H J_G a,\ N = b^H J_H b`, :math:`B_G = a^H J_G p`, :math:`A_G = p^H J_G p`, …
-
-    - inv: :math:`\dot p = p M^{-1} (B_G + B_G^H) - a M^{-1} A_G`, likewise q with N;
-    - mix: :math:`\dot p = [a A_H Σ^{-1} - p (Σ^{-1} B_H^H + B_H Σ^{-1})] N^{-1}`, likewise q with the roles exchanged.
-
-    Written with p Σ^{-1} instead of ȧ no entry is multiplied by a ratio of singular values.
-    """
-
-    G: Frame
-    H: Frame
-    inverse_sigma: Tensor | None  # (…, h), 0 for directions that the point lacks; None for inv
-
-    @classmethod
-    def of(cls, metric: str, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor, sigma: Tensor) -> Reduced:
-        problem = cls(frame(X, xi), frame(Y, eta), None)
-        return problem if metric == "inv" else problem.scaled(sigma)
-
-    def scaled(self, sigma: Tensor) -> Reduced:
-        """Give the same equation (mix) for another scale σ of the columns."""
-        inverse = torch.where(sigma > 0, 1 / torch.where(sigma > 0, sigma, 1), 0.0)
-        return replace(self, inverse_sigma=inverse)
-
-    def start(self) -> State:
-        """Give the coefficients (a, p, b, q) at t = 0."""
-        a, b = self.G.point, self.H.point
-        if self.inverse_sigma is not None:
-            present = (self.inverse_sigma > 0).unsqueeze(-2)
-            a, b = a * present, b * present
-        return a, self.G.velocity, b, self.H.velocity
-
-    def _grams(self, f: Frame, a: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give M⁻¹, B, A of one factor."""
-        Ja, Jp = f.gram @ a, f.gram @ p
-        M = a.mH @ Ja
-        if self.inverse_sigma is not None:
-            M = M + torch.diag_embed((self.inverse_sigma == 0).to(M.dtype))
-        return torch.linalg.inv(M), Ja.mH @ p, p.mH @ Jp
-
-    def derivative(self, state: State) -> tuple[State, Tensor]:
-        """Give the time derivative of (a, p, b, q), and the squared speed (…) in the inv metric."""
-        a, p, b, q = state
-        M1, B_G, A_G = self._grams(self.G, a, p)
-        N1, B_H, A_H = self._grams(self.H, b, q)
-        if self.inverse_sigma is None:
-            w = torch.ones_like(M1[..., :1, :].real)
-            dp = p @ (M1 @ sym2(B_G)) - a @ (M1 @ A_G)
-            dq = q @ (N1 @ sym2(B_H)) - b @ (N1 @ A_H)
-        else:
-            w = self.inverse_sigma.unsqueeze(-2)  # ⋅ w is right multiplication by Σ⁻¹
-            dp = a @ ((A_H * w) @ N1) - p @ (sym2(B_H * w) @ N1)
-            dq = b @ ((A_G * w) @ M1) - q @ (sym2(B_G * w) @ M1)
-        # Tr(M⁻¹ ȧᴴJȧ) + Tr(N⁻¹ ḃᴴJḃ)
-        speed2 = ((M1.mT * A_G + N1.mT * A_H) * w * w.mT).real.sum((-2, -1))
-        return (p * w, dp, q * w, dq), speed2
-
-    def end(self, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Give the factors X(t), ξ(t), Y(t), η(t): whitened, as they came in."""
-        a, p, b, q = state
-        return self.G @ a, self.G @ p, self.H @ b, self.H @ q
 
 
 def rk4(
@@ -279,7 +158,7 @@ def rk4(
     ([1.694, 1.729, 1.732], 1.732)
     """
     problem = Reduced.of(metric, X, xi, Y, eta, sigma)
-    step = column(_times(t, X), problem.G.gram) / steps
+    step = column(as_times(t, X), problem.G.gram) / steps
 
     def shifted(state: State, slope: State, factor: Any) -> State:
         return tuple(y + factor * k for y, k in zip(state, slope, strict=True))
@@ -293,39 +172,6 @@ def rk4(
         total: State = tuple(a + 2 * b + 2 * c + d for a, b, c, d in zip(k1, k2, k3, k4, strict=True))
         state = shifted(state, total, step / 6)
     return problem.end(state)
-
-
-# -- mix: reduced equation, adaptive solver -------------------------------------------------------------------------
-
-
-def _flatten(state: State) -> Tensor:
-    y = torch.cat(torch.broadcast_tensors(*state), dim=-2)
-    y = y.reshape(*y.shape[:-2], -1)
-    return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
-
-
-def _unflatten(y: Tensor, h: int, is_complex: bool) -> State:
-    if is_complex:
-        y = torch.complex(*y.reshape(*y.shape[:-1], -1, 2).unbind(-1))
-    return y.reshape(*y.shape[:-1], 8 * h, h).split(2 * h, dim=-2)
-
-
-def _worst_item(error: Tensor) -> Tensor:
-    """Take the root mean square of every batch item, then the largest: none is averaged away by the others.
-
-    A step with a singular or overflowing stage counts as infinitely wrong, so that it is repeated with a smaller one.
-    """
-    rms = error.detach().square().mean(-1).sqrt()  # the choice of steps is constant to autograd
-    return rms.nan_to_num(nan=1e9, posinf=1e9).amax()
-
-
-def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol: float) -> Tensor:
-    """Solve ẏ = f(t, y) from 0 to ``end``; every batch item keeps the tolerance, and steps end exactly there."""
-    t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
-    # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.
-    options = {"norm": _worst_item, "step_t": t[1:]}
-    method = "dopri8" if tol < 1e-8 else "dopri5"
-    return odeint(f, y, t, rtol=tol, atol=tol, method=method, options=options)[-1]
 
 
 @dataclass(frozen=True)
@@ -345,7 +191,7 @@ class _Waypoint:
     @classmethod
     def start(cls, problem: Reduced, sigma: Tensor) -> _Waypoint:
         state = problem.start()
-        y = _flatten(state)
+        y = flat_state(state)
         eye = torch.eye(sigma.shape[-1], dtype=state[0].dtype, device=y.device).expand(*y.shape[:-1], -1, -1)
         return cls(y, sigma.expand(*y.shape[:-1], -1), eye, eye, torch.zeros_like(y[..., 0]))
 
@@ -356,7 +202,7 @@ class _Waypoint:
         :math:`R_X Σ R_Y^H = U Σ' V^H`: the step is :math:`L = U^H R_X,\ R = V^H R_Y`. It is constant to autograd.
         """
         h, is_complex = self.sigma.shape[-1], self.L.is_complex()
-        a, p, b, q = _unflatten(y, h, is_complex)
+        a, p, b, q = unflat_state(y, h, is_complex)
         with torch.no_grad():
             present = self.sigma > 0
             absent = torch.diag_embed((~present).to(a.dtype))
@@ -366,11 +212,11 @@ class _Waypoint:
             sigma = torch.where(present, sigma, 0.0)  # both are in descending order
             L, R = U.mH @ R_X, Vh @ R_Y
         a, b = torch.linalg.solve(L, a, left=False), torch.linalg.solve(R, b, left=False)
-        return _Waypoint(_flatten((a, p @ R.mH, b, q @ L.mH)), sigma, L @ self.L, R @ self.R, time)
+        return _Waypoint(flat_state((a, p @ R.mH, b, q @ L.mH)), sigma, L @ self.L, R @ self.R, time)
 
     def at_start_gauge(self, y: Tensor) -> State:
         """Give the coefficients y in the gauge of the start."""
-        a, p, b, q = _unflatten(y, self.sigma.shape[-1], self.L.is_complex())
+        a, p, b, q = unflat_state(y, self.sigma.shape[-1], self.L.is_complex())
         return (
             a @ self.L,
             torch.linalg.solve(self.R.mH, p, left=False),
@@ -400,11 +246,11 @@ def _follow(
     h, is_complex = here.L.shape[-1], here.L.is_complex()
 
     def inv_speed(w: _Waypoint) -> Tensor:
-        return problem.scaled(w.sigma).derivative(_unflatten(w.y, h, is_complex))[1].sqrt()
+        return problem.scaled(w.sigma).derivative(unflat_state(w.y, h, is_complex))[1].sqrt()
 
     with torch.no_grad():
         speed = inv_speed(here)
-        slowest = _unit(until).reciprocal()
+        slowest = nonzero(until).reciprocal()
     waypoints = [here]
     exit_time = torch.full_like(here.time, torch.inf)
     active = torch.ones_like(exit_time, dtype=torch.bool)
@@ -413,10 +259,10 @@ def _follow(
         unit = (slowest + speed).unsqueeze(-1)
 
         def slope(_r: Tensor, y: Tensor, leg: Reduced = leg, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
-            dy, speed2 = leg.derivative(_unflatten(y[..., :-1], h, is_complex))
+            dy, speed2 = leg.derivative(unflat_state(y[..., :-1], h, is_complex))
             rate = torch.where(moving, 1 / (slowest**2 + speed2).sqrt().unsqueeze(-1), 0.0)
             # One more feature: the time since the start of the leg, in units of its first speed.
-            return torch.cat([_flatten(dy) * rate, unit * rate], dim=-1)
+            return torch.cat([flat_state(dy) * rate, unit * rate], dim=-1)
 
         y = integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), 1.0, tol)
         previous, last_speed = here, speed
@@ -501,7 +347,7 @@ def exit_time(
         if _certainly_inside(xi, eta, sigma, until):
             return torch.full_like(torch.linalg.matrix_norm(xi), torch.inf)
         problem = Reduced.of("mix", X, xi, Y, eta, sigma)
-        return _follow(problem, sigma, _times(until, X), tol or _default_tolerance(X), max_length)[1]
+        return _follow(problem, sigma, as_times(until, X), tol or _default_tolerance(X), max_length)[1]
 
 
 def mix_geodesic(
@@ -561,7 +407,7 @@ def mix_geodesic(
     tensor([1.0000, 2.0000, 3.0000])
     """
     shape = torch.as_tensor(t).shape
-    t = _times(t, X).reshape(-1)
+    t = as_times(t, X).reshape(-1)
     if bool((t < 0).any()):
         forward = mix_geodesic(X, xi, Y, eta, sigma, t.clamp_min(0), tol=tol, max_length=max_length)
         back = mix_geodesic(X, -xi, Y, -eta, sigma, (-t).clamp_min(0), tol=tol, max_length=max_length)
@@ -592,7 +438,7 @@ def mix_geodesic(
     leg, span = problem.scaled(here.sigma), (goal - here.time).unsqueeze(-1)
 
     def slope(_theta: Tensor, y: Tensor) -> Tensor:
-        return _flatten(leg.derivative(_unflatten(y, h, is_complex))[0]) * span
+        return flat_state(leg.derivative(unflat_state(y, h, is_complex))[0]) * span
 
     y = integrate(slope, here.y, 1.0, tol)
     result = problem.end(here.at_start_gauge(y))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .gauge import canonical_gauge
-from .geodesics import GeodesicExitError, column
+from .geodesics import GeodesicExitError
 from .linalg import real_dtype
+from .reduced import column
 
 if TYPE_CHECKING:
     from .gl import GLQuotient

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .geodesics import integrate, raise_on_exit
+from .geodesics import raise_on_exit
 from .linalg import pack
 from .linalg import symmetric_part_doubled as sym2
 from .logarithm import compressed
+from .reduced import integrate
 
 if TYPE_CHECKING:
     from .gl_tangent import GLTangentSpace
