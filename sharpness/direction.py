@@ -14,7 +14,7 @@ from quotient_manifolds.symmetries import SymmetricPair, find, stacks
 from .blocks import hold
 from .measures import Measure
 from .retractions import RETRACTIONS
-from .weights import half_precision_rest, plain_name, pointing_to, wide_buffers
+from .weights import half_precision_rest, named_weights, pointing_to, wide_buffers
 
 __all__ = ["Direction", "perturbed"]
 
@@ -117,7 +117,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     ...     model(x).T
     tensor([[2.8944, 1.2236]])
     """
-    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    parameters = named_weights(model)
     for name, v in direction.tensors.items():
         if name not in parameters or parameters[name].shape != v.shape:
             raise ValueError(

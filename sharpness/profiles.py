@@ -12,7 +12,7 @@ from torch import nn
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, widened
 from .undisturbed import undisturbed
-from .weights import plain_name
+from .weights import named_weights
 
 __all__ = ["Profile", "profile"]
 
@@ -118,7 +118,7 @@ def profile(
     objective = Objective(loss_fn, normalize_logits, micro_batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
     losses: dict[str, tuple[float, ...]] = {}
-    own = {plain_name(name): p.dtype for name, p in model.named_parameters()}
+    own = {name: p.dtype for name, p in named_weights(model).items()}
     if any(own.get(name) != t.dtype for name, t in direction.tensors.items() if name in own):
         # A half-precision model is a float32 one while it is perturbed.
         batch = widened(batch)

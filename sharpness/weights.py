@@ -9,17 +9,20 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
 
-__all__ = ["half_precision_rest", "plain_name", "pointing_to", "trainable", "wide_buffers"]
+__all__ = ["half_precision_rest", "named_weights", "pointing_to", "trainable", "wide_buffers"]
 
 
-def plain_name(name: str) -> str:
-    """Strip the prefix of ``torch.compile`` from a parameter's name."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Give all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
+    found = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    while found and all(name.startswith("module.") for name in found):  # else it is a layer that is called so
+        found = {name.removeprefix("module."): p for name, p in found.items()}
+    return found
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Give the trainable parameters by name, after a look at their devices, dtypes and entries."""
-    found = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "

@@ -135,6 +135,21 @@ def test_wrapped_and_bare_attention():
     assert (layers[0], layers[-1]) == ("attention", "head")
 
 
+def test_a_layer_called_module_keeps_its_name():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(4, 3, bias=False)
+            self.weight = torch.nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return self.module(x) + x @ self.weight.T
+
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    result = sharpness.evaluate(Model(), [batch], measure="adaptive", rho=0.1, progress=False)
+    assert set(result.direction(0).tensors) == {"weight", "module.weight"}
+
+
 def test_the_innermost_block_counts():
     assert _layer("a.0.b.1.weight", ["a.0", "a.0.b.1"]) == "a.0.b.1"
     assert _layer("a.0.c.weight", ["a.0", "a.0.b.1"]) == "a.0"

@@ -23,7 +23,8 @@ def test_profile():
     assert list(lines["geodesic (exact)"].get_ydata()) == [2.0, 1.0, 3.0]
     assert list(lines["straight line"].get_ydata()) == [2.5, 1.0, 3.5]
     (shade,) = [p for p in axes.patches if p.get_label().startswith("length of the direction")]
-    assert (shade.get_x(), shade.get_x() + shade.get_width()) == (-0.5, 0.5)
+    corners = shade.get_patch_transform().transform(shade.get_path().vertices)[:, 0]
+    assert (corners.min(), corners.max()) == (-0.5, 0.5)
     assert lines["straight line"].get_linestyle() != lines["geodesic (exact)"].get_linestyle()
 
 

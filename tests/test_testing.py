@@ -125,6 +125,11 @@ def test_the_size_of_a_point_makes_no_difference(scale):
         assert {"retraction: slope of the error", "exponential: slope of the error"} <= found
 
 
+def test_orders_that_all_but_cancel():
+    x = torch.tensor([[-0.28382883390494545], [-0.44613383578155724]])
+    check_manifold(GLQuotientMix(1, 1), x, seed=17).raise_if_failed()
+
+
 def test_one_bad_point_of_a_batch_is_seen():
     def canonical(self, x):
         found = Base.canonical(self, x)
