@@ -13,7 +13,7 @@ from .base import standard_normal
 from .gauge import Gauge
 from .gl import GLQuotient, InvTangentSpace, MixTangentSpace
 from .gl_tangent import GLTangentSpace
-from .linalg import hermitian_power, pack, real_dtype
+from .linalg import hermitian_power, in_double, pack, real_dtype
 
 __all__ = ["additive_tangent_space"]
 
@@ -31,7 +31,7 @@ class _Additive(GLTangentSpace):
 
     def __init__(self, manifold: GLQuotient, x: Tensor, epsilon: float, dtype: torch.dtype) -> None:
         self.manifold, self._at_canonical = manifold, True  # no vector is carried anywhere
-        wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+        wide = in_double(x)
         G, H = wide.split(manifold.row_split(), dim=-2)
         M, N = G.mH @ G, H.mH @ H
         identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)

@@ -22,7 +22,7 @@ from . import logarithm
 from .base import QuotientManifold, as_shape, standard_normal
 from .gauge import Gauge, canonical_gauge
 from .gl_tangent import GLTangentSpace, Products
-from .linalg import column_rank_ratio, pack, sylvester
+from .linalg import column_rank_ratio, in_double, pack, sylvester
 from .linalg import symmetric_part_doubled as sym2
 
 __all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix", "InvTangentSpace", "MixTangentSpace"]
@@ -109,11 +109,6 @@ class MixTangentSpace(GLTangentSpace):
             return -i @ sym2(other.vX), -sym2(j @ other.pv), sym2(j @ other.pX)
 
         return one(H, self.N_inv, self.M_inv), one(G, self.M_inv, self.N_inv)
-
-
-def _in_double(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Widen what goes into an iteration: its tolerance lies below the rounding of float32."""
-    return tuple(t.to(torch.promote_types(t.dtype, torch.float64)) for t in tensors)
 
 
 _scaled = QuotientManifold.__scaling__.copy()
@@ -331,7 +326,7 @@ class GLQuotient(QuotientManifold):
         """
         self._check_vector(x, y, "y")
         with torch.no_grad():
-            return logarithm.logmap(self, *_in_double(x, y)).to(x.dtype)
+            return logarithm.logmap(self, in_double(x), in_double(y)).to(x.dtype)
 
     @_scaled(ScalingInfo(1))
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
@@ -359,7 +354,7 @@ class GLQuotient(QuotientManifold):
         """
         self._check_vector(x, y, "y")
         with torch.no_grad():
-            return logarithm.align(self, *_in_double(x, y)).to(x.dtype)
+            return logarithm.align(self, in_double(x), in_double(y)).to(x.dtype)
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
@@ -387,7 +382,7 @@ class GLQuotient(QuotientManifold):
         """
         self._assert_check_shape(points.shape, "x")
         with torch.no_grad():
-            return logarithm.mean(self, *_in_double(points)).to(points.dtype)
+            return logarithm.mean(self, in_double(points)).to(points.dtype)
 
     @_scaled(ScalingInfo.NotCompatible)
     def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -410,7 +405,7 @@ class GLQuotient(QuotientManifold):
         GeodesicExitError
             As :meth:`expmap`.
         """
-        x_wide, u_wide, v_wide = _in_double(x, u, v)
+        x_wide, u_wide, v_wide = map(in_double, (x, u, v))
         end, carried = self._gl_space(x_wide, u_wide).parallel_transport(u_wide, v_wide)
         return end.to(x.dtype), carried.to(x.dtype)
 

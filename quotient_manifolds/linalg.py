@@ -14,6 +14,7 @@ __all__ = [
     "at_least_float32",
     "column_rank_ratio",
     "hermitian_power",
+    "in_double",
     "pack",
     "real_dtype",
     "sylvester",
@@ -25,6 +26,11 @@ __all__ = [
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which weights are moved and differentiated: half precision would swallow a small step."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def in_double(X: Tensor) -> Tensor:
+    """Widen to double precision; real stays real and complex stays complex."""
+    return X.to(torch.complex128 if X.is_complex() else torch.float64)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -217,20 +217,20 @@ def _euclidean(a: Tensor, b: Tensor) -> Tensor:
     return (a.conj() * b).real.sum()
 
 
-def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str]]:
-    """Give (name, value, bound, kind, hint)."""
+def _checks(p: _Point, order: int) -> Iterator[ManifoldCheck]:
+    """Look at one property after the other, at one point."""
     manifold, x, y = p.manifold, p.x, p.y
     tight = 1e-9
-    yield (
+
+    # -- the group -----------------------------------------------------------------------------------------------
+    yield ManifoldCheck(
         "act moves representatives",
         0.0 if _relative(y, x) > 1e-6 else math.inf,
         0.0,
         "error",
         "act(x, A) is x itself: nothing is divided out",
     )
-
-    # -- the group -----------------------------------------------------------------------------------------------
-    yield (
+    yield ManifoldCheck(
         "product is invariant",
         _relative(manifold.product(y), manifold.product(x)),
         tight,
@@ -240,28 +240,28 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     vertical, ambient = p.vertical(), p.ambient()
     vertical = vertical / manifold.norm(x, vertical, keepdim=True)
     along, across = (jvp(manifold.product, (x,), (v,))[1] for v in (vertical, ambient))
-    yield (
+    yield ManifoldCheck(
         "vertical vectors keep the product",
         float(along.abs().max() / across.abs().max()),
         tight,
         "error",
         "vertical(x, L) is not tangent to the orbit",
     )
-    yield (
+    yield ManifoldCheck(
         "canonical is one of the orbit",
         _relative(manifold.product(manifold.canonical(x)), manifold.product(x)),
         tight,
         "error",
         "canonical(x) lies in another orbit",
     )
-    yield (
+    yield ManifoldCheck(
         "canonical is the same for all",
         _relative(manifold.canonical(y), manifold.canonical(x)),
         1e-7,
         "error",
         "canonical(act(x, A)) differs from canonical(x)",
     )
-    yield (
+    yield ManifoldCheck(
         "projx leaves points alone",
         _relative(manifold.projx(x), x),
         0.0,
@@ -273,14 +273,14 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     u, v = p.ambient(), p.ambient()
     uv = manifold.inner(x, u, v)
     polarised = (manifold.inner(x, u + v) - manifold.inner(x, u - v)) / 4
-    yield (
+    yield ManifoldCheck(
         "inner is symmetric and bilinear",
         float(torch.stack([uv - manifold.inner(x, v, u), uv - polarised]).abs().max()),
         tight,
         "error",
         "⟨u, v⟩ ≠ ⟨v, u⟩, or it does not go with the norm",
     )
-    yield (
+    yield ManifoldCheck(
         "inner is invariant",
         float((manifold.inner(y, p.moved(u), p.moved(v)) - uv).abs().max()),
         1e-8,
@@ -288,28 +288,28 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
         "the metric depends on the representative: ⟨u, v⟩ changes when x, u and v are moved by one group element",
     )
     h = manifold.proju(x, u)
-    yield (
+    yield ManifoldCheck(
         "proju is a projection",
         _relative(manifold.proju(x, h), h),
         tight,
         "error",
         "proju(proju(u)) differs from proju(u)",
     )
-    yield (
+    yield ManifoldCheck(
         "proju removes vertical vectors",
         float(manifold.norm(x, manifold.proju(x, vertical)).max()),
         1e-8,
         "error",
         "a part of the vertical vectors is left",
     )
-    yield (
+    yield ManifoldCheck(
         "horizontal ⟂ vertical",
         float(manifold.inner(x, h, vertical).abs().max()),
         1e-8,
         "error",
         "proju(u) is not orthogonal to the orbit in the metric",
     )
-    yield (
+    yield ManifoldCheck(
         "proju is equivariant",
         _relative(manifold.proju(y, p.moved(u)), p.moved(h)),
         1e-8,
@@ -317,7 +317,7 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
         "projecting and moving along the orbit do not commute",
     )
     drawn = manifold.at(x).random(torch.Generator().manual_seed(0))
-    yield (
+    yield ManifoldCheck(
         "random vectors are horizontal",
         _relative(manifold.proju(x, drawn), drawn) if bool(drawn.any()) else math.inf,
         1e-8,
@@ -331,14 +331,14 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     rgrad = manifold.egrad2rgrad(x, egrad)
     directional, represented = _euclidean(egrad, u), manifold.inner(x, rgrad, u).sum()
     size = float(manifold.norm(x, rgrad).max() * manifold.norm(x, u).max())
-    yield (
+    yield ManifoldCheck(
         "gradient represents the derivative",
         abs(float(represented - directional)) / size,
         1e-8,
         "error",
         "⟨egrad2rgrad(e), u⟩ differs from the derivative along u",
     )
-    yield (
+    yield ManifoldCheck(
         "gradient is equivariant",
         _relative(manifold.egrad2rgrad(y, p.egrad(y)), p.moved(rgrad)),
         1e-8,
@@ -346,7 +346,7 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
         "equivalent points get different gradients",
     )
     value = p.function(x)
-    yield (
+    yield ManifoldCheck(
         "gradient: slope of the remainder",
         _slope(lambda t: p.function(manifold.retr(x, t * u)) - value - t * represented, max(size, abs(float(value)))),
         1.9,
@@ -362,14 +362,14 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
         _metric_derivative(manifold, x, u, v), u
     )
     scale = max(float(manifold.norm(x, u).square().max()), abs(float(by_metric)))
-    yield (
+    yield ManifoldCheck(
         "acceleration follows from the metric",
         abs(float(manifold.inner(x, acceleration, v).sum() - by_metric)) / scale,
         1e-7,
         "error",
         "acceleration(x, u) is not −Γ(u, u) of inner",
     )
-    yield (
+    yield ManifoldCheck(
         "retraction is equivariant",
         _relative(manifold.retr(y, p.moved(0.1 * u)), manifold.act(manifold.retr(x, 0.1 * u), p.A)),
         1e-8,
@@ -378,7 +378,7 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     )
     unit = float(manifold.product(x).abs().max())
     for name, step in (("retraction", manifold.retr), ("exponential", manifold.expmap)):
-        yield (
+        yield ManifoldCheck(
             f"{name}: slope of the error",
             _slope(
                 lambda t, step=step: (  # type: ignore[misc]
@@ -394,14 +394,14 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     w, there = p.ambient(), manifold.retr(x, 0.1 * u)
     if bool(there.isfinite().all()):  # else the retraction has failed already
         carried = manifold.transp(x, there, w)
-        yield (
+        yield ManifoldCheck(
             "transport arrives horizontal",
             _relative(manifold.proju(there, carried), carried),
             1e-8,
             "error",
             "transp(x, y, v) has a vertical part at y",
         )
-    yield (
+    yield ManifoldCheck(
         "transport to the same point",
         _relative(manifold.transp(x, x, u), u),
         1e-8,
@@ -413,7 +413,7 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
         length = manifold.dist(x, manifold.act(manifold.expmap(x, step), p.A))
     except NotImplementedError:
         return
-    yield (
+    yield ManifoldCheck(
         "distance of orbits",
         _relative(length, manifold.norm(x, step)),
         1e-4,
@@ -422,21 +422,25 @@ def _checks(p: _Point, order: int) -> Iterator[tuple[str, float, float, str, str
     )
 
 
-def _batch_check(manifold: QuotientManifold, points: list[_Point]) -> tuple[str, float, float, str, str]:
+def _batch_check(manifold: QuotientManifold, points: list[_Point]) -> ManifoldCheck:
     """Compare a stack of points with its points one by one."""
     x, u = torch.stack([p.x for p in points]), torch.stack([p.ambient() for p in points])
-    one_by_one = [
-        torch.stack([f(p.x, v) for p, v in zip(points, u, strict=True)])
-        for f in (manifold.proju, manifold.retr, manifold.egrad2rgrad, manifold.inner)
-    ]
-    together = [f(x, u) for f in (manifold.proju, manifold.retr, manifold.egrad2rgrad, manifold.inner)]
-    return (
+    maps = (manifold.proju, manifold.retr, manifold.egrad2rgrad, manifold.inner)
+    one_by_one = [torch.stack([f(p.x, v) for p, v in zip(points, u, strict=True)]) for f in maps]
+    return ManifoldCheck(
         "a batch is its points one by one",
-        max(_relative(a, b) for a, b in zip(together, one_by_one, strict=True)),
+        max(_relative(f(x, u), each) for f, each in zip(maps, one_by_one, strict=True)),
         1e-8,
         "error",
         "proju, retr, egrad2rgrad or inner of a stack differ from those of its points",
     )
+
+
+def _worst(same: Sequence[ManifoldCheck]) -> ManifoldCheck:
+    """Give the check of one property whose point is worst; NaN is."""
+    if same[0].kind == "slope":
+        return min(same, key=lambda c: c.value)
+    return max(same, key=lambda c: math.inf if math.isnan(c.value) else c.value)
 
 
 def check_manifold(
@@ -461,8 +465,8 @@ def check_manifold(
         With :meth:`random_algebra` and, unless its group elements are matrix exponentials, :meth:`random_element`.
     x : Tensor
         Point, float64 or complex128, batch dimensions first; every number is the worst of the batch. Rounding grows
-        with the condition number of the factors: take points as ``manifold.random`` gives
-        them. A point takes a fraction of a second.
+        with the condition number of the factors: take points as ``manifold.random`` gives them.
+        A point takes a fraction of a second.
     seed : int
         Of the directions and the group element.
     retraction_order : int
@@ -500,11 +504,7 @@ def check_manifold(
     with torch.enable_grad():
         points = [_Point(manifold, item, seed) for item in x.reshape(-1, *x.shape[-manifold.ndim :])]
         found = [list(_checks(p, retraction_order)) for p in points]
+        checks = [_worst(same) for same in zip(*found, strict=True)]
         if len(points) > 1:
-            found[0].append(_batch_check(manifold, points))
-    checks = []
-    for one, *others in itertools.zip_longest(*found):
-        values = [one[1], *(other[1] for other in others if other is not None)]
-        worst = min(values) if one[3] == "slope" else max(math.inf if math.isnan(v) else v for v in values)
-        checks.append(ManifoldCheck(one[0], worst, *one[2:]))
+            checks.append(_batch_check(manifold, points))
     return ManifoldReport(str(manifold), tuple(x.shape), tuple(checks))

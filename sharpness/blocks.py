@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds import GLTangentSpace, canonical_gauge
 from quotient_manifolds.additive import additive_tangent_space
-from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find, stacks
 
 from .adaptive_norm import AdaptiveNorm
@@ -57,7 +57,7 @@ class PairBlock:
 
     def own(self, u: Tensor) -> Tensor:
         """Carry a vector to the model's own representative, in float64."""
-        wide = u.to(torch.complex128 if u.is_complex() else torch.float64)
+        wide = in_double(u)
         if self.back is None:
             return wide
         (A, A_inv), n = self.back, self.stack.n
@@ -105,7 +105,7 @@ def hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> Pair
     """Factorise a stack, in float64; what is worked with in canonical gauge is then rounded to a dtype."""
     assert measure.pairs is not None
     with torch.no_grad():
-        x = s.gather().to(torch.complex128 if s.group.field == "complex" else torch.float64)
+        x = in_double(s.gather())
         floor = measure.relaxation_kind == "floor"
         manifold = s.manifold(measure.pairs, relaxation=measure.relaxation if floor else 0.0)
         gauge = canonical_gauge(*manifold.unpack_tensor(x))

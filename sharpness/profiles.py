@@ -119,7 +119,7 @@ def profile(
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
     losses: dict[str, tuple[float, ...]] = {}
     own = {name: p.dtype for name, p in named_weights(model).items()}
-    if any(own.get(name) != t.dtype for name, t in direction.tensors.items() if name in own):
+    if any(own[name] != t.dtype for name, t in direction.tensors.items() if name in own):
         # A half-precision model is a float32 one while it is perturbed.
         batch = widened(batch)
     with undisturbed(model), torch.set_grad_enabled(loss_fn is not None):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, GLTangentSpace, canonical_gauge
-from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 
 from .blocks import coverage, divided, pieces
@@ -35,7 +35,7 @@ class _Stack:
     gauge: Gauge | None = None
 
     def refresh(self, x: Tensor) -> None:
-        wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+        wide = in_double(x)
         self.gauge = canonical_gauge(*self.manifold.unpack_tensor(wide)).to(x.dtype)
 
     @property

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..linalg import in_double
+
 __all__ = ["Frames", "gram", "wide"]
 
 
 def wide(X: Tensor) -> Tensor:
     """Widen to double precision, in which the small matrices are worked out, where the device has it."""
-    if X.device.type == "mps":
-        return X
-    return X.to(torch.complex128 if X.is_complex() else torch.float64)
+    return X if X.device.type == "mps" else in_double(X)
 
 
 def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gauge import canonical_gauge
+from ..linalg import in_double
 from .pairs import SymmetricPair, stacks
 
 __all__ = ["PairSpectrum", "spectra"]
@@ -81,8 +82,7 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     found: dict[int, PairSpectrum] = {}
     with torch.no_grad():
         for s in stacks(used):
-            x = s.gather().to(torch.complex128 if s.group.field == "complex" else torch.float64)
-            G, H = s.manifold().unpack_tensor(x)
+            G, H = s.manifold().unpack_tensor(in_double(s.gather()))
             sigma = canonical_gauge(G, H).sigma
             ends = [torch.linalg.svdvals(X)[..., -1] for X in (G, H)]
             for i, p in enumerate(s.pairs):
