@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -11,7 +12,7 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .linalg import real_dtype
+from .linalg import holds, in_own_precision, real_dtype
 
 __all__ = ["QuotientManifold", "TangentSpace"]
 
@@ -26,6 +27,7 @@ def is_differentiated(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+@in_own_precision
 class TangentSpace(ABC):
     r"""The horizontal space at one point, with the point's factorisation done once.
 
@@ -85,6 +87,7 @@ class TangentSpace(ABC):
         return self.x + u + 0.5 * self.acceleration(u)
 
 
+@in_own_precision
 class QuotientManifold(geoopt.Manifold):
     r"""Base of the manifolds whose points are orbits of a group that acts on full-rank tensors.
 
@@ -275,8 +278,8 @@ class QuotientManifold(geoopt.Manifold):
         """
         self._assert_check_shape(x.shape, "x")
         ok, reason = self._check_dtype(x)
-        if ok and not bool(x.isfinite().all()):
-            ok, reason = False, f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries"
+        if ok:
+            ok, reason = self._check_finite(x)
         if not ok:
             raise ValueError(reason)
         return self._projx(x)
@@ -352,6 +355,14 @@ class QuotientManifold(geoopt.Manifold):
             f"linear algebra here; convert it to one of {names}"
         )
 
+    def _check_finite(self, x: Tensor) -> tuple[bool, str | None]:
+        if holds(x.isfinite()):
+            return True, None
+        return False, (
+            f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the learning "
+            "rate is too high"
+        )
+
     def _check_same(self, x: Tensor, u: Tensor, x_name: str, u_name: str) -> None:
         for what in ("dtype", "device"):
             a, b = getattr(x, what), getattr(u, what)
@@ -368,6 +379,8 @@ class QuotientManifold(geoopt.Manifold):
                 f"{tuple(x.shape)}; their last two dimensions must agree"
             )
         self._check_same(x, u, "the point x", f"the vector {name}")
+        if not holds(u.isfinite()):
+            raise ValueError(f"{self}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries")
 
     def _vector_space(self, x: Tensor, u: Tensor) -> TangentSpace:
         self._check_vector(x, u)
@@ -380,12 +393,23 @@ class QuotientManifold(geoopt.Manifold):
         space = self.at(x)
         off = space.norm(u - space.proju(u))
         bound = atol + rtol * space.norm(u)
-        if bool((off <= bound).all()):
+        if holds(off <= bound):
             return True, None
         return False, (
             f"the vector is not horizontal: its vertical part has norm {off.max().item():.3g} in the metric, more "
             f"than atol = {atol}, rtol = {rtol} allow; use proju"
         )
+
+
+def as_count(name: str, value: Any, who: str) -> int:
+    """Check a number of rows: a positive integer, of Python or numpy."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 1:
+        raise ValueError(f"{who}: {name} must be a positive integer, got {value!r}")
+    return number
 
 
 def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import pack, real_dtype
+from .linalg import holds, own_precision, pack, real_dtype
 
 __all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_product"]
 
@@ -88,6 +88,7 @@ class Gauge:
         return Gauge(self.x.to(cast), self.n, self.sigma.to(real), self.A.to(cast), self.A_inv.to(cast))
 
 
+@own_precision
 def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     r"""Bring a pair into canonical gauge.
 
@@ -137,6 +138,7 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     return Gauge(x, G.shape[-2], sigma, A, A_inv)
 
 
+@own_precision
 def from_product(X: Tensor, h: int) -> Tensor:
     r"""Give the point whose product is the best approximation of rank h to a matrix.
 
@@ -173,11 +175,13 @@ def from_product(X: Tensor, h: int) -> Tensor:
     >>> GLQuotientMix(3, 3).product(x).diagonal().abs()
     tensor([4., 1., 0.])
     """
-    if not 1 <= h <= min(X.shape[-2:]):
-        raise ValueError(f"a matrix of shape {tuple(X.shape[-2:])} has no point of rank {h}")
+    if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
+        raise ValueError(f"a matrix of shape {tuple(X.shape)} has no point of rank {h}")
+    if not holds(X.isfinite()):
+        raise ValueError(f"the matrix of shape {tuple(X.shape)} has NaN or infinite entries")
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     sigma = sigma[..., :h]
-    if bool((sigma[..., -1] <= RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]).any()):
+    if not holds(sigma[..., -1] > RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]):
         raise ValueError(f"the matrix has a rank below {h}, so that no point of the manifold has it for a product")
     return pack(U[..., :h], Vh.mH[..., :h]) * sigma.sqrt().unsqueeze(-2)
 

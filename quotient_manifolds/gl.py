@@ -11,6 +11,7 @@ exact, and it keeps the condition number of the representative out of every inve
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import logarithm
-from .base import QuotientManifold, as_shape, standard_normal
+from .base import QuotientManifold, as_count, as_shape, standard_normal
 from .gauge import Gauge, canonical_gauge
 from .gl_tangent import GLTangentSpace, Products
-from .linalg import column_rank_ratio, in_double, pack, sylvester
+from .linalg import column_rank_ratio, holds, in_double, in_own_precision, pack, sylvester
 from .linalg import symmetric_part_doubled as sym2
 
 __all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix", "InvTangentSpace", "MixTangentSpace"]
@@ -114,6 +115,7 @@ class MixTangentSpace(GLTangentSpace):
 _scaled = QuotientManifold.__scaling__.copy()
 
 
+@in_own_precision
 class GLQuotient(QuotientManifold):
     """What the inv and the mix metric share."""
 
@@ -121,12 +123,12 @@ class GLQuotient(QuotientManifold):
     space_class: type[GLTangentSpace]
 
     def __init__(self, n: int, m: int, *, relaxation: float = 1e-12) -> None:
-        if n < 1 or m < 1:
-            raise ValueError(f"{type(self).__name__} needs positive row counts, got n = {n}, m = {m}")
-        if not 0 <= relaxation < 1:
-            raise ValueError(f"{type(self).__name__}: relaxation must lie in [0, 1), got {relaxation}")
+        who = type(self).__name__
+        rows = as_count("n", n, who), as_count("m", m, who)
+        if isinstance(relaxation, bool) or not isinstance(relaxation, Real) or not 0 <= relaxation < 1:
+            raise ValueError(f"{who}: relaxation must be a number in [0, 1), got {relaxation!r}")
         super().__init__()
-        self.n, self.m, self.relaxation = int(n), int(m), float(relaxation)
+        (self.n, self.m), self.relaxation = rows, float(relaxation)
 
     def extra_repr(self) -> str:
         """Give the row counts, for ``repr``."""
@@ -141,7 +143,7 @@ class GLQuotient(QuotientManifold):
         gauge = None
         try:
             gauge = canonical_gauge(G, H)
-            suspect = not bool(gauge.present()[..., -1].all())
+            suspect = not holds(gauge.present()[..., -1])
         except LinAlgError:  # SVD of NaN or inf
             suspect = True
         if suspect:  # only then is it worth to factorise each factor on its own
@@ -306,7 +308,7 @@ class GLQuotient(QuotientManifold):
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         """Give the horizontal vector at x whose geodesic reaches the orbit of y at time 1, by shooting.
 
-        Differs from 0 for y ≠ x on one orbit by rounding only. Not differentiable.
+        Differs from 0 for y ≠ x on one orbit by rounding only. Not differentiable; :meth:`dist` is.
 
         Parameters
         ----------
@@ -330,8 +332,31 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo(1))
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Compute the distance of the orbits of x and y, ‖logmap(x, y)‖; (…) or (…, 1, 1). Raises as :meth:`logmap`."""
-        return self.norm(x, self.logmap(x, y), keepdim=keepdim)
+        r"""Compute the distance of the orbits of x and y.
+
+        .. math:: d(x, y) = \|\log_x y\|_x, \qquad \operatorname{grad}_x \tfrac12 d^2 = -\log_x y,\quad
+                  \operatorname{grad}_y \tfrac12 d^2 = -\log_y x
+
+        Parameters
+        ----------
+        x, y : Tensor
+            Points, (…, n + m, h). Computed in double precision, returned in the precision of x.
+        keepdim : bool
+            Give shape (…, 1, 1) instead of (…).
+
+        Returns
+        -------
+        Tensor
+            (…) or (…, 1, 1), real. Once differentiable in both points; the derivative at 0 is taken to be 0.
+
+        Raises
+        ------
+        ConvergenceError
+            As :meth:`logmap`.
+        """
+        self._check_vector(x, y, "y")
+        result = logarithm.distance(self, in_double(x), in_double(y)).to(x.real.dtype)
+        return result[..., None, None] if keepdim else result
 
     @_scaled(ScalingInfo.NotCompatible)
     def align(self, x: Tensor, y: Tensor) -> Tensor:
@@ -358,7 +383,11 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
-        """Interpolate along the geodesic from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …)."""
+        """Interpolate along the geodesic from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …).
+
+        Differentiable in t alone.
+        """
+        x, y = x.detach(), y.detach()
         return self.geodesic(x, self.logmap(x, y), t)[0]
 
     @_scaled(ScalingInfo.NotCompatible)
@@ -452,15 +481,17 @@ class GLQuotient(QuotientManifold):
         ok, reason = self._check_dtype(x)
         if not ok:
             return ok, reason
-        if not bool(x.isfinite().all()):
-            return False, f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries"
+        ok, reason = self._check_finite(x)
+        if not ok:
+            return ok, reason
         for name, X in zip("GH", self.unpack_tensor(x.detach()), strict=True):
             ratio = column_rank_ratio(X)
-            if bool((ratio <= self._rank_tolerance(X)).any()):
+            if not holds(ratio > self._rank_tolerance(X)):
                 return False, (
                     f"{self}: factor {name} of the point of shape {tuple(x.shape)} does not have full column rank "
-                    f"(smallest to largest singular value {ratio.min().item():.1e}); start from a full-rank factor "
-                    "(LoRA's B = 0 is none) or use fewer columns"
+                    f"(smallest to largest singular value {ratio.min().item():.1e}); if it lost rank during "
+                    "optimisation, lower the learning rate; a starting point needs full rank (LoRA's B = 0 lacks it) "
+                    "or fewer columns"
                 )
         return True, None
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from . import geodesics, transport
-from .base import TangentSpace, standard_normal
+from .base import TangentSpace, is_differentiated, standard_normal
 from .gauge import Gauge
-from .linalg import pack, trace_product
+from .linalg import holds, in_own_precision, lifted_spectrum, pack, trace_product
 
 if TYPE_CHECKING:
     from .gl import GLQuotient
@@ -86,6 +86,7 @@ def _sum_of_products(out: Tensor, *terms: tuple[Tensor, Tensor]) -> None:
         out.baddbmm_(Y, B)
 
 
+@in_own_precision
 class GLTangentSpace(TangentSpace):
     r"""The horizontal space at one point of a GL(h) quotient.
 
@@ -152,8 +153,12 @@ class GLTangentSpace(TangentSpace):
             G0, H0 = x.split(manifold.row_split(), dim=-2)
             self.G, self.H = G0 @ gauge.A_inv, H0 @ gauge.A.mH
             self.M, self.N = self.G.mH @ self.G, self.H.mH @ self.H
-            floor = diagonal_hat - diagonal
-            self.M_hat, self.N_hat = self.M + floor, self.N + floor
+            if is_differentiated(x) and not holds(self.sigma_hat <= sigma, unseen=False):
+                phi = lifted_spectrum(self.M @ self.N, sigma, manifold.relaxation)
+                self.M_hat, self.N_hat = phi @ self.M, self.N @ phi
+            else:  # the floor does nothing, or its derivative is not asked for
+                floor = diagonal_hat - diagonal
+                self.M_hat, self.N_hat = self.M + floor, self.N + floor
             absent = torch.diag_embed(~self.present).to(x.dtype)  # nothing has components there
             self.M_inv, self.N_inv = torch.linalg.inv(self.M_hat + absent), torch.linalg.inv(self.N_hat + absent)
         else:
@@ -402,6 +407,12 @@ class GLTangentSpace(TangentSpace):
         xi, eta = self.to_gauge(u)
         (e, a, b), (f, c, d) = self._adjoint_matrices(Products(self.G, xi, P), Products(self.H, eta, R))
         return self.dual_from_gauge(P + 0.5 * (P @ e + self.G @ a + xi @ b), R + 0.5 * (R @ f + self.H @ c + eta @ d))
+
+    def to_covector(self, u: Tensor) -> Tensor:
+        r"""Give the Euclidean covector :math:`v \mapsto \langle u, v \rangle`, :math:`(ξ_G W_G, ξ_H W_H)` in gauge."""
+        xi, eta = self.to_gauge(u)
+        W_G, W_H = self._weights()
+        return self.dual_from_gauge(xi @ W_G, eta @ W_H)
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw a standard Gaussian horizontal vector.

@@ -5,22 +5,71 @@ Everything here works on stacks ``(…, h, h)``, on any device, real or complex,
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = [
     "at_least_float32",
     "column_rank_ratio",
     "hermitian_power",
+    "holds",
     "in_double",
+    "in_own_precision",
+    "lifted_spectrum",
+    "own_precision",
     "pack",
     "real_dtype",
     "sylvester",
     "symmetric_part_doubled",
     "trace_product",
 ]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+def own_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function compute in the dtype of its arguments: autocast would round every product to half precision."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        casting = [device for device in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device)]
+        if not casting:
+            return function(*args, **kwargs)
+        with ExitStack() as stack:
+            for device in casting:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def in_own_precision(cls: C) -> C:
+    """Apply :func:`own_precision` to the public methods that a class defines."""
+    for name, method in list(vars(cls).items()):
+        abstract = getattr(method, "__isabstractmethod__", False)
+        if isinstance(method, FunctionType) and not name.startswith("_") and not abstract:
+            setattr(cls, name, own_precision(method))
+    return cls
+
+
+def holds(condition: Tensor, unseen: bool = True) -> bool:
+    """Tell whether a condition holds everywhere; ``unseen`` where ``torch.vmap`` hides the values."""
+    try:
+        return bool(condition.all())
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        return unseen
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -97,6 +146,69 @@ class _NearDiagonalSylvester(torch.autograd.Function):
     def jvp(ctx: Any, dA1: Tensor, dA2: Tensor, dB: Tensor) -> Tensor:
         A1, A2, X = ctx.saved_tensors
         return sylvester(A1, A2, dB - dA1 @ X - X @ dA2)
+
+
+class _LiftedSpectrum(torch.autograd.Function):
+    """diag(σ̂/σ) as the function φ(K) that it is of K = MN = diag(σ²), with the first derivatives of that function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
+        return torch.diag_embed((sigma.clamp_min(floor * sigma[..., :1]) / sigma).to(K.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, sigma, floor = inputs
+        low = floor * sigma[..., :1]
+        lifted = sigma < low
+        # Divided differences of φ: 1 above the floor, low/σ below it.
+        s, t = sigma.unsqueeze(-1), sigma.unsqueeze(-2)
+        both = -low.unsqueeze(-1) / (s * t * (s + t))
+        phi = sigma.clamp_min(low) / sigma
+        gap = s**2 - t**2
+        one = (phi.unsqueeze(-1) - phi.unsqueeze(-2)) / torch.where(gap == 0, 1, gap)
+        slopes = torch.where(lifted.unsqueeze(-1) & lifted.unsqueeze(-2), both, one)
+        # The floor itself moves with σ_1.
+        ctx.of_top = torch.where(lifted, floor / sigma, 0) / (2 * sigma[..., :1])
+        ctx.slopes = slopes
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        found = grad * ctx.slopes
+        found[..., 0, 0] += (grad.diagonal(dim1=-2, dim2=-1).real * ctx.of_top).sum(-1)
+        return found, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dK: Tensor, _sigma: Any, _floor: Any) -> Tensor:
+        top = (ctx.of_top * dK[..., :1, 0].real).to(dK.dtype)
+        return dK * ctx.slopes + torch.diag_embed(top)
+
+
+def lifted_spectrum(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
+    r"""Give diag(σ̂/σ) for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
+
+    Parameters
+    ----------
+    K : Tensor
+        M N, (…, h, h), in value diag(σ²).
+    sigma : Tensor
+        (…, h), descending, positive.
+    floor : float
+        ε.
+
+    Returns
+    -------
+    Tensor
+        (…, h, h), so that :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every gauge.
+
+    Notes
+    -----
+    Daleckii and Krein 1965, for the derivative of a matrix function.
+    """
+    found: Tensor = _LiftedSpectrum.apply(K, sigma, floor)
+    return found
 
 
 def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:

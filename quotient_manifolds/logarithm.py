@@ -8,11 +8,12 @@ reflection that fixes both points is an isometry.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .gauge import canonical_gauge
 from .geodesics import GeodesicExitError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .gl import GLQuotient
     from .gl_tangent import GLTangentSpace
 
-__all__ = ["ConvergenceError", "align", "compressed", "logmap", "mean"]
+__all__ = ["ConvergenceError", "align", "compressed", "distance", "logmap", "mean"]
 
 
 class ConvergenceError(ArithmeticError):
@@ -232,9 +233,42 @@ def logmap(
     return full.from_gauge(*full.split(back(u)))
 
 
+class _Distance(torch.autograd.Function):
+    """The length of the logarithm, with the derivatives that its definition implies."""
+
+    @staticmethod
+    def forward(ctx: Any, manifold: GLQuotient, x: Tensor, y: Tensor) -> Tensor:
+        u = logmap(manifold, x, y)
+        space = manifold.at(x)
+        d = space.norm(u)
+        if any(ctx.needs_input_grad):
+            end, velocity = space.geodesic(u)
+            unit = torch.where(d > 0, 1 / d, torch.zeros_like(d))[..., None, None]
+            P, R = space.split(manifold.at(end).to_covector(velocity * unit))
+            # From the end of the geodesic to y, on its orbit: y_G = end_G B, y_H = end_H B⁻ᴴ.
+            B = torch.linalg.lstsq(space.split(end)[0], space.split(y)[0]).solution
+            at_y = manifold.pack_point(torch.linalg.solve(B.mH, P, left=False), R @ B)
+            ctx.save_for_backward(-space.to_covector(u * unit), at_y)
+        return d
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        at_x, at_y = ctx.saved_tensors
+        grad = grad[..., None, None]
+        return None, grad * at_x, grad * at_y
+
+
+def distance(manifold: GLQuotient, x: Tensor, y: Tensor) -> Tensor:
+    """Compute the distance of two orbits, once differentiable; (…), in the precision of the points."""
+    found: Tensor = _Distance.apply(manifold, *torch.broadcast_tensors(x, y))
+    return found
+
+
 def _path_length(manifold: GLQuotient, x: Tensor, y: Tensor, nodes: int = 12) -> Tensor:
     """Give the length on the quotient of the straight path between two representatives (Gauss–Legendre)."""
-    points, weights = (torch.as_tensor(a, dtype=real_dtype(x.dtype)) for a in np.polynomial.legendre.leggauss(nodes))
+    rule = np.polynomial.legendre.leggauss(nodes)
+    points, weights = (torch.as_tensor(a, dtype=real_dtype(x.dtype), device=x.device) for a in rule)
     path = x + column((points + 1) / 2, x) * (y - x)
     space = manifold.at(path)
     return (column(weights / 2, x[..., 0, 0]) * space.norm(space.proju((y - x).expand_as(path)))).sum(0)

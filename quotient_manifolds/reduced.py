@@ -170,14 +170,14 @@ class Reduced:
 def flat_state(state: State) -> Tensor:
     """Write the coefficients of both factors and their velocities as one real vector, for a solver."""
     y = torch.cat(torch.broadcast_tensors(*state), dim=-2)
-    y = y.reshape(*y.shape[:-2], -1)
+    y = y.flatten(-2)
     return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
 
 
 def unflat_state(y: Tensor, h: int, is_complex: bool) -> State:
     """Invert :func:`flat_state`."""
     if is_complex:
-        y = torch.complex(*y.reshape(*y.shape[:-1], -1, 2).unbind(-1))
+        y = torch.complex(*y.unflatten(-1, (y.shape[-1] // 2, 2)).unbind(-1))
     return y.reshape(*y.shape[:-1], 8 * h, h).split(2 * h, dim=-2)
 
 
@@ -192,6 +192,8 @@ def _worst_item(error: Tensor) -> Tensor:
 
 def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol: float) -> Tensor:
     """Solve ẏ = f(t, y) from 0 to ``end``; every batch item keeps the tolerance, and steps end exactly there."""
+    if y.numel() == 0:  # a batch without items
+        return y
     t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
     # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.
     options = {"norm": _worst_item, "step_t": t[1:]}

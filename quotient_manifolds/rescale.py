@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geoopt.manifolds.base import ScalingInfo
+
 from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
 from .geodesics import GeodesicExitError
+from .linalg import holds
 
 __all__ = ["RescaleQuotient"]
 
@@ -59,6 +62,9 @@ class _RescaleTangentSpace(TangentSpace):
         return self.x * (draw / (2**0.5 * self._scale())).unsqueeze(-2)
 
 
+_scaled = QuotientManifold.__scaling__.copy()
+
+
 class RescaleQuotient(QuotientManifold):
     r"""Pairs of vectors without zero entries, modulo (u, v) → (αu, v/α) elementwise.
 
@@ -97,7 +103,7 @@ class RescaleQuotient(QuotientManifold):
     """
 
     name = "RescaleQuotient"
-    __scaling__ = QuotientManifold.__scaling__.copy()
+    __scaling__ = _scaled
     _complex_allowed = False
 
     def __init__(self, metric: str = "inv") -> None:
@@ -140,6 +146,7 @@ class RescaleQuotient(QuotientManifold):
         """
         return self.geodesic(x, u, 1.0)[0]
 
+    @_scaled(ScalingInfo.NotCompatible)
     def geodesic(self, x: Tensor, u: Tensor, t: Any) -> tuple[Tensor, Tensor]:
         r"""Give points and velocities at many times: :math:`x e^{Bt}` (inv) or :math:`x \sqrt{1 + 2Bt}` (mix).
 
@@ -169,7 +176,7 @@ class RescaleQuotient(QuotientManifold):
             point = x * (B * t).exp()
             return point, point * B
         square = 1 + 2 * B * t
-        if not bool((square > 0).all()):
+        if not holds(square > 0):
             past = torch.where(square > 0, torch.full_like(square, torch.inf), (-1 / (2 * B)).abs().expand_as(square))
             time = past.min().item()
             raise GeodesicExitError(
@@ -207,8 +214,10 @@ class RescaleQuotient(QuotientManifold):
 
     def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
         self._check_vector(x, y, "y")
+        for point in (x, y):
+            self.at(point)  # the checks
         ratio = self.product(y) / self.product(x)
-        if not bool((ratio > 0).all()):
+        if not holds(ratio > 0):
             raise ValueError(
                 f"{self}: no geodesic joins points of shape {tuple(x.shape)} whose products u ⊙ v differ in sign; "
                 "they lie in different components"
@@ -241,7 +250,7 @@ class RescaleQuotient(QuotientManifold):
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises as :meth:`logmap`."""
         ratio = self._ratio(x, y)
         step = ratio.log() if self.metric == "inv" else self.product(y) - self.product(x)
-        result = step.square().sum(-1).sqrt() / 2**0.5
+        result = torch.linalg.vector_norm(step, dim=-1) / 2**0.5  # whose derivative at 0 is 0, not NaN
         return result[..., None, None] if keepdim else result
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
@@ -289,14 +298,11 @@ class RescaleQuotient(QuotientManifold):
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         ok, reason = self._check_dtype(x)
-        if ok and not bool(x.isfinite().all()):
-            ok, reason = False, f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries"
-        if ok and bool((x == 0).any()):
-            ok, reason = (
-                False,
-                (
-                    f"{self}: the point of shape {tuple(x.shape)} has zero entries, where the quotient has no metric; "
-                    "drop these coordinates"
-                ),
-            )
-        return ok, reason
+        if ok:
+            ok, reason = self._check_finite(x)
+        if not ok or holds(x != 0):
+            return ok, reason
+        return False, (
+            f"{self}: the point of shape {tuple(x.shape)} has zero entries, where the quotient has no metric; drop "
+            "these coordinates"
+        )

@@ -144,15 +144,17 @@ class _Point:
         manifold, x = self.manifold, self.x
         u = manifold.proju(x, self.ambient())
         u = u / manifold.norm(x, u, keepdim=True)
+        if not bool(u.isfinite().all()):
+            raise ValueError(f"{manifold}: no finite horizontal vector at the point; look at proju, inner and norm")
         bend, size = (manifold.norm(x, v, keepdim=True) for v in (manifold.acceleration(x, u), x))
         u = 0.2 * u * torch.minimum(torch.where(bend > 0, 1 / bend, torch.inf), size)
-        for _ in range(60 if bool(u.isfinite().all()) else 0):
+        for _ in range(60):
             try:
                 manifold.expmap(x, 4 * u)
                 return u
             except GeodesicExitError:
                 u = u / 2
-        raise ValueError(f"{manifold}: no finite horizontal vector at the point; look at proju, inner and norm")
+        raise ValueError(f"{manifold}: every geodesic ends at once; look at proju, norm and expmap")
 
     def vertical(self) -> Tensor:
         """Draw a vertical vector."""
@@ -443,6 +445,16 @@ def _worst(same: Sequence[ManifoldCheck]) -> ManifoldCheck:
     return max(same, key=lambda c: math.inf if math.isnan(c.value) else c.value)
 
 
+def _until_not_finite(p: _Point, order: int) -> Iterator[ManifoldCheck]:
+    """Look at one property after the other, until a result is NaN, which the manifold's methods do not take."""
+    try:
+        yield from _checks(p, order)
+    except ValueError as error:
+        if "NaN or infinite" not in str(error):
+            raise
+        yield ManifoldCheck("results are finite", math.inf, 0.0, "error", str(error))
+
+
 def check_manifold(
     manifold: QuotientManifold, x: Tensor, *, seed: int = 0, retraction_order: int = 2
 ) -> ManifoldReport:
@@ -503,8 +515,10 @@ def check_manifold(
     manifold.assert_check_point_on_manifold(x)
     with torch.enable_grad():
         points = [_Point(manifold, item, seed) for item in x.reshape(-1, *x.shape[-manifold.ndim :])]
-        found = [list(_checks(p, retraction_order)) for p in points]
-        checks = [_worst(same) for same in zip(*found, strict=True)]
+        found: dict[str, list[ManifoldCheck]] = {}
+        for check in itertools.chain.from_iterable(_until_not_finite(p, retraction_order) for p in points):
+            found.setdefault(check.name, []).append(check)
+        checks = [_worst(same) for same in found.values()]
         if len(points) > 1:
             checks.append(_batch_check(manifold, points))
     return ManifoldReport(str(manifold), tuple(x.shape), tuple(checks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..symmetries import SymmetricPair
-from .base import QuotientOptimizer
+from .base import QuotientOptimizer, is_number
 from .buckets import PairStep, trace
 from .frames import wide
 
@@ -65,6 +66,10 @@ class QuotientAdam(QuotientOptimizer):
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, that of pairs in the metric. Clipping elsewhere, as in transformers'
         ``Trainer`` (``max_grad_norm=0`` turns it off there), makes the run depend on the representative.
+    maximize : bool
+        Ascend.
+    foreach : bool, optional
+        Of torch's AdamW, for what belongs to no pair; pairs of one shape always step together.
 
     Raises
     ------
@@ -109,16 +114,24 @@ class QuotientAdam(QuotientOptimizer):
         metric: str = "mix",
         second_moment: str = "matrix",
         max_grad_norm: float | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
     ) -> None:
-        if second_moment not in ("matrix", "scalar"):
-            raise ValueError(f'second_moment must be "matrix" or "scalar", got {second_moment!r}')
-        if not all(0 <= b < 1 for b in betas):
-            raise ValueError(f"betas must lie in [0, 1), got {betas}")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "metric": metric,
-            "second_moment": second_moment, "max_grad_norm": max_grad_norm,
+            "second_moment": second_moment, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        super()._check_options(group)
+        if group["second_moment"] not in ("matrix", "scalar"):
+            raise ValueError(f'second_moment must be "matrix" or "scalar", got {group["second_moment"]!r}')
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+        if not (is_number(group["eps"]) and 0 < group["eps"] < math.inf):
+            raise ValueError(f"eps must be positive, got {group['eps']!r}: a factor without gradient yet is divided by it")
 
     def _direction(
         self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor
@@ -185,5 +198,6 @@ class QuotientAdam(QuotientOptimizer):
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
-            maximize=False,
+            foreach=group["foreach"],
+            maximize=False,  # the gradients have their sign already
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32, column_rank_ratio
-from ..symmetries import PairStack, SymmetricPair, stacks
+from ..symmetries import PairStack, SymmetricPair, is_sharded, stacks
 from .buckets import PairBucket, PairStep, trace
 from .frames import Frames, gram, wide
 
@@ -30,13 +32,13 @@ class QuotientOptimizer(Optimizer):
         ``quotient_manifolds.symmetries.find(model)``; those without a group are passed over, and those none of whose
         parameters are among ``params``.
     defaults : dict
-        Options of a parameter group: ``lr``, ``weight_decay``, ``metric`` and ``max_grad_norm``, and those of a
-        subclass.
+        Options of a parameter group: ``lr``, ``weight_decay``, ``metric``, ``maximize`` and ``max_grad_norm``, and
+        those of a subclass. Every group's own are checked as these are.
 
     Raises
     ------
     ValueError
-        No pair among the parameters; a pair whose parameters lie in several groups or are not all there; a pair with
+        An option out of range; no pair among the parameters; a pair whose parameters lie in several groups or are not all there; a pair with
         one frozen factor, or with two factors that both lack rank; sharded parameters.
 
     Notes
@@ -64,13 +66,10 @@ class QuotientOptimizer(Optimizer):
     _moment = "exp_avg"
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], defaults: dict[str, Any]) -> None:
-        if defaults["metric"] not in ("inv", "mix"):
-            raise ValueError(f'metric must be "mix" or "inv", got {defaults["metric"]!r}')
-        for name in ("lr", "weight_decay"):
-            if not float(defaults[name]) >= 0:
-                raise ValueError(f"{name} must not be negative, got {defaults[name]}")
-        if defaults["max_grad_norm"] is not None and not defaults["max_grad_norm"] > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {defaults['max_grad_norm']}; None does not clip")
+        self._check_options(defaults)
+        bound = defaults["max_grad_norm"]
+        if bound is not None and not (is_number(bound) and bound > 0):
+            raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None does not clip")
         self._pairs: list[SymmetricPair] = []
         self._buckets: list[PairBucket] = []
         self._covered: dict[Tensor, Tensor] = {}
@@ -82,6 +81,16 @@ class QuotientOptimizer(Optimizer):
                 "quotient_manifolds.symmetries.find(model) of a model whose LoRA or attention weights are trainable, "
                 "or use torch.optim.AdamW"
             )
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        """Raise for an option of a parameter group that is out of range."""
+        if group["metric"] not in ("inv", "mix"):
+            raise ValueError(f'metric must be "mix" or "inv", got {group["metric"]!r}')
+        for name in ("lr", "weight_decay"):
+            if not (is_number(group[name]) and 0 <= float(group[name]) < math.inf):
+                raise ValueError(f"{name} must be a number that is not negative, got {group[name]!r}")
+        if not isinstance(group["maximize"], bool):
+            raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
 
     # -- which parameters are pairs ------------------------------------------------------------------------------
 
@@ -96,12 +105,14 @@ class QuotientOptimizer(Optimizer):
         Raises
         ------
         ValueError
-            A pair that cannot be used (see the class), or another ``max_grad_norm``; the group is not added then.
+            An option out of range, a pair that cannot be used (see the class), or another ``max_grad_norm``; the
+            group is not added then.
         """
         group = dict(param_group)
         pairs = group.pop("pairs", ())
         if group.get("max_grad_norm", self.defaults["max_grad_norm"]) != self.defaults["max_grad_norm"]:
             raise ValueError("max_grad_norm clips all groups together; give it to the optimiser, not to a group")
+        self._check_options({**self.defaults, **group})
         super().add_param_group(group)
         try:
             self.add_pairs(pairs)
@@ -223,7 +234,8 @@ class QuotientOptimizer(Optimizer):
                         "the embedding with sparse=False"
                     )
                 # In float32: the scale is beyond the range of half precision, and so is what it saved.
-                found[p] = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
+                g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
+                found[p] = -g if group["maximize"] else g
         return found
 
     def _finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
@@ -368,7 +380,11 @@ class QuotientOptimizer(Optimizer):
             The state is of other pairs, or of another optimiser.
         """
         if state_dict.get("kind") != type(self).__name__:
-            raise ValueError(f"this state was saved by another optimiser, not by {type(self).__name__}")
+            raise ValueError(
+                f"this state was saved by {state_dict.get('kind', 'an optimiser without pairs, such as AdamW')}, not by "
+                f"{type(self).__name__}, and its moments mean something else; to switch, load the model's weights and "
+                "begin with a new optimiser and a short warm-up of the learning rate"
+            )
         if state_dict["pairs"] != [p.name for p in self._pairs]:
             differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]
             raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
@@ -400,6 +416,13 @@ class QuotientOptimizer(Optimizer):
                     self.state[p][name] = given.detach().to(p.device, copy=True)
 
 
+def is_number(value: Any) -> bool:
+    """Tell a number, or a tensor with one, from anything else."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection[Tensor]) -> int | None:
     """Give the parameter group in which a usable pair lies; None for pairs that are to be passed over.
 
@@ -429,7 +452,7 @@ def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collectio
             "one group, for they move together"
         )
     for b in blocks:
-        if type(b.tensor).__name__ == "DTensor" or hasattr(b.tensor, "_is_flat_param") or hasattr(b.tensor, "ds_id"):
+        if is_sharded(b.tensor):
             raise ValueError(
                 f"pair {pair.name!r} has a sharded parameter ({type(b.tensor).__name__}; FSDP, DTensor or ZeRO-3), but "
                 "its geometry needs whole factors; use DDP, or keep these modules out of the sharding"

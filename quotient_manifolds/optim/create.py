@@ -73,7 +73,7 @@ def create_quotient_lora_optimizer(
         why = sorted({p.reason for p in pairs})
         raise ValueError(
             "the model has no LoRA adapter of peft whose two factors are trainable"
-            + (f" ({'; '.join(why)})" if why else "; wrap it with peft.get_peft_model")
+            + (f" ({'; '.join(why)})" if why else _no_adapter(model))
         )
     left = _adapter_parameters(adapter_pairs(model, None), adapter_names is not None) - _adapter_parameters(pairs, True)
     return _create(
@@ -134,6 +134,16 @@ def create_quotient_optimizer(
         model, pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
         weight_decay=weight_decay, metric=metric, second_moment=second_moment, max_grad_norm=max_grad_norm,
     )  # fmt: skip
+
+
+def _no_adapter(model: nn.Module) -> str:
+    """Say what a model without LoRA layers has instead, and what to do."""
+    configs = [getattr(m, "peft_config", None) for m in model.modules()]
+    found = [c for by_name in configs if isinstance(by_name, dict) for c in by_name.values()]
+    kinds = {str(getattr(c, "peft_type", type(c).__name__)).removeprefix("PeftType.") for c in found}
+    if kinds:
+        return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pair; use AdamW"
+    return "; wrap it with peft.get_peft_model"
 
 
 def _adapter_parameters(pairs: Iterable[SymmetricPair], wanted: bool) -> set[int]:

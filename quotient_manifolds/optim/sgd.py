@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ..symmetries import PairStack, SymmetricPair
-from .base import QuotientOptimizer
+from .base import QuotientOptimizer, is_number
 from .buckets import PairStep
 
 __all__ = ["QuotientSGD"]
@@ -41,6 +41,10 @@ class QuotientSGD(QuotientOptimizer):
         W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, that of pairs in the metric.
+    maximize : bool
+        Ascend.
+    foreach : bool, optional
+        Of torch's SGD, for what belongs to no pair; pairs of one shape always step together.
 
     Raises
     ------
@@ -82,16 +86,21 @@ class QuotientSGD(QuotientOptimizer):
         nesterov: bool = False,
         metric: str = "mix",
         max_grad_norm: float | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
-        if nesterov and not momentum:
-            raise ValueError("nesterov needs a momentum above 0")
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "metric": metric,
-            "max_grad_norm": max_grad_norm,
+            "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        super()._check_options(group)
+        if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
+            raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}")
+        if group["nesterov"] and not group["momentum"]:
+            raise ValueError("nesterov needs a momentum above 0")
 
     def _moments(self, stack: PairStack, group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
         return super()._moments(stack, group) if group["momentum"] else {}
@@ -119,7 +128,8 @@ class QuotientSGD(QuotientOptimizer):
             lr=float(group["lr"]),
             dampening=0.0,
             nesterov=group["nesterov"],
-            maximize=False,
+            foreach=group["foreach"],
+            maximize=False,  # the gradients have their sign already
         )
         for p, buffer in zip(params, buffers, strict=True):
             if buffer is not None:

@@ -1,11 +1,12 @@
 """Where networks hide the GL(h) quotient: from a model to its pairs (G, H)."""
 
+from ..batches import default_forward
 from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its adapters)
 from .attention import Projection, attention_pairs
-from .pairs import Block, Group, PairStack, SymmetricPair, block, pair, stack, stacks
+from .pairs import Block, Group, PairStack, SymmetricPair, block, is_sharded, pair, stack, stacks
 from .registry import PairList, adapter_pairs, find, register, skip
 from .spectrum import PairSpectrum, spectra
-from .verify import UnknownAttentionError, Verification, act_randomly_, check_coverage, default_forward, verify
+from .verify import UnknownAttentionError, Verification, act_randomly_, check_coverage, verify
 
 __all__ = [
     "Block",
@@ -24,6 +25,7 @@ __all__ = [
     "check_coverage",
     "default_forward",
     "find",
+    "is_sharded",
     "pair",
     "register",
     "skip",

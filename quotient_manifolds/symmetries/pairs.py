@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..gl import GLQuotientInv, GLQuotientMix
 
-__all__ = ["Block", "Group", "PairStack", "SymmetricPair", "block", "pair", "stack", "stacks"]
+__all__ = ["Block", "Group", "PairStack", "SymmetricPair", "block", "is_sharded", "pair", "stack", "stacks"]
 
 _MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
 
@@ -182,6 +182,27 @@ def block(
     elif rotary is not None:
         raise ValueError(f'rotary pairing must be "half" or "interleaved", got {rotary!r}')
     return Block(module, attribute, shape, int(view.storage_offset()), tuple(view.shape), tuple(view.stride()))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a parameter is a shard of one: of FSDP (a DTensor, or a flat parameter), or of DeepSpeed's ZeRO-3.
+
+    Parameters
+    ----------
+    tensor : Tensor
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import is_sharded
+    >>> is_sharded(torch.nn.Linear(2, 2).weight)
+    False
+    """
+    return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
 
 
 @dataclass(frozen=True)

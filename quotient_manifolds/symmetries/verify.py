@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ..batches import default_forward, tensors, tree_map
 from ..gauge import canonical_gauge
 from .pairs import Block, SymmetricPair, stacks
 from .registry import adapter_of, find
 
-__all__ = ["UnknownAttentionError", "Verification", "act_randomly_", "check_coverage", "default_forward", "verify"]
+__all__ = ["UnknownAttentionError", "Verification", "act_randomly_", "check_coverage", "verify"]
 
 #: Functions whose call makes a module an attention layer, if no adapter covers it.
 _ATTENTION_CALLS = {
@@ -275,20 +276,8 @@ class Verification:
 
 
 def _outputs(found: Any) -> list[torch.Tensor]:
-    """Collect all floating-point tensors of a model's output."""
-    if isinstance(found, torch.Tensor):
-        return [found.detach().double()] if found.is_floating_point() else []
-    if isinstance(found, dict):
-        found = list(found.values())
-    return [t for item in found for t in _outputs(item)] if isinstance(found, (list, tuple)) else []
-
-
-def _widened(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {k: _widened(v) for k, v in batch.items()}
-    return type(batch)(_widened(v) for v in batch) if isinstance(batch, (list, tuple)) else batch
+    """Collect all floating-point tensors of a model's output, in float64."""
+    return [t.detach().double() for t in tensors(found) if t.is_floating_point()]
 
 
 class _CastWatch(TorchFunctionMode):
@@ -301,32 +290,6 @@ class _CastWatch(TorchFunctionMode):
         if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
             self.seen |= any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
         return result
-
-
-def default_forward(model: nn.Module, batch: Any) -> Any:
-    """Call a model: ``model(**batch)`` for a dict, ``model(x)`` for a pair (x, y), else ``model(batch)``.
-
-    Parameters
-    ----------
-    model : nn.Module
-    batch : dict, sequence or Tensor
-
-    Returns
-    -------
-    object
-        What the model returns.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import default_forward
-    >>> inputs, labels = torch.ones(8, 5), torch.zeros(8)
-    >>> default_forward(torch.nn.Linear(5, 2), (inputs, labels)).shape
-    torch.Size([8, 2])
-    """
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
 
 
 @torch.no_grad()
@@ -378,7 +341,7 @@ def verify(
     """
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo).double().eval()
-    wide = _widened(batch)
+    wide = tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
 
     def rebound(b: Block) -> Block:
         return replace(b, module=memo.get(id(b.module), b.module))

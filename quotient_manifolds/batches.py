@@ -1,0 +1,85 @@
+"""Batches as models take them: tensors in mappings, sequences and named tuples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["default_forward", "tensors", "tree_map"]
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Walk through the tensors of a batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for v in batch.values():
+            yield from tensors(v)
+    elif isinstance(batch, (list, tuple)):
+        for v in batch:
+            yield from tensors(v)
+
+
+def tree_map(change: Callable[[Tensor], Any], batch: Any) -> Any:
+    """Apply a function to every tensor of a batch.
+
+    Parameters
+    ----------
+    change : callable
+        From a tensor to what takes its place.
+    batch : object
+        Any mapping becomes a dict; lists, tuples and named tuples stay what they are; anything else stays itself.
+
+    Returns
+    -------
+    object
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.batches import tree_map
+    >>> tree_map(lambda t: t + 1, {"x": torch.zeros(2), "name": "first"})
+    {'x': tensor([1., 1.]), 'name': 'first'}
+    """
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {k: tree_map(change, v) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(tree_map(change, v) for v in batch))
+    if isinstance(batch, (list, tuple)):
+        parts = [tree_map(change, v) for v in batch]
+        return parts if isinstance(batch, list) else tuple(parts)
+    return batch
+
+
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """Call a model: ``model(**batch)`` for a mapping, ``model(x)`` for a pair (x, y), else ``model(batch)``.
+
+    Parameters
+    ----------
+    model : nn.Module
+    batch : mapping, sequence or Tensor
+
+    Returns
+    -------
+    object
+        What the model returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import default_forward
+    >>> inputs, labels = torch.ones(8, 5), torch.zeros(8)
+    >>> default_forward(torch.nn.Linear(5, 2), (inputs, labels)).shape
+    torch.Size([8, 2])
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (list, tuple)):
+        if not batch:
+            raise ValueError("the batch is an empty sequence; give a mapping, a pair (x, y) or a tensor")
+        return model(batch[0])
+    return model(batch)
