@@ -21,9 +21,8 @@ from _common import RESULTS
 
 from sharpness.comparison import compare, formatted, label
 from sharpness.data import DataChoice, TextColumns, read_table, read_texts
-from sharpness.files import write_whole
+from sharpness.files import write_json, write_text
 from sharpness.plots import plot_ablations, plot_study
-from sharpness.results import write_json
 from sharpness.rows import Row, read_results, targets, write_csv
 from sharpness.statistics import kendall
 from sharpness.studies.finetune import Recipe
@@ -71,7 +70,7 @@ def sst2(folder: Path, out: Path) -> tuple[Path, Path]:
         held = [(r["content"].strip(), r["label"]) for p in ("dev", "test") for r in read_table(folder / f"{p}.tsv")]
         for path, found in ((train, chosen), (test, held)):  # test last: it says that both are there
             text = "".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in found)
-            write_whole(path, lambda own, text=text: own.write_text(text, encoding="utf-8"))
+            write_text(path, text)
     return train, test
 
 
@@ -83,7 +82,7 @@ def small_bert(data: Path, folder: Path) -> None:
     with (data / "ag_news" / "alps" / "dev.tsv").open(encoding="utf-8") as file:
         texts += [line.split("\t")[0] for line in file]
     texts += read_texts(data / "mnli" / "train15k" / "multinli.train.en.tsv", ["premise", "hypo"])
-    write_whole(folder, lambda own: pretrain(texts, own, steps=9000))
+    pretrain(texts, folder, steps=9000)
 
 
 def sweeps(kind: str, zoo: Path, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:

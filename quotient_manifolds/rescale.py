@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from geoopt.manifolds.base import ScalingInfo
+from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
 from .geodesics import GeodesicExitError

@@ -37,6 +37,9 @@ class Ascent:
         because the best iterate came last.
     converged : bool or None
         Whether the gap is below the tolerance; None if there was no tolerance.
+    slope : float or None
+        Derivative of f outwards, :math:`\langle \nabla f(x), x \rangle / \|x\|`, at the best point of the round ball
+        where the gradient is known. Where it is negative, there are larger values inside the ball.
 
     Examples
     --------
@@ -58,6 +61,7 @@ class Ascent:
     history: tuple[float, ...]
     gap: float | None
     converged: bool | None
+    slope: float | None = None
 
 
 # -- balls -----------------------------------------------------------------------------------------------------------
@@ -136,10 +140,6 @@ class Ball(ABC):
         View
         """
 
-    def gap(self, g: Tensor, x: Tensor) -> float:
-        """Compute the Frank–Wolfe gap at x, where the gradient is g."""
-        return self.view(g, x, None).gap
-
 
 class View(ABC):
     """What the power method sees from the best point so far.
@@ -148,9 +148,12 @@ class View(ABC):
     ----------
     gap : float
         The Frank–Wolfe gap there.
+    slope : float or None
+        The derivative outwards there; None at the origin, and for balls that are not round.
     """
 
     gap: float
+    slope: float | None = None
 
     @abstractmethod
     def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
@@ -219,12 +222,17 @@ class _RoundView(View):
         self._vectors = (g, best) if other is None else (g, best, other)
         self._gram = _gram(*self._vectors)
         self.gap = float(radius * math.sqrt(self._gram[0, 0]) - self._gram[0, 1])
+        if self._gram[1, 1] > 0:
+            self.slope = float(self._gram[0, 1] / math.sqrt(self._gram[1, 1]))
 
     def _onto(self, c: np.ndarray) -> np.ndarray:
         return c * (self._radius / (math.sqrt(max(c @ self._gram @ c, 0.0)) + 1e-300))
 
     def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
         unit = np.eye(len(self._vectors))
+        if not self._radius < 1e300 * math.sqrt(self._gram[0, 0]):  # no gradient: nowhere to go
+            out.copy_(self._vectors[1])
+            return
         c = self._onto(unit[0])
         if momentum:
             c = self._onto(c + _MOMENTUM * (unit[1] - unit[2]))
@@ -373,7 +381,7 @@ def power(
     view: View | None = ball.view(g, start, None)
     # The origin is no point of the surface: the first iterate takes its place, whatever its value.
     begun = ball.norm(start) > 0
-    other, momentum, omega = None, False, 1.0
+    other, momentum, omega, slope = None, False, 1.0, view.slope
     for k in range(1, steps + 1):
         assert view is not None
         if begun and _done(view.gap, best[0], base, tol, start.dtype):
@@ -391,11 +399,12 @@ def power(
             omega = min(1.0, 1.2 * omega)
             best, begun = (value, x, g), True
             view = None if last else ball.view(g, x, other)
+            slope = slope if view is None else view.slope
         else:
             other, momentum, omega = x, False, omega / 2
         if callback is not None:
             callback(value, best[0])
-    return _finish(work, best, history, None if view is None else view.gap, base, tol)
+    return _finish(work, best, history, None if view is None else view.gap, base, tol, slope)
 
 
 def auto_pgd(
@@ -453,6 +462,7 @@ def auto_pgd(
     previous = x
     best = (value, x, g)
     gap: float | None = None
+    slope: float | None = None
     eta = 2 * ball.radius
     marks = set(checkpoints(steps))
     last_mark, raised, halved, best_at_mark = 0, 0, False, value
@@ -472,7 +482,10 @@ def auto_pgd(
         history.append(value)
         if value > best[0]:
             best = (value, x, g)
-            gap = None if last or tol <= 0 else ball.gap(g, x)
+            gap = None
+            if not last:
+                view = ball.view(g, x, None)
+                gap, slope = view.gap if tol > 0 else None, view.slope
         if k in marks:
             stuck = not halved and best[0] == best_at_mark
             halved = raised < 0.75 * (k - last_mark) or stuck
@@ -484,8 +497,8 @@ def auto_pgd(
         if callback is not None:
             callback(value, best[0])
     if gap is None and best[1] is not x:  # else the gradient at the best iterate is not known
-        gap = ball.gap(best[2], best[1])
-    return _finish(work, best, history, gap, base, tol)
+        gap = ball.view(best[2], best[1], None).gap
+    return _finish(work, best, history, gap, base, tol, slope)
 
 
 #: The ascents by name.
@@ -536,12 +549,18 @@ def _done(gap: float | None, top: float, base: float, tol: float, dtype: torch.d
 
 
 def _finish(
-    work: Buffers, best: tuple[float, Tensor, Tensor], history: list[float], gap: float | None, base: float, tol: float
+    work: Buffers,
+    best: tuple[float, Tensor, Tensor],
+    history: list[float],
+    gap: float | None,
+    base: float,
+    tol: float,
+    slope: float | None,
 ) -> Ascent:
     value, point, _ = best
     work.give(point)
     converged = _done(gap, value, base, tol, point.dtype) if tol > 0 else None
-    return Ascent(point, value, tuple(history), gap, converged)
+    return Ascent(point, value, tuple(history), gap, converged, slope)
 
 
 # -- vectors ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .extras import needs
-from .files import write_whole
+from .files import atomic_write_folder
 
 __all__ = ["bert_from_tensorflow", "read_tensorflow"]
 
@@ -206,5 +206,5 @@ def bert_from_tensorflow(
         model.eval().save_pretrained(own)
         tokenizer.save_pretrained(own)
 
-    write_whole(folder, write)
+    atomic_write_folder(folder, write)
     return folder

@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from contextlib import ExitStack
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from quotient_manifolds import symmetries
+from quotient_manifolds.batches import tensors
 from quotient_manifolds.symmetries import SymmetricPair
 
 from . import distributed
 from .ascent import ASCENTS
 from .direction import Direction
-from .losses import LossFunction, Objective, tensors
+from .losses import LossFunction, Objective
 from .measures import Measure, measure_with
+from .progress import bar as progress_bar
 from .results import BatchResult, SharpnessResult
 from .space import WeightSpace
 from .undisturbed import undisturbed
@@ -35,6 +36,17 @@ __all__ = ["checked_radii", "evaluate"]
 
 #: Bytes of directions that are kept unasked.
 _DIRECTIONS = 2 * 2**30
+
+
+def _whole(name: str, value: Any, least: int, most: float = math.inf) -> int:
+    """Check an argument that counts something."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number < most:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return number
 
 
 def _check_device(batch: Any, index: int, device: torch.device) -> None:
@@ -59,7 +71,7 @@ def _verify(
 
 
 def _check_first(model: nn.Module, objective: Objective, batch: Any, *, coverage: bool) -> None:
-    """Two identical passes must agree, and every attention layer must be known if pairs are divided out."""
+    """Look whether the loss is finite, and every attention layer known if pairs are divided out."""
 
     def run() -> float:
         # A loss of one's own may contain gradients.
@@ -67,17 +79,9 @@ def _check_first(model: nn.Module, objective: Objective, batch: Any, *, coverage
             parts = objective.pieces(model, batch)
             return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
 
-    one = symmetries.check_coverage(model, run) if coverage else run()
-    two = run()
-    if not math.isfinite(one):
-        raise ValueError(f"the loss of batch 0 is {one}; a sharpness needs a finite loss to start from")
-    scale = max(abs(one), abs(two), 1e-3)
-    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-    if abs(one - two) > min(200 * eps, 1e-3) * scale:
-        raise ValueError(
-            f"two identical passes gave different losses ({one:.8g} and {two:.8g}): switch off dropout that ignores "
-            "eval(), random augmentation and sampling inside the model or loss_fn"
-        )
+    loss = symmetries.check_coverage(model, run) if coverage else run()
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
     objective.check_pieces(model, batch)
 
 
@@ -93,7 +97,7 @@ def checked_radii(how: Measure, rho: float | Iterable[float] | None) -> tuple[tu
         rho = how.rho
     scalar = isinstance(rho, Real) or (isinstance(rho, Tensor) and rho.dim() == 0)
     try:
-        if isinstance(rho, str):
+        if isinstance(rho, (str, bool, Mapping)):
             raise TypeError
         radii = tuple(float(r) for r in ([rho] if scalar else rho))  # type: ignore[union-attr, arg-type]
     except (TypeError, ValueError):
@@ -163,8 +167,8 @@ def evaluate(
         ``"euclidean-hessian"``, its baseline.
     rho : float or iterable of float, optional
         Radius of the ball in the measure's metric; for "adaptive" a fraction of the weights' size. By default the
-        measure's own, ``MEASURES[name].rho``. Every radius has its ascent from the weights, which share only the pass
-        there, so its result does not depend on the others.
+        measure's own, ``MEASURES[name].rho``. Every radius has its ascent from the weights; what is found at a smaller
+        radius counts for the larger ones too, whose balls contain it, so that sharpness never falls with the radius.
     steps : int
         Upper bound on the steps of an ascent; one forward and one backward pass each.
     tol : float
@@ -242,64 +246,68 @@ def evaluate(
         relaxation_kind=relaxation_kind, case=case, p=p,
     )  # fmt: skip
     radii, scalar = checked_radii(how, rho)
-    if steps < 1 or restarts < 0:
-        raise ValueError(
-            f"steps must be at least 1 and restarts at least 0, got steps = {steps}, restarts = {restarts}"
-        )
-    if samples < 1 or not tol >= 0:
-        raise ValueError(f"samples must be at least 1 and tol at least 0, got samples = {samples}, tol = {tol}")
-    if ascent not in ASCENTS:
+    steps, restarts, samples = _whole("steps", steps, 1), _whole("restarts", restarts, 0), _whole("samples", samples, 1)
+    seed = _whole("seed", seed, 0, 2**63)
+    if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
+        raise ValueError(f"tol must be a number of at least 0, got {tol!r}")
+    if not isinstance(ascent, str) or ascent not in ASCENTS:
         raise ValueError(f"unknown ascent {ascent!r}; choose one of {', '.join(ASCENTS)}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch module, got {type(model).__name__}")
     if restarts and how.case != "worst":
         raise ValueError(f"restarts belong to case='worst'; leave them out for {how.case!r}")
     objective = Objective(loss_fn, normalize_logits, micro_batch)
-    if isinstance(batches, Mapping):
-        raise ValueError("batches is a single dict; wrap it in a list")
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
+        )
     world = distributed.World(group)
     found: list[BatchResult] = []
     directions: dict[tuple[int, float], tuple[float, Direction]] = {}
-    with world.failing_together(), ExitStack() as stack:
+
+    def work() -> WeightSpace:
         stream = iter(batches)
         try:
             first = next(stream)
         except StopIteration:
             raise ValueError("batches is empty; give at least one batch") from None
-        stack.enter_context(undisturbed(model))
         space = WeightSpace(model, how, pairs)
         _check_device(first, 0, space.device)
         _check_first(model, objective, first, coverage=how.divides and pairs is None)
         if verify and how.divides:
             _verify(model, loss_fn, first, seed, pairs)
-        stack.enter_context(space.attached())
         starts = range(restarts + 1)
         effort = {"worst": steps, "average": samples}.get(how.case, 0)
         count = len(batches) if isinstance(batches, Sized) else None
-        bar = tqdm(
-            total=None if count is None else len(world.share(count * len(radii) * len(starts))) * effort,
-            desc=how.name, unit="step", disable=None if progress else True,
-        )  # fmt: skip
-        stack.enter_context(bar)
-        search = Search(space, ascent=ascent, steps=steps, tol=tol, samples=samples, seed=seed, bar=bar)
-        for index, batch in enumerate(itertools.chain([first], stream)):
-            units = [(rho, start) for rho in radii for start in starts]
-            mine = [u for i, u in enumerate(units, index * len(units)) if world.owns(i)]
-            if not mine:
-                continue
-            _check_device(batch, index, space.device)
-            task = BatchLoss(space, objective, batch, index, search.gradient)
-            for number, (r, start) in enumerate(mine, 1):
-                result, point = search.run(task, r, start, last=number == len(mine))
-                found.append(result)
-                if point is None:
+        total = None if count is None else len(world.share(count * len(radii) * len(starts))) * effort
+        with space.attached(), progress_bar(total, how.name, "step", progress=progress) as shown:
+            search = Search(space, ascent=ascent, steps=steps, tol=tol, samples=samples, seed=seed, bar=shown)
+            for index, batch in enumerate(itertools.chain([first], stream)):
+                units = [(rho, start) for rho in radii for start in starts]
+                mine = [u for i, u in enumerate(units, index * len(units)) if world.owns(i)]
+                if not mine:
                     continue
-                key = (index, r)
-                size = space.dim * point.element_size()
-                room = keep_directions is None and (key in directions or len(directions) * size < _DIRECTIONS)
-                if (keep_directions or room) and (key not in directions or result.value > directions[key][0]):
-                    directions[key] = (result.value, space.direction(point))
-                search.buffers.adopt(point)
+                _check_device(batch, index, space.device)
+                task = BatchLoss(space, objective, batch, index, search.gradient)
+                for number, (r, start) in enumerate(mine, 1):
+                    result, point = search.run(task, r, start, last=number == len(mine))
+                    found.append(result)
+                    if point is None:
+                        continue
+                    key = (index, r)
+                    size = space.dim * point.element_size()
+                    room = keep_directions is None and (key in directions or len(directions) * size < _DIRECTIONS)
+                    if (keep_directions or room) and (key not in directions or result.value > directions[key][0]):
+                        directions[key] = (result.value, space.direction(point))
+                    search.buffers.adopt(point)
+        return space
+
+    with world.failing_together():
+        space = undisturbed(model, work)
     units_found = sorted(world.gather(found), key=lambda r: (r.batch, radii.index(r.rho), r.start))
-    best = _best(units_found)
+    best = [(r, r.rho) for r in _best(units_found)]
+    if how.case == "worst":
+        best = sorted(_nested([r for r, _ in best]), key=lambda pair: (pair[0].batch, radii.index(pair[0].rho)))
     return SharpnessResult(
         how,
         radii,
@@ -313,15 +321,28 @@ def evaluate(
         space.weakest(),
         space.absent(),
         space.floored(),
-        batches=best,
+        batches=tuple(r for r, _ in best),
         scalar=scalar,
         # Only the process that found a worst direction has it.
         _directions={
-            (r.batch, r.rho): directions[r.batch, r.rho][1]
-            for r in best
-            if (r.batch, r.rho) in directions and directions[r.batch, r.rho][0] == r.value
+            (r.batch, r.rho): directions[r.batch, origin][1]
+            for r, origin in best
+            if (r.batch, origin) in directions and directions[r.batch, origin][0] == r.value
         },
     )
+
+
+def _nested(found: Sequence[BatchResult]) -> Iterator[tuple[BatchResult, float]]:
+    """Count for every ball what was found in the smaller ones, which it contains; with the radius where it was."""
+    for _, same in itertools.groupby(found, key=lambda r: r.batch):
+        inner, origin = None, 0.0
+        for outer in sorted(same, key=lambda r: r.rho):
+            errors = [r.worst_error for r in (inner, outer) if r is not None and r.worst_error is not None]
+            if inner is None or outer.value >= inner.value:
+                inner, origin = outer, outer.rho
+            effort = {"rho": outer.rho, "passes": outer.passes, "seconds": outer.seconds}
+            inner = dataclasses.replace(inner, **effort, worst_error=max(errors, default=None))
+            yield inner, origin
 
 
 def _best(units: list[BatchResult]) -> tuple[BatchResult, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quotient_manifolds.batches import default_forward, tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
 
 __all__ = ["LossFunction", "Objective", "Outcome", "default_loss", "normalized_logits", "scores_and_labels"]
@@ -192,7 +193,7 @@ def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | N
     >>> (scores.argmax(1) == labels).float().mean()
     tensor(0.6667)
     """
-    output = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
+    output = default_forward(model, batch)
     scores, labels = output if isinstance(output, Tensor) else getattr(output, "logits", None), _labels(batch)
     if not (isinstance(scores, Tensor) and labels is not None and _is_classification(scores, labels)):
         return None
@@ -248,8 +249,16 @@ class Objective:
             )
         if self.normalize_logits and self.loss_fn is not None:
             raise ValueError("normalize_logits applies to the default loss; normalise the logits inside loss_fn")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"micro_batch must be at least 1, got {self.micro_batch}; leave it out for whole batches")
+        whole = isinstance(self.micro_batch, int) and not isinstance(self.micro_batch, bool)
+        if self.micro_batch is not None and not (whole and self.micro_batch >= 1):
+            raise ValueError(
+                f"micro_batch must be a whole number of at least 1, got {self.micro_batch!r}; leave it out for whole "
+                "batches"
+            )
+        if not isinstance(self.normalize_logits, bool):
+            raise ValueError(f"normalize_logits must be True or False, got {self.normalize_logits!r}")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise ValueError(f"loss_fn must be a function (model, batch) -> loss, got {self.loss_fn!r}")
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Run the model on a batch, or on a piece of one.
@@ -293,20 +302,30 @@ class Objective:
         if self.micro_batch is None:
             return [(1.0, batch)]
         count = _examples(batch)
-        parts = [_rows(batch, i, i + self.micro_batch, count) for i in range(0, count, self.micro_batch)]
+        parts = [_rows(batch, slice(i, i + self.micro_batch), count) for i in range(0, count, self.micro_batch)]
         weights = [_counted_labels(model, part) for part in parts]
         total = sum(weights)
         if total == 0:
             raise ValueError("a batch has no label that counts (all are -100); leave it out")
         return [(w / total, part) for w, part in zip(weights, parts, strict=True) if w]
 
-    def check_pieces(self, model: nn.Module, batch: Any) -> None:
-        """Raise if the weighted losses of two single examples are not the loss of both.
+    def check_pieces(self, model: nn.Module, batch: Any, *, all_of_them: bool = True) -> None:
+        """Raise if the weighted losses of the parts of a piece are not the loss of the piece.
+
+        Every piece is held against two halves of it, by class where classes are known; where pieces are single
+        examples, neighbours are taken together.
+
+        Parameters
+        ----------
+        model : nn.Module
+        batch : tuple, dict or other
+        all_of_them : bool
+            All pieces, or the first one alone, which costs as much as its own pass.
 
         Raises
         ------
         ValueError
-            A loss that is no mean over examples or labels, or a layer that mixes examples.
+            A loss that is no mean over examples or labels, or is random, or a layer that mixes examples.
         """
         if self.micro_batch is None:
             return
@@ -316,51 +335,35 @@ class Objective:
                     f"micro_batch would change what the layer {name!r} ({type(m).__name__} without running "
                     "statistics) computes; leave micro_batch out"
                 )
-        count = _examples(batch)
-        if count < 2:
+        count, step = _examples(batch), max(2, self.micro_batch)
+        for start in range(0, count - 1, step if self.micro_batch > 1 else 1):
+            self._check_halves(model, _rows(batch, slice(start, start + step), count), min(step, count - start))
+            if not all_of_them:
+                return
+
+    def _check_halves(self, model: nn.Module, piece: Any, count: int) -> None:
+        halves = Objective(self.loss_fn, self.normalize_logits, -(-count // 2))
+        if count < 2 or _counted_labels(model, piece) == 0:
             return
-        two = _rows(batch, 0, 2, count)
+        labels = _labels(piece)
+        if labels is not None and labels.dim() == 1:  # by class: halves alike would not show weights of classes
+            piece = _rows(piece, labels.argsort(stable=True), count)
         with torch.set_grad_enabled(self.loss_fn is not None):
-            both = float(self(model, two).loss.detach())
-            single = Objective(self.loss_fn, self.normalize_logits, 1)
-            apart = sum(w * float(self(model, part).loss.detach()) for w, part in single.pieces(model, two))
+            both = float(self(model, piece).loss.detach())
+            apart = sum(w * float(self(model, part).loss.detach()) for w, part in halves.pieces(model, piece))
         eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-        if math.isfinite(both) and abs(both - apart) > max(1e-5, min(1e3 * eps, 1e-2)) * max(
-            abs(both), abs(apart), 1e-3
-        ):
+        size = max(abs(both), abs(apart), 1e-3)
+        if math.isfinite(both) and abs(both - apart) > max(1e-5, min(1e3 * eps, 1e-2)) * size:
             raise ValueError(
-                f"micro_batch changes the loss: two examples give {both:.8g} together and {apart:.8g} one by one; the "
-                "loss must be a mean over examples or labels, and no layer may mix examples; leave micro_batch out, or "
-                "let loss_fn take the mean"
+                f"micro_batch changes the loss: {count} examples give {both:.8g} together and {apart:.8g} as two "
+                "halves; the loss must be a mean over examples or labels without weights of its own, it must not be "
+                "random, and no layer may mix examples; leave micro_batch out, or let loss_fn take the mean"
             )
-
-
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """Walk through the tensors of a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for v in batch.values():
-            yield from tensors(v)
-    elif isinstance(batch, (list, tuple)):
-        for v in batch:
-            yield from tensors(v)
-
-
-def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a batch."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {k: mapped(v, change) for k, v in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(mapped(v, change) for v in batch)
-    return batch
 
 
 def widened(batch: Any) -> Any:
     """Give a batch whose half-precision tensors are float32: a half-precision model is a float32 one while measured."""
-    return mapped(batch, lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t)
+    return tree_map(lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t, batch)
 
 
 def _labels(batch: Any) -> Tensor | None:
@@ -380,7 +383,9 @@ def _examples(batch: Any) -> int:
     return len(found[0])
 
 
-def _rows(batch: Any, start: int, stop: int, count: int) -> Any:
+def _rows(batch: Any, chosen: slice | Tensor, count: int) -> Any:
+    """Take some of the examples of a batch."""
+
     def cut(t: Tensor) -> Tensor:
         if t.dim() == 0:
             return t
@@ -389,9 +394,9 @@ def _rows(batch: Any, start: int, stop: int, count: int) -> Any:
                 f"micro_batch cannot split a batch of {count} examples that has a tensor of shape {tuple(t.shape)}; "
                 "its first dimension must be the examples"
             )
-        return t[start:stop]
+        return t[chosen if isinstance(chosen, slice) else chosen.to(t.device)]
 
-    return mapped(batch, cut)
+    return tree_map(cut, batch)
 
 
 def _counted_labels(model: nn.Module, batch: Any) -> int:

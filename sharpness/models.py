@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import naming
 from .extras import needs
 
-__all__ = ["ClipClassifier", "ImageFormat", "LoadedModel", "load", "load_state_dict", "resolve"]
+__all__ = ["ClipClassifier", "ImageFormat", "LoadedModel", "call", "load", "load_state_dict", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,11 @@ class ImageFormat:
             raise ValueError(
                 f"images of {self.channels} channels need as many means and stds, got {self.mean}, {self.std}"
             )
-        if min(self.size) < 1 or not all(v > 0 for v in self.std):
-            raise ValueError(f"no such images: size {self.size}, std {self.std}")
+        numbers = (*self.mean, *self.std)
+        if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in numbers) or min(self.std) <= 0:
+            raise ValueError(f"means and stds of images are numbers, stds positive, got {self.mean}, {self.std}")
+        if len(self.size) != 2 or not 1 <= min(self.size) <= max(self.size) <= 2**14 or self.channels not in (1, 3):
+            raise ValueError(f"no such images: size {self.size}, {self.channels} channels")
         if self.resample not in ("bicubic", "bilinear", "nearest", "lanczos"):
             raise ValueError(f"no such resampling: {self.resample!r}")
 
@@ -108,17 +114,15 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer in a transformers folder; None if there is none."""
+        """The tokenizer in a transformers folder; None if there is none, a ValueError if it cannot be read."""
         # Without files transformers makes up a tokenizer with an empty vocabulary.
         files = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm")
         if self.folder is None or not any(any(self.folder.glob(name)) for name in files):
             return None
         from transformers import AutoTokenizer
 
-        try:
+        with _quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError):
-            return None
 
     def text_key(self) -> str:
         """Hash what decides how texts become tokens: equal keys, equal tokens."""
@@ -207,10 +211,8 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             from safetensors.torch import load_file
         except ImportError as error:
             raise ImportError("reading .safetensors needs the safetensors package: pip install safetensors") from error
-        try:
+        with naming(f"{path} is not a readable safetensors file"):
             found: Any = load_file(path)
-        except Exception as error:
-            raise ValueError(f"{path} is not a readable safetensors file ({error})") from error
     else:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
@@ -229,46 +231,87 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 def _fill(
     model: nn.Module, checkpoint: str | os.PathLike[str], state: Mapping[str, torch.Tensor] | None = None
 ) -> None:
+    given = load_state_dict(checkpoint) if state is None else state
+    with naming(f"the weights in {checkpoint} are not those of {type(model).__name__}"):
+        model.load_state_dict(given)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with naming(f"{path} is not valid JSON"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and tables: what is wrong is said in one sentence."""
+    import transformers
+
+    said = transformers.utils.logging
+    bars, level = said.is_progress_bar_enabled(), said.get_verbosity()
+    said.disable_progress_bar()
+    said.set_verbosity(said.CRITICAL)
     try:
-        model.load_state_dict(load_state_dict(checkpoint) if state is None else state)
-    except RuntimeError as error:
-        first = " ".join(str(error).split())[:300]
-        raise ValueError(f"the weights in {checkpoint} are not those of {type(model).__name__}: {first}") from error
+        yield
+    finally:
+        said.set_verbosity(level)
+        if bars:
+            said.enable_progress_bar()
 
 
 def _transformers(folder: Path) -> LoadedModel:
     with needs(f"reading {folder} needs transformers", "transformers"):
         import transformers
+    settings = _read_json(folder / "config.json")
+    names = settings.get("architectures") or ["AutoModel"]
+    name = names[0] if isinstance(names, list) else names
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if cls is None or not hasattr(cls, "from_pretrained"):
+        raise ValueError(f"{folder / 'config.json'} names the architecture {name!r}, which transformers does not have")
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        with _quiet(), naming(f"{folder} cannot be loaded as {cls.__name__}"):
+            model, found = cls.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+            if not isinstance(model, nn.Module):
+                raise ValueError(f"it is no model but {type(model).__name__}")
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is not valid JSON ({error})") from error
-    names = settings.get("architectures") or []
-    cls = getattr(transformers, names[0], None) if names else transformers.AutoModel
-    if cls is None:
-        raise ValueError(
-            f"{folder / 'config.json'} names the architecture {names[0]}, which transformers does not have"
-        )
-    bars = transformers.utils.logging
-    before = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()  # local files are read in no time
-    try:
-        model = cls.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{folder} holds pickled objects other than tensors, and pickled code is never executed; save the model "
-            "anew with save_pretrained, which writes safetensors"
-        ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, EOFError, AttributeError) as error:
-        raise ValueError(
-            f"{folder} cannot be loaded as {cls.__name__}: {' '.join(str(error).split())[:300]}"
-        ) from error
-    finally:
-        if before:
-            bars.enable_progress_bar()
-    labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
-    example, images = _transformers_example(model), _transformers_images(folder, model.config)
+        if isinstance(error.__cause__, pickle.UnpicklingError):
+            raise ValueError(
+                f"{folder} holds pickled objects other than tensors, and pickled code is never executed; save the "
+                "model anew with save_pretrained, which writes safetensors"
+            ) from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise ValueError(f"the weights in {folder} have other shapes than config.json says; {_MATCH}") from error
+        raise
+    _check_all_loaded(folder, found)
+    with naming(f"{folder / 'config.json'} cannot be used"):
+        labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
+        example = _transformers_example(model)
+    images = _transformers_images(folder, model.config)
     return LoadedModel(model.eval(), "transformers", example, images, folder, labels)
+
+
+_MATCH = (
+    "a model with random weights in their place would not be yours: use the configuration that they were saved with"
+)
+
+
+def _check_all_loaded(folder: Path, found: Mapping[str, Any]) -> None:
+    """Refuse weights that the model lacks, or that it would draw at random (a new head, say)."""
+    kinds = {"missing_keys": "lack", "mismatched_keys": "have another shape of", "unexpected_keys": "have besides"}
+    wrong = []
+    for kind, words in kinds.items():
+        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in found.get(kind) or ())
+        if names:
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            wrong.append(f"{words} {', '.join(names[:2])}{more}")
+    if wrong:
+        raise ValueError(
+            f"the weights in {folder} are not those of config.json: they {'; they '.join(wrong)}; {_MATCH}"
+        )
 
 
 def _transformers_images(folder: Path, config: Any) -> ImageFormat | None:
@@ -276,9 +319,14 @@ def _transformers_images(folder: Path, config: Any) -> ImageFormat | None:
     path = folder / "preprocessor_config.json"
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = _read_json(path)
     if not {"size", "crop_size"} & set(found) or (found.get("do_normalize", True) and "image_mean" not in found):
         return None  # of sound, say
+    with naming(f"{path} does not say how images are made ready"):
+        return _image_format(found, config)
+
+
+def _image_format(found: Mapping[str, Any], config: Any) -> ImageFormat:
     crop = bool(found.get("do_center_crop"))
     size = found.get("crop_size" if crop else "size", found.get("size"))
     if isinstance(size, dict):
@@ -399,18 +447,27 @@ def resolve(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    what = f"{name!r} is not an importable module:function"
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} is not an importable module:function ({error})") from error
+        with naming(what):
+            found = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise ValueError(f"{what}: {error}") from error
     if not callable(found):
         raise ValueError(f"{name!r} is not a function")
     result: Callable[..., Any] = found
     return result
 
 
+def call(name: str) -> Any:
+    """Import ``module:function``, see :func:`resolve`, and call it; a ValueError says why it failed."""
+    function = resolve(name)
+    with naming(f"{name} failed"):
+        return function()
+
+
 def _from_function(name: str, checkpoint: str | None) -> LoadedModel:
-    model = resolve(name)()
+    model = call(name)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
     if checkpoint is not None:
@@ -457,6 +514,8 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     ('function', 0.5)
     """
     folder = Path(name)
+    if folder.is_file():
+        raise ValueError(f"{name!r} is a file; name the model that its weights belong to, and the file as checkpoint")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"the folder {folder} has no config.json, so it is no transformers model")
@@ -474,7 +533,10 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
             continue
         if name in module.list_models():
             return build(name, checkpoint, head)
+    if "/" in name or os.sep in name:
+        raise FileNotFoundError(f"there is no folder {name!r}")
     raise ValueError(
-        f"{name!r} is neither a folder with a transformers model nor the name of an open_clip or timm model, nor "
+        f"{name!r} is neither a folder (there is none of this name) with a transformers model nor the name of an "
+        "open_clip or timm model, nor "
         "module:function" + "".join(f"; {one}" for one in missing)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,8 +109,10 @@ def profile(
     >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
     True
     """
-    if points < 2 or not reach > 0:
-        raise ValueError(f"a profile needs at least 2 points and a positive reach, got {points} and {reach}")
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        raise ValueError(f"points must be a whole number of at least 2, got {points!r}")
+    if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not 0 < reach < math.inf:
+        raise ValueError(f"reach must be a positive number, got {reach!r}")
     measure = direction.measure
     if ways is None:
         ways = tuple(dict.fromkeys((measure.geodesic, "first-order")))
@@ -117,18 +120,15 @@ def profile(
         ways = ("first-order",)
     objective = Objective(loss_fn, normalize_logits, micro_batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
-    losses: dict[str, tuple[float, ...]] = {}
     own = {name: p.dtype for name, p in named_weights(model).items()}
     if any(own[name] != t.dtype for name, t in direction.tensors.items() if name in own):
         # A half-precision model is a float32 one while it is perturbed.
         batch = widened(batch)
-    with undisturbed(model), torch.set_grad_enabled(loss_fn is not None):
-        pieces = objective.pieces(model, batch)
-        for way in ways:
-            along = replace(direction, measure=replace(measure, geodesic=way))
-            found = []
-            for t in times:
-                with perturbed(model, along, t):
-                    found.append(sum(w * float(objective(model, piece).loss.detach()) for w, piece in pieces))
-            losses[way] = tuple(found)
+
+    def loss_at(way: str, t: float) -> float:
+        along = replace(direction, measure=replace(measure, geodesic=way))
+        with perturbed(model, along, t), torch.set_grad_enabled(loss_fn is not None):
+            return sum(w * float(objective(model, piece).loss.detach()) for w, piece in objective.pieces(model, batch))
+
+    losses = undisturbed(model, lambda: {way: tuple(loss_at(way, t) for t in times) for way in ways})
     return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)

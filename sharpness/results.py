@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,11 +9,11 @@ from typing import Any
 
 from .direction import Direction
 from .extras import needs
-from .files import write_whole
+from .files import write_json
 from .layers import LayerShares, layer_shares
 from .measures import Measure
 
-__all__ = ["BatchResult", "SharpnessResult", "write_json"]
+__all__ = ["BatchResult", "SharpnessResult"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,9 @@ class BatchResult:
         Standard error of an average over random directions, or of the trace.
     trace : float or None
         Estimate of the Hessian's trace.
+    distance : float
+        Of the worst point from the weights, in the metric (for p = inf in that norm): ρ, or less where the loss is
+        larger inside the ball. 0 for what is no worst case.
     leaving : int
         Pairs whose exact mix geodesic would have left the manifold at the worst point, and was shortened.
     history : tuple of float
@@ -82,6 +84,7 @@ class BatchResult:
     converged: bool | None
     spread: float | None
     trace: float | None
+    distance: float
     leaving: int
     history: tuple[float, ...]
     seconds: float
@@ -97,18 +100,6 @@ class BatchResult:
         if self.worst_error is None or self.base_error is None:
             return None
         return self.worst_error - self.base_error
-
-
-def write_json(path: str | os.PathLike[str], found: Any) -> None:
-    """Write numbers, strings, lists and dicts to a file, which is replaced as a whole or not at all.
-
-    Parameters
-    ----------
-    path : str or path
-    found : dict, list, str, float, int, bool or None
-    """
-    text = json.dumps(found, indent=2) + "\n"
-    write_whole(path, lambda own: own.write_text(text, encoding="utf-8"))
 
 
 def _mean(values: Sequence[float]) -> float:

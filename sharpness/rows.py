@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
+from .files import write_text
 
 __all__ = ["BASELINES", "TARGETS", "gaps", "read_results", "targets", "write_csv", "write_rows"]
 
@@ -58,8 +58,7 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     ...     print(pathlib.Path(place, "results.jsonl").read_text())
     {"checkpoint": "a", "kind": "fit", "train_loss": 0.25}
     """
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_whole(path, lambda own: own.write_text(text, encoding="utf-8", newline=""))
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
@@ -92,7 +91,7 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
                 value = json.dumps(value, sort_keys=True) if value else ""
             cells.append(f"{value:.8g}" if isinstance(value, float) else "" if value is None else value)
         writer.writerow(cells)
-    write_whole(path, lambda own: own.write_text(stream.getvalue(), encoding="utf-8", newline=""))
+    write_text(path, stream.getvalue())
 
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

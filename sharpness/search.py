@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from .ascent import ASCENTS, Ball, Buffers, CubeBall, RoundBall
+from .ascent import ASCENTS, Ascent, Ball, Buffers, CubeBall, RoundBall
 from .hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
 from .losses import Objective, widened
 from .results import BatchResult
 from .space import WeightSpace
 
 __all__ = ["BatchLoss", "Search"]
+
+
+#: Times that the radius is halved in search of a larger loss inside the ball.
+_HALVINGS = 12
 
 
 def _generator(*entropy: int) -> torch.Generator:
@@ -34,11 +37,13 @@ class BatchLoss:
         self.space, self.objective, self.index = space, objective, index
         if space.half_precision:
             batch = widened(batch)
-        self.pieces = objective.pieces(space.model, batch)
+        self.batch, self.pieces = batch, objective.pieces(space.model, batch)
         self.worst_error: float | None = None
         self.passes = 0
         self.base_gradient = gradient
+        self.parts: list[float] = []
         self.base = self(None, gradient)
+        self._check_again()
         if not bool(self.base_gradient.isfinite().all()):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
@@ -60,6 +65,8 @@ class BatchLoss:
                 if not math.isfinite(part):
                     raise ValueError(self._not_finite(part, xi))
                 value += weight * part
+                if xi is None:
+                    self.parts.append(part)
                 wrong += outcome.wrong or 0
                 counted += outcome.counted or 0
                 if out is not None and not outcome.loss.requires_grad:
@@ -77,6 +84,19 @@ class BatchLoss:
         if counted:
             self.worst_error = max(wrong / counted, self.worst_error or 0.0)
         return value
+
+    def _check_again(self) -> None:
+        """Raise if a second pass through the first piece differs: a sharpness of noise means nothing."""
+        with torch.set_grad_enabled(self.objective.loss_fn is not None):
+            one, two = self.parts[0], float(self.objective(self.space.model, self.pieces[0][1]).loss.detach())
+        eps = max(torch.finfo(p.dtype).eps for p in self.space.model.parameters() if p.is_floating_point())
+        if not abs(one - two) <= min(200 * eps, 1e-3) * max(abs(one), abs(two), 1e-3):
+            raise ValueError(
+                f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
+                "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
+            )
+        if self.index > 0:  # of batch 0 all pieces were looked at
+            self.objective.check_pieces(self.space.model, self.batch, all_of_them=False)
 
     def losses(self) -> Iterator[Tensor]:
         """Walk through the losses of the pieces, which add up to the batch's, with their graphs."""
@@ -98,7 +118,7 @@ class Search:
     """Runs the units of work: (batch, radius, start), each independent of the others."""
 
     def __init__(
-        self, space: WeightSpace, *, ascent: str, steps: int, tol: float, samples: int, seed: int, bar: tqdm[Any]
+        self, space: WeightSpace, *, ascent: str, steps: int, tol: float, samples: int, seed: int, bar: Any
     ) -> None:
         self.space, self.how, self.ascend, self.bar = space, space.measure, ASCENTS[ascent], bar
         self.steps, self.tol, self.samples, self.seed = steps, tol, samples, seed
@@ -131,6 +151,7 @@ class Search:
             "base_error": batch.base_error, "worst_error": batch.worst_error, "random_start": False,
             # The pass at the weights is shared, but every unit needs it.
             "passes": batch.passes + 1, "gap": None, "converged": None, "spread": None, "trace": None, "leaving": 0,
+            "distance": 0.0,
         }  # fmt: skip
         return BatchResult(**{**values, **found}, seconds=time.perf_counter() - began)
 
@@ -173,11 +194,9 @@ class Search:
             known = (batch.base, batch.base_gradient)
         else:
             ball.to_sphere_(xi.copy_(self._random(batch, start)))
-        found = self.ascend(
-            batch, xi, ball, self.steps, tol=self.tol, base=batch.base, first=known, buffers=self.buffers,
-            callback=lambda value, top: self._show(rho, value, top),
-        )  # fmt: skip
-        self.bar.update(self.steps + 1 - len(found.history))
+        found = self._ascend(batch, xi, ball, known)
+        if self.how.p == 2:
+            found = self._inwards(batch, found, rho)
         point, value = found.point, found.value
         if value < batch.base:  # a start that never rose: the centre belongs to the ball
             point, value = point.zero_(), batch.base
@@ -188,8 +207,36 @@ class Search:
             leaving = self.space.leaving()
         return self._result(
             batch, rho, start, began, value=rise, worst_loss=value, history=found.history, gap=found.gap,
-            converged=found.converged, random_start=flat, leaving=leaving,
+            converged=found.converged, random_start=flat, leaving=leaving, distance=ball.norm(point),
         ), point  # fmt: skip
+
+    def _ascend(self, batch: BatchLoss, xi: Tensor, ball: Ball, known: tuple[float, Tensor] | None) -> Ascent:
+        found = self.ascend(
+            batch, xi, ball, self.steps, tol=self.tol, base=batch.base, first=known, buffers=self.buffers,
+            callback=lambda value, top: self._show(ball.radius, value, top),
+        )  # fmt: skip
+        self.bar.update(self.steps + 1 - len(found.history))
+        return found
+
+    def _inwards(self, batch: BatchLoss, found: Ascent, rho: float) -> Ascent:
+        """Look for a larger loss inside the ball, on spheres of half the radius each, where the sphere shows there is.
+
+        There is one where nothing rose, or the loss falls outwards at the best point: a bounded loss may oscillate.
+        """
+        ball = RoundBall(rho)
+        for _ in range(_HALVINGS):
+            if found.value > batch.base and not (found.slope is not None and found.slope < 0):
+                break
+            ball = RoundBall(ball.radius / 2)
+            self.buffers.keep()
+            start = ball.to_sphere_(self.buffers.take().copy_(found.point))
+            inner = self._ascend(batch, start, ball, None)
+            better, worse = (inner, found) if inner.value > found.value else (found, inner)
+            self.buffers.adopt(worse.point)
+            if better is found and found.value > batch.base:
+                break
+            found = better
+        return found
 
     def _show(self, rho: float, value: float, top: float) -> None:
         self.bar.update()

@@ -1,45 +1,116 @@
-"""Measuring leaves no trace: modes, buffers, random state and switches are put back."""
+"""Measuring leaves no trace: weights, modes, buffers, random state and switches are put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 __all__ = ["undisturbed"]
 
+T = TypeVar("T")
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Keep a model in evaluation mode with gradients on; put modes, buffers, random state and switches back."""
-    modes = {m: m.training for m in model.modules()}
-    buffers = [
-        (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    autocast_cache = torch.is_autocast_cache_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        try:
-            # The fast path of torch's encoder layers reads weights behind autograd's (and adapters') back.
+
+class _FastPath:
+    """Torch's fast path of encoder layers, off while anybody measures: the switch is one for all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), set[int](), True
+
+    def off(self, user: int) -> None:
+        """Switch it off; the first user notes how it was."""
+        with self._lock:
+            if not self._users:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+            self._users.add(user)
             torch.backends.mha.set_fastpath_enabled(False)
-            # Not model.eval(): some layers merge weights when they are told to.
-            for module in modes:
-                module.training = False
-            torch.set_autocast_cache_enabled(False)  # it would keep casts of the weights while they move
-            yield
+
+    def back(self, user: int) -> None:
+        """Put it back when the last user is gone; twice is harmless."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_fast_path = _FastPath()
+
+
+class _State:
+    """Everything of a model and of torch that a measurement may change, and how it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modes = {m: m.training for m in model.modules()}
+        self.data = [(p, p.data, p.grad) for p in model.parameters()]
+        self.buffers = [(m, dict(m._buffers)) for m in self.modes if not isinstance(m, torch.jit.ScriptModule)]
+        self.contents = [(b, b.detach().clone()) for b in model.buffers()]
+        self.random = torch.get_rng_state()
+        devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+        self.random_of_gpus = [(i, torch.cuda.get_rng_state(i)) for i in devices]
+        self.gradients = torch.is_grad_enabled()
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.cached_parametrizations = parametrize._cache_enabled
+
+    def prepare(self) -> None:
+        """Switch off what reads weights behind autograd's (and adapters') back, and go to evaluation mode."""
+        _fast_path.off(id(self))
+        torch.set_autocast_cache_enabled(False)  # it would keep casts of the weights while they move
+        parametrize._cache_enabled = 0
+        # Not model.eval(): some layers merge weights when they are told to.
+        for module in self.modes:
+            module.training = False
+
+    def restore(self) -> None:
+        """Put everything back; twice is harmless."""
+        for p, data, grad in self.data:
+            p.data, p.grad = data, grad
+        for module, training in self.modes.items():
+            module.training = training
+        for module, found in self.buffers:
+            for name in set(module._buffers) - set(found):
+                del module._buffers[name]
+            module._buffers.update(found)  # those that a pass filled or replaced
+        with torch.no_grad():
+            for buffer, value in self.contents:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        torch.set_grad_enabled(self.gradients)
+        torch.set_rng_state(self.random)
+        for i, state in self.random_of_gpus:
+            torch.cuda.set_rng_state(state, i)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        parametrize._cache_enabled = self.cached_parametrizations
+        _fast_path.back(id(self))
+
+
+def undisturbed(model: nn.Module, work: Callable[[], T]) -> T:
+    """Do some work with a model in evaluation mode and gradients on; put everything back, see :class:`_State`.
+
+    An interrupt that falls into the clean-up is raised after it: what it cuts short is done again. (A ``with``
+    statement could not promise that: an interrupt may fall into contextlib's own code.)
+
+    Parameters
+    ----------
+    model : nn.Module
+    work : callable
+        Without arguments.
+
+    Returns
+    -------
+    object
+        What the work returns.
+    """
+    state = _State(model)
+    try:
+        try:
+            state.prepare()
+            with torch.inference_mode(False), torch.enable_grad():
+                return work()
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            torch.set_autocast_cache_enabled(autocast_cache)
-            for module, training in modes.items():
-                module.training = training
-            with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    module._buffers[name] = buffer
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+            state.restore()
+    finally:
+        state.restore()

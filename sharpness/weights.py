@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.symmetries import is_sharded
 
 __all__ = ["half_precision_rest", "named_weights", "pointing_to", "trainable", "wide_buffers"]
 
@@ -27,6 +28,12 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
+        )
+    sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"parameter {sharded!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are measured; gather "
+            "the model on one device, or measure the checkpoint that it was loaded from"
         )
     devices = {p.device for p in found.values()}
     if len(devices) > 1:
@@ -57,23 +64,37 @@ def wide_buffers(model: nn.Module, wanted: bool) -> Iterator[None]:
         for name, b in m._buffers.items()
         if b is not None and b.is_floating_point() and b.dtype != at_least_float32(b.dtype)
     ]
-    try:
-        for m, name, b in narrow:
-            m._buffers[name] = b.to(at_least_float32(b.dtype))
-        yield
-    finally:
+
+    def put_back() -> None:
         for m, name, b in narrow:
             m._buffers[name] = b
+
+    try:
+        try:
+            for m, name, b in narrow:
+                m._buffers[name] = b.to(at_least_float32(b.dtype))
+            yield
+        finally:
+            put_back()
+    finally:
+        put_back()
 
 
 @contextmanager
 def pointing_to(data: dict[Tensor, Tensor]) -> Iterator[None]:
     """Let parameters point to other data; the original storage is untouched and comes back on every way out."""
     original = {p: p.data for p in data}
-    try:
-        for p, replacement in data.items():
-            p.data = replacement
-        yield
-    finally:
+
+    def put_back() -> None:
         for p, before in original.items():
             p.data = before
+
+    try:
+        try:
+            for p, replacement in data.items():
+                p.data = replacement
+            yield
+        finally:  # cut short by an interrupt, it is done again
+            put_back()
+    finally:
+        put_back()

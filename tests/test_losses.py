@@ -102,7 +102,7 @@ def test_micro_batches_of_a_loss_of_ones_own():
         sharpness.evaluate(model, [own], mean, rho=0.1, steps=3, micro_batch=size).value for size in (None, 5)
     )
     assert pieces == pytest.approx(whole, rel=1e-12)
-    with pytest.raises(ValueError, match=r"micro_batch changes the loss: two examples give .* together"):
+    with pytest.raises(ValueError, match=r"micro_batch changes the loss: 5 examples give .* together"):
         sharpness.evaluate(model, [own], total, rho=0.1, steps=3, micro_batch=5)
     own["odd"] = torch.ones(3)
     with pytest.raises(ValueError, match=r"cannot split a batch of 12 examples that has a tensor of shape \(3,\)"):
@@ -127,7 +127,7 @@ def test_layers_that_mix_examples():
     model = WithBatchNorm(True).train()  # running statistics are used while measuring
     whole, pieces = (sharpness.evaluate(model, [batch], micro_batch=m, **options).value for m in (None, 2))
     assert pieces == pytest.approx(whole, rel=1e-12)
-    with pytest.raises(ValueError, match="micro_batch must be at least 1"):
+    with pytest.raises(ValueError, match="micro_batch must be a whole number of at least 1"):
         sharpness.evaluate(model, [batch], micro_batch=0, **options)
     with pytest.raises(ValueError, match="micro_batch needs batches of tensors"):
         sharpness.evaluate(model, ["text"], lambda m, b: m.out.weight.sum(), micro_batch=2, **options)

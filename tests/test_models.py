@@ -71,7 +71,7 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
         ([vit, "--checkpoint", "absent.pt"], "there is no checkpoint file absent.pt"),
         (["empty"], "has no config.json"),
         (["bad"], "not valid JSON"),
-        (["odd"], "NoSuchModel, which transformers does not have"),
+        (["odd"], "'NoSuchModel', which transformers does not have"),
         (["nonsense"], "neither a folder"),
     ]:
         assert cli.main(["symmetries", *arguments]) == 2

@@ -128,10 +128,16 @@ class QuotientAdam(QuotientOptimizer):
         if group["second_moment"] not in ("matrix", "scalar"):
             raise ValueError(f'second_moment must be "matrix" or "scalar", got {group["second_moment"]!r}')
         betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
+        if (
+            not isinstance(betas, (tuple, list))
+            or len(betas) != 2
+            or not all(is_number(b) and 0 <= b < 1 for b in betas)
+        ):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
         if not (is_number(group["eps"]) and 0 < group["eps"] < math.inf):
-            raise ValueError(f"eps must be positive, got {group['eps']!r}: a factor without gradient yet is divided by it")
+            raise ValueError(
+                f"eps must be positive, got {group['eps']!r}: a factor without gradient yet is divided by it"
+            )
 
     def _direction(
         self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor

@@ -38,8 +38,8 @@ class QuotientOptimizer(Optimizer):
     Raises
     ------
     ValueError
-        An option out of range; no pair among the parameters; a pair whose parameters lie in several groups or are not all there; a pair with
-        one frozen factor, or with two factors that both lack rank; sharded parameters.
+        An option out of range; no pair among the parameters; a pair whose parameters lie in several groups or are not
+        all there; a pair with one frozen factor, or with two factors that both lack rank; sharded parameters.
 
     Notes
     -----
@@ -381,9 +381,9 @@ class QuotientOptimizer(Optimizer):
         """
         if state_dict.get("kind") != type(self).__name__:
             raise ValueError(
-                f"this state was saved by {state_dict.get('kind', 'an optimiser without pairs, such as AdamW')}, not by "
-                f"{type(self).__name__}, and its moments mean something else; to switch, load the model's weights and "
-                "begin with a new optimiser and a short warm-up of the learning rate"
+                f"this state was saved by {state_dict.get('kind', 'an optimiser without pairs, such as AdamW')}, not "
+                f"by {type(self).__name__}, and its moments mean something else; to switch, load the model's weights "
+                "and begin with a new optimiser and a short warm-up of the learning rate"
             )
         if state_dict["pairs"] != [p.name for p in self._pairs]:
             differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..losses import mapped
-from ..models import ImageFormat, LoadedModel, load_state_dict, resolve
+from quotient_manifolds.batches import tree_map
+
+from ..models import ImageFormat, LoadedModel, call, load_state_dict
 from .examples import Examples, choose
 from .images import idx_images, image_archive, image_folder
 from .saved_datasets import datasets_folder, is_datasets_folder
@@ -184,12 +185,12 @@ def load_batches(
     if is_function(source):
         if examples is not None or seed is not None:
             raise ValueError(f"{source} is a function, which chooses its examples itself")
-        batches = resolve(source)()
+        batches = call(source)
     else:
         found = load_examples(source, **options)
         chosen = choose(len(found), examples, seed)
         batches = (found.batch(chosen[i : i + batch_size]) for i in range(0, len(chosen), batch_size))
-    result = [mapped(b, lambda t: t.to(device)) for b in itertools.islice(batches, count)]
+    result = [tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, count)]
     if not result:
         raise ValueError(f"{source} gave no batch")
     return result

@@ -1,11 +1,12 @@
 """Figures. Needs the extra ``plot``."""
 
 from .analytic import plot_diagonal, plot_orbit, plot_symmetry_demo, plot_toy
-from .look import style
+from .look import check_figure, style
 from .many_models import plot_ablations, plot_study
 from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
 
 __all__ = [
+    "check_figure",
     "plot_ablations",
     "plot_diagonal",
     "plot_layers",

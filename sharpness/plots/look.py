@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ..extras import needs
+from ..files import atomic_write, check_file
 
-__all__ = ["COLOURS", "MARKERS", "figure", "style"]
+__all__ = ["COLOURS", "MARKERS", "check_figure", "figure", "style"]
 
 #: Okabe and Ito's colours, without their yellow, which is faint on white.
 _CYCLE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
@@ -64,6 +65,26 @@ def style() -> AbstractContextManager[None]:
     return context
 
 
+def check_figure(path: str | os.PathLike[str]) -> None:
+    """Raise unless a figure may be written there; to be called before the work that it shows.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        As :func:`sharpness.files.check_file`; a suffix of no kind of figure; without matplotlib.
+    """
+    with needs("figures need matplotlib", "plot"):
+        from matplotlib.backend_bases import FigureCanvasBase
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    suffix = check_file(path).suffix.removeprefix(".")
+    if suffix not in kinds:
+        raise ValueError(f"{str(path)!r} is no figure: its name must end in .{', .'.join(sorted(kinds))}")
+
+
 @contextmanager
 def figure(
     path: str | os.PathLike[str] | None, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
@@ -93,4 +114,4 @@ def figure(
         drawn = Figure(figsize=size, layout="constrained")
         yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
         if path is not None:
-            drawn.savefig(path)
+            atomic_write(path, drawn.savefig)

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from quotient_manifolds.symmetries import act_randomly_, find
 
 from ..evaluation import evaluate
 from ..extras import needs
-from ..plots import plot_symmetry_demo
+from ..files import check_file, write_json
+from ..plots import check_figure, plot_symmetry_demo
 from ..profiles import profile
-from ..results import SharpnessResult, write_json
+from ..progress import bar
+from ..results import SharpnessResult
 
 __all__ = ["Demo", "digits", "run", "train"]
 
@@ -106,8 +107,7 @@ def train(
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=3e-3, total_steps=epochs * steps)
     model.train()
-    bar = tqdm(total=epochs * steps, desc="training", unit="step", disable=None if progress else True)
-    with bar:
+    with bar(epochs * steps, "training", "step", progress=progress) as shown:
         for _ in range(epochs):
             for chosen in torch.randperm(len(labels), generator=generator).split(size):
                 dx, dy = torch.randint(-1, 2, (2,), generator=generator).tolist()
@@ -117,8 +117,8 @@ def train(
                 loss.backward()
                 optimiser.step()
                 schedule.step()
-                bar.update()
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                shown.update()
+                shown.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.eval()
 
 
@@ -155,12 +155,13 @@ def run(
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
-        A condition number below 1; no folder for the figure; the extra ``demo`` is not installed.
+        A condition number below 1; no place for the figure, or no such kind of one; the extra ``demo`` is not
+        installed.
     """
     if condition < 1:
         raise ValueError(f"a condition number is at least 1, got {condition}")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"the folder {out.parent} for the picture does not exist; create it first")
+    check_figure(out)
+    check_file(out.with_suffix(".json"))
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
     model = vision_transformer()

@@ -7,7 +7,7 @@ and Figure 3.
 from __future__ import annotations
 
 import csv
-import json
+import io
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tqdm.auto import tqdm
 
 from ..ascent import RoundBall, auto_pgd
+from ..files import check_folder, write_json, write_text
+from ..progress import bar
 from ..statistics import kendall
 from .trust_region import maximise_quadratic
 
@@ -264,21 +265,21 @@ def run(
         raise ValueError(f"alpha-min and alpha-max must be positive and in order, got {alpha_min} and {alpha_max}")
     if min(n, d, seeds) < 1 or models < 3 or not rhos or min(rhos) <= 0:
         raise ValueError("n, d and seeds must be at least 1, models at least 3, and every rho positive")
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
     rows: list[dict[str, Any]] = []
     tasks = [(n, d, models, s, alpha_min, alpha_max, tuple(rhos)) for s in range(seed, seed + seeds)]
     workers = min(seeds, os.cpu_count() or 1) if workers is None else workers
-    with tqdm(total=seeds, desc="diagonal networks", unit="seed", disable=None if progress else True) as bar:
+    with bar(seeds, "diagonal networks", "seed", progress=progress) as shown:
         if workers == 1:
             for task in tasks:
                 rows.extend(_one_seed(task))
-                bar.update()
+                shown.update()
         else:  # many small products: one thread a process, and a seed a process
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
                 for found in pool.map(_one_seed, tasks):
                     rows.extend(found)
-                    bar.update()
+                    shown.update()
     measures = [c for c in rows[0] if c.startswith(("closed", "max"))]
     table: dict[str, Any] = {}
     for column in measures:
@@ -300,11 +301,12 @@ def run(
         "correlations with the test loss": table,
         _ORDER: int(sum(a > i > m for a, i, m in zip(*order, strict=True))),
     }  # fmt: skip
-    with (out / "diagonal.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    (out / "diagonal.json").write_text(json.dumps(result, indent=1) + "\n")
+    table_of_rows = io.StringIO(newline="")
+    writer = csv.DictWriter(table_of_rows, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(out / "diagonal.csv", table_of_rows.getvalue())
+    write_json(out / "diagonal.json", result)
     _print(result, rhos)
     from ..plots import plot_diagonal
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from ..extras import needs
+from ..files import atomic_write_folder, check_replaceable
+from ..progress import bar
 
 __all__ = ["pretrain", "wordpiece"]
 
@@ -88,7 +89,7 @@ def pretrain(
     texts : sequence of str
         At least ``batch``, what the vocabulary is made from too.
     folder
-        Where model and tokenizer go.
+        Where model and tokenizer go; it must not hold anything else.
     width, depth, heads, vocabulary, length : int
         Size of the network: hidden width, layers, heads, vocabulary, tokens of an input.
     steps, batch : int
@@ -129,6 +130,7 @@ def pretrain(
     with needs("pre-training a BERT needs transformers", "studies"):
         from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
 
+    check_replaceable(folder)
     torch.manual_seed(seed)
     tokenizer = wordpiece(texts, vocabulary, length=length)
     coded = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
@@ -148,7 +150,8 @@ def pretrain(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     rng = np.random.default_rng(seed)
     losses = []
-    for _ in tqdm(range(steps), desc="pre-training", disable=not progress):
+    shown = bar(steps, "pre-training", "step", progress=progress)
+    for _ in range(steps):
         chosen = batches[rng.integers(len(batches))]
         found = dict(collate([{"input_ids": coded[i]} for i in chosen]))
         labels = found.pop("labels")
@@ -161,7 +164,12 @@ def pretrain(
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
-    folder = Path(folder)
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        shown.update()
+    shown.close()
+
+    def write(own: Path) -> None:
+        model.eval().save_pretrained(own)
+        tokenizer.save_pretrained(own)
+
+    atomic_write_folder(folder, write)
     return losses

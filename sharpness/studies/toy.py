@@ -6,7 +6,6 @@ sharpness by :func:`sharpness.evaluate`. Paper, Figures 1 and 6, App. D.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from quotient_manifolds import GLQuotientInv, QuotientManifold, RescaleQuotient
 from quotient_manifolds.symmetries import Group, SymmetricPair, block, pair
 
 from ..evaluation import evaluate
+from ..files import check_folder, write_json
+from ..progress import bar
 
 __all__ = [
     "POINTS", "Toy", "closed_forms", "euclidean_gradient_norm", "euclidean_hessian_trace", "riemannian_gradient_norm",
@@ -165,7 +165,7 @@ def run(
     """
     if x == 0:
         raise ValueError("x must not be zero: the network would not depend on its weights")
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
     axis = torch.linspace(-2.5, 2.5, size, dtype=torch.float64)  # an even number of points: none on an axis
     theta2, theta1 = torch.meshgrid(axis, axis, indexing="ij")
     points = torch.stack([theta1, theta2], -1).reshape(-1, 2, 1)
@@ -191,7 +191,8 @@ def run(
     variation = {name: {q: _variation(v) for q, v in quantities(orbit, m).items()} for name, m in manifolds.items()}
     first = POINTS[0]
     measured: dict[str, list[float]] = {"rho": list(rhos), "measured (second-order geodesic)": []}
-    for rho in tqdm(rhos, desc="sharpness of the toy network", disable=None if progress else True):
+    shown = bar(len(rhos), "sharpness of the toy network", "radius", progress=progress)
+    for rho in rhos:
         for label, value in closed_forms(*first, x, y, rho).items():
             measured.setdefault(f"closed form, {label}", []).append(value)
         model = Toy(*first)
@@ -202,6 +203,8 @@ def run(
         )  # fmt: skip
         assert isinstance(found.value, float)
         measured["measured (second-order geodesic)"].append(found.value)
+        shown.update()
+    shown.close()
     least = torch.tensor([[[1.0], [y / x]], [[2.0], [y / x / 2]]], dtype=torch.float64)
     at_minimum = {q: float(v[0]) for q, v in quantities(least, manifolds["GLQuotientInv"]).items()}
     result = {
@@ -212,7 +215,7 @@ def run(
         "at the minimum (1, y/x)": at_minimum,
         "closed form of the Riemannian Hessian trace there, 4y²": 4 * y**2,
     }
-    (out / "toy.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out / "toy.json", result)
     from ..plots import plot_orbit, plot_toy
 
     shown = {k: v.reshape(size, size).numpy() for k, v in quantities(points, manifolds["GLQuotientInv"]).items()}

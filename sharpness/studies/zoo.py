@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..data import DataChoice, choose, load_examples
-from ..files import write_whole
+from ..files import atomic_write, atomic_write_folder, check_folder, write_json
 from ..models import ImageFormat, LoadedModel, load
-from ..results import write_json
+from ..progress import bar
 from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
 
 __all__ = ["train_zoo"]
@@ -98,7 +97,7 @@ def train_zoo(
     first, parts = shard
     if not 1 <= first <= parts:
         raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {first}/{parts}")
-    folder = Path(folder)
+    folder = check_folder(folder, create=False)
     loaded = load(model, checkpoint)
     if recipes is None:
         recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
@@ -114,8 +113,9 @@ def train_zoo(
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
         found = _config(loaded, model, checkpoint, data, test, min(points, len(training.labels)))
-        write_whole(config, lambda own: own.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8"))
-    for i in tqdm(todo, desc="models", disable=not progress):
+        write_json(config, found)
+    shown = bar(len(todo), "models", "model", progress=progress)
+    for i in todo:
         start = time.perf_counter()
         torch.manual_seed(recipes[i].seed)
         net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
@@ -127,6 +127,8 @@ def train_zoo(
             folder / f"model_{i:02d}.json",
             {**records[i], "last_epoch_loss": sum(tail) / len(tail), "seconds": seconds},
         )
+        shown.update()
+    shown.close()
     return config
 
 
@@ -155,13 +157,13 @@ def _save(net: Any, loaded: LoadedModel, path: Path) -> None:
             if (loaded.folder / "preprocessor_config.json").is_file():
                 shutil.copy(loaded.folder / "preprocessor_config.json", own)
 
-        write_whole(path, write)
+        atomic_write_folder(path, write)
     else:
         from safetensors.torch import save_file
 
         # Clones: tied weights share memory, which safetensors refuses.
         weights = {k: v.detach().clone().contiguous() for k, v in net.state_dict().items()}
-        write_whole(path.with_name(path.name + ".safetensors"), lambda own: save_file(weights, own))
+        atomic_write(path.with_name(path.name + ".safetensors"), lambda own: save_file(weights, own))
 
 
 def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:

@@ -17,9 +17,10 @@ from ..baselines import distance, norms, relative_flatness
 from ..data import DataChoice
 from ..distributed import counter
 from ..evaluation import evaluate
+from ..files import write_json
 from ..losses import Objective
 from ..models import LoadedModel, load, load_state_dict
-from ..results import SharpnessResult, write_json
+from ..results import SharpnessResult
 from .plan import Checkpoint, Sweep, as_data, unit_key
 
 __all__ = ["read_rows", "run_sweep"]

@@ -1,0 +1,47 @@
+"""What users cause, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["naming", "words_of"]
+
+
+def words_of(error: BaseException) -> str:
+    """Say in one line what went wrong, with the kind of error where its words alone may not tell."""
+    said = " ".join(str(error).split())[:500]
+    return said if isinstance(error, (ValueError, OSError)) and said else f"{type(error).__name__}: {said}".rstrip(": ")
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Turn whatever other code raises over a user's file, model or function into one sentence.
+
+    Parameters
+    ----------
+    what : str
+        The sentence's beginning: what is wrong, with the name of the thing.
+
+    Raises
+    ------
+    ValueError
+        In place of every error but a missing library or a lack of memory; that error is its cause.
+
+    Examples
+    --------
+    >>> try:
+    ...     with naming("the settings cannot be read"):
+    ...         {}["steps"]
+    ... except ValueError as error:
+    ...     print(error)
+    the settings cannot be read: KeyError: 'steps'
+    """
+    try:
+        yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{what}: {words_of(error)}") from error
