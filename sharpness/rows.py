@@ -12,8 +12,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from .errors import naming
 from .files import write_text
 
 __all__ = ["BASELINES", "TARGETS", "gaps", "read_results", "targets", "write_csv", "write_rows"]
@@ -128,21 +131,67 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"there are no results at {path}; name a sweep's folder, its results.jsonl or a .csv")
     rows: list[dict[str, Any]] = []
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            if path.suffix != ".csv":
-                rows = [json.loads(line) for line in file if line.strip()]
-            else:
-                for cells in csv.DictReader(file):
-                    row: dict[str, Any] = {k: v if k in _TEXT else _number(k, v) for k, v in cells.items() if v != ""}
-                    if row["kind"] == "sharpness":
-                        row.setdefault("ablation", {})
-                    rows.append(row)
-        if not rows or not all(r["checkpoint"] and r["kind"] for r in rows):
-            raise ValueError("no rows")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no results of a sweep ({error})") from error
+    with naming(f"{path} holds no results of a sweep"), path.open(encoding="utf-8", newline="") as file:
+        if path.suffix != ".csv":
+            rows = [json.loads(line) for line in file if line.strip()]
+        else:
+            for cells in csv.DictReader(file):
+                row: dict[str, Any] = {
+                    k: v if k in _TEXT else _number(k, v) for k, v in cells.items() if v not in ("", None)
+                }
+                if row.get("kind") == "sharpness":
+                    row.setdefault("ablation", {})
+                rows.append(row)
+        if not rows:
+            raise ValueError("there is no row in it")
+        _check_rows(rows)
     return rows
+
+
+Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Row(msgspec.Struct, tag_field="kind"):
+    checkpoint: Name
+
+
+class _Fit(_Row, tag="fit"):
+    train_loss: Finite | None = None
+    train_error: Finite | None = None
+    test_loss: Finite | None = None
+    test_error: Finite | None = None
+
+
+class _Baselines(_Row, tag="baselines"):
+    weight_norm: Finite | None = None
+    log_spectral: Finite | None = None
+    distance: Finite | None = None
+    relative_flatness: Finite | None = None
+
+
+class _Sharpness(_Row, tag="sharpness"):
+    measure: Name
+    ablation: dict[str, Any]
+    rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
+    sharpness: Finite
+
+
+def _check_rows(rows: Sequence[Row]) -> None:
+    """Raise for a row without what its kind needs, or two of one place: those of two sweeps, or of two data sets."""
+    places: dict[tuple[Any, ...], int] = {}
+    for number, row in enumerate(rows, 1):
+        try:
+            msgspec.convert(row, _Fit | _Baselines | _Sharpness)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"row {number}: {str(error).replace(' - at `$.', ': `')}") from error
+        place = (
+            row["checkpoint"], row["kind"], row.get("measure"), json.dumps(row.get("ablation"), sort_keys=True),
+            row.get("rho"),
+        )  # fmt: skip
+        if place in places:
+            raise ValueError(f"rows {places[place]} and {number} are of one checkpoint, measure and radius; keep one")
+        places[place] = number
 
 
 def _number(column: str, text: str) -> Any:

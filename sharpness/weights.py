@@ -32,8 +32,8 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ValueError(
-            f"parameter {sharded!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are measured; gather "
-            "the model on one device, or measure the checkpoint that it was loaded from"
+            f"parameter {sharded!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are measured; "
+            "gather the model on one device, or measure the checkpoint that it was loaded from"
         )
     devices = {p.device for p in found.values()}
     if len(devices) > 1:

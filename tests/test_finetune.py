@@ -249,7 +249,7 @@ def test_a_transformers_folder_of_images(images):
     assert run_sweep(sweep, "out", progress=False) == []
 
 
-def test_a_head_that_was_there_is_not_kept_and_a_killed_folder_is_replaced(tmp_path):
+def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replaced(tmp_path):
     torch.set_default_dtype(torch.float32)
     pretrain(SENTENCES * 11, tmp_path / "bert", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=1,
              progress=False)  # fmt: skip
@@ -261,8 +261,11 @@ def test_a_head_that_was_there_is_not_kept_and_a_killed_folder_is_replaced(tmp_p
         str(tmp_path / "bert"), DataChoice(str(table), columns=names), tmp_path / "a", recipes=one, progress=False
     )
     first = str(tmp_path / "a" / "model_00")
-    (tmp_path / "b" / "model_00").mkdir(parents=True)  # killed before its JSON file was written
+    (tmp_path / "b" / "model_00").mkdir(parents=True)
     (tmp_path / "b" / "model_00" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds what is not this program's"):
+        train_zoo(first, DataChoice(str(table)), tmp_path / "b", recipes=one, progress=False)
+    (tmp_path / "b" / "model_00" / "config.json").unlink()
     # The names of the classes are those of the model.
     two = [replace(one[0], seed=5)]
     train_zoo(first, DataChoice(str(table)), tmp_path / "b", recipes=two, progress=False)

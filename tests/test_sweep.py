@@ -207,12 +207,12 @@ def test_a_killed_rank_ends_the_others(place):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": None}, r"needs a source|unsupported|needs the entries"),
-        ({"measure": ["adaptive"]}, "unknown entry 'measure'; known are"),
+        ({"data": None}, r"missing required entry `data`"),
+        ({"measure": ["adaptive"]}, "unknown entry `measure`; known are"),
         ({"measures": ["flat"]}, "unknown measure 'flat'"),
         ({"checkpoints": "nowhere/*"}, r"no checkpoint matches 'nowhere/\*'"),
-        ({"data": {"source": "train.pt", "colour": 1}}, "unknown entry 'colour'"),
-        ({"checkpoints": [{"model": "x"}]}, "a checkpoint has a path"),
+        ({"data": {"source": "train.pt", "colour": 1}}, "entry data: contains unknown entry `colour`"),
+        ({"checkpoints": [{"model": "x"}]}, r"entry checkpoints\[0\]: missing required entry `path`"),
         ({"ablations": [{"speed": 3}]}, "unknown switch"),
         ({"ablations": [{"geodesic": "rk4"}]}, "means nothing for any of adaptive, euclidean"),
         ({"rho": {}}, "'euclidean' has no radius of its own"),
@@ -303,7 +303,7 @@ def test_a_sweep_has_test_data_or_accuracies(place):
     config = json.loads(Path("sweep.json").read_text())
     for wrong, message in (
         ({"accuracies": {"file": "a.csv", "name": "n", "test": "t"}}, "both test and accuracies"),
-        ({"accuracies": {"file": "a.csv"}, "test": None}, "accuracies need file, name and test"),
+        ({"accuracies": {"file": "a.csv"}, "test": None}, "entry accuracies: missing required entry `name`"),
         ({"initial": "nowhere.pt"}, "no initial weights at"),
     ):
         Path("wrong.json").write_text(json.dumps({**config, **wrong}))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter
+from .options import Formatter, count, seed
 
 __all__ = ["add_demo", "add_diagonal", "add_toy"]
 
@@ -21,7 +21,7 @@ def add_demo(commands: Any) -> None:
         "picture.",
         formatter_class=Formatter,
     )
-    demo.add_argument("--seed", type=int, default=0, help="seed of the split, the training and the symmetry")
+    demo.add_argument("--seed", type=seed, default=0, help="seed of the split, the training and the symmetry")
     demo.add_argument(
         "--out", type=Path, default=Path("sharpness-demo.png"), help="where the picture goes, and the numbers as .json"
     )
@@ -71,15 +71,15 @@ def add_diagonal(commands: Any) -> None:
         "maximisation, and correlate it with their test loss.",
         formatter_class=Formatter,
     )
-    diagonal.add_argument("--n", type=int, default=100, help="data points")
-    diagonal.add_argument("--d", type=int, default=200, help="dimensions")
-    diagonal.add_argument("--models", type=int, default=50, help="networks a data seed")
-    diagonal.add_argument("--seeds", type=int, default=10, help="number of data seeds")
-    diagonal.add_argument("--seed", type=int, default=0, help="the first data seed")
+    diagonal.add_argument("--n", type=count, default=100, help="data points")
+    diagonal.add_argument("--d", type=count, default=200, help="dimensions")
+    diagonal.add_argument("--models", type=count, default=50, help="networks a data seed")
+    diagonal.add_argument("--seeds", type=count, default=10, help="number of data seeds")
+    diagonal.add_argument("--seed", type=seed, default=0, help="the first data seed")
     diagonal.add_argument("--alpha-min", type=float, default=0.01, help="smallest scale of the start")
     diagonal.add_argument("--alpha-max", type=float, default=0.3, help="largest scale of the start")
     diagonal.add_argument("--rho", type=float, nargs="+", default=[0.001, 0.1], help="radii of the true maximisation")
-    diagonal.add_argument("--workers", type=int, help="processes that share the seeds (default: one a core)")
+    diagonal.add_argument("--workers", type=count, help="processes that share the seeds (default: one a core)")
     diagonal.add_argument("--out", type=Path, default=Path("diagonal"), help="folder for CSV, JSON and figure")
     diagonal.add_argument("--quiet", action="store_true", help="no progress bar")
     diagonal.set_defaults(run=_diagonal)

@@ -39,10 +39,12 @@ def _sweep(options: argparse.Namespace) -> int:
     import torch
 
     from ..distributed import torchrun
+    from ..files import check_folder
     from ..rows import write_csv, write_rows
     from ..sweep import read_config, read_rows, run_sweep
 
     part = shard(options.shard)
+    check_folder(options.out, create=False)
     sweep = read_config(options.config)
     with torchrun(torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
@@ -54,6 +56,8 @@ def _sweep(options: argparse.Namespace) -> int:
         write_csv(options.out / "results.csv", rows)
     for unit in failed:
         what = unit.get("measure", unit["kind"])
+        if isinstance(unit.get("rho"), float):  # a radius that is too large; the others stand
+            what = f"{what} at rho = {unit['rho']:g}"
         print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
     if not options.quiet and leader:
         print(f"{len(rows or ())} rows in {options.out / 'results.jsonl'}")
@@ -90,14 +94,18 @@ def add_table(commands: Any) -> None:
 
 def _table(options: argparse.Namespace) -> int:
     from ..comparison import compare, formatted
+    from ..files import check_file, write_text
     from ..rows import read_results
+
+    if options.out is not None:
+        check_file(options.out)
 
     found = compare(read_results(options.results), options.target, every_radius=not options.short)
     text = formatted(found, options.format)
     if options.out is None:
         print(text, end="")
     else:
-        options.out.write_text(text, encoding="utf-8")
+        write_text(options.out, text)
     return 0
 
 
@@ -116,10 +124,12 @@ def add_plot(commands: Any) -> None:
 
 
 def _plot(options: argparse.Namespace) -> int:
+    from ..files import check_folder
     from ..plots import plot_study
     from ..rows import read_results
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    for path in plot_study(read_results(options.results), options.target, options.out, suffix=options.format):
+    rows = read_results(options.results)
+    check_folder(options.out)
+    for path in plot_study(rows, options.target, options.out, suffix=options.format):
         print(path)
     return 0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_data_options, data_choice
+from .options import Formatter, add_data_options, checked_device, data_choice, seed
 
 __all__ = ["add_run", "add_symmetries"]
 
@@ -34,13 +34,14 @@ def add_symmetries(commands: Any) -> None:
     found.add_argument(
         "--verify", action="store_true", help="act on every pair and compare the outputs; exit code 1 if they move"
     )
-    found.add_argument("--seed", type=int, default=0, help="seed of the group elements")
+    found.add_argument("--seed", type=seed, default=0, help="seed of the group elements")
     found.set_defaults(run=_symmetries)
 
 
 def _symmetries(options: argparse.Namespace) -> int:
     from quotient_manifolds import symmetries
 
+    from ..errors import naming
     from ..models import load
 
     loaded = load(options.model, options.checkpoint)
@@ -51,8 +52,9 @@ def _symmetries(options: argparse.Namespace) -> int:
         raise ValueError(
             "--verify needs inputs, which are known for the models of libraries only; use verify in Python"
         )
-    symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, loaded.example))
-    report = symmetries.verify(loaded.model, loaded.example, options.seed)
+    with naming(f"{options.model} cannot be verified"):
+        symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, loaded.example))
+        report = symmetries.verify(loaded.model, loaded.example, options.seed)
     print(f"\n{report}")
     return 0 if report.ok else 1
 
@@ -89,7 +91,7 @@ def add_run(commands: Any) -> None:
     run.add_argument("--tol", type=float, default=3e-4, help="stop when a step offers less than this share of the rise")
     run.add_argument("--ascent", choices=["power", "apgd"], default="power", help="how the maximum is sought")
     run.add_argument("--restarts", type=int, default=0, help="further ascents from random directions")
-    run.add_argument("--seed", type=int, default=0, help="seed of the random directions")
+    run.add_argument("--seed", type=seed, default=0, help="seed of the random directions")
     run.add_argument("--batch-size", type=int, default=256, help="examples a batch, for data from a file")
     run.add_argument("--batches", type=int, help="use the first so many batches (default: all)")
     run.add_argument("--micro-batch", type=int, help="examples that pass through the model at a time")
@@ -109,17 +111,19 @@ def _run(options: argparse.Namespace) -> int:
     import torch
 
     from ..distributed import torchrun
+    from ..errors import naming
     from ..evaluation import checked_radii, evaluate
+    from ..files import check_file, write_json
     from ..measures import measure_with
     from ..models import load
-    from ..results import write_json
 
     for measure in options.measure:  # before any of them takes its time
         checked_radii(measure_with(measure), options.rho)
     if options.figures is not None:
         _check_figures(options.figures)
-
-    device = torch.device(options.device)
+    if options.out is not None:
+        check_file(options.out)
+    device = checked_device(options.device)
     with torchrun(device) as group:
         if device.type == "cuda" and group is not None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -128,13 +132,17 @@ def _run(options: argparse.Namespace) -> int:
         model = loaded.model.to(device)
         batches = data_choice(options).load(loaded, device)
         leader = group is None or int(os.environ["RANK"]) == 0
+        if leader and not options.quiet:
+            print(_about(model, batches), file=sys.stderr, flush=True)
         found = []
         for measure in options.measure:
-            result = evaluate(
-                model, batches, measure=measure, rho=options.rho, steps=options.steps, tol=options.tol,
-                ascent=options.ascent, restarts=options.restarts, seed=options.seed, micro_batch=options.micro_batch,
-                keep_directions=options.figures is not None, progress=not options.quiet and leader, group=group,
-            )  # fmt: skip
+            with naming(f"{options.model} on {options.data}"):
+                result = evaluate(
+                    model, batches, measure=measure, rho=options.rho, steps=options.steps, tol=options.tol,
+                    ascent=options.ascent, restarts=options.restarts, seed=options.seed,
+                    micro_batch=options.micro_batch, keep_directions=options.figures is not None,
+                    progress=not options.quiet and leader, group=group,
+                )  # fmt: skip
             found.append(result.to_dict())
             if leader:
                 print(result, "\n", sep="", flush=True)
@@ -145,13 +153,28 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _about(model: Any, batches: Any) -> str:
+    """Say what is measured: a line that also tells a log that the files are read."""
+    from quotient_manifolds.batches import tensors
+    from quotient_manifolds.symmetries import find
+
+    pairs = [p for p in find(model) if p.group is not None]
+    layers = len({p.name.split(" head ")[0].rsplit(" ", 1)[0] for p in pairs})
+    examples = sum(next((len(t) for t in tensors(b) if t.dim()), 1) for b in batches)
+    return (
+        f"measuring {type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} weights, {len(pairs)} "
+        f"symmetric pairs in {layers} layers; {examples} examples in {len(batches)} batch{'es' * (len(batches) > 1)}"
+    )
+
+
 def _check_figures(folder: Path) -> None:
+    from ..files import check_folder
     from ..plots import style
 
     if "WORLD_SIZE" in os.environ:
         raise ValueError("--figures needs the worst directions, which the processes keep to themselves; run it alone")
     with style():
-        folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder)
 
 
 def _draw(options: argparse.Namespace, model: Any, batches: Any, result: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Formatter", "add_data_options", "data_choice", "shard"]
+__all__ = ["Formatter", "add_data_options", "checked_device", "count", "data_choice", "seed", "shard"]
 
 if TYPE_CHECKING:
     from ..data import DataChoice
@@ -21,15 +21,15 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_data_options(command: argparse.ArgumentParser) -> None:
     """Let a command choose data."""
     group = command.add_argument_group("data")
-    group.add_argument("--examples", type=int, help="use the first so many examples of a file (default: all)")
-    group.add_argument("--choose-seed", type=int, help="choose them at random with this seed instead")
+    group.add_argument("--examples", type=count, help="use the first so many examples of a file (default: all)")
+    group.add_argument("--choose-seed", type=seed, help="choose them at random with this seed instead")
     group.add_argument("--text", default="text", help="column of the text, by name, or by number without a header")
     group.add_argument("--pair", help="column of the second text of a pair")
     group.add_argument("--label", default="label", help="column of the label")
     group.add_argument("--map", help="what labels mean, as entailment=0,neutral=1 (default: the model's own names)")
     group.add_argument("--no-header", action="store_true", help="the table's first line is no header")
-    group.add_argument("--length", type=int, default=128, help="longest input in tokens")
-    group.add_argument("--image-size", type=int, help="side of the images (default: what the model says)")
+    group.add_argument("--length", type=count, default=128, help="longest input in tokens")
+    group.add_argument("--image-size", type=count, help="side of the images (default: what the model says)")
     group.add_argument("--mean", type=float, nargs="+", help="mean of each channel (default: what the model says)")
     group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel")
 
@@ -46,6 +46,36 @@ def data_choice(options: argparse.Namespace) -> DataChoice:
         options.data, options.batch_size, options.batches, options.examples, options.choose_seed, columns,
         options.image_size, mean, std,
     )  # fmt: skip
+
+
+def seed(text: str) -> int:
+    """Read the seed of a random generator."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"a seed is a whole number from 0 to 2**63 - 1, not {text}")
+    return number
+
+
+def count(text: str) -> int:
+    """Read how many of something there are to be, at least one."""
+    number = int(text)
+    if not 1 <= number < 2**53:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text}")
+    return number
+
+
+def checked_device(name: str) -> Any:
+    """Give a device of torch that is there."""
+    import torch
+
+    from ..errors import naming
+
+    with naming(f"the device {name!r} cannot be used"):
+        device = torch.device(name)
+        if device.type == "meta":
+            raise ValueError("it holds no numbers")
+        torch.zeros((), device=device)
+    return device
 
 
 def shard(text: str) -> tuple[int, int]:

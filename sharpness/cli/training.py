@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_data_options, data_choice, shard
+from .options import Formatter, add_data_options, checked_device, count, data_choice, seed, shard
 
 __all__ = ["add_convert", "add_finetune", "add_pretrain"]
 
@@ -27,7 +27,7 @@ def add_finetune(commands: Any) -> None:
     zoo.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
     zoo.add_argument("--test", help="test data, for the configuration")
     add_data_options(zoo)
-    zoo.add_argument("--models", type=int, default=24, help="how many")
+    zoo.add_argument("--models", type=count, default=24, help="how many")
     zoo.add_argument("--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models")
     zoo.add_argument(
         "--lr",
@@ -36,10 +36,10 @@ def add_finetune(commands: Any) -> None:
         help="learning rate: a range (default: 3e-5 to 1e-3), or one for --vary seed (1e-4)",
     )
     zoo.add_argument(
-        "--epochs", type=int, nargs="+", help="epochs: a range (default: 2 to 6), or one for --vary seed (3)"
+        "--epochs", type=count, nargs="+", help="epochs: a range (default: 2 to 6), or one for --vary seed (3)"
     )
-    zoo.add_argument("--batch", type=int, help="examples a step (default: 64)")
-    zoo.add_argument("--points", type=int, default=256, help="training examples to measure on")
+    zoo.add_argument("--batch", type=count, help="examples a step (default: 64)")
+    zoo.add_argument("--points", type=count, default=256, help="training examples to measure on")
     zoo.add_argument("--shard", default="1/1", help="train the i-th of n parts of the models")
     zoo.add_argument("--device", default="cpu", help="cpu or cuda")
     zoo.add_argument("--out", type=Path, required=True, help="folder for the models")
@@ -49,10 +49,14 @@ def add_finetune(commands: Any) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> int:
+    from ..data import source_files_or_raise
     from ..studies.finetune import Recipe, random_recipe
     from ..studies.zoo import train_zoo
 
+    checked_device(options.device)
     data = data_choice(options)
+    if options.test is not None:
+        source_files_or_raise(options.test)
     given: dict[str, Any] = {"lr": options.lr, "epochs": options.epochs, "batch": options.batch}
     if options.vary == "seed":
         one = {k: v[0] if isinstance(v, list) else v for k, v in given.items() if v is not None}
@@ -84,15 +88,15 @@ def add_pretrain(commands: Any) -> None:
     pretraining.add_argument("texts", type=Path, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
     pretraining.add_argument("--text", default="text", help="columns of the texts, as premise,hypothesis")
     pretraining.add_argument("--no-header", action="store_true", help="the tables' first line is no header")
-    pretraining.add_argument("--width", type=int, default=128, help="hidden width")
-    pretraining.add_argument("--depth", type=int, default=4, help="layers")
-    pretraining.add_argument("--heads", type=int, default=4, help="attention heads")
-    pretraining.add_argument("--vocabulary", type=int, default=8000, help="entries of the vocabulary")
-    pretraining.add_argument("--length", type=int, default=64, help="longest input in tokens")
-    pretraining.add_argument("--steps", type=int, default=9000, help="steps of training")
-    pretraining.add_argument("--batch", type=int, default=64, help="texts a step")
+    pretraining.add_argument("--width", type=count, default=128, help="hidden width")
+    pretraining.add_argument("--depth", type=count, default=4, help="layers")
+    pretraining.add_argument("--heads", type=count, default=4, help="attention heads")
+    pretraining.add_argument("--vocabulary", type=count, default=8000, help="entries of the vocabulary")
+    pretraining.add_argument("--length", type=count, default=64, help="longest input in tokens")
+    pretraining.add_argument("--steps", type=count, default=9000, help="steps of training")
+    pretraining.add_argument("--batch", type=count, default=64, help="texts a step")
     pretraining.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    pretraining.add_argument("--seed", type=int, default=0, help="seed of weights, order and masks")
+    pretraining.add_argument("--seed", type=seed, default=0, help="seed of weights, order and masks")
     pretraining.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
     pretraining.add_argument("--quiet", action="store_true", help="no progress bar")
     pretraining.set_defaults(run=_pretrain)
@@ -100,7 +104,10 @@ def add_pretrain(commands: Any) -> None:
 
 def _pretrain(options: argparse.Namespace) -> int:
     from ..data import read_texts
+    from ..files import check_replaceable
     from ..studies.text import pretrain
+
+    check_replaceable(options.out)
 
     texts = [t for path in options.texts for t in read_texts(path, options.text.split(","), not options.no_header)]
     losses = pretrain(

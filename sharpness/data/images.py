@@ -18,7 +18,7 @@ from ..extras import needs
 from ..models import ImageFormat
 from .examples import Examples
 
-__all__ = ["idx_images", "image_archive", "image_folder", "pixels"]
+__all__ = ["idx_images", "image_archive", "image_folder", "labels_beside", "pixels"]
 
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
@@ -126,9 +126,14 @@ def _idx(path: Path) -> np.ndarray[Any, Any]:
         raise ValueError(f"{path} is no readable idx file ({error})") from error
 
 
+def labels_beside(path: Path) -> Path:
+    """Say where the labels of an idx file of images are kept; the path itself for another file."""
+    return path.with_name(path.name.replace("images-idx3", "labels-idx1").replace("images.idx3", "labels.idx1"))
+
+
 def idx_images(path: Path, how: ImageFormat) -> Examples:
     """Open ``…images-idx3-ubyte`` with its ``…labels-idx1-ubyte`` beside it."""
-    labels_at = path.with_name(path.name.replace("images-idx3", "labels-idx1").replace("images.idx3", "labels.idx1"))
+    labels_at = labels_beside(path)
     if not labels_at.is_file() or labels_at == path:
         raise FileNotFoundError(f"{path} needs its labels beside it, in {labels_at.name}")
     images, labels = _idx(path), _idx(labels_at)

@@ -14,11 +14,11 @@ from quotient_manifolds.batches import tree_map
 
 from ..models import ImageFormat, LoadedModel, call, load_state_dict
 from .examples import Examples, choose
-from .images import idx_images, image_archive, image_folder
+from .images import idx_images, image_archive, image_folder, labels_beside
 from .saved_datasets import datasets_folder, is_datasets_folder
 from .text import TABLES, TextColumns, read_table, table_of_text
 
-__all__ = ["DataChoice", "is_function", "load_batches", "load_examples"]
+__all__ = ["DataChoice", "is_function", "load_batches", "load_examples", "source_files", "source_files_or_raise"]
 
 
 def _divided(source: str) -> tuple[Path, str]:
@@ -49,6 +49,52 @@ def is_function(source: str, base: Path = Path()) -> bool:
     (True, False, False)
     """
     return ":" in source and not _divided(str(base / source))[1] and not (base / source).exists()
+
+
+def source_files(source: str) -> list[tuple[str, Path]]:
+    """List the files that a source consists of, by the part of their names that matters.
+
+    Parameters
+    ----------
+    source : str
+        See :func:`load_examples`.
+
+    Returns
+    -------
+    list of (str, Path)
+        In a folder the relative names, which hold the classes; else the suffix. Empty where nothing is.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     (pathlib.Path(folder) / "films.tsv").touch()
+    ...     [name for name, _ in source_files(f"{folder}/films.tsv")]
+    ['.tsv']
+    """
+    path, inside = _divided(source)
+    if path.is_dir():
+        return [(f"{inside}:{p.relative_to(path).as_posix()}", p) for p in sorted(path.rglob("*")) if p.is_file()]
+    files = [(f"{inside}{path.suffix}", path)] if path.is_file() else []
+    labels = labels_beside(path)
+    return files + ([("labels", labels)] if files and labels != path and labels.is_file() else [])
+
+
+def source_files_or_raise(source: str) -> None:
+    """Raise unless there is something to read at a source, before the work that needs it.
+
+    Parameters
+    ----------
+    source : str
+        See :func:`load_batches`.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is nothing.
+    """
+    if not is_function(source) and not source_files(source):
+        raise FileNotFoundError(f"there is no data at {source}")
 
 
 def _tensors(path: Path) -> Examples:
@@ -260,8 +306,8 @@ class DataChoice:
         """
         return load_batches(
             self.source, batch_size=self.batch_size, count=self.batches, examples=self.examples, seed=self.seed,
-            device=device, images=self.image_format(loaded.images), text=self.columns, tokenizer=loaded.tokenizer,
-            labels=loaded.labels,
+            device=device, images=self.image_format(loaded.images), text=self.columns,
+            tokenizer=loaded.tokenizer if self.is_text else None, labels=loaded.labels,
         )  # fmt: skip
 
     @property

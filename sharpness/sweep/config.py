@@ -5,11 +5,17 @@ from __future__ import annotations
 import glob
 import json
 import os
-from dataclasses import fields
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ..data import DataChoice, TextColumns, is_function
+from ..errors import naming, words_of
+from ..evaluation import checked_radii
 from ..extras import needs
 from ..measures import measure_with
 from .accuracies import Accuracies
@@ -17,64 +23,169 @@ from .plan import SETTINGS, Checkpoint, Sweep, applies, radii_by_measure, switch
 
 __all__ = ["read_config"]
 
-
-def _data_choice(found: Any, base: Path) -> DataChoice:
-    if isinstance(found, str):
-        found = {"source": found}
-    own = {f.name for f in fields(DataChoice)} - {"columns"}
-    text = {f.name for f in fields(TextColumns)}
-    unknown = sorted(set(found) - own - text)
-    if unknown or "source" not in found:
-        raise ValueError(
-            f"data has the unknown entry {unknown[0]!r}; known are {', '.join(sorted(own | text))}"
-            if unknown
-            else "data needs a source"
-        )
-    source = str(found["source"])
-    if not is_function(source, base):
-        source = str(base / source)
-    columns = TextColumns(**{k: v for k, v in found.items() if k in text})
-    rest: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own and k != "source"
-    }
-    return DataChoice(source, columns=columns, **rest)
+Count = Annotated[int, Meta(ge=1, le=2**53)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Radii = float | list[float] | dict[str, float | list[float]]
 
 
-def _accuracies(found: Any, base: Path) -> Accuracies:
-    known = {f.name for f in fields(Accuracies)}
-    if not isinstance(found, dict) or not {"file", "name", "test"} <= set(found) or not set(found) <= known:
-        raise ValueError(f"accuracies need file, name and test, and may have train and match; got {found}")
-    return Accuracies(**{**found, "file": str(base / found["file"])})
+class _Data(Struct, forbid_unknown_fields=True):
+    """The attributes of DataChoice and TextColumns; columns without a header are numbers."""
+
+    source: str
+    batch_size: Count | UnsetType = UNSET
+    batches: Count | UnsetType | None = UNSET
+    examples: Count | UnsetType | None = UNSET
+    seed: Seed | UnsetType | None = UNSET
+    image_size: Count | UnsetType | None = UNSET
+    mean: list[float] | UnsetType | None = UNSET
+    std: list[float] | UnsetType | None = UNSET
+    text: str | int | UnsetType = UNSET
+    pair: str | int | UnsetType | None = UNSET
+    label: str | int | UnsetType = UNSET
+    names: dict[str, Annotated[int, Meta(ge=0)]] | UnsetType = UNSET
+    header: bool | UnsetType = UNSET
+    length: Count | UnsetType = UNSET
 
 
-def _initial(found: Any, base: Path) -> Checkpoint:
-    path = base / str(found)
+class _Checkpoint(Struct, forbid_unknown_fields=True):
+    path: str
+    model: str | None = None
+    head: str | None = None
+
+
+class _Accuracies(Struct, forbid_unknown_fields=True):
+    file: str
+    name: str
+    test: str
+    train: str | None = None
+    match: Literal["name", "number"] = "name"
+
+
+class _Config(Struct, forbid_unknown_fields=True):
+    """What the file may hold; see read_config."""
+
+    checkpoints: str | _Checkpoint | list[str | _Checkpoint]
+    data: str | _Data
+    train: str | _Data | None = None
+    test: str | _Data | None = None
+    accuracies: _Accuracies | None = None
+    baselines: bool = True
+    initial: str | None = None
+    measures: list[str] = msgspec.field(default_factory=lambda: list(Sweep.measures))
+    rho: Radii = msgspec.field(default_factory=dict)
+    ablations: list[dict[str, Any]] = msgspec.field(default_factory=lambda: [{}])
+    device: str = "cpu"
+    steps: Count | UnsetType = UNSET
+    tol: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+    ascent: Literal["power", "apgd"] | UnsetType = UNSET
+    restarts: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+    seed: Seed | UnsetType = UNSET
+    micro_batch: Count | UnsetType | None = UNSET
+    normalize_logits: bool | UnsetType = UNSET
+
+
+def _given(found: Struct) -> dict[str, Any]:
+    """Give the entries that the file has."""
+    return {k: v for k in found.__struct_fields__ if (v := getattr(found, k)) is not UNSET}
+
+
+def _parsed(path: Path) -> Any:
+    with naming(f"{path} cannot be parsed"):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return json.loads(text)
+        with needs("YAML needs PyYAML (.json does without)", "sweep"):
+            import yaml
+
+        class Loader(yaml.SafeLoader):
+            """YAML 1.2's numbers (1e-3 is one), and no aliases: a few can stand for more than fits in memory."""
+
+            def compose_node(self, parent: Any, index: Any) -> Any:
+                if self.check_event(yaml.AliasEvent):
+                    event = self.get_event()
+                    raise ValueError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write it out")
+                return super().compose_node(parent, index)
+
+        number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+        Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+        return yaml.load(text, Loader)
+
+
+def _validated(path: Path, found: Any) -> _Config:
+    try:
+        return msgspec.convert(found, _Config)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).replace("Object ", "").replace("field", "entry").partition(" - at `$")
+        entry = where.strip("`").removeprefix(".").replace("[...]", "")
+        known = f"; known are {', '.join(_Config.__struct_fields__)}" if not entry and "unknown entry" in what else ""
+        raise ValueError(f"{path}{f', entry {entry}' if entry else ''}: {what}{known}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+
+
+def _data_choice(found: str | _Data, base: Path) -> DataChoice:
+    given = {"source": found} if isinstance(found, str) else _given(found)
+    if not is_function(given["source"], base):
+        given["source"] = str(base / given["source"])
+    text = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
+    text.update({k: str(text[k]) for k in ("text", "pair", "label") if text.get(k) is not None})
+    given.update({k: tuple(given[k]) for k in ("mean", "std") if given.get(k) is not None})
+    return DataChoice(columns=TextColumns(**text), **given)
+
+
+def _initial(found: str, base: Path) -> Checkpoint:
+    path = base / found
     if not path.exists():
         raise ValueError(f"there are no initial weights at {path}")
     return Checkpoint(path.name, str(path))
 
 
-def _checkpoints(entries: Any, base: Path) -> tuple[Checkpoint, ...]:
+def _checkpoints(entries: str | _Checkpoint | list[str | _Checkpoint], base: Path) -> tuple[Checkpoint, ...]:
     found: list[Checkpoint] = []
     for entry in entries if isinstance(entries, list) else [entries]:
-        entry = {"path": entry} if isinstance(entry, str) else dict(entry)
-        unknown = sorted(set(entry) - {"path", "model", "head"})
-        if unknown or "path" not in entry:
-            raise ValueError(f"a checkpoint has a path and maybe model and head, not {unknown or list(entry)}")
-        paths = sorted(glob.glob(str(base / entry["path"])))
+        entry = _Checkpoint(entry) if isinstance(entry, str) else entry
+        paths = sorted(glob.glob(str(base / entry.path)))
         if not paths:
-            raise ValueError(f"no checkpoint matches {entry['path']!r} in {base}")
-        head = None if entry.get("head") is None else str(base / entry["head"])
+            raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
+        head = None if entry.head is None else str(base / entry.head)
         for path in paths:
-            if entry.get("model") is None:
+            if entry.model is None:
                 found.append(Checkpoint(Path(path).name, path))
             else:
-                found.append(Checkpoint(Path(path).name, str(entry["model"]), path, head))
+                found.append(Checkpoint(Path(path).name, entry.model, path, head))
     names = [c.name for c in found]
     double = sorted({n for n in names if names.count(n) > 1})
     if double:
         raise ValueError(f"two checkpoints are called {double[0]!r}; give their files or folders different names")
+    if not found:
+        raise ValueError("there are no checkpoints")
     return tuple(found)
+
+
+def _check_radii(radii: Mapping[str, tuple[float, ...]]) -> None:
+    for name, rho in radii.items():
+        if rho and not measure_with(name).local:
+            checked_radii(measure_with(name), rho)
+
+
+def _check_ablation(ablation: Mapping[str, Any], measures: tuple[str, ...]) -> None:
+    _check_radii(radii_by_measure(ablation.get("rho", {}), measures))
+    strange = [measure_with(m).name for m in ablation.get("measures", ()) if m not in measures]
+    if strange:
+        raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")
+    try:
+        applied = any(applies(name, switches(ablation)) for name in ablation.get("measures", measures))
+    except TypeError as error:
+        raise ValueError(f"an ablation has an unknown switch ({words_of(error)})") from error
+    if not applied:
+        raise ValueError(f"the ablation {ablation} means nothing for any of {', '.join(measures)}")
+
+
+class _Ablation(Struct):
+    """What of an ablation is no switch of the measure."""
+
+    rho: Radii | UnsetType = UNSET
+    measures: list[str] | UnsetType = UNSET
 
 
 def read_config(path: str | os.PathLike[str]) -> Sweep:
@@ -113,66 +224,39 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     ('net.pt', ('geodesic-inv', 'geodesic-mix', 'adaptive'), (0.1, 0.5))
     """
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix == ".json":
-            found = json.loads(text)
-        else:
-            with needs("YAML needs PyYAML (.json does without)", "sweep"):
-                import yaml
-            found = yaml.safe_load(text)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be parsed ({error})") from error
-    except Exception as error:
-        if type(error).__module__.startswith("yaml"):
-            raise ValueError(f"{path} cannot be parsed ({' '.join(str(error).split())})") from error
-        raise
-    known = {
-        "checkpoints", "data", "train", "test", "accuracies", "baselines", "initial", "measures", "rho", "ablations",
-        "device", *SETTINGS,
-    }  # fmt: skip
-    if not isinstance(found, dict) or not {"checkpoints", "data"} <= set(found):
-        raise ValueError(f"{path} needs the entries checkpoints and data")
-    unknown = sorted(set(found) - known)
-    if unknown:
-        raise ValueError(f"{path} has the unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    if found.get("test") is not None and "accuracies" in found:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no configuration {str(path)!r}")
+    found = _validated(path, _parsed(path))
+    if found.test is not None and found.accuracies is not None:
         raise ValueError(f"{path} has both test and accuracies, which stand in for it; leave one out")
-    measures = tuple(found.get("measures", Sweep.measures))
-    ablations = tuple(found.get("ablations", ({},)))
-    if not isinstance(found.get("ablations", []), list) or not all(isinstance(a, dict) for a in ablations):
-        raise ValueError(f"{path}: ablations is a list of switches, as [{{}}, {{geodesic: first-order}}]")
-    radii = radii_by_measure(found.get("rho", {}), measures)
-    more = [radii_by_measure(ablation.get("rho", {}), measures) for ablation in ablations]
-    for name in (
-        *measures,
-        *radii,
-        *(m for r in more for m in r),
-        *(m for a in ablations for m in a.get("measures", ())),
-    ):
-        measure_with(name)
-    for ablation in ablations:
-        strange = [m for m in ablation.get("measures", ()) if m not in measures]
-        if strange:
-            raise ValueError(f"{path}: an ablation names the measure {strange[0]}, which is not among measures")
-        try:
-            applied = any(applies(name, switches(ablation)) for name in ablation.get("measures", measures))
-        except TypeError as error:
-            raise ValueError(f"{path}: an ablation has an unknown switch ({error})") from error
-        if not applied:
-            raise ValueError(f"{path}: the ablation {ablation} means nothing for any of {', '.join(measures)}")
-    parts = {k: _data_choice(found[k], path.parent) for k in ("train", "test") if found.get(k) is not None}
-    return Sweep(
-        _checkpoints(found["checkpoints"], path.parent),
-        _data_choice(found["data"], path.parent),
-        parts.get("train"),
-        parts.get("test"),
-        _accuracies(found["accuracies"], path.parent) if "accuracies" in found else None,
-        bool(found.get("baselines", True)),
-        _initial(found["initial"], path.parent) if found.get("initial") is not None else None,
-        measures,
-        radii,
-        ablations,
-        {k: found[k] for k in SETTINGS if k in found},
-        str(found.get("device", "cpu")),
-    )
+    measures, base = tuple(found.measures), path.parent
+    try:
+        for name in measures:
+            measure_with(name)
+        if len(set(measures)) < len(measures):
+            raise ValueError("measures names one twice")
+        radii = radii_by_measure(found.rho, measures)
+        _check_radii(radii)
+        for ablation in found.ablations:
+            msgspec.convert({k: v for k, v in ablation.items() if k in ("rho", "measures")}, _Ablation)
+            _check_ablation(ablation, measures)
+        accuracies = None
+        if found.accuracies is not None:
+            given = _given(found.accuracies)
+            accuracies = Accuracies(**{**given, "file": str(base / given["file"])})
+        return Sweep(
+            _checkpoints(found.checkpoints, base),
+            _data_choice(found.data, base),
+            None if found.train is None else _data_choice(found.train, base),
+            None if found.test is None else _data_choice(found.test, base),
+            accuracies,
+            found.baselines,
+            None if found.initial is None else _initial(found.initial, base),
+            measures,
+            radii,
+            tuple(found.ablations),
+            {k: v for k, v in _given(found).items() if k in SETTINGS},
+            found.device,
+        )
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"{path}: {error}") from error

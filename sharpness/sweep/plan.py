@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -14,6 +13,7 @@ from typing import Any
 from ..data import DataChoice
 from ..measures import measure_with
 from .accuracies import Accuracies
+from .digests import of_data, of_model
 
 __all__ = ["SETTINGS", "Checkpoint", "Sweep", "applies", "as_data", "radii_by_measure", "switches", "unit_key"]
 
@@ -171,26 +171,13 @@ def radii_by_measure(rho: Any, measures: Iterable[str]) -> dict[str, tuple[float
 
 
 def as_data(choice: DataChoice) -> dict[str, Any]:
-    """Turn a choice of data into what JSON can hold."""
+    """Turn a choice of data into what JSON can hold, with a digest of what the source holds."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(choice)))
-    return found
+    return {**found, "digest": of_data(choice.source)}
 
 
 def _digest(checkpoint: Checkpoint) -> str:
-    """Of the weights' contents: another file of the same name is another checkpoint."""
-    found = [Path(p) for p in (checkpoint.weights or checkpoint.model, checkpoint.head) if p is not None]
-    files = [p for path in found for p in (sorted(path.iterdir()) if path.is_dir() else [path]) if p.is_file()]
-    return _digest_of(tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files))
-
-
-@functools.cache
-def _digest_of(files: tuple[tuple[str, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for path, _, _ in files:
-        with open(path, "rb") as file:
-            while block := file.read(2**24):
-                digest.update(block)
-    return digest.hexdigest()[:20]
+    return of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
 
 
 def applies(name: str, ablation: Mapping[str, Any]) -> bool:
@@ -203,5 +190,12 @@ def applies(name: str, ablation: Mapping[str, Any]) -> bool:
 
 
 def unit_key(unit: Mapping[str, Any]) -> str:
-    """Hash a unit of work, for the name of its file."""
-    return hashlib.sha256(json.dumps(unit, sort_keys=True).encode()).hexdigest()[:20]
+    """Hash a unit of work, for the name of its file: by contents, not by the spelling of paths."""
+
+    def contents(value: Any) -> Any:
+        if isinstance(value, Mapping) and "digest" in value:
+            return {k: v for k, v in value.items() if k != "source"}
+        return value
+
+    known = {k: contents(v) for k, v in unit.items() if k != "model" or not Path(v).exists()}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ..baselines import distance, norms, relative_flatness
 from ..data import DataChoice
 from ..distributed import counter
+from ..errors import naming, words_of
 from ..evaluation import evaluate
-from ..files import write_json
+from ..files import check_folder, write_json
 from ..losses import Objective
 from ..models import LoadedModel, load, load_state_dict
+from ..progress import bar
 from ..results import SharpnessResult
 from .plan import Checkpoint, Sweep, as_data, unit_key
 
@@ -129,22 +130,32 @@ def _distance(initial: Checkpoint, loaded: _Loaded) -> float:
     return distance(loaded.model, {**state, **{k.removeprefix("model."): v for k, v in state.items()}})
 
 
-def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> list[dict[str, Any]]:
+def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
+    """Give the rows of a unit and, of radii that are too large for the loss to stay finite, why."""
     start = time.perf_counter()
     if unit["kind"] != "sharpness":
         found = _fits(unit, sweep, loaded) if unit["kind"] == "fit" else _baselines(sweep, loaded)
-        return [{**unit, **found, "seconds": time.perf_counter() - start}]
-    result = evaluate(
-        loaded.model, loaded.batches(sweep.data), measure=unit["measure"], rho=unit["rho"] or None,
-        keep_directions=False, progress=False, **unit["settings"], **unit["ablation"],
-    )  # fmt: skip
-    return list(_rows(unit, result, time.perf_counter() - start))
+        return {"rows": [{**unit, **found, "seconds": time.perf_counter() - start}]}
+    radii, too_large = sorted(unit["rho"]), dict[str, str]()
+    batches = loaded.batches(sweep.data)
+    while True:
+        try:
+            result = evaluate(
+                loaded.model, batches, measure=unit["measure"], rho=radii or None, keep_directions=False,
+                progress=False, **unit["settings"], **unit["ablation"],
+            )  # fmt: skip
+            break
+        except ValueError as error:
+            if len(radii) < 2:
+                raise
+            too_large[str(radii.pop())] = words_of(error)
+    return {"rows": list(_rows(unit, result, time.perf_counter() - start)), "too_large": too_large}
 
 
 def run_sweep(
     sweep: Sweep, folder: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1), progress: bool = True
 ) -> list[dict[str, Any]]:
-    """Do what a sweep still lacks.
+    """Do what a sweep still lacks: units whose result was computed from the same contents are not done again.
 
     Parameters
     ----------
@@ -161,7 +172,8 @@ def run_sweep(
     Returns
     -------
     list of dict
-        The units of this call that failed, with their ``error``; they are recorded, and tried again by the next call.
+        The units that failed, with their ``error``; they are recorded, and tried again by the next call. Where only
+        some radii of a measure are too large, the others are kept, and a dict of those has their ``rho`` and ``error``.
 
     Raises
     ------
@@ -185,51 +197,64 @@ def run_sweep(
     i, n = shard
     if not 1 <= i <= n:
         raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
-    done = Path(folder) / "units"
-    done.mkdir(parents=True, exist_ok=True)
+    done = check_folder(Path(folder) / "units")
+    with naming(f"the device {sweep.device!r} cannot be used"):
+        torch.zeros((), device=sweep.device)
     mine = list(sweep.checkpoints[i - 1 :: n])
     failed: list[dict[str, Any]] = []
     cache = _Cache(torch.device(sweep.device))
-    for position in tqdm(counter(len(mine)), total=len(mine), desc="checkpoints", disable=not progress):
-        failed += _do_checkpoint(sweep, mine[position], done, cache)
+    with bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
+        for position in counter(len(mine)):
+            failed += _do_checkpoint(sweep, mine[position], done, cache)
+            shown.update()
     return failed
 
 
 def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
-    open_units = [(u, done / f"{unit_key(u)}.json") for u in sweep.units(checkpoint)]
-    open_units = [(u, path) for u, path in open_units if not _is_done(path)]
-    if not open_units:
-        return []
-    failed = []
+    records = [(u, path, _read(path)) for u in sweep.units(checkpoint) for path in [done / f"{unit_key(u)}.json"]]
+    failed = [f for _, _, record in records if _is_done(record) for f in _left_out(record)]
+    open_units = [(u, path) for u, path, record in records if not _is_done(record)]
     loaded: _Loaded | None = None
-    problem = ""
-    try:
-        loaded = _Loaded(sweep, checkpoint, cache)
-    except _PROBLEMS as error:
-        problem = _words(error)
+    problem: Exception | None = None
+    if open_units:
+        try:
+            loaded = _Loaded(sweep, checkpoint, cache)
+        except Exception as error:  # whatever is wrong with one model, the others go on
+            problem = error
     for unit, path in open_units:
         record: dict[str, Any] = {"unit": unit, "versions": _versions()}
         try:
             if loaded is None:
-                raise ValueError(problem)
-            record["rows"] = _do(unit, sweep, loaded)
-        except _PROBLEMS as error:
-            record["error"] = _words(error)
-            failed.append({**unit, "error": record["error"]})
+                assert problem is not None
+                raise problem
+            record.update(_do(unit, sweep, loaded))
+        except Exception as error:
+            record["error"] = words_of(error)
         write_json(path, record)
+        failed += _left_out(record)
     return failed
 
 
-#: What a bad checkpoint or a bad file may raise; the sweep goes on.
-_PROBLEMS = (ValueError, OSError, RuntimeError, KeyError, IndexError, ImportError)
+def _read(path: Path) -> dict[str, Any]:
+    """Read a unit's record; one that is not there, or no record, is empty."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    kinds = {"rows": list, "unit": dict, "versions": dict}
+    sound = isinstance(found, dict) and all(isinstance(found.get(k, kind()), kind) for k, kind in kinds.items())
+    return found if sound and all(isinstance(row, dict) for row in found.get("rows", ())) else {}
 
 
-def _words(error: Exception) -> str:
-    return f"{' '.join(str(error).split())[:500]}" or type(error).__name__
+def _is_done(record: Mapping[str, Any]) -> bool:
+    return {"unit", "versions", "rows"} <= set(record) and "error" not in record
 
 
-def _is_done(path: Path) -> bool:
-    return path.is_file() and "error" not in json.loads(path.read_text(encoding="utf-8"))
+def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List what failed of a unit: all of it, or some radii."""
+    found = [{**record["unit"], "error": record["error"]}] if "error" in record else []
+    too_large = record.get("too_large", {})
+    return found + [{**record["unit"], "rho": float(rho), "error": why} for rho, why in too_large.items()]
 
 
 def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
@@ -277,7 +302,7 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
         paths = [p for c in sweep.checkpoints for u in sweep.units(c) if (p := done / f"{unit_key(u)}.json").is_file()]
     rows: list[dict[str, Any]] = []
     for path in paths:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = _read(path)
         rows += [{**row, "unit": path.stem, **found["versions"]} for row in found.get("rows", ())]
     return sorted(rows, key=_place)
 

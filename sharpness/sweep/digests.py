@@ -1,0 +1,63 @@
+"""What a result was computed from, by content: another spelling of a path is the same, another content is not."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..data import is_function, source_files
+
+__all__ = ["of_data", "of_model"]
+
+
+def of_data(source: str) -> str:
+    """Digest what a source of data holds; of ``module:function`` the module's code."""
+    if is_function(source):
+        return _of_files([("", path) for path in _code(source)])
+    return _of_files(source_files(source))
+
+
+def of_model(model: str, weights: str | None, head: str | None) -> str:
+    """Digest a model: the files of a folder, tokenizer and preprocessor among them, or weights and the code or name."""
+    files: list[tuple[str, Path]] = []
+    if Path(model).is_dir():
+        files += [(p.relative_to(model).as_posix(), p) for p in sorted(Path(model).rglob("*")) if p.is_file()]
+    elif Path(model).is_file():  # weights by themselves
+        files.append(("weights", Path(model)))
+    elif ":" in model:
+        files += [("code", path) for path in _code(model)]
+    files += [(role, Path(p)) for role, p in (("weights", weights), ("head", head)) if p is not None]
+    return _of_files([(name, p) for name, p in files if p.is_file()])
+
+
+def _code(name: str) -> list[Path]:
+    """Find the file of the module in ``module:function``; none where there is no such module."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(name.partition(":")[0])
+    except (ImportError, ValueError, AttributeError):
+        return []
+    return [Path(found.origin)] if found is not None and found.origin and Path(found.origin).is_file() else []
+
+
+def _of_files(files: Iterable[tuple[str, Path]]) -> str:
+    stats = ((name, str(p), p.stat()) for name, p in files)
+    return _of_contents(tuple((name, path, s.st_size, s.st_mtime_ns) for name, path, s in stats))
+
+
+@functools.cache
+def _of_contents(files: tuple[tuple[str, str, int, int], ...]) -> str:
+    """Digest names and contents; size and time of change make a file that was written anew another one here."""
+    digest = hashlib.sha256()
+    for name, path, size, _ in files:
+        digest.update(f"{name}\0{size}\0".encode())
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()[:20]
