@@ -460,7 +460,28 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def call(name: str) -> Any:
-    """Import ``module:function``, see :func:`resolve`, and call it; a ValueError says why it failed."""
+    """Import ``module:function`` and call it.
+
+    Parameters
+    ----------
+    name : str
+        See :func:`resolve`.
+
+    Returns
+    -------
+    object
+        What the function returns.
+
+    Raises
+    ------
+    ValueError
+        No such function, or what it raised, in one sentence.
+
+    Examples
+    --------
+    >>> call("torch.nn:PReLU")
+    PReLU(num_parameters=1)
+    """
     function = resolve(name)
     with naming(f"{name} failed"):
         return function()

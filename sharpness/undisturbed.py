@@ -23,18 +23,34 @@ class _FastPath:
 
     def off(self, user: int) -> None:
         """Switch it off; the first user notes how it was."""
-        with self._lock:
-            if not self._users:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-            self._users.add(user)
-            torch.backends.mha.set_fastpath_enabled(False)
+        self._alone(lambda: self._off(user))
 
     def back(self, user: int) -> None:
         """Put it back when the last user is gone; twice is harmless."""
-        with self._lock:
-            self._users.discard(user)
-            if not self._users:
+        self._alone(lambda: self._back(user))
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        lock = self._lock
+        held = lock.acquire(timeout=0.1)
+        try:
+            work()
+        finally:
+            if held:
+                lock.release()
+            else:  # an interrupt fell between the lock and its release
+                self._lock = threading.Lock()
+
+    def _off(self, user: int) -> None:
+        if not self._users:
+            self._before = torch.backends.mha.get_fastpath_enabled()
+        self._users.add(user)
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def _back(self, user: int) -> None:
+        if user in self._users:
+            if len(self._users) == 1:
                 torch.backends.mha.set_fastpath_enabled(self._before)
+            self._users.discard(user)
 
 
 _fast_path = _FastPath()
@@ -74,10 +90,9 @@ class _State:
             for name in set(module._buffers) - set(found):
                 del module._buffers[name]
             module._buffers.update(found)  # those that a pass filled or replaced
-        with torch.no_grad():
-            for buffer, value in self.contents:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for buffer, value in self.contents:
+            if not torch.equal(buffer, value):
+                buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave on
         torch.set_grad_enabled(self.gradients)
         torch.set_rng_state(self.random)
         for i, state in self.random_of_gpus:

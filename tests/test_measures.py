@@ -295,8 +295,8 @@ def test_combinations_without_meaning(name, switches, words):
         ({"case": "average", "restarts": 1}, "restarts belong to case='worst'"),
         ({"measure": "adaptive", "case": "average", "p": math.inf}, "p = inf means nothing"),
         ({"ascent": "newton"}, "unknown ascent 'newton'; choose one of power, apgd"),
-        ({"tol": -1}, "tol at least 0"),
-        ({"samples": 0}, "samples must be at least 1"),
+        ({"tol": -1}, "tol must be a number of at least 0"),
+        ({"samples": 0}, "samples must be a whole number of at least 1"),
         ({"measure": Measure("own"), "rho": None}, "the measure 'own' has no default"),
     ],
 )

@@ -47,7 +47,7 @@ def test_tests_mirror_the_source():
         "registry": "symmetries", "verify": "symmetries", "huggingface": "architectures", "vision": "architectures",
         "torch_nn": "architectures", "peft_lora": "architectures", "space": "evaluation", "blocks": "evaluation",
         "weights": "evaluation", "direction": "evaluation", "retractions": "measures", "results": "evaluation",
-        "undisturbed": "evaluation", "search": "evaluation", "rows": "comparison", "files": "sweep",
+        "search": "evaluation", "rows": "comparison", "digests": "sweep",
         "extras": "packaging",
         "demo": "cli", "diagonal": "studies", "toy": "studies", "trust_region": "studies", "text": "data",
         "zoo": "finetune", "examples": "data", "images": "data", "loading": "data", "saved_datasets": "data",

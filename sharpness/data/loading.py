@@ -92,6 +92,14 @@ def source_files_or_raise(source: str) -> None:
     ------
     FileNotFoundError
         There is nothing.
+
+    Examples
+    --------
+    >>> try:
+    ...     source_files_or_raise("nowhere.tsv")
+    ... except FileNotFoundError as error:
+    ...     print(error)
+    there is no data at nowhere.tsv
     """
     if not is_function(source) and not source_files(source):
         raise FileNotFoundError(f"there is no data at {source}")

@@ -76,6 +76,14 @@ def check_figure(path: str | os.PathLike[str]) -> None:
     ------
     ValueError, OSError, ImportError
         As :func:`sharpness.files.check_file`; a suffix of no kind of figure; without matplotlib.
+
+    Examples
+    --------
+    >>> try:
+    ...     check_figure("figure.tsv")
+    ... except ValueError as error:
+    ...     print(str(error)[:29])
+    'figure.tsv' is no figure: its
     """
     with needs("figures need matplotlib", "plot"):
         from matplotlib.backend_bases import FigureCanvasBase

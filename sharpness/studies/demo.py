@@ -158,13 +158,13 @@ def run(
         A condition number below 1; no place for the figure, or no such kind of one; the extra ``demo`` is not
         installed.
     """
-    if condition < 1:
+    if not 1 <= condition < math.inf:
         raise ValueError(f"a condition number is at least 1, got {condition}")
-    check_figure(out)
-    check_file(out.with_suffix(".json"))
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
     model = vision_transformer()
+    check_figure(out)
+    check_file(out.with_suffix(".json"))
     train(model, x_train, y_train, seed=seed, progress=progress)
     accuracies = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
     print(f"a vision transformer on {len(y_train)} scanned digits: {accuracies[0]:.1%} of them right, "
