@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 # One thread a test process: two processes share the machine.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
-.PHONY: help demo test coverage test-oldest lint types docs figures bench wheel clean
+.PHONY: help demo test coverage fuzz test-oldest lint types docs figures bench wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 14
@@ -19,6 +19,9 @@ test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
 
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
+
+fuzz: $(VENV)/.dev  ## ten thousand inputs that are wrong in some way, and sweeps killed at fifty moments or on a full disk
+	FUZZ_CASES=10000 FUZZ_KILLS=50 $(PYTEST) tests/test_fuzz.py $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist loadgroup $(ARGS)

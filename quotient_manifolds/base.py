@@ -183,6 +183,7 @@ class QuotientManifold(geoopt.Manifold):
             Wrong shape or dtype, NaN or infinite entries, a rank-deficient point. The message names the manifold,
             the shape and the fix.
         """
+        check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")
         ok, reason = self._check_dtype(x)
         if not ok:
@@ -276,6 +277,7 @@ class QuotientManifold(geoopt.Manifold):
         ValueError
             For NaN, infinite entries or a dtype without linear algebra.
         """
+        check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")
         ok, reason = self._check_dtype(x)
         if ok:
@@ -308,6 +310,7 @@ class QuotientManifold(geoopt.Manifold):
         ValueError
             Another number of factors, wrong row counts, or factors of different dtype or device.
         """
+        check_tensors(self, **{f"factor {i}": t for i, t in enumerate(tensors, 1)})
         rows = self.row_split()
         shapes = [tuple(t.shape) for t in tensors]
         if len(tensors) != len(rows) or any(len(s) < 2 or s[-2] != r for s, r in zip(shapes, rows, strict=True)):
@@ -321,6 +324,7 @@ class QuotientManifold(geoopt.Manifold):
 
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a point (or vector) into its factors (G, H), views of it."""
+        check_tensors(self, x=tensor)
         self._assert_check_shape(tensor.shape, "x")
         return tensor.split(self.row_split(), dim=-2)
 
@@ -373,6 +377,7 @@ class QuotientManifold(geoopt.Manifold):
                 )
 
     def _check_vector(self, x: Tensor, u: Tensor, name: str = "u") -> None:
+        check_tensors(self, x=x, **{name: u})
         if u.shape[-2:] != x.shape[-2:]:
             raise ValueError(
                 f"{self}: the vector {name} of shape {tuple(u.shape)} does not fit the point x of shape "
@@ -401,6 +406,13 @@ class QuotientManifold(geoopt.Manifold):
         )
 
 
+def check_tensors(who: object, **arguments: Any) -> None:
+    """Raise for an argument that is no tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
+
+
 def as_count(name: str, value: Any, who: str) -> int:
     """Check a number of rows: a positive integer, of Python or numpy."""
     try:
@@ -415,7 +427,9 @@ def as_count(name: str, value: Any, who: str) -> int:
 def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     """Accept a shape as one tuple or as separate numbers, as torch does."""
     if len(size) == 1 and not isinstance(size[0], int):
-        return tuple(size[0])
+        size = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
+    if not all(isinstance(s, int) and not isinstance(s, bool) for s in size):
+        raise TypeError(f"a size must be one or several whole numbers, got {size!r}")
     return size
 
 

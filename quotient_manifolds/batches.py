@@ -76,10 +76,10 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     >>> default_forward(torch.nn.Linear(5, 2), (inputs, labels)).shape
     torch.Size([8, 2])
     """
+    if next(tensors(batch), None) is None:
+        raise ValueError(f"the batch, of type {type(batch).__name__}, holds no tensor; give a mapping or a pair (x, y)")
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (list, tuple)):
-        if not batch:
-            raise ValueError("the batch is an empty sequence; give a mapping, a pair (x, y) or a tensor")
         return model(batch[0])
     return model(batch)

@@ -122,6 +122,17 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     >>> torch.allclose(one.x, other.x, atol=1e-5)
     True
     """
+    for name, X in (("G", G), ("H", H)):
+        if not isinstance(X, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(X).__name__}")
+        if X.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+            raise ValueError(f"{name} of shape {tuple(X.shape)} has dtype {X.dtype}, which has no QR; convert it")
+    if min(G.dim(), H.dim()) < 2 or G.shape[-1] != H.shape[-1] or G.shape[-1] > min(G.shape[-2], H.shape[-2]):
+        raise ValueError(
+            f"a pair has shapes (…, n, h) and (…, m, h) with h ≤ min(n, m), got {tuple(G.shape)} and {tuple(H.shape)}"
+        )
+    if not holds(G.isfinite()) or not holds(H.isfinite()):
+        raise ValueError(f"the pair of shapes {tuple(G.shape)}, {tuple(H.shape)} has NaN or infinite entries")
     Q_G, R_G = torch.linalg.qr(G)
     Q_H, R_H = torch.linalg.qr(H)
     U, sigma, Vh = torch.linalg.svd(R_G @ R_H.mH, full_matrices=False)
@@ -175,6 +186,8 @@ def from_product(X: Tensor, h: int) -> Tensor:
     >>> GLQuotientMix(3, 3).product(x).diagonal().abs()
     tensor([4., 1., 0.])
     """
+    if not isinstance(h, int) or isinstance(h, bool):
+        raise TypeError(f"h must be a whole number, got {h!r}")
     if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
         raise ValueError(f"a matrix of shape {tuple(X.shape)} has no point of rank {h}")
     if not holds(X.isfinite()):

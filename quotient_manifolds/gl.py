@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import logarithm
-from .base import QuotientManifold, as_count, as_shape, standard_normal
+from .base import QuotientManifold, as_count, as_shape, check_tensors, standard_normal
 from .gauge import Gauge, canonical_gauge
 from .gl_tangent import GLTangentSpace, Products
 from .linalg import column_rank_ratio, holds, in_double, in_own_precision, pack, sylvester
@@ -219,10 +219,12 @@ class GLQuotient(QuotientManifold):
 
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw Λ with Gaussian entries of variance 1/h, (…, h, h)."""
+        self.unpack_tensor(x)  # the checks
         h = x.shape[-1]
         return standard_normal((*x.shape[:-2], h, h), x, generator) / h**0.5
 
     def _check_algebra(self, x: Tensor, A: Tensor) -> None:
+        check_tensors(self, A=A)
         h = x.shape[-1]
         if A.dim() < 2 or A.shape[-2:] != (h, h):
             raise ValueError(
@@ -409,7 +411,10 @@ class GLQuotient(QuotientManifold):
         ConvergenceError
             As :meth:`logmap`, or the gradient of the mean square distance stays above 1e-10.
         """
+        check_tensors(self, points=points)
         self._assert_check_shape(points.shape, "x")
+        if points.dim() < 3 or len(points) == 0:
+            raise ValueError(f"{self}: points of a mean are (k, …, n + m, h) with k ≥ 1, got {tuple(points.shape)}")
         with torch.no_grad():
             return logarithm.mean(self, in_double(points)).to(points.dtype)
 

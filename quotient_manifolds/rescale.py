@@ -8,7 +8,7 @@ import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
-from .base import QuotientManifold, TangentSpace, as_shape, standard_normal
+from .base import QuotientManifold, TangentSpace, as_shape, check_tensors, standard_normal
 from .geodesics import GeodesicExitError
 from .linalg import holds
 
@@ -208,6 +208,9 @@ class RescaleQuotient(QuotientManifold):
         ValueError
             If the products differ in sign.
         """
+        check_tensors(self, points=points)
+        if points.dim() < 3 or len(points) == 0:
+            raise ValueError(f"{self}: points of a mean are (k, …, 2, d) with k ≥ 1, got {tuple(points.shape)}")
         first = points[0]
         return self.expmap(first, self.logmap(first.expand_as(points), points).mean(0))
 
@@ -254,14 +257,17 @@ class RescaleQuotient(QuotientManifold):
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         """Move x along its orbit to (αu, v/α), (…, 2, d); A is α, (…, d), without zeros."""
+        check_tensors(self, x=x, A=A)
         return x * torch.stack([A, 1 / A], dim=-2)
 
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
         """Give the vertical vector (λu, −λv), (…, 2, d); L is λ, (…, d)."""
+        check_tensors(self, x=x, L=L)
         return x * torch.stack([L, -L], dim=-2)
 
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw λ with standard Gaussian entries, (…, d)."""
+        self.unpack_tensor(x)  # the checks
         return standard_normal((*x.shape[:-2], x.shape[-1]), x, generator)
 
     def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -270,6 +276,7 @@ class RescaleQuotient(QuotientManifold):
 
     def product(self, x: Tensor) -> Tensor:
         """Compute β = u ⊙ v, (…, d)."""
+        self.unpack_tensor(x)  # the checks
         return x[..., 0, :] * x[..., 1, :]
 
     def canonical(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from quotient_manifolds import GLTangentSpace, canonical_gauge
 from quotient_manifolds.additive import additive_tangent_space
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find, stacks
+from quotient_manifolds.symmetries.pairs import check_pairs
 
 from .adaptive_norm import AdaptiveNorm
 from .measures import Measure
@@ -97,7 +98,7 @@ def divided(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] |
     """Stack the pairs that a measure takes modulo their symmetry."""
     if not measure.divides:
         return []
-    found = find(model) if pairs is None else pairs
+    found = find(model) if pairs is None else check_pairs(pairs)
     return stacks(p for p in found if measure.symmetry in ("all", p.kind))
 
 

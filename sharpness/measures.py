@@ -119,6 +119,10 @@ class Measure:
             )
 
     def _check_numbers(self) -> None:
+        for attribute in ("metric_scale", "relaxation", "substeps", *(["rho"] if self.rho is not None else [])):
+            value = getattr(self, attribute)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"measure {self.name!r}: {attribute} must be a number, got {value!r}")
         if not self.metric_scale > 0:
             raise ValueError(f"measure {self.name!r}: metric_scale must be positive, got {self.metric_scale}")
         if self.substeps < 1:
@@ -171,7 +175,7 @@ def measure(name: str | Measure) -> Measure:
     """
     if isinstance(name, Measure):
         return name
-    if name not in MEASURES:
+    if not isinstance(name, str) or name not in MEASURES:
         raise ValueError(f"unknown measure {name!r}; choose one of {', '.join(MEASURES)}, or pass a Measure")
     return MEASURES[name]
 

@@ -265,6 +265,9 @@ def _transformers(folder: Path) -> LoadedModel:
     with needs(f"reading {folder} needs transformers", "transformers"):
         import transformers
     settings = _read_json(folder / "config.json")
+    for key, value in settings.items():
+        if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(f"{folder / 'config.json'} asks for {key} = {value}, more than can be built")
     names = settings.get("architectures") or ["AutoModel"]
     name = names[0] if isinstance(names, list) else names
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -294,6 +297,8 @@ def _transformers(folder: Path) -> LoadedModel:
     return LoadedModel(model.eval(), "transformers", example, images, folder, labels)
 
 
+#: Building so many takes minutes, whatever the weights say.
+_MOST_LAYERS = 1000
 _MATCH = (
     "a model with random weights in their place would not be yours: use the configuration that they were saved with"
 )

@@ -158,6 +158,10 @@ class GeodesicSAM(Optimizer):
         refresh: int = 20,
         pairs: Sequence[SymmetricPair] | None = None,
     ) -> None:
+        if not isinstance(base_optimizer, Optimizer):
+            raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
+        if isinstance(rho, bool) or not isinstance(rho, (int, float)):
+            raise TypeError(f"rho must be a number, got {rho!r}")
         how = measure_with(measure)
         if how.case != "worst" or how.p != 2 or how.norm != "metric" or how.relaxation_kind != "floor":
             raise ValueError(f"GeodesicSAM takes measures of the worst case in their own metric, not {how.name!r}")

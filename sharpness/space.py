@@ -79,6 +79,8 @@ class WeightSpace:
     """
 
     def __init__(self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None) -> None:
+        if not isinstance(measure, Measure):
+            raise TypeError(f"measure must be a Measure, as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure = model, measure
         self._parameters = trainable(model)
         self.device = next(iter(self._parameters.values())).device

@@ -36,6 +36,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             "gather the model on one device, or measure the checkpoint that it was loaded from"
         )
     devices = {p.device for p in found.values()}
+    if any(d.type == "meta" for d in devices):
+        raise ValueError(
+            "the trainable parameters lie on the meta device, where there are no numbers; load the weights"
+        )
     if len(devices) > 1:
         raise ValueError(f"the trainable parameters lie on several devices ({devices}); move the model to one")
     for name, p in found.items():

@@ -364,7 +364,7 @@ def test_pickled_and_copied_optimisers_go_on():
 def test_state_of_others_is_refused():
     model = lora()
     optimizer = optimizer_of(model, "adam")
-    with pytest.raises(ValueError, match="saved by an optimiser without pairs, such as AdamW.*; to switch, load"):
+    with pytest.raises(ValueError, match=r"saved by an optimiser without pairs, such as AdamW.*; to switch, load"):
         optimizer.load_state_dict(torch.optim.AdamW(trainable(model)).state_dict())
     with pytest.raises(ValueError, match="saved by QuotientSGD, not by QuotientAdam"):
         optimizer.load_state_dict(optimizer_of(model, "sgd").state_dict())

@@ -124,7 +124,7 @@ def test_half_precision():
 def test_bad_input(measured):
     model, batch, result = measured
     for options in ({"points": 1}, {"reach": 0}):
-        with pytest.raises(ValueError, match="points must be a whole number|reach must be a positive"):
+        with pytest.raises(ValueError, match=r"points must be a whole number|reach must be a positive"):
             sharpness.profile(model, batch, result.direction(0), **options)
     with pytest.raises(ValueError, match="geodesic must be one of"):
         sharpness.profile(model, batch, result.direction(0), ways=["curly"])

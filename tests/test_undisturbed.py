@@ -110,9 +110,11 @@ def test_one_clean_up_alone_would_not_do(monkeypatch):
     model, batches = small()
     before = state(model)
     moment, harmed = 1, 0
-    while moment < 400 and interrupted(
-        lambda: sharpness.evaluate(model, batches, measure="adaptive", rho=0.1, steps=1, progress=False), moment
-    ):
+
+    def run():
+        sharpness.evaluate(model, batches, measure="adaptive", rho=0.1, steps=1, progress=False)
+
+    while moment < 400 and interrupted(run, moment):
         harmed += not same(state(model), before)
         model, batches = small()
         torch.set_rng_state(before[-1])

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..linalg import at_least_float32, column_rank_ratio
 from ..symmetries import PairStack, SymmetricPair, is_sharded, stacks
+from ..symmetries.pairs import check_pairs
 from .buckets import PairBucket, PairStep, trace
 from .frames import Frames, gram, wide
 
@@ -136,7 +137,7 @@ class QuotientOptimizer(Optimizer):
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         known = {b.key for p in self._pairs for b in p.G + p.H}
         chosen: dict[tuple[int, bool], list[int]] = {}
-        found, given = list(self._pairs), list(pairs)
+        found, given = list(self._pairs), check_pairs(pairs)
         paired = {b.tensor for p in (*found, *given) if p.group is not None for b in p.G + p.H}
         for pair in given:
             if any(b.key in known for b in pair.G + pair.H):

@@ -50,7 +50,8 @@ class Group:
     field: str = "real"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("GL", "scalars") or self.field not in ("real", "complex") or self.h < 1:
+        whole = isinstance(self.h, int) and not isinstance(self.h, bool)
+        if self.kind not in ("GL", "scalars") or self.field not in ("real", "complex") or not whole or self.h < 1:
             raise ValueError(f"no such group: {self.h} columns, kind {self.kind!r}, field {self.field!r}")
 
     def __str__(self) -> str:
@@ -164,6 +165,8 @@ def block(
     >>> block(keys, "weight", slice(4, 8), transpose=True).size, block(keys, "bias", slice(4, 8)).size
     ((6, 4), (1, 4))
     """
+    if not isinstance(rows, slice) or not isinstance(columns, slice):
+        raise TypeError(f"rows and columns must be slices, got {rows!r} and {columns!r}")
     shape = tuple(getattr(module, attribute).shape)
     frame = torch.empty(shape, device="meta")
     if frame.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
@@ -257,8 +260,12 @@ class SymmetricPair:
             if not self.reason:
                 raise ValueError(f"pair {self.name!r} has no group; give the reason")
             return
+        if not isinstance(self.group, Group):
+            raise TypeError(f"pair {self.name!r}: group must be a Group, got {type(self.group).__name__}")
         width = (self.group.h, 2) if self.group.field == "complex" else (self.group.h,)
         for b in self.G + self.H:
+            if not isinstance(b, Block):
+                raise TypeError(f"pair {self.name!r}: factors are made of blocks, see block(), not {type(b).__name__}")
             if b.size[1:] != width:
                 raise ValueError(
                     f"pair {self.name!r}: the group {self.group} acts on {width} columns, but a block of "
@@ -346,6 +353,15 @@ def pair(
     torch.Size([10, 3])
     """
     return SymmetricPair(name, kind, group, tuple(G), tuple(H))
+
+
+def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
+    """Give pairs as a list; a TypeError for anything else."""
+    found = list(pairs)
+    for p in found:
+        if not isinstance(p, SymmetricPair):
+            raise TypeError(f"pairs must be SymmetricPair, as find(model) gives them, got {type(p).__name__}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -561,7 +577,7 @@ def stack(pairs: Iterable[SymmetricPair]) -> PairStack:
     >>> stack(p for p in pairs if p.kind == "qk").gather().shape
     torch.Size([2, 18, 4])
     """
-    found = tuple(pairs)
+    found = check_pairs(pairs)
     if not found:
         raise ValueError("stack() needs at least one pair")
     return PairStack(found)
@@ -589,7 +605,7 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
     [(2, 'GL(4)', 9, 9), (2, 'GL(4)', 9, 8)]
     """
     kinds: dict[object, list[SymmetricPair]] = {}
-    for p in pairs:
+    for p in check_pairs(pairs):
         if p.group is None:
             continue
         like = p.G[0].tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from .pairs import Block, SymmetricPair
+from .pairs import Block, SymmetricPair, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs
 
 __all__ = ["PairList", "adapter_pairs", "find", "register", "skip"]
@@ -85,6 +85,12 @@ def skip(*classes: type | str) -> None:
     @register(*classes)
     def skipped(module: nn.Module, name: str) -> list[SymmetricPair]:
         return [SymmetricPair(name, "attention", None, reason="skipped on request")]
+
+
+def check_model(model: object) -> None:
+    """Raise for what is no torch module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
@@ -272,6 +278,8 @@ def find(
     """
     if key_bias not in ("keep", "drop"):
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
+    check_model(model)
+    extra = check_pairs(extra)
     found: list[SymmetricPair] = []
     for path, module in model.named_modules():
         name = _plain(path)
@@ -319,6 +327,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     >>> print(adapter_pairs(model))
     base_model.model.0 lora default    1 × GL(2), 4+6 rows
     """
+    check_model(model)
     names = [names] if isinstance(names, str) else names
     layers = [(_plain(path), m) for path, m in model.named_modules() if is_lora(m)]
     known = {a for _, m in layers for a in adapter_names(m)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..gauge import canonical_gauge
 from ..linalg import in_double
-from .pairs import SymmetricPair, stacks
+from .pairs import SymmetricPair, check_pairs, stacks
 
 __all__ = ["PairSpectrum", "spectra"]
 
@@ -78,7 +78,7 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     >>> [(s.kind, len(s.product)) for s in found]
     [('qk', 4), ('vo', 4), ('qk', 4), ('vo', 4)]
     """
-    used = [p for p in pairs if p.group is not None]
+    used = [p for p in check_pairs(pairs) if p.group is not None]
     found: dict[int, PairSpectrum] = {}
     with torch.no_grad():
         for s in stacks(used):

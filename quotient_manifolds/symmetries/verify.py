@@ -193,8 +193,8 @@ def act_randomly_(
     >>> torch.allclose(layer(torch.ones(1, 3, 8)), output, atol=1e-4), torch.allclose(weight, old)
     (True, False)
     """
-    if condition < 1:
-        raise ValueError(f"a condition number is at least 1, got {condition}")
+    if not isinstance(condition, (int, float)) or not 1 <= condition < float("inf"):
+        raise ValueError(f"a condition number is at least 1, got {condition!r}")
     generator = torch.Generator().manual_seed(seed)
     moved = 0
     for s in stacks(find(model) if pairs is None else pairs):

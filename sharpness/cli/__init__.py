@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..distributed import RemoteError
 from ..errors import words_of
@@ -19,9 +19,16 @@ from .training import add_convert, add_finetune, add_pretrain
 __all__ = ["main", "parser"]
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; --help lists what there is\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="sharpness",
         description="Geodesic sharpness of transformers: the worst rise of the loss around the weights.",
     )

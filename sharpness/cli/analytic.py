@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, count, seed
+from .options import Formatter, count, place, seed
 
 __all__ = ["add_demo", "add_diagonal", "add_toy"]
 
@@ -23,7 +23,7 @@ def add_demo(commands: Any) -> None:
     )
     demo.add_argument("--seed", type=seed, default=0, help="seed of the split, the training and the symmetry")
     demo.add_argument(
-        "--out", type=Path, default=Path("sharpness-demo.png"), help="where the picture goes, and the numbers as .json"
+        "--out", type=place, default=Path("sharpness-demo.png"), help="where the picture goes, and the numbers as .json"
     )
     demo.add_argument(
         "--condition", type=float, default=30.0, help="condition number of the random group elements (1: orthogonal)"
@@ -48,7 +48,7 @@ def add_toy(commands: Any) -> None:
         "on the quotient, how much each varies along an orbit, and the geodesic sharpness against its closed form.",
         formatter_class=Formatter,
     )
-    toy.add_argument("--out", type=Path, default=Path("toy"), help="folder for the figure and the numbers")
+    toy.add_argument("--out", type=place, default=Path("toy"), help="folder for the figure and the numbers")
     toy.add_argument("--x", type=float, default=1.0, help="the input")
     toy.add_argument("--y", type=float, default=1.0, help="the target")
     toy.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -80,7 +80,7 @@ def add_diagonal(commands: Any) -> None:
     diagonal.add_argument("--alpha-max", type=float, default=0.3, help="largest scale of the start")
     diagonal.add_argument("--rho", type=float, nargs="+", default=[0.001, 0.1], help="radii of the true maximisation")
     diagonal.add_argument("--workers", type=count, help="processes that share the seeds (default: one a core)")
-    diagonal.add_argument("--out", type=Path, default=Path("diagonal"), help="folder for CSV, JSON and figure")
+    diagonal.add_argument("--out", type=place, default=Path("diagonal"), help="folder for CSV, JSON and figure")
     diagonal.add_argument("--quiet", action="store_true", help="no progress bar")
     diagonal.set_defaults(run=_diagonal)
 

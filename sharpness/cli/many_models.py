@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from .options import Formatter, shard
+from .options import Formatter, place, shard
 
 __all__ = ["add_plot", "add_sweep", "add_table"]
 
@@ -28,8 +27,8 @@ def add_sweep(commands: Any) -> None:
         "among independent jobs that share OUT. Exit code 1 if a checkpoint failed.",
         formatter_class=Formatter,
     )
-    sweep.add_argument("config", type=Path, metavar="CONFIG", help="YAML or JSON file")
-    sweep.add_argument("--out", type=Path, required=True, help="folder for the results")
+    sweep.add_argument("config", type=place, metavar="CONFIG", help="YAML or JSON file")
+    sweep.add_argument("--out", type=place, required=True, help="folder for the results")
     sweep.add_argument("--shard", default="1/1", help="take the i-th of n parts of the checkpoints")
     sweep.add_argument("--quiet", action="store_true", help="no progress bar")
     sweep.set_defaults(run=_sweep)
@@ -69,7 +68,7 @@ def _add_results(commands: Any, name: str, words: str, description: str) -> argp
     shown: argparse.ArgumentParser = commands.add_parser(
         name, help=words, description=description, formatter_class=Formatter
     )
-    shown.add_argument("results", type=Path, metavar="RESULTS", help="a sweep's folder, results.jsonl or .csv")
+    shown.add_argument("results", type=place, metavar="RESULTS", help="a sweep's folder, results.jsonl or .csv")
     shown.add_argument(
         "--target", choices=["gap", "loss-gap", "test-error", "test-loss"], default="gap", help="what is predicted"
     )
@@ -88,7 +87,7 @@ def add_table(commands: Any) -> None:
     )
     shown.add_argument("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table")
     shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
-    shown.add_argument("--out", type=Path, help="file (default: print)")
+    shown.add_argument("--out", type=place, help="file (default: print)")
     shown.set_defaults(run=_table)
 
 
@@ -119,7 +118,7 @@ def add_plot(commands: Any) -> None:
         "the relaxation, and sharpness and tau along the radius.",
     )
     shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
-    shown.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    shown.add_argument("--out", type=place, required=True, help="folder for the figures")
     shown.set_defaults(run=_plot)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_data_options, checked_device, data_choice, seed
+from .options import Formatter, add_data_options, checked_device, data_choice, place, seed
 
 __all__ = ["add_run", "add_symmetries"]
 
@@ -96,10 +96,10 @@ def add_run(commands: Any) -> None:
     run.add_argument("--batches", type=int, help="use the first so many batches (default: all)")
     run.add_argument("--micro-batch", type=int, help="examples that pass through the model at a time")
     run.add_argument("--device", default="cpu", help="cpu or cuda")
-    run.add_argument("--out", type=Path, help="JSON file for the results")
+    run.add_argument("--out", type=place, help="JSON file for the results")
     run.add_argument(
         "--figures",
-        type=Path,
+        type=place,
         help="folder for figures: the loss along the worst direction, the layers and heads it moves, the spectra of "
         "the attention pairs",
     )

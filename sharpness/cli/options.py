@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Formatter", "add_data_options", "checked_device", "count", "data_choice", "seed", "shard"]
+__all__ = ["Formatter", "add_data_options", "checked_device", "count", "data_choice", "place", "seed", "shard"]
 
 if TYPE_CHECKING:
     from ..data import DataChoice
@@ -46,6 +47,13 @@ def data_choice(options: argparse.Namespace) -> DataChoice:
         options.data, options.batch_size, options.batches, options.examples, options.choose_seed, columns,
         options.image_size, mean, std,
     )  # fmt: skip
+
+
+def place(text: str) -> Path:
+    """Read a path: an empty one is a variable that was not set, not the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
 
 
 def seed(text: str) -> int:

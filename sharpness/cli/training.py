@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_data_options, checked_device, count, data_choice, seed, shard
+from .options import Formatter, add_data_options, checked_device, count, data_choice, place, seed, shard
 
 __all__ = ["add_convert", "add_finetune", "add_pretrain"]
 
@@ -42,7 +41,7 @@ def add_finetune(commands: Any) -> None:
     zoo.add_argument("--points", type=count, default=256, help="training examples to measure on")
     zoo.add_argument("--shard", default="1/1", help="train the i-th of n parts of the models")
     zoo.add_argument("--device", default="cpu", help="cpu or cuda")
-    zoo.add_argument("--out", type=Path, required=True, help="folder for the models")
+    zoo.add_argument("--out", type=place, required=True, help="folder for the models")
     zoo.add_argument("--quiet", action="store_true", help="no progress bar")
     # Class folders are in the order of their classes: a part of them is chosen at random.
     zoo.set_defaults(run=_finetune, batch_size=256, batches=None, choose_seed=0)
@@ -85,7 +84,7 @@ def add_pretrain(commands: Any) -> None:
         "tables, and write a transformers folder, which `sharpness finetune` takes.",
         formatter_class=Formatter,
     )
-    pretraining.add_argument("texts", type=Path, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
+    pretraining.add_argument("texts", type=place, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
     pretraining.add_argument("--text", default="text", help="columns of the texts, as premise,hypothesis")
     pretraining.add_argument("--no-header", action="store_true", help="the tables' first line is no header")
     pretraining.add_argument("--width", type=count, default=128, help="hidden width")
@@ -97,7 +96,7 @@ def add_pretrain(commands: Any) -> None:
     pretraining.add_argument("--batch", type=count, default=64, help="texts a step")
     pretraining.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     pretraining.add_argument("--seed", type=seed, default=0, help="seed of weights, order and masks")
-    pretraining.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
+    pretraining.add_argument("--out", type=place, required=True, help="folder for model and tokenizer")
     pretraining.add_argument("--quiet", action="store_true", help="no progress bar")
     pretraining.set_defaults(run=_pretrain)
 
@@ -136,10 +135,10 @@ def add_convert(commands: Any) -> None:
         "through tensorflow's own reader.",
         formatter_class=Formatter,
     )
-    google.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder, or prefix .../model.ckpt-N")
-    google.add_argument("out", type=Path, metavar="OUT", help="the new transformers folder")
-    google.add_argument("--config", type=Path, help="bert_config.json (default: beside the checkpoint)")
-    google.add_argument("--vocab", type=Path, help="vocab.txt (default: beside the checkpoint)")
+    google.add_argument("checkpoint", type=place, metavar="CHECKPOINT", help="folder, or prefix .../model.ckpt-N")
+    google.add_argument("out", type=place, metavar="OUT", help="the new transformers folder")
+    google.add_argument("--config", type=place, help="bert_config.json (default: beside the checkpoint)")
+    google.add_argument("--vocab", type=place, help="vocab.txt (default: beside the checkpoint)")
     google.add_argument("--labels", default="contradiction,entailment,neutral", help="names of the classes, in order")
     google.add_argument("--cased", action="store_true", help="the vocabulary tells upper from lower case")
     google.set_defaults(run=_convert)

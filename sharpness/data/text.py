@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import naming
 from .examples import Examples
 
 __all__ = ["TABLES", "TextColumns", "named_labels", "read_table", "read_texts", "table_of_text"]
@@ -144,13 +145,15 @@ def table_of_text(
         if missing:
             raise ValueError(f"row {number} of {path} has no column {missing[0]!r}; it has {', '.join(row)}")
     labels = [_label(row[columns.label].strip(), columns, known, path) for row in rows]
-    length = min(columns.length, getattr(tokenizer, "model_max_length", columns.length))
+    with naming(f"the tokenizer for {path} does not work"):
+        length = min(columns.length, int(getattr(tokenizer, "model_max_length", columns.length)))
 
     def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
         texts = [[rows[i][columns.text] for i in chosen]]
         if columns.pair is not None:
             texts.append([rows[i][columns.pair] for i in chosen])
-        coded = tokenizer(*texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
+        with naming(f"the tokenizer for {path} does not work"):
+            coded = tokenizer(*texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
         return {**coded, "labels": torch.tensor([labels[i] for i in chosen])}
 
     return Examples(str(path), len(rows), batch)

@@ -261,10 +261,10 @@ def run(
     ValueError
         A number out of range, or networks that do not reach the target loss.
     """
-    if not 0 < alpha_min <= alpha_max:
-        raise ValueError(f"alpha-min and alpha-max must be positive and in order, got {alpha_min} and {alpha_max}")
-    if min(n, d, seeds) < 1 or models < 3 or not rhos or min(rhos) <= 0:
-        raise ValueError("n, d and seeds must be at least 1, models at least 3, and every rho positive")
+    if not 1e-6 <= alpha_min <= alpha_max <= 1e3:
+        raise ValueError(f"alpha-min and alpha-max must be in order, from 1e-6 to 1e3, got {alpha_min} and {alpha_max}")
+    if min(n, d, seeds) < 1 or models < 3 or not rhos or not all(1e-9 <= rho <= 1e3 for rho in rhos):
+        raise ValueError("n, d and seeds must be at least 1, models at least 3, and every rho from 1e-9 to 1e3")
     check_folder(out)
     rows: list[dict[str, Any]] = []
     tasks = [(n, d, models, s, alpha_min, alpha_max, tuple(rhos)) for s in range(seed, seed + seeds)]

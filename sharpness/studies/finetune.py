@@ -80,7 +80,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and self.epochs >= 1 and self.batch >= 1 and self.weight_decay >= 0):
+        if not (0 < self.lr < math.inf and self.epochs >= 1 and self.batch >= 1 and 0 <= self.weight_decay < math.inf):
             raise ValueError(f"a recipe needs lr > 0, weight_decay ≥ 0, epochs and batch ≥ 1, got {self}")
         if not (self.mixup >= 0 and 0 <= self.label_smoothing < 1 and 0 <= self.label_noise <= 1):
             raise ValueError(f"mixup must be ≥ 0, label_smoothing in [0, 1) and label_noise in [0, 1], got {self}")
@@ -114,6 +114,11 @@ def random_recipe(
     -------
     Recipe
 
+    Raises
+    ------
+    ValueError
+        A range out of bounds.
+
     Notes
     -----
     After Wortsman et al. 2022 (*Model soups*), as far as it does not depend on the model's size: weight decay
@@ -129,6 +134,8 @@ def random_recipe(
     >>> recipes[7] == random_recipe(7, epochs=(2, 4))
     True
     """
+    if not 0 < min(lr) <= max(lr) <= 1e3 or min(epochs) < 1:
+        raise ValueError(f"learning rates must lie between 0 and 1e3 and epochs be at least 1, got {lr} and {epochs}")
     rng = np.random.default_rng(seed)
     rate = float(np.exp(rng.uniform(*np.log(lr))))
     decay = float(10 ** rng.uniform(-4, -0.2))

@@ -163,8 +163,8 @@ def run(
     ValueError
         x is zero.
     """
-    if x == 0:
-        raise ValueError("x must not be zero: the network would not depend on its weights")
+    if not 1e-3 <= abs(x) <= 1e3 or not abs(y) <= 1e3:
+        raise ValueError(f"x must lie between 1e-3 and 1e3 in size, and y up to 1e3, got {x} and {y}")
     check_folder(out)
     axis = torch.linspace(-2.5, 2.5, size, dtype=torch.float64)  # an even number of points: none on an axis
     theta2, theta1 = torch.meshgrid(axis, axis, indexing="ij")

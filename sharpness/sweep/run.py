@@ -243,7 +243,12 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     kinds = {"rows": list, "unit": dict, "versions": dict}
     sound = isinstance(found, dict) and all(isinstance(found.get(k, kind()), kind) for k, kind in kinds.items())
-    return found if sound and all(isinstance(row, dict) for row in found.get("rows", ())) else {}
+    return found if sound and all(_is_row(row) for row in found.get("rows", ())) else {}
+
+
+def _is_row(row: Any) -> bool:
+    words = isinstance(row, dict) and all(isinstance(row.get(k, ""), str) for k in ("checkpoint", "kind", "measure"))
+    return words and {"checkpoint", "kind"} <= set(row) and isinstance(row.get("rho", 0.0), (int, float))
 
 
 def _is_done(record: Mapping[str, Any]) -> bool:

@@ -1,0 +1,922 @@
+"""Seeded cases of what a user can get wrong: a small world on disk, a few mutations, one command or call.
+
+``python -m tests.fuzzing [CASES [SURFACE [NUMBER]]]`` runs cases and counts what failed.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import gc
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+
+import quotient_manifolds as qm
+import sharpness
+from quotient_manifolds import optim, symmetries, testing
+from sharpness import cli, comparison, data, measures, models, rows, sweep
+
+from . import docs_world, networks
+
+PACKAGES = {"quotient_manifolds", "sharpness"}
+# fmt: off
+LIMIT = 60.0
+#: Wrong in most places; nothing that asks for work without end.
+ODD = [None, True, False, -1, 0, 1, 2.5, math.inf, math.nan, -1e300, "", "x", "1", [], {}, [[]], [None], {"a": 1}]
+ODD_PYTHON = [*ODD, 1j, b"x", object(), np.float64(0.5), np.arange(2), torch.tensor(math.nan), torch.ones(2), len, ()]
+INT = ["-1", "0", "x", "1e3", "2.5", "", "1"]
+FLOAT = ["nan", "inf", "-1", "0", "x", "", "1e300", "1e-300", "1e-40"]
+PLACES = ["", ".", "nope", "bert", "vit", "file", "folder", "nope:model", "mine:nope", "mine:", ":", "mine:batches",
+          "a b",
+          "a\nb", "nul\0byte", "näh", "x" * 300, "missing/deep/out", "file/out", "/proc/none/out", "..", "../beside",
+          "done",
+          "zoo/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
+WORDS = {"device": ["cuda", "nope", "meta", "", "cpu:9"], "shard": ["0/0", "2/1", "x", "1/0", "-1/2", "/", "1/2"],
+         "map": ["junk", "a=1", "a=x", "=", "0=0,0=1", "0=0,1=1", "0=5,1=-1"],
+         "measure": ["junk", "", *measures.MEASURES]}
+#: Small enough to be quick; a command that stands here twice comes twice as often.
+COMMANDS = [line.split() for line in (7 * """
+run bert dev.tsv --text sentence --measure adaptive --rho 0.1 --steps 2 --batch-size 8 --quiet
+run vit pics --measure gradient-norm --quiet --out out.json
+""" + 2 * """
+sweep sweep.json --quiet --out out
+symmetries bert
+table done
+demo --condition 0 --quiet --out out.png
+demo --quiet --out missing/out.png
+finetune bert dev.tsv --text sentence --models 1 --epochs 1 --batch 8 --points 4 --examples 8 --length 8 --out out
+pretrain dev.tsv --text sentence --width 8 --depth 1 --heads 2 --vocabulary 40 --steps 1 --batch 2 --quiet --out out
+""" + """
+plot done --out out
+toy --quiet --out out
+diagonal --n 4 --d 6 --models 3 --seeds 1 --rho 0.1 --workers 1 --quiet --out out
+convert bert-tf bert out
+""").split("\n") if line]
+SWEEP = {"checkpoints": [{"path": "zoo/*.pt", "model": "mine:model"}], "data": {"source": "xy.pt", "batch_size": 4,
+                                                                                "seed": 3},
+         "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
+         "rho": {"adaptive": [0.1, 0.3]},
+         "ablations": [{}, {"p": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
+         "initial": "zoo/net0.pt",
+         "steps": 2, "tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
+         "normalize_logits": False,
+         "device": "cpu"}
+YAML = ["tol: 1e-3", "rho: 1e-3", "data: &a [*a]", "\t", "steps: !!python/object:os.system x", "? [a]\n: b", "1: 2"]
+YAML += ["".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'x'] * 10)}]\n" for i in range(6)) + f"{key}: *x5"
+         for key in ("rho", "data", "checkpoints", "measures", "steps")]
+#: Of config.json; sizes may become 10¹³, which is refused at once, but the number of layers not.
+CONFIG = {"architectures": [["BertModel"], ["ViTModel"], ["Nope"], [], ["PreTrainedModel"], "BertModel", [3],
+                            ["pipeline"]],
+          "num_hidden_layers": [0, 2, 40, -1], "num_labels": [0, 1, 3, -1], "dtype": ["float16", "int8", "x"],
+          "model_type": ["vit", "bert", "gpt2", "nope", 3], "id2label": [{}, {"0": "a"}, {"x": "y"}, None],
+          "label2id": [{"a": "b"}, {}, {"a": -1}, None, [1]], "auto_map": [{"AutoConfig": "mine.Config"}],
+          "quantization_config": [{"bits": 4}], "problem_type": ["regression", "multi_label_classification", "x"]}
+SIZES = ["hidden_size", "vocab_size", "intermediate_size", "max_position_embeddings", "image_size", "patch_size",
+         "num_channels", "num_attention_heads", "type_vocab_size", "height", "width"]
+MINE = """import torch
+from torch import nn
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+def batches():
+    return [(torch.ones(4, 4), torch.arange(4) % 3)]
+"""
+# fmt: on
+
+
+class HangError(BaseException):
+    """The watchdog's: no handler of the package's catches it."""
+
+
+@dataclass
+class Job:
+    """A command or a call; ``outs`` may be written, ``names`` are the arguments that were spoilt."""
+
+    what: object
+    argv: list | None = None
+    call: object = None
+    outs: tuple = ()
+    names: tuple = ()
+    allowed: tuple = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    surface: str
+    number: int
+    kind: str
+    place: str
+    words: str
+    what: str
+
+    def __str__(self):
+        return f"{self.surface} {self.number}: {self.kind} at {self.place}: {self.words}\n    {self.what[:300]}"
+
+
+# -- the world ---------------------------------------------------------------------------------------------------------
+
+
+def build(base):
+    """Make the valid world that every case gets a copy of."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    base.mkdir(parents=True)
+    docs_world._bert(base / "bert")
+    docs_world._vit(base / "vit")
+    (base / "mine.py").write_text(MINE)
+    texts = docs_world._rows(12)
+    for name, mark in (("dev.tsv", "\t"), ("dev.csv", ",")):
+        (base / name).write_text("\n".join(mark.join(map(str, r)) for r in [("sentence", "label"), *texts]) + "\n")
+    (base / "dev.jsonl").write_text("".join(json.dumps({"sentence": t, "label": k}) + "\n" for t, k in texts))
+    docs_world._images(base / "pics.zip")
+    with zipfile.ZipFile(base / "pics.zip") as archive:
+        archive.extractall(base, [n for n in archive.namelist() if n.startswith("train/") and n[-5] in "012"])
+    (base / "train").rename(base / "pics")
+    (base / "t-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3, 0, 0, 0, 3, 0, 0, 0, 8, 0, 0, 0, 8, *range(192)]))
+    (base / "t-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 0, 1, 0]))
+    write_tensors(base / "xy.pt", {"x": torch.randn(12, 4), "y": torch.arange(12) % 3})
+    write_tensors(base / "xy.safetensors", read_tensors(base / "xy.pt"))
+    write_tensors(base / "ids.safetensors", {"input_ids": torch.randint(5, 30, (8, 6)), "labels": torch.arange(8) % 2})
+    for i in range(4):
+        (base / "zoo").mkdir(exist_ok=True)
+        write_tensors(
+            base / "zoo" / f"net{i}.pt", nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict()
+        )
+    (base / "sweep.json").write_text(json.dumps(SWEEP))
+    (base / "table.csv").write_text("run,accuracy\n" + "".join(f"net{i},0.{8 - i}\n" for i in range(4)))
+    (base / "folder").mkdir()
+    (base / "folder" / "keep.txt").write_text("a user's own")
+    (base / "file").write_text("a user's own")
+    with within(base):
+        assert cli.main(["sweep", "sweep.json", "--out", "done", "--quiet"]) == 0
+
+
+@contextlib.contextmanager
+def within(world):
+    """Stand in a folder as a fresh process would: what it imports from there is forgotten afterwards."""
+    path, here = list(sys.path), os.getcwd()
+    os.chdir(world)
+    try:
+        with mock.patch.object(sys, "dont_write_bytecode", True):
+            yield
+    finally:
+        os.chdir(here)
+        sys.path[:] = path
+        sys.modules.pop("mine", None)
+
+
+def write_tensors(path, tensors):
+    from safetensors.torch import save_file
+
+    if path.suffix == ".pt":
+        torch.save(dict(tensors), path)
+    else:
+        save_file({k: t.contiguous().clone() for k, t in tensors.items()}, path, {"format": "pt"})
+
+
+def read_tensors(path):
+    from safetensors.torch import load_file
+
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def pick(rng, options):
+    options = list(options)
+    return options[int(rng.integers(len(options)))]
+
+
+# -- mutations ---------------------------------------------------------------------------------------------------------
+
+
+def spoil_bytes(rng, path):
+    """Damage any file."""
+    raw = path.read_bytes()
+    at, noise = int(rng.integers(max(1, min(len(raw), pick(rng, [20, len(raw) + 1]))))), rng.bytes(9)
+    ways = {
+        "cut": raw[:at], "empty": b"", "flip": raw[:at] + noise[:1] + raw[at + 1 :], "noise": rng.bytes(200),
+        "insert": raw[:at] + noise + raw[at:], "bom": b"\xef\xbb\xbf" + raw, "nul": raw[:at] + b"\0" + raw[at:],
+        "twice": raw + raw, "latin": raw[:at] + b"\xe9" + raw[at:], "gone": None, "folder": None,
+    }  # fmt: skip
+    how = pick(rng, ways)
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how != "gone":
+        path.write_bytes(ways[how])
+    return f"{path.name}: {how} at byte {at}"
+
+
+def spoil_tree(rng, tree, odd=ODD):
+    """Change one entry, at any depth, of what JSON holds."""
+    spots = [(tree, k) for k in (tree if isinstance(tree, dict) else range(len(tree)))]
+    for box, key in spots:  # grows meanwhile
+        inner = box[key]
+        spots += (
+            [(inner, k) for k in (inner if isinstance(inner, dict) else range(len(inner)))]
+            if isinstance(inner, (dict, list))
+            else []
+        )
+    if not spots:
+        return "nothing left"
+    box, key = pick(rng, spots)
+    old, how = box[key], pick(rng, ["drop", "odd", "odd", "odd", "near", "near", "wrap", "rename"])
+    new = pick(rng, odd)
+    if how == "near" and isinstance(old, (int, float)) and not isinstance(old, bool):
+        new = pick(rng, [old + 1, old - 1, -old, 2 * old, float(old), *([10**13] if key in SIZES else [])])
+    elif how == "wrap":
+        new = pick(rng, [[old], {"a": old}, [old, old], str(old)])
+    if how == "drop":
+        del box[key]
+    elif how == "rename" and isinstance(box, dict):
+        box[pick(rng, ["unknown", str(key) + "s", ""])] = box.pop(key)
+    else:
+        box[key] = new
+    return f"{key}: {how if how in ('drop', 'rename') else repr(new)[:60]}"
+
+
+def spoil_json(rng, path):
+    try:
+        tree = json.loads(path.read_text())
+        if rng.random() < 0.2:
+            return spoil_bytes(rng, path)
+        if path.name == "config.json" and rng.random() < 0.35:
+            key = pick(rng, CONFIG)
+            tree[key] = pick(rng, CONFIG[key])
+            what = f"{key}: {tree[key]}"
+        else:
+            what = spoil_tree(rng, tree)
+        path.write_text(json.dumps(tree if rng.random() < 0.95 else pick(rng, ODD)))
+        return f"{path.name}: {what}"
+    except (OSError, ValueError, TypeError):
+        return f"{path.name}: broken already"
+
+
+def spoil_tensors(rng, path):
+    """Change what a file of tensors holds."""
+    try:
+        found = read_tensors(path)
+        name = pick(rng, sorted(found))
+    except Exception:
+        return f"{path.name}: broken already"
+    t = found.pop(name)
+    ways = {
+        "drop": None, "rename": t, "turn": t.mT if t.dim() > 1 else t[None], "flat": t.flatten(),
+            "nan": t.float() * math.nan,
+        "inf": t.float() + math.inf, "half": t.half(), "long": t.long(), "bool": t.bool(),
+            "complex": t.to(torch.complex64),
+        "short": t[:-1], "none": t[:0], "number": t.flatten()[:1].sum(), "deep": t[..., None], "zero": 0 * t,
+            "far": t + 99,
+        "minus": t - 100, "double": t.double(), "other": torch.rand_like(t.float()),
+    } if t.dim() else {"drop": None}  # fmt: skip
+    how = pick(rng, ways)
+    if how != "drop":
+        other = pick(rng, [name + "_", "module." + name, "z", name.replace("0", "7"), name.split(".", 1)[-1]])
+        found[other if how == "rename" else name] = ways[how]
+    write_tensors(path, found)
+    return f"{path.name}: {name} {how}"
+
+
+def spoil_table(rng, path):
+    """Change a table of text, line by line."""
+    if not path.is_file():
+        return f"{path.name}: gone already"
+    mark = {".tsv": "\t", ".csv": ","}.get(path.suffix, ": ")
+    lines = path.read_bytes().decode("utf-8", "replace").splitlines() or [""]
+    at = int(rng.integers(len(lines)))
+    label = pick(rng, ["7", "-1", "", "x", "1.0", "nan", "0 ", '"', "1e3", "null", "[]", "9" * 30, "١"])
+    head, (line, *rest) = lines[:at], lines[at:]
+    first, last = line.split(mark)[0], mark.join([*line.split(mark)[:-1], label])
+    ways = {
+        "column": [v.rpartition(mark)[0] for v in lines], "header": lines[:1], "none": [],
+            "short": [*head, first, *rest],
+        "mark": [v.replace(mark, pick(rng, ["; ", "|", " ", mark * 2])) for v in lines], "label": [*head, last, *rest],
+        "ragged": [*head, line + mark + "more", *rest], "blank": [*head, "", line, *rest],
+            "double": [v + mark + v for v in lines],
+        "huge": [*head, "word " * 40000 + line, *rest], "quote": [*head, '"' + line, *rest],
+        "labels": [lines[0], *(mark.join([*v.split(mark)[:-1], label]) for v in lines[1:])],
+        "junk": [*head, pick(rng, ["[1]", "null", "{", "{}", "3", "\\"]), *rest],
+    }  # fmt: skip
+    how = pick(rng, ways)
+    path.write_text(pick(rng, ["\n", "\n", "\r\n", "\r"]).join(ways[how]) + "\n", newline="")
+    return f"{path.name}: {how} in line {at}, {label!r}"
+
+
+def spoil_images(rng, path):
+    """Change a folder of class folders."""
+    from PIL import Image
+
+    how, found = (
+        pick(rng, ["bytes", "mode", "extra", "class", "one", "none", "nest", "note"]),
+        sorted(path.rglob("*.png")),
+    )
+    image = pick(rng, [p for p in found if p.is_file()] or [path / "none.png"])
+    if how == "bytes" and image.is_file():
+        return spoil_bytes(rng, image)
+    if how == "mode":
+        mode, size = pick(rng, ["L", "RGBA", "P", "1", "I", "I;16", "F", "CMYK", "LA"]), pick(rng, [(8, 8), (1, 900)])
+        Image.new(mode, size).save(image, "tiff")
+    elif how in ("extra", "class"):
+        (path / "extra").mkdir(exist_ok=True)
+        shutil.copy(image, path / ("extra" if how == "class" else "")) if image.is_file() else None
+    elif how in ("one", "none"):
+        for inner in sorted(path.iterdir())[how == "one" :]:
+            shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
+    elif how == "nest":
+        shutil.copytree(path, path.parent / "inner")
+        shutil.move(path.parent / "inner", path / "inner")
+    else:
+        (image.parent / pick(rng, ["notes.txt", ".hidden", "notes.png"])).write_text("a note")
+    return f"{path.name}: {how} {image.name}"
+
+
+# -- surfaces: what is spoilt, and the command or call that meets it ---------------------------------------------------
+
+
+def folders(rng, world):
+    kind, what = pick(rng, ["bert", "bert", "vit"]), []
+    other = {"bert": ["tokenizer.json", "tokenizer_config.json"], "vit": ["preprocessor_config.json"]}[kind]
+    for _ in range(int(rng.integers(1, 4))):
+        path = (
+            world / kind / pick(rng, ["config.json", "model.safetensors", "config.json", "model.safetensors", *other])
+        )
+        if path.suffix == ".json":
+            what.append(spoil_json(rng, path))
+        elif rng.random() < 0.15:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.copy(world / {"bert": "vit", "vit": "bert"}[kind] / path.name, path)
+            what.append("the other model's weights")
+        elif path.is_file():
+            what.append(pick(rng, [spoil_tensors, spoil_tensors, spoil_tensors, spoil_bytes])(rng, path))
+    if rng.random() < 0.2:
+        return Job(what, ["symmetries", kind, *pick(rng, [[], ["--verify"], ["--key-bias", "drop"]])])
+    source = pick(rng, [["dev.tsv", "--text", "sentence"], ["ids.safetensors"]]) if kind == "bert" else ["pics"]
+    how = pick(rng, [["adaptive", "--rho", "0.1"], ["geodesic-inv", "--rho", "0.1"], ["gradient-norm"]])
+    return Job(
+        what,
+        ["run", kind, *source, "--measure", *how, "--steps", "2", "--quiet", "--out", "out.json"],
+        outs=["out.json"],
+    )
+
+
+def datasets(rng, world):
+    kind, more = pick(rng, ["table", "table", "images", "zip", "idx", "tensors", "tensors", "checkpoint"]), []
+    model, source, spoilers = "mine:model", "xy.pt", [spoil_tensors, spoil_tensors, spoil_bytes]
+    if kind == "table":
+        model, source, spoilers = (
+            "bert",
+            pick(rng, ["dev.tsv", "dev.csv", "dev.jsonl"]),
+            [*[spoil_table] * 4, spoil_bytes],
+        )
+        more = ["--text", "sentence", *pick(rng, [[], [], ["--no-header"], ["--label", "1", "--text", "0",
+                                                                            "--no-header"],
+                ["--map", "0=0,1=1"], ["--pair", "sentence"], ["--label", "nope"], ["--length", "4"]])]  # fmt: skip
+    elif kind in ("images", "zip"):
+        model, source, spoilers = "vit", "pics", [spoil_images]
+    elif kind == "idx":
+        model, source, spoilers = "vit", "t-images-idx3-ubyte", [spoil_bytes]
+    elif kind == "tensors":
+        source = pick(rng, ["xy.pt", "xy.safetensors", "ids.safetensors"])
+        model = "bert" if source.startswith("ids") else model
+    else:
+        more = ["--checkpoint", "zoo/net1.pt"]
+    path = world / {"checkpoint": "zoo/net1.pt", "idx": pick(rng, [source, "t-labels-idx1-ubyte"])}.get(kind, source)
+    what = [
+        pick(rng, spoilers)(rng, path)
+        for _ in range(int(rng.integers(1, 3)))
+        if path.is_file() or kind in ("images", "zip")
+    ]
+    if kind == "zip":
+        with zipfile.ZipFile(world / "new.zip", "w") as archive:
+            for p in sorted((world / "pics").rglob("*")):
+                archive.write(p, p.relative_to(world))
+        source = pick(
+            rng, ["new.zip", "new.zip:pics", "new.zip:nope", "new.zip:", "new.zip:pics/cat", "pics.zip:train"]
+        )
+        what += [spoil_bytes(rng, world / "new.zip")] if rng.random() < 0.4 else []
+    if rng.random() < 0.2 and kind in ("tensors", "table"):
+        read = data.read_table if kind == "table" else data.load_batches
+        return Job(what, call=lambda: read(source))
+    how = pick(rng, [["adaptive", "--rho", "0.1"], ["gradient-norm"]])
+    return Job(what, ["run", model, source, *more, "--measure", *how, "--steps", "2", "--quiet"])
+
+
+def sweeps(rng, world):
+    tree, what = copy.deepcopy(SWEEP), []
+    if rng.random() < 0.3:
+        del tree["test"]
+        tree["accuracies"] = {"file": "table.csv", "name": "run", "test": "accuracy"}
+    for _ in range(int(rng.integers(1, 4))):
+        if rng.random() < 0.5:
+            key = pick(rng, tree)
+            tree[key] = pick(rng, ODD)
+            what.append(f"{key}: {tree[key]!r}")
+        else:
+            what.append(spoil_tree(rng, tree))
+    name, text = pick(rng, ["new.json", "new.yaml"]), json.dumps(tree)
+    if name == "new.yaml":
+        import yaml
+
+        what += [pick(rng, YAML)] if rng.random() < 0.4 else []
+        text = yaml.safe_dump(tree, sort_keys=False) + (what[-1] if what[-1] in YAML else "")
+    (world / name).write_text(text)
+    what += [spoil_bytes(rng, world / name)] if rng.random() < 0.1 else []
+    if rng.random() < 0.3:
+        return Job(what, call=lambda: sweep.read_config(name))
+    return Job(what, ["sweep", name, "--out", "out", "--quiet"], outs=["out"])
+
+
+def results(rng, world):
+    source = pick(rng, ["results.jsonl", "results.jsonl", "results.csv"])
+    path, what = world / "done" / source, []
+    for _ in range(int(rng.integers(1, 4))):
+        if not path.is_file() or rng.random() < 0.15:
+            what += [spoil_bytes(rng, path)] if path.is_file() else []
+            continue
+        try:
+            found = [json.loads(v) for v in path.read_text().splitlines()]
+            some = [r for r in found if rng.random() < 0.3] if rng.random() < 0.5 else found
+            key, how, odd = (
+                pick(rng, sorted({k for r in some for k in r})),
+                pick(rng, ["drop", "odd", "odd", "same", "twice", "few"]),
+                pick(rng, ODD),
+            )
+        except (ValueError, TypeError):
+            what.append(spoil_table(rng, path))
+            continue
+        for row in (r for r in some if key in r):
+            row.update({key: odd} if how == "odd" else {key: found[0].get(key, 0.5)} if how == "same" else {})
+            row.pop(key if how == "drop" else None, None)
+        found = [*found, *some] if how == "twice" else found[:3] if how == "few" else found
+        path.write_text("".join(json.dumps(r) + "\n" for r in found))
+        what.append(f"{key} {how} {odd!r} in {len(some)} rows")
+    target, command = pick(rng, rows.TARGETS), pick(rng, ["table"] * 8 + ["plot", "call", "sweep"])
+    if command == "call":
+        return Job(what, call=lambda: comparison.compare(rows.read_results(path), target))
+    if command == "sweep":  # goes on from units that are spoilt
+        what = [spoil_json(rng, pick(rng, sorted((world / "done/units").iterdir()))) for _ in range(2)]
+        return Job(what, ["sweep", "sweep.json", "--out", "done", "--quiet"], outs=["done"])
+    more = (
+        ["--out", "out"]
+        if command == "plot"
+        else pick(rng, [[], ["--short"], ["--format", "latex"], ["--format", "csv"]])
+    )
+    return Job(what, [command, pick(rng, [f"done/{source}", "done"]), "--target", target, *more], outs=["out"])
+
+
+def commands(rng, world):
+    argv = list(pick(rng, COMMANDS))
+    command = cli.parser()
+    while subs := [a for a in command._actions if isinstance(a, argparse._SubParsersAction)]:
+        command = subs[0].choices[argv[command.prog.count(" ")]]
+    depth = command.prog.count(" ")
+    places = [a for a in command._actions if not a.option_strings]
+    usual = [a for a in command._actions[1:] for _ in range(3 if a.dest in ("out", "figures") else 1)]
+    for action in (pick(rng, usual) for _ in range(int(rng.integers(1, 3)))):
+        pool = WORDS.get(action.dest) or action.choices or {int: INT, float: FLOAT}.get(action.type, PLACES)
+        pool = (
+            ["9" * 30, *pool]
+            if "seed" in action.dest
+            else FLOAT[:6]
+            if action.dest.startswith("alpha")
+            else [*pool, "junk"]
+        )
+        values = (
+            []
+            if action.nargs == 0
+            else [pick(rng, pool) for _ in range(1 + (action.nargs == "+" and rng.random() < 0.5))]
+        )
+        if action in places:
+            argv[depth + places.index(action)] = values[0]
+            continue
+        option = action.option_strings[0]
+        if option in argv:
+            at = argv.index(option)
+            del argv[at : at + 1 + (action.nargs != 0)]
+        argv += [option, *values]
+    if rng.random() < 0.06:
+        argv.insert(
+            int(rng.integers(len(argv) + 1)), pick(rng, ["--nope", "extra", "--", "-h", "", "--quiet", "--out"])
+        )
+    outs = [b for a, b in itertools.pairwise(argv) if a in ("--out", "--figures")] + [argv[-1]] * (argv[0] == "convert")
+    return Job("", argv, outs=[*outs, *(o.replace(".png", ".json") for o in outs if argv[0] == "demo")])
+
+
+def odd_tensor(rng, t):
+    # fmt: off
+    return pick(rng, [t, t[..., :-1, :], t[..., :1], t.mT, t[0], t[0, 0], t * math.nan, 0 * t, t.half(), t.long(),
+                      t.double(), t.bool(),
+                      t.to(torch.complex64), t[None].expand(2, *t.shape), t[None][:0], t[..., :0], t.numpy(),
+                      t.tolist(), None, "x",
+                      t * 1e30, t * 1e-30, t * math.inf, t[..., :1].expand(t.shape), t.requires_grad_(True),
+                      torch.cat([t, t], -1), 3])
+    # fmt: on
+
+
+def manifolds(rng, world):
+    make, shape = pick(rng, [(qm.GLQuotientInv, (7, 2)), (qm.GLQuotientMix, (7, 2)), (qm.RescaleQuotient, (2, 1))])
+    if rng.random() < 0.1:
+        given = {"n": 4, "m": 3, "relaxation": 1e-3} if shape[1] > 1 else {"metric": "inv"}
+        given[key := pick(rng, given)] = pick(rng, ODD_PYTHON)
+        return Job([make.__name__, given], call=lambda: repr(make(**given)), names=[key])
+    manifold = make(4, 3) if shape[1] > 1 else make()
+    x, u, v, A = torch.randn(shape), torch.randn(shape), torch.randn(shape), torch.randn(shape[1], shape[1])
+    known = {"x": x, "u": u, "v": v, "y": x + 0.1 * u, "A": A, "L": A, "t": 0.5,
+             "points": torch.stack([x, x + 0.1 * v]), "size": shape,
+             "tensors": (x[: len(x) // 2 + 1], x[len(x) // 2 + 1 :]), "tensor": x, "G": torch.randn(4, 2),
+             "H": torch.randn(3, 2),
+             "X": torch.randn(4, 3), "h": 2,
+             "manifold": manifold}  # fmt: skip
+    own = [
+        getattr(manifold, m)
+        for m in dir(manifold)
+        if m[0] != "_" and m not in dir(nn.Module) and callable(getattr(manifold, m))
+    ]
+    method = pick(rng, [*own, qm.canonical_gauge, qm.from_product, testing.check_manifold])
+    wanted = inspect.signature(method).parameters.values()
+    names = [p.name for p in wanted if (p.name in known and p.default is p.empty) or p.name == "v"]
+    if not names:
+        return Job("nothing to give", call=int)
+    parts = [(n, v) for n in names for v in (known[n] if n in ("size", "tensors") else [known[n]])]
+    at = int(rng.integers(len(parts)))
+    name, old = parts[at]
+    odd = odd_tensor(rng, old.clone()) if torch.is_tensor(old) and rng.random() < 0.85 else pick(rng, ODD_PYTHON)
+    arguments = [odd if i == at else v for i, (_, v) in enumerate(parts)]
+    words = (
+        f"{odd.dtype} {tuple(odd.shape)} of norm {odd.to(torch.complex64).norm():.2g}"
+        if torch.is_tensor(odd)
+        else repr(odd)
+    )
+    return Job(
+        [manifold, method.__name__, name, words], call=lambda: method(*arguments), names=["factor", "point", *names]
+    )
+
+
+def tiny():
+    torch.manual_seed(0)
+    return networks.TinyAttention().float().eval()
+
+
+def calls(rng, world):
+    # fmt: off
+    model, (x, y), one, two = tiny(), networks.tokens(6, 4, 3), nn.Linear(4, 2), nn.Linear(2, 4)
+    pairs, batch, how = symmetries.find(model), (x, y), {"lr": 1e-2, "weight_decay": 0.0, "metric": "mix",
+                                                         "max_grad_norm": None}
+    down, up = symmetries.block(one, "weight", transpose=True), symmetries.block(two, "weight")
+    net, inputs = (lambda m, b: m(b[0]).sum()), {"model": model, "batches": [batch, batch]}
+    adam = {"params": list(model.parameters()), "pairs": pairs, **how}
+    measured = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2, progress=False)
+    measuring = {**inputs, "loss_fn": None, "measure": "geodesic-inv", "rho": 0.1, "steps": 2, "tol": 1e-3,
+                 "ascent": "power", "restarts": 0,
+                 "samples": 2, "seed": 0, "geodesic": None, "norm": None, "symmetry": None, "relaxation": None,
+                 "case": None, "p": None,
+                 "relaxation_kind": None, "normalize_logits": False, "micro_batch": None, "pairs": None,
+                 "verify": False,
+                 "keep_directions": None, "group": None}
+    targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
+                                                                              "eps": 1e-8})] * 3 + [
+        (sharpness.profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
+                             "ways": None, "reach": 2.0,
+                             "points": 3, "micro_batch": None, "normalize_logits": False}),
+        (measured.at, {"rho": 0.1}), (measured.direction, {"batch_index": 0, "rho": 0.1}),
+        (measured.to_json, {"path": "out"}),
+        (optim.QuotientSGD, {**adam, "momentum": 0.9, "nesterov": False}), (optim.create_quotient_optimizer,
+                                                                            {"model": model, **how}),
+        (sharpness.GeodesicSAM, {"model": model, "base_optimizer": torch.optim.SGD(model.parameters(), 0.1),
+                                 "rho": 0.05,
+                                 "measure": "geodesic-inv", "refresh": 2, "pairs": pairs}),
+        (symmetries.find, {"model": model, "extra": (), "key_bias": "keep", "include_frozen": False}),
+        (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "condition": 10.0, "extra": ()}),
+        (symmetries.act_randomly_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
+        (symmetries.block, {"module": one, "attribute": "weight", "rows": slice(None), "columns": slice(None),
+                            "transpose": False, "rotary": None}),
+        (symmetries.Group, {"h": 2, "kind": "general"}), (symmetries.spectra, {"pairs": pairs}),
+        (symmetries.stacks, {"pairs": pairs}),
+        (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.Group(2), "name": "a"}),
+        (symmetries.stack, {"pairs": pairs[:1]}),
+        (models.load, {"name": "mine:model", "checkpoint": "zoo/net0.pt", "head": None}),
+        (models.load_state_dict, {"path": "xy.pt"}),
+        (data.load_batches, {"source": "xy.pt", "batch_size": 4, "count": 1, "examples": 8, "seed": 0,
+                             "device": "cpu"}),
+        (data.read_texts, {"path": "dev.tsv", "columns": ["sentence"], "header": True}),
+        (sweep.read_config, {"path": "sweep.json"}),
+        (models.ImageFormat, {"size": (8, 8), "mean": (0.5,), "std": (0.5,), "channels": 3, "crop": False,
+                              "resample": "bicubic"}),
+        (rows.read_results, {"path": "done"}), (optim.balance_, {"model": model, "adapter_names": None}),
+        (comparison.compare, {"rows": rows.read_results("done"), "target": "gap", "resamples": 20, "seed": 0,
+                              "every_radius": True}),
+        (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
+        (measures.measure_with, {"name": "geodesic-inv", "geodesic": None, "norm": None, "p": None,
+                                 "relaxation": None}),
+    ]
+    special = {
+        "batches": [[], [[]], [()], [(x,)], [(x, y, y)], [(x, y.float())], [(x, y + 99)], [(x, y - 9)],
+                    [(x[:0], y[:0])], [{}], x, iter([]),
+                    [batch, {"x": x}], [(x, y[:2])], [x.numpy()], batch, [(x.double(), y)], [(x.half(), y)],
+                    [batch, (x, y + 99)],
+                    [batch, None], [(x * math.nan, y)], [(x[..., :2], y)], [(x.long(), y)], [(x[0], y[0])],
+                    [batch, (x * math.nan, y)]],
+        "loss_fn": [lambda m, b: 3.0, lambda m, b: None, lambda m, b: torch.tensor(1.0), lambda m, b: m(b[0]), net,
+                    lambda m, b: net(m, b).long(),
+                    lambda m, b: net(m, b).detach(), lambda m, b: net(m, b) * math.nan, lambda m, b: (net(m, b), 1),
+                    lambda m: 0,
+                    lambda m, b: net(m, b) * 1j, lambda m, b: net(m, b)[None], lambda m, b: {"loss": net(m, b)}],
+        "model": [nn.Identity(), tiny().requires_grad_(False), tiny().half(), tiny().to("meta"), tiny().double(),
+                  nn.Linear, nn.Sequential(),
+                  nn.Linear(4, 3), nn.TransformerEncoderLayer(4, 2, 8), nn.LazyLinear(3)],
+        "pairs": [[], symmetries.find(tiny()), [*pairs, *pairs], [None], pairs[0]], "measure": [*sharpness.MEASURES],
+               "G": [[down, down], [up]],
+        "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "case": ["average", "gradient-norm",
+                                                                                           "hessian"],
+        "geodesic": ["first-order", "exact", "rk4"], "norm": ["euclidean"], "relaxation_kind": ["ridge"],
+               "symmetry": ["none"], "p": [1, 2],
+        "betas": [(0.9, 1.0), (0.9,), ("a", "b"), (math.nan, 0.9)], "lr": [1e300], "rows": [slice(0, 99), slice(5, 2),
+                                                                                            [{}], [{"kind": "fit"}]],
+    }
+    # fmt: on
+    function, given = pick(rng, targets)
+    names = [pick(rng, given) for _ in range(int(rng.integers(1, 3)))]
+    for name in names:
+        pool = special.get(name) or (PLACES if isinstance(given[name], str) else ODD_PYTHON)
+        given = {**given, name: pick(rng, pool if rng.random() < 0.5 else ODD_PYTHON)}
+    if rng.random() < 0.1:  # weights that no training gives
+        pick(rng, list(model.parameters())).data.fill_(pick(rng, [0.0, math.nan, math.inf, 1e-45, 1e38]))
+    where, odd = pick(rng, ["group", "state", "setting", "gradient", "plain", "plain"]), pick(rng, ODD_PYTHON)
+
+    def call():
+        before = copy.deepcopy(model.state_dict())
+        found = function(**given, **({"progress": False} if function is sharpness.evaluate else {}))
+        after = model.state_dict()
+        assert function is symmetries.act_randomly_ or all(
+            before[k].isnan().any() or torch.equal(v, before[k]) for k, v in after.items()
+        ), "the model's weights changed"
+        if isinstance(found, torch.optim.Optimizer):
+            train(rng, model, found, where, names[0], odd)
+        elif function is sharpness.evaluate:
+            assert str(found), found.to_dict()
+
+    lookup = (KeyError,) if where == "state" or function in (measured.at, measured.direction) else ()
+    what = [getattr(function, "__name__", function), *(f"{k}={given[k]!r:.80}" for k in names), where, f"{odd!r:.60}"]
+    return Job(
+        what, call=call, outs=[v for v in [given.get("path")] if isinstance(v, str)], names=names, allowed=lookup
+    )
+
+
+def train(rng, model, optimizer, where, name, odd):
+    """Take two steps with an optimiser whose settings or state are spoilt on the way."""
+    if where == "group":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: odd})
+    elif where == "setting":
+        optimizer.param_groups[0][name] = odd
+    elif where == "state":
+        state = copy.deepcopy(optimizer.state_dict())
+        spoil_tree(rng, state, ODD_PYTHON)
+        optimizer.load_state_dict(state)
+    for step in range(2):
+        x, y = networks.tokens(4, 4, 3, seed=step)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            if where == "gradient":
+                model.head.weight.grad = None
+                model.attention.in_proj_weight.grad *= pick(rng, [0.0, math.nan, math.inf, 1e30])
+            return loss
+
+        optimizer.step(closure)
+
+
+#: With their shares of a thousand cases.
+SURFACES = {folders: 180, datasets: 180, sweeps: 150, results: 110, commands: 170, manifolds: 70, calls: 140}
+BY_NAME = {f.__name__: f for f in SURFACES}
+
+# -- a case ------------------------------------------------------------------------------------------------------------
+
+
+def snapshot(root):
+    """Hash every file below a folder; folders count too."""
+    found = {}
+    for place, inner, files in os.walk(root):
+        found |= {os.path.join(place, name): "folder" for name in inner}
+        found |= {p: hashlib.blake2b(Path(p).read_bytes()).digest() for f in files if (p := os.path.join(place, f))}
+    return found
+
+
+def disturbed(before, after, world, job):
+    """Tell what a case changed without leave: all but the file it was told to write and new files in such a folder."""
+    outs = [os.path.normpath(os.path.join(world, p)) for p in job.outs if p]
+    goes_on = job.argv is not None and job.argv[0] == "sweep" and "done" in job.argv  # and rewrites its own results
+    bad = [
+        p
+        for p, d in before.items()
+        if after.get(p) != d and (d == "folder" or p not in outs) and not (goes_on and "/done/" in p)
+    ]
+    for path in after.keys() - before.keys():
+        inside = any(path == o or path.startswith(o + os.sep) for o in outs)
+        on_the_way = after[path] == "folder" and any(o.startswith(path + os.sep) for o in outs)
+        bad += [] if inside or on_the_way else [path]
+    return [os.path.relpath(p, world)[:60] for p in sorted(bad)]
+
+
+def not_the_users(loaded, folder):
+    """Name a parameter of a measured model that is no tensor of the folder's file."""
+    if not (folder / "model.safetensors").is_file():
+        return "there is no file of weights"
+    found = [(t.shape, t) for t in read_tensors(folder / "model.safetensors").values()]
+    for name, p in loaded.model.named_parameters():
+        if not any(
+            s == p.shape and torch.equal(t.to(p.dtype).nan_to_num(7), p.detach().nan_to_num(7)) for s, t in found
+        ):
+            return f"{name} is not in the file"
+    return ""
+
+
+def place_of(error):
+    """Give the last line inside the packages, else the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f"{os.sep}tests{os.sep}" not in f.filename and "site-packages" not in f.filename]
+    own = [f for f in own if PACKAGES & set(Path(f.filename).parts)] or frames
+    parts = Path(own[-1].filename).parts
+    first = max((i for i, part in enumerate(parts) if part in PACKAGES), default=len(parts) - 3)
+    return "/".join(parts[first:]) + f":{own[-1].lineno}"
+
+
+def proper(error, job):
+    """Tell whether a function may raise this."""
+    if isinstance(error, TypeError):  # Python's own word for a value of another type than the function says
+        return True
+    if "geoopt" in traceback.extract_tb(error.__traceback__)[-1].filename:  # its methods, which are not overridden
+        return True
+    own = isinstance(error, ArithmeticError) and type(error).__module__.startswith(("quotient_manifolds", "sharpness"))
+    return own or isinstance(error, (ValueError, OSError, ImportError, *job.allowed))
+
+
+def ring(*_):
+    raise HangError(f"more than {LIMIT:g} s")
+
+
+def never(*_, **__):
+    raise ValueError("the demo came as far as its training")
+
+
+@contextlib.contextmanager
+def without(name):
+    """Hide a package that takes seconds to import; other modules that are imported meanwhile stay."""
+    old = sys.modules.pop(name, None)
+    sys.modules[name] = None
+    yield
+    del sys.modules[name]
+    sys.modules.update({} if old is None else {name: old})
+
+
+def run_case(surface, number, base):
+    """Run one case; gives its failures, and a word on how it ended."""
+    rng, loads, code, error = np.random.default_rng([zlib.crc32(surface.encode()), number]), [], None, None
+    out, err = io.StringIO(), io.StringIO()
+
+    def load(*arguments, _load=models.load, **options):
+        loads.append(_load(*arguments, **options))
+        return loads[-1]
+
+    with tempfile.TemporaryDirectory() as above, contextlib.ExitStack() as stack:
+        above = Path(above).resolve()
+        world = above / "world"
+        shutil.copytree(base, world)
+        (above / "beside").mkdir()
+        for place in (above, above / "beside"):
+            (place / "keep.txt").write_text("a neighbour's")
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        stack.enter_context(torch.random.fork_rng())
+        torch.manual_seed(number)
+        for patch in (
+            warnings.catch_warnings(), within(world), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+            mock.patch("sharpness.models.load", load), mock.patch("sharpness.studies.demo.train", never),
+            mock.patch.dict(comparison.compare.__kwdefaults__, resamples=30),  # these take the time of a table
+            mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"), without("tensorflow"),
+        ):  # fmt: skip
+            stack.enter_context(patch)
+        warnings.simplefilter("ignore")
+        job = BY_NAME[surface](rng, world)
+        before, ringing = snapshot(above), signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        try:
+            code = cli.main(job.argv) if job.argv is not None else (job.call(), 0)[1]
+        except SystemExit as left:
+            code = left.code
+        except (Exception, HangError) as caught:
+            error = caught
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, ringing)
+        found = list(judge(job, code, error, out.getvalue(), err.getvalue(), loads, world))
+        found += [
+            ("world", "-", f"{len(bad)} changed or left: {bad[0]}")
+            for bad in [disturbed(before, snapshot(above), world, job)]
+            if bad
+        ]
+    what = f"{job.what} {job.argv or ''}"
+    return [Failure(surface, number, k, p, w.replace(str(above), "…"), what) for k, p, w in found], type(
+        error
+    ).__name__ if error else code
+
+
+def judge(job, code, error, out, err, loads, world):
+    """Hold the end of a case against what was promised."""
+    if isinstance(error, HangError):
+        yield "hang", place_of(error), str(error)
+    elif error is not None and (job.argv is not None or not proper(error, job)):
+        yield "traceback", place_of(error), f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    if job.argv is None or error is not None:
+        return
+    lines = err.rstrip("\n").split("\n")
+    if code not in (0, 1, 2) or (code == 2 and not lines[-1].startswith("sharpness")):
+        yield "refusal", "-", f"exit code {code}, stderr ends in {lines[-1][:100]!r}"
+    if ("Traceback" in err and "--debug" not in job.argv) or (code == 2 and len(err) > 4000):
+        yield "refusal", "-", f"{len(err)} characters, a traceback among them: {'Traceback' in err}"
+    if "not foreseen" in err:
+        yield "traceback", "-", f"not foreseen: {lines[-1][:200]}"
+    if "as far as its training" in err:
+        given = dict(itertools.pairwise(job.argv))
+        if (
+            given.get("--condition") in ("nan", "inf", "0", "-1")
+            or not (world / given.get("--out", "")).parent.is_dir()
+        ):
+            yield "late", "-", "the demo trains before it refuses"
+    if code == 0 and job.argv[0] == "run":
+        if "nan" in out.split():
+            yield "nan", "-", next(v for v in out.splitlines() if "nan" in v)[:100]
+        for words in [not_the_users(m, world / job.argv[1]) for m in loads if m.source == "transformers"]:
+            if words:
+                yield "not the user's", "-", words
+
+
+def chunks(cases, count=20):
+    """Divide the cases by surface into about so many parts of equal size."""
+    total = sum(SURFACES.values())
+    for surface, share in SURFACES.items():
+        parts = max(1, round(count * share / total))
+        for part in range(parts):
+            yield surface.__name__, range(max(1, round(cases * share / total)))[part::parts]
+
+
+def run(surface, numbers, base):
+    """Run cases; gives their failures and ends."""
+    failures, ends = [], []
+    for number in numbers:
+        found, end = run_case(surface, number, base)
+        failures += found
+        ends.append((surface, number, str(end), [(f.kind, f.place) for f in found]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # what was left open says so here, not in a later test
+    return failures, ends
+
+
+def main(cases=1000, only=None, number=None):
+    """Print what failed, counted."""
+    failures, ends, seconds, groups = [], [], collections.Counter(), collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as place:
+        build(base := Path(place).resolve() / "base")
+        for surface, numbers in chunks(int(cases)):
+            if only in (None, surface) and (number is None or numbers.start == 0):
+                start = time.process_time()
+                found, ended = run(surface, numbers if number is None else [int(number)], base)
+                failures, ends = failures + found, ends + ended
+                seconds[surface] += round(time.process_time() - start, 1)
+    for f in failures:
+        groups[f.kind, f.surface, f.place, f.words.split(":")[0] if f.kind == "traceback" else f.words[:30]].append(f)
+    for (kind, surface, where, _), found in sorted(groups.items(), key=lambda item: -len(item[1])):
+        first = found[0]
+        print(f"{len(found):4d} {kind:14} {where:45} {surface} {first.number}: {first.words}\n{'':9}{first.what[:300]}")
+    print(
+        f"{len(ends)} cases, {len(failures)} failures of {len(groups)} sorts:",
+        dict(collections.Counter(f.kind for f in failures)),
+    )
+    print("ends:", dict(collections.Counter(e[2] for e in ends)), "\nseconds of the processor:", dict(seconds))
+    print("digest:", hashlib.blake2b(repr(ends).encode(), digest_size=8).hexdigest())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

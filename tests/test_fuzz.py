@@ -1,0 +1,22 @@
+"""Whatever a user hands over: a result or a refusal in one line, nothing else on disk, nobody else's model."""
+
+import os
+
+import pytest
+
+from . import fuzzing
+
+CHUNKS = list(fuzzing.chunks(int(os.environ.get("FUZZ_CASES", "1000"))))
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    fuzzing.build(place := tmp_path_factory.mktemp("fuzz") / "base")
+    return place
+
+
+@pytest.mark.parametrize(("surface", "numbers"), CHUNKS, ids=[f"{surface}-{n.start}" for surface, n in CHUNKS])
+def test_only_results_and_refusals(surface, numbers, base):
+    failures, _ = fuzzing.run(surface, numbers, base)
+    if failures:
+        pytest.fail(f"{len(failures)} of {len(numbers)} cases\n" + "\n".join(map(str, failures[:20])), pytrace=False)
