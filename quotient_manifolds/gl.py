@@ -144,7 +144,7 @@ class GLQuotient(QuotientManifold):
         try:
             gauge = canonical_gauge(G, H)
             suspect = not holds(gauge.present()[..., -1])
-        except LinAlgError:  # SVD of NaN or inf
+        except (ValueError, LinAlgError):  # NaN or inf
             suspect = True
         if suspect:  # only then is it worth to factorise each factor on its own
             ok, reason = self._check_point_on_manifold(x.detach())

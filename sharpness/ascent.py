@@ -230,7 +230,8 @@ class _RoundView(View):
 
     def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
         unit = np.eye(len(self._vectors))
-        if not self._radius < 1e300 * math.sqrt(self._gram[0, 0]):  # no gradient: nowhere to go
+        largest = 0.1 * torch.finfo(self._vectors[0].dtype).max
+        if not self._radius < largest * math.sqrt(self._gram[0, 0]):  # no gradient to speak of: nowhere to go
             out.copy_(self._vectors[1])
             return
         c = self._onto(unit[0])

@@ -185,6 +185,8 @@ class Search:
         return xi
 
     def _worst(self, batch: BatchLoss, rho: float, start: int, began: float) -> tuple[BatchResult, Tensor]:
+        if rho > 0.1 * torch.finfo(self.space.dtype).max:
+            raise ValueError(f"rho = {rho:g} is beyond the numbers of {self.space.dtype}; use a smaller rho")
         ball: Ball = RoundBall(rho) if self.how.p == 2 else CubeBall(rho)
         flat = ball.reach(batch.base_gradient) <= 10 * torch.finfo(self.space.dtype).eps * abs(batch.base)
         self.buffers.keep(batch.base_gradient)
@@ -224,6 +226,8 @@ class Search:
         There is one where nothing rose, or the loss falls outwards at the best point: a bounded loss may oscillate.
         """
         ball = RoundBall(rho)
+        if ball.norm(found.point) == 0:
+            return found
         for _ in range(_HALVINGS):
             if found.value > batch.base and not (found.slope is not None and found.slope < 0):
                 break

@@ -280,6 +280,7 @@ def spoil_tensors(rng, path):
     except Exception:
         return f"{path.name}: broken already"
     t = found.pop(name)
+    t = t.long() if t.dtype == torch.bool else t
     ways = {
         "drop": None, "rename": t, "turn": t.mT if t.dim() > 1 else t[None], "flat": t.flatten(),
             "nan": t.float() * math.nan,

@@ -1,5 +1,7 @@
 import copy
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -762,3 +764,103 @@ def test_rows_of_a_dataframe():
     assert len(frame) == 4
     assert set(frame.measure) == {"geodesic-inv"}
     assert frame[frame.rho == 0.05].value.tolist() == [b.value for b in result.at(0.05)]
+
+
+# -- a larger ball holds the smaller one ------------------------------------------------------------------------------
+
+BOUNDED = {
+    "sine": lambda m, b: torch.sin(3 * m(b[0]).square().sum()),
+    "error": lambda m, b: 1 - m(b[0]).softmax(1).gather(1, b[1][:, None]).mean(),
+    "bump": lambda m, b: torch.exp(-(m(b[0]) - 1).square().sum()),
+    "tanh": lambda m, b: m(b[0]).tanh().mean(),
+    "entropy": lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+    "square": lambda m, b: m(b[0]).square().mean(),
+}
+
+
+class Mean(nn.Module):
+    """An attention layer whose tokens are averaged to scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x).mean(1))
+
+
+@pytest.mark.parametrize("measure", ["geodesic-inv", "geodesic-mix", "adaptive", "euclidean"])
+@pytest.mark.parametrize("loss", BOUNDED)
+def test_sharpness_never_falls_with_the_radius(measure, loss):
+    torch.manual_seed(3)
+    model, batch = Mean(), (torch.randn(6, 3, 8), torch.tensor([0, 1, 2, 0, 1, 2]))
+    radii = [0.05 * 2**k for k in range(9)]
+    for ascent in ("power", "apgd"):
+        result = sharpness.evaluate(
+            model, [batch], BOUNDED[loss], measure=measure, rho=radii, steps=5, ascent=ascent, progress=False
+        )
+        values = [result.mean(rho) for rho in radii]
+        assert values == sorted(values)
+        assert values[0] > 0
+        for r in result.batches:
+            assert 0 < r.distance <= r.rho * (1 + 1e-9)
+            direction = result.direction(0, r.rho)
+            assert direction.norm == pytest.approx(r.distance)
+            with torch.no_grad(), sharpness.perturbed(model, direction):
+                assert float(BOUNDED[loss](model.eval(), batch)) == pytest.approx(r.worst_loss, abs=1e-7)
+
+
+def test_the_sphere_alone_would_fall(monkeypatch):
+    """What the test above is for: one radius by itself finds what lies inside the ball, and the sphere does not."""
+    model, batch = nn.Linear(2, 1, bias=False), (torch.tensor([[1.0, 0.3]]), None)
+    model.weight.data = torch.tensor([[1.0, 2.0]])
+
+    def sine(m, b):
+        return torch.sin(3 * m(b[0])).sum()
+
+    options = {"measure": "euclidean", "progress": False}
+    inside = [sharpness.evaluate(model, [batch], sine, rho=rho, **options) for rho in (0.5, 1.0, 2.0)]
+    assert all(r.value > 1 for r in inside)
+    monkeypatch.setattr("sharpness.search._HALVINGS", 0)
+    on_sphere = [sharpness.evaluate(model, [batch], sine, rho=rho, **options).value for rho in (0.5, 1.0, 2.0)]
+    assert min(on_sphere) < 0.9 * max(on_sphere)
+
+
+# -- arguments and models that cannot be measured ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rho": True}, "rho must be one or several positive numbers, got True"),
+        ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"tol": "x"}, "tol must be a number of at least 0, got 'x'"),
+        ({"micro_batch": 2.5}, "micro_batch must be a whole number of at least 1, got 2.5"),
+        ({"measure": 3}, "unknown measure 3"),
+        ({"batches": torch.ones(3)}, "batches is a single Tensor; wrap it in a list"),
+    ],
+)
+def test_arguments_are_named(options, words):
+    arguments = {"batches": [(torch.ones(2, 3), torch.tensor([0, 1]))], "measure": "adaptive", **options}
+    with pytest.raises(ValueError, match=words):
+        sharpness.evaluate(nn.Linear(3, 2), **arguments)
+
+
+def test_sharded_models_are_refused(tmp_path):
+    """FSDP2's parameters are DTensors, on which measuring ended in a segmentation fault."""
+    script = tmp_path / "sharded.py"
+    script.write_text("""
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import sharpness
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+model = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+try:
+    sharpness.evaluate(model, [torch.ones(1, 3, 8)], lambda m, b: m(b).sum())
+except ValueError as error:
+    print(error)
+""")
+    found = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=120)
+    assert "is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are measured" in found.stdout, found.stderr

@@ -1,9 +1,11 @@
+import geoopt
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quotient_manifolds import GLQuotientInv, GLQuotientMix, canonical_gauge
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient, canonical_gauge
 
 from . import oracle
 
@@ -446,3 +448,132 @@ def test_along_gradient(cls, dtype, moved):
     assert torch.allclose(square, manifold.inner(x, rgrad, rgrad), rtol=1e-9)
     for t in (0.0, 0.01, -0.3):
         assert torch.allclose(along(t), manifold.retr(x, t * rgrad), atol=1e-9)
+
+
+@metrics
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_derivatives_where_the_floor_is_active(metric, dtype):
+    """Singular values 1, 0.9, 0.3, 0.2 under a floor of 0.5: metric, projection and gradient against differences."""
+    manifold = MANIFOLDS[metric](6, 5, relaxation=0.5)
+    G, H = (torch.linalg.qr(torch.randn(2, n, 4, dtype=dtype)).Q for n in (6, 5))
+    root = torch.tensor([1.0, 0.9, 0.3, 0.2]).sqrt()
+    x = manifold.act(torch.cat([G * root, H * root], -2), torch.randn(2, 4, 4, dtype=dtype)).requires_grad_()
+    a, b, d = (torch.randn_like(x) for _ in range(3))
+    for f in (
+        lambda x: manifold.inner(x, a, b),
+        lambda x: (manifold.proju(x, a) * b.conj()).real.sum((-1, -2)),
+        lambda x: (manifold.egrad2rgrad(x, a) * b.conj()).real.sum((-1, -2)),
+        lambda x: (manifold.acceleration(x, a) * b.conj()).real.sum((-1, -2)),
+    ):
+        (g,) = torch.autograd.grad(f(x).sum(), x)
+        with torch.no_grad():
+            expected = (f(x + 1e-5 * d) - f(x - 1e-5 * d)) / 2e-5
+        assert torch.allclose((g.conj() * d).real.sum((-1, -2)), expected, rtol=1e-5)
+    (first,) = torch.autograd.grad(manifold.inner(x, a, b).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.real.sum().backward()
+
+
+ALL = (GLQuotientInv(4, 3), GLQuotientMix(4, 3), RescaleQuotient("inv"), RescaleQuotient("mix"))
+
+
+def two_points(manifold):
+    shape = (2, 2, 5) if isinstance(manifold, RescaleQuotient) else (2, 7, 2)
+    x = torch.randn(shape)
+    return x, 0.1 * torch.stack([manifold.proju(p, torch.randn_like(p)) for p in x])
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_vectors_that_are_not_finite_are_one_error_everywhere(manifold, bad):
+    x, u = two_points(manifold)
+    u[0, 0, 0] = bad
+    for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "expmap", "acceleration"):
+        with pytest.raises(ValueError, match=r"the vector u of shape .* has NaN or infinite entries"):
+            getattr(manifold, name)(x, u)
+    with pytest.raises(ValueError, match="has NaN or infinite entries"):
+        manifold.transp(x, x, u)
+    with pytest.raises(TypeError, match="u must be a tensor, got dict"):
+        manifold.proju(x, {})
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        manifold.product([1.0])
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_vmap_gives_what_a_batch_gives(manifold):
+    x, u = two_points(manifold)
+    for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "acceleration"):
+        method = getattr(manifold, name)
+        assert torch.allclose(torch.func.vmap(method)(x, u), method(x, u)), name
+    for name in ("product", "canonical", "projx"):
+        method = getattr(manifold, name)
+        assert torch.allclose(torch.func.vmap(method)(x), method(x)), name
+    if manifold is not ALL[1]:  # mix follows its geodesics by an adaptive solver
+        assert torch.allclose(torch.func.vmap(manifold.expmap)(x, u), manifold.expmap(x, u))
+
+
+@pytest.mark.parametrize("manifold", ALL[:2], ids=str)
+def test_autocast_does_not_round(manifold):
+    x = torch.randn(3, 7, 2, dtype=torch.float32)
+    u = torch.randn_like(x)
+    names = ("inner", "proju", "egrad2rgrad", "retr", "acceleration")
+    expected = [getattr(manifold, name)(x, u) for name in names]
+    canonical, product = manifold.canonical(x), manifold.product(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (u.mT @ x).dtype == torch.bfloat16  # it is on
+        for name, value in zip(names, expected, strict=True):
+            found = getattr(manifold, name)(x, u)
+            assert found.dtype == torch.float32
+            assert torch.equal(found, value), name
+        assert torch.equal(manifold.canonical(x), canonical)
+        assert torch.equal(manifold.product(x), product)
+        assert torch.equal(manifold.at(x).coordinates(u), manifold.at(x).coordinates(u).float())
+
+
+@pytest.mark.parametrize("manifold", ALL[:2], ids=str)
+def test_no_tensor_is_made_on_another_device(manifold):
+    """With another default device, whatever does not follow its arguments meets a tensor without numbers."""
+    x, u = two_points(manifold)
+    y = x + 0.05 * torch.randn_like(x)
+    with torch.device("meta"):
+        assert torch.ones(1).is_meta
+        for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "acceleration", "expmap", "exit_time"):
+            assert not getattr(manifold, name)(x, u).is_meta
+        for name in ("logmap", "dist", "align"):
+            assert not getattr(manifold, name)(x, y).is_meta
+        assert not manifold.geodesic(x, u, 0.5)[0].is_meta
+        assert not manifold.geodesic_between(x, y, 0.5).is_meta
+        assert not manifold.mean(torch.stack([x, y])).is_meta
+        assert not manifold.parallel_transport(x, u, u)[1].is_meta
+
+
+@pytest.mark.parametrize("manifold", ALL[:2], ids=str)
+def test_batches_without_points(manifold):
+    none = torch.zeros(0, 7, 2)
+    for name in ("proju", "retr", "expmap", "acceleration"):
+        assert getattr(manifold, name)(none, none).shape == (0, 7, 2)
+    assert manifold.norm(none, none).shape == (0,)
+    with pytest.raises(ValueError, match="with k ≥ 1"):
+        manifold.mean(torch.zeros(0, 7, 2))
+
+
+@pytest.mark.parametrize("rows", [5.7, True, "5", -1, None])
+def test_row_counts_are_whole_numbers(rows):
+    with pytest.raises(ValueError, match=r"GLQuotientInv: n must be a positive integer, got"):
+        GLQuotientInv(rows, 4)
+    assert GLQuotientInv(np.int64(5), 4).n == 5
+
+
+def test_a_divergent_run_gets_advice_that_helps():
+    manifold = GLQuotientMix(4, 3)
+    x = geoopt.ManifoldParameter(manifold.random(7, 2), manifold=manifold)
+    optimizer = geoopt.optim.RiemannianSGD([x], lr=1e12)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (manifold.product(x) - 1).square().sum().backward()
+        try:
+            optimizer.step()
+        except ValueError as error:
+            assert "lower the learning rate" in str(error) or "learning rate is too high" in str(error)  # noqa: PT017
+            return
+    pytest.fail("it did not diverge")

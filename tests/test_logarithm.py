@@ -129,3 +129,40 @@ def test_single_precision_in_single_precision_out(cls):
     torch.testing.assert_close(manifold.product(mean), manifold.product(middle), rtol=1e-3, atol=1e-3)
     end, carried = manifold.parallel_transport(narrow_x, u.float(), u.float())
     assert end.dtype == carried.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("kind", [GLQuotientInv, GLQuotientMix])
+def test_distances_differentiate_in_both_points(kind, dtype):
+    """Against differences; the derivative that autograd took of the shooting was wrong, even in sign."""
+    manifold = kind(6, 5)
+    x = torch.randn(3, 11, 2, dtype=dtype)
+    y = manifold.act(x + 0.15 * torch.randn_like(x), torch.randn(3, 2, 2, dtype=dtype))
+    points = [x.requires_grad_(), y.requires_grad_()]
+    for scalar in (lambda *p: manifold.dist(*p).sum(), lambda *p: manifold.dist2(*p).sum()):
+        gradients = torch.autograd.grad(scalar(*points), points)
+        for i, g in enumerate(gradients):
+            d = torch.randn_like(g)
+            with torch.no_grad():
+                ends = [scalar(*(p + s * 1e-5 * d if j == i else p for j, p in enumerate(points))) for s in (1, -1)]
+            assert (g.conj() * d).real.sum() == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-5)
+            assert not bool((-g.conj() * d).real.sum() == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-5))
+
+
+def test_the_gradient_of_half_the_squared_distance_is_minus_the_logarithm():
+    manifold = GLQuotientMix(6, 5)
+    x = manifold.random(11, 2).requires_grad_()
+    y = manifold.act(x.detach() + 0.1 * torch.randn(11, 2), torch.randn(2, 2))
+    (egrad,) = torch.autograd.grad(0.5 * manifold.dist2(x, y), x)
+    gradient = manifold.egrad2rgrad(x.detach(), egrad)
+    assert torch.allclose(gradient, -manifold.logmap(x.detach(), y), atol=1e-9)
+    at_one_point = manifold.dist(x, x.detach())
+    assert bool(torch.autograd.grad(at_one_point, x)[0].isfinite().all())
+
+
+def test_a_distance_says_that_it_differentiates_once():
+    x = GLQuotientInv(5, 4).random(9, 2).requires_grad_()
+    d = GLQuotientInv(5, 4).dist2(x, 1.1 * x.detach())
+    (g,) = torch.autograd.grad(d, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()

@@ -205,3 +205,35 @@ def test_half_precision_moves_along_orbits_as_float32_does():
     act_randomly_(twin, 3.0, seed=1)
     values = [sharpness.evaluate(m.bfloat16(), [(x.bfloat16(), y)], rho=0.1).value for m in (model, twin)]
     assert values[0] == pytest.approx(values[1], rel=0.05)  # the weights themselves were rounded to 8 bits
+
+
+def test_a_loss_with_weights_of_classes_is_refused_in_micro_batches():
+    """The first two examples share a class, as in the case that was measured wrongly: .0365 for .0636."""
+    x = torch.randn(12, 4)
+    y = torch.tensor([0, 0, 1, 2, 0, 1, 2, 2, 1, 0, 2, 1])
+    model, weights = nn.Linear(4, 3), torch.tensor([1.0, 5.0, 0.2])
+    losses = {
+        "weighted": lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weights),
+        "mean": lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+    }
+    options = {"measure": "adaptive", "rho": 0.1, "steps": 2}
+    for size in (1, 2, 4, 5):
+        with pytest.raises(ValueError, match="micro_batch changes the loss"):
+            sharpness.evaluate(model, [(x, y)], losses["weighted"], micro_batch=size, **options)
+        first = (torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
+        with pytest.raises(ValueError, match="micro_batch changes the loss"):  # and in a later batch
+            sharpness.evaluate(model, [first, (x, y)], losses["weighted"], micro_batch=max(size, 4), **options)
+        assert sharpness.evaluate(model, [(x, y)], losses["mean"], micro_batch=size, **options).value > 0
+
+
+def test_a_loss_that_is_random_from_the_second_batch_on():
+    def loss(model, batch):
+        noise = torch.rand(()) if batch[1][0] else 0.0
+        return F.cross_entropy(model(batch[0]), batch[1]) + noise
+
+    batches = [(torch.randn(4, 4), torch.full((4,), i)) for i in range(2)]
+    with pytest.raises(ValueError, match="two identical passes through batch 1 gave different losses"):
+        sharpness.evaluate(nn.Linear(4, 3), batches, loss, measure="adaptive", rho=0.1, steps=2)
+    options = {"measure": "adaptive", "rho": 0.1, "steps": 2, "micro_batch": 2}
+    with pytest.raises(ValueError, match="two identical passes through batch 1 gave different losses"):
+        sharpness.evaluate(nn.Linear(4, 3), batches, loss, **options)

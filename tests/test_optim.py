@@ -842,3 +842,48 @@ def test_from_product(dtype):
         from_product(W, 6)
     with pytest.raises(ValueError, match="a rank below 2"):
         from_product(torch.ones(3, 3), 2)
+
+
+def test_every_parameter_group_is_checked():
+    """Each of these stepped, some of them uphill."""
+    model = lora()
+    for name, wrong, words in (
+        ("metric", "zzz", 'metric must be "mix" or "inv"'), ("lr", -3, "lr must be a number that is not negative"),
+        ("lr", "fast", "lr must be a number"), ("betas", (2, 3), r"betas must be two numbers in \[0, 1\)"),
+        ("betas", 0.9, "betas must be two numbers"), ("eps", -1, "eps must be positive"),
+        ("eps", 0, "eps must be positive"), ("weight_decay", float("nan"), "weight_decay must be a number"),
+        ("second_moment", "cube", "second_moment must be"), ("maximize", 1, "maximize must be True or False"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            QuotientAdam([{"params": trainable(model), name: wrong}], find(model))
+        with pytest.raises(ValueError, match=words):
+            QuotientAdam(trainable(model), find(model), **{name: wrong})
+    with pytest.raises(ValueError, match="momentum must be a number in"):
+        QuotientSGD([{"params": trainable(model), "momentum": 1.5}], find(model))
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_maximize_is_minimising_the_negative(kind):
+    ends = []
+    for sign, options in ((1, {"maximize": True, "foreach": False}), (-1, {"foreach": True})):
+        torch.manual_seed(0)
+        model = lora()
+        make = QuotientAdam if kind == "adam" else QuotientSGD
+        optimizer = make(trainable(model), find(model), lr=1e-2, **options)
+        torch.manual_seed(1)
+        x = torch.randn(5, 12)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (sign * model(x).sin().sum()).backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in trainable(model)])
+    for one, other in zip(*ends, strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_other_adapters_are_named():
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(target_modules=["0"], feedforward_modules=["0"])
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
+    with pytest.raises(ValueError, match="its adapters are of the kind IA3, whose weights form no such pair"):
+        create_quotient_lora_optimizer(model, lr=1e-3)

@@ -1,3 +1,4 @@
+import geoopt
 import pytest
 import torch
 
@@ -132,3 +133,26 @@ def test_geodesics_with_velocity_and_means(metric):
     a, b = manifold.product(x), manifold.product(y)
     expected = a.sign() * (a * b).sqrt() if metric == "inv" else (a + b) / 2
     torch.testing.assert_close(manifold.product(middle), expected)
+
+
+def test_logarithm_and_distance_check_their_points():
+    manifold, good = RescaleQuotient("inv"), torch.ones(2, 3)
+    for bad, words in ((torch.zeros(2, 3), "zero entries"), (torch.full((2, 3), torch.nan), "NaN or infinite")):
+        for method in (manifold.logmap, manifold.dist):
+            with pytest.raises(ValueError, match=words):
+                method(good, bad)
+            with pytest.raises(ValueError, match=words):
+                method(bad, good)
+
+
+def test_distances_differentiate_also_where_they_are_zero():
+    x = torch.rand(2, 3).add(0.5).requires_grad_()
+    for metric in ("inv", "mix"):
+        (g,) = torch.autograd.grad(RescaleQuotient(metric).dist(x, x.detach()), x)
+        assert torch.equal(g, torch.zeros_like(g))
+
+
+def test_a_scaled_geodesic_is_refused_as_that_of_the_others():
+    scaled = geoopt.Scaled(RescaleQuotient("inv"), 2.0)
+    with pytest.raises(NotImplementedError, match="geodesic"):
+        scaled.geodesic(torch.ones(2, 3), torch.ones(2, 3), 0.5)

@@ -1,13 +1,20 @@
 """Sweeps: resumable after any kill, the same rows however they were spread, bad checkpoints recorded."""
 
+import errno
+import itertools
 import json
+import math
+import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,6 +44,7 @@ def place(tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
     (tmp_path / "sweepmodel.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sweepmodel", raising=False)  # of another test's folder
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zoo").mkdir()
     for i in range(4):
@@ -149,37 +157,207 @@ def test_torchrun_gives_the_same_rows(place):
     assert rows_of("whole") == rows_of("spread")
 
 
-@pytest.mark.xdist_group("torchrun")
-def test_killed_at_random_moments(place):
-    """SIGKILL again and again while units are written; what is left is finished by the next call."""
+#: Random moments at which a sweep is cut short; `make fuzz` takes fifty.
+MOMENTS = int(os.environ.get("FUZZ_KILLS", "4"))
+
+
+def _sweep_here(place):
+    os.chdir(place)
+    sys.path.insert(0, str(place))
+    torch.set_num_threads(1)
+    run_sweep(read_config("sweep.json"), "killed", progress=False)
+
+
+def longer(place):
     config = json.loads(Path("sweep.json").read_text())
     config["rho"] = {"adaptive": [0.1 * k for k in range(1, 9)], "euclidean": [0.01 * k for k in range(1, 9)]}
-    config["steps"] = 30
     Path("sweep.json").write_text(json.dumps(config))
+    began = time.monotonic()
     run_sweep(read_config("sweep.json"), "whole", progress=False)
-    wanted = len(list(Path("whole/units").glob("*.json")))
+    return time.monotonic() - began
+
+
+def test_killed_at_random_moments(place):
+    """SIGKILL again and again while units are written; what is left is finished by the next call."""
+    duration, random = longer(place), np.random.default_rng(0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sharpness.sweep"])
     killed = 0
-    for attempt in range(10):
-        process = start(place, "killed")
-        seen = len(list(Path("killed/units").glob("*.json"))) if Path("killed/units").is_dir() else 0
-        # Past the start of the interpreter: kill once the attempt has written something, or a little later.
+    for moment in random.uniform(0, 1.2 * duration, MOMENTS):
+        process = context.Process(target=_sweep_here, args=(place,))
+        process.start()
         limit = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < limit:
-            found = len(list(Path("killed/units").glob("*"))) if Path("killed/units").is_dir() else 0
-            if found > seen:
-                time.sleep(0.003 * attempt)
-                break
+        while not Path("killed/units").is_dir() and process.is_alive() and time.monotonic() < limit:
             time.sleep(0.001)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            killed += 1
-        process.wait()
-        process.stderr.close()
-        if len(list(Path("killed/units").glob("*.json"))) >= wanted:
-            break
-    assert killed >= 3
+        process.join(moment)
+        killed += process.is_alive()
+        process.kill()
+        process.join()
+        if len(list(Path("killed/units").glob("*.json"))) == len(list(Path("whole/units").glob("*.json"))):
+            shutil.rmtree("killed")
+    assert killed >= MOMENTS // 4
     assert run_sweep(read_config("sweep.json"), "killed", progress=False) == []
     assert rows_of("killed") == rows_of("whole")
+
+
+def test_a_disk_that_is_full_at_random_moments(place, monkeypatch, capsys):
+    """Every write, flush and move may find no space; the file is named, and nothing that was finished is lost."""
+    longer(place)
+    random, calls = np.random.default_rng(0), itertools.count()
+    fails_at = math.inf
+    write_text, replace, fsync = Path.write_text, Path.replace, os.fsync
+
+    def full(original):
+        def call(path, *arguments, **options):
+            if next(calls) == fails_at:
+                if original is write_text:
+                    original(path, "{", encoding="utf-8")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "write_text", full(write_text))
+    monkeypatch.setattr(Path, "replace", full(replace))
+    monkeypatch.setattr(os, "fsync", full(fsync))
+    for moment in random.integers(0, 40, MOMENTS):
+        calls = itertools.count()
+        fails_at = int(moment)
+        kept = {p.name: p.read_bytes() for p in Path("killed/units").glob("*.json")}
+        if cli.main(["sweep", "sweep.json", "--out", "killed", "--quiet"]) == 0:  # there was no such write any more
+            shutil.rmtree("killed")
+            continue
+        assert re.search(r"No space left on device: 'killed/.*'", capsys.readouterr().err)
+        found = {p.name: p.read_bytes() for p in Path("killed/units").glob("*.json")}
+        assert kept.items() <= found.items()
+        assert not [p for p in Path("killed").rglob(".sharpness-*")]
+    fails_at = math.inf
+    assert cli.main(["sweep", "sweep.json", "--out", "killed", "--quiet"]) == 0
+    assert rows_of("killed") == rows_of("whole")
+
+
+# -- what a result was computed from ---------------------------------------------------------------------------------
+
+
+def units(folder="out"):
+    return {p.name for p in Path(folder, "units").glob("*.json")}
+
+
+def test_another_spelling_is_the_same_and_another_content_is_not(place):
+    """The case that mixed rows of two data sets in one table."""
+    sweep = read_config("sweep.json")
+    run_sweep(sweep, "out", progress=False)
+    first = units()
+    assert units() == first
+    (place / "sub").mkdir()
+    run_sweep(read_config(place / "sub" / ".." / "sweep.json"), "out", progress=False)
+    run_sweep(read_config(place / "sweep.json"), "out", progress=False)
+    assert units() == first
+    before = rows_of("out")
+    torch.manual_seed(7)
+    torch.save({"x": torch.randn(24, 6), "y": torch.randint(3, (24,))}, "train.pt")
+    assert rows_of("out") == []  # none of it was measured on these data
+    run_sweep(read_config("sweep.json"), "out", progress=False)
+    after = rows_of("out")
+    assert len(after) == len(before)
+    assert not {r["unit"] for r in after} & {r["unit"] for r in before}
+    changed = units()
+    Path("sweepmodel.py").write_text(MODULE.replace("Tanh", "ReLU"))  # the code is a part of the model
+    assert rows_of("out") == []
+    assert changed
+
+
+def test_a_garbled_unit_is_done_again(place):
+    run_sweep(read_config("sweep.json"), "out", progress=False)
+    whole = rows_of("out")
+    junk = (b"", b"{", b"[1]", b"\xff", b'{"rows": 3}')
+    for path, content in zip(sorted(Path("out/units").glob("*.json")), junk, strict=False):
+        path.write_bytes(content)
+    assert len(rows_of("out")) < len(whole)
+    assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
+    assert rows_of("out") == whole
+
+
+def test_a_radius_that_is_too_large_loses_no_other(place, capsys):
+    config = json.loads(Path("sweep.json").read_text())
+    config |= {"rho": {"euclidean": [0.1, 1e300, 0.3]}, "measures": ["euclidean"], "ablations": [{}]}
+    Path("sweep.json").write_text(json.dumps(config))
+    for _ in range(2):  # said again by the next call, which does nothing again
+        assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+        err = capsys.readouterr().err.splitlines()
+        assert len(err) == 4
+        assert all("euclidean at rho = 1e+300: " in line and "use a smaller rho" in line for line in err), err
+        assert {r["rho"] for r in rows_of("out") if r["kind"] == "sharpness"} == {0.1, 0.3}
+
+
+BAD = """
+import torch
+from torch import nn
+from sweepmodel import model as sound
+
+class Odd(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(6, 3), error
+
+    def forward(self, x):
+        raise self.error("odd")
+
+"""
+
+
+def test_whatever_one_model_raises_the_others_go_on(place, capsys):
+    kinds = ("TypeError", "AttributeError", "AssertionError", "RecursionError", "ZeroDivisionError")
+    Path("bad.py").write_text(BAD + "".join(f"def {k.lower()}():\n    return Odd({k})\n\n" for k in kinds))
+    for k in kinds:
+        torch.save(nn.Sequential(nn.Linear(6, 3)).state_dict(), f"{k}.pt")
+        weights = {name.replace("0.", "layer."): v for name, v in torch.load(f"{k}.pt").items()}
+        torch.save(weights, f"{k}.pt")
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3)}, "cut.safetensors")
+    Path("cut.safetensors").write_bytes(Path("cut.safetensors").read_bytes()[:20])
+    config = json.loads(Path("sweep.json").read_text())
+    config["checkpoints"] += [{"path": f"{k}.pt", "model": f"bad:{k.lower()}"} for k in kinds]
+    config["checkpoints"].append({"path": "cut.safetensors", "model": "sweepmodel:model"})
+    Path("bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "out", "--quiet"]) == 1
+    err = capsys.readouterr().err
+    assert "cut.safetensors is not a readable safetensors file" in err
+    for k in kinds:
+        assert f"{k}.pt, adaptive: {k}: odd" in err
+    run_sweep(read_config("sweep.json"), "sound", progress=False)
+    assert [r for r in rows_of("out", "bad.json") if r["checkpoint"].startswith("net")] == rows_of("sound")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x0: &a [1]\ny: *a\ndata: train.pt", r"has the alias \*a; write it out"),
+        ("normalize_logits: 'false'", "entry normalize_logits: Expected `bool`, got `str`"),
+        ("seed: abc", "entry seed: Expected `int.*`, got `str`"),
+        ("steps: true", "entry steps: Expected `int.*`, got `bool`"),
+        ("steps: 0", "entry steps: Expected `int` >= 1"),
+        ("tol: x", "entry tol: Expected `float.*`, got `str`"),
+        ("rho: [-1]", "rho must be one or several positive numbers"),
+        ("data: {source: train.pt, batch_size: []}", "entry data.batch_size: Expected `int.*`, got `array`"),
+        ("[" * 3000, "cannot be parsed"),
+    ],
+)
+def test_values_of_the_wrong_kind(place, text, words):
+    base = 'checkpoints: {path: "zoo/*.pt", model: "sweepmodel:model"}\n'
+    base += "" if "data" in text else "data: train.pt\n"
+    Path("wrong.yaml").write_text(base + text)
+    with pytest.raises(ValueError, match=words):
+        read_config("wrong.yaml")
+
+
+def test_a_number_in_yaml_is_one(place):
+    base = 'checkpoints: {path: "zoo/*.pt", model: "sweepmodel:model"}\ndata: train.pt\n'
+    Path("good.yaml").write_text(base + "tol: 1e-3\nrho: 1e-2")
+    sweep = read_config("good.yaml")
+    assert sweep.settings["tol"] == 1e-3
+    assert set(sweep.rho.values()) == {(1e-2,)}
 
 
 @pytest.mark.xdist_group("torchrun")
