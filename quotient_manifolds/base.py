@@ -386,8 +386,8 @@ class QuotientManifold(geoopt.Manifold):
         self._check_same(x, u, "the point x", f"the vector {name}")
         if not holds(u.isfinite()):
             raise ValueError(
-                f"{self}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a gradient, "
-                "look at the loss, or lower the learning rate"
+                f"{self}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
+                "gradient, look at the loss, or lower the learning rate"
             )
 
     def _vector_space(self, x: Tensor, u: Tensor) -> TangentSpace:

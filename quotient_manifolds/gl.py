@@ -121,14 +121,17 @@ class GLQuotient(QuotientManifold):
 
     __scaling__ = _scaled
     space_class: type[GLTangentSpace]
+    n: int
+    m: int
+    relaxation: float
 
     def __init__(self, n: int, m: int, *, relaxation: float = 1e-12) -> None:
         who = type(self).__name__
-        rows = as_count("n", n, who), as_count("m", m, who)
+        n, m = as_count("n", n, who), as_count("m", m, who)
         if isinstance(relaxation, bool) or not isinstance(relaxation, Real) or not 0 <= relaxation < 1:
             raise ValueError(f"{who}: relaxation must be a number in [0, 1), got {relaxation!r}")
         super().__init__()
-        (self.n, self.m), self.relaxation = rows, float(relaxation)
+        self.n, self.m, self.relaxation = n, m, float(relaxation)
 
     def extra_repr(self) -> str:
         """Give the row counts, for ``repr``."""

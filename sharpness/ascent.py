@@ -382,7 +382,8 @@ def power(
     view: View | None = ball.view(g, start, None)
     # The origin is no point of the surface: the first iterate takes its place, whatever its value.
     begun = ball.norm(start) > 0
-    other, momentum, omega, slope = None, False, 1.0, view.slope
+    other, momentum, omega = None, False, 1.0
+    slope: float | None = None if view is None else view.slope
     for k in range(1, steps + 1):
         assert view is not None
         if begun and _done(view.gap, best[0], base, tol, start.dtype):

@@ -340,8 +340,9 @@ def _nested(found: Sequence[BatchResult]) -> Iterator[tuple[BatchResult, float]]
             errors = [r.worst_error for r in (inner, outer) if r is not None and r.worst_error is not None]
             if inner is None or outer.value >= inner.value:
                 inner, origin = outer, outer.rho
-            effort = {"rho": outer.rho, "passes": outer.passes, "seconds": outer.seconds}
-            inner = dataclasses.replace(inner, **effort, worst_error=max(errors, default=None))
+            inner = dataclasses.replace(
+                inner, rho=outer.rho, passes=outer.passes, seconds=outer.seconds, worst_error=max(errors, default=None)
+            )
             yield inner, origin
 
 

@@ -338,7 +338,7 @@ def _image_format(found: Mapping[str, Any], config: Any) -> ImageFormat:
         side = size.get("shortest_edge")
         size = (size.get("height", side), size.get("width", side))
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    resample = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}.get(found.get("resample"), "bilinear")
+    resample = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}.get(found.get("resample", 2), "bilinear")
     channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)
     mean, std = ((0.0,), (1.0,)) if not found.get("do_normalize", True) else (found["image_mean"], found["image_std"])
     return ImageFormat((int(height), int(width)), tuple(mean), tuple(std), channels, crop, resample)

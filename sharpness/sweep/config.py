@@ -124,10 +124,10 @@ def _validated(path: Path, found: Any) -> _Config:
 
 
 def _data_choice(found: str | _Data, base: Path) -> DataChoice:
-    given = {"source": found} if isinstance(found, str) else _given(found)
+    given: dict[str, Any] = {"source": found} if isinstance(found, str) else _given(found)
     if not is_function(given["source"], base):
         given["source"] = str(base / given["source"])
-    text = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
+    text: dict[str, Any] = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
     text.update({k: str(text[k]) for k in ("text", "pair", "label") if text.get(k) is not None})
     given.update({k: tuple(given[k]) for k in ("mean", "std") if given.get(k) is not None})
     return DataChoice(columns=TextColumns(**text), **given)

@@ -1,0 +1,57 @@
+"""One sentence for what users cause, the traceback when they ask for it."""
+
+import pytest
+
+from sharpness import cli
+from sharpness.errors import naming, words_of
+
+
+def test_words():
+    assert words_of(ValueError("a\n  b")) == "a b"
+    assert words_of(KeyError("steps")) == "KeyError: 'steps'"
+    assert words_of(AssertionError()) == "AssertionError"
+    with pytest.raises(ValueError, match="the settings: TypeError: odd") as caught, naming("the settings"):
+        raise TypeError("odd")
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(ImportError, match="missing"), naming("the settings"):  # what to install is said elsewhere
+        raise ImportError("missing")
+
+
+def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
+    def defect(*_, **__):
+        raise ZeroDivisionError("in the middle")
+
+    monkeypatch.setattr("sharpness.studies.toy.run", defect)
+    assert cli.main(["toy", "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert said == ("sharpness: ZeroDivisionError: in the middle (not foreseen: --debug shows where it comes from)\n")
+    assert cli.main(["toy", "--quiet", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "tests.spread:model", "tests.spread:batches", "--device", "cuda:9"], "the device 'cuda:9' cannot be"),
+        (["run", "tests.spread:model", "tests.spread:batches", "--out", "/nowhere/x.json"], "there is no folder"),
+        (["demo", "--out", "picture.foo"], "is no figure: its name must end in"),
+        (["sweep", "nowhere.json", "--out", "out"], "there is no configuration 'nowhere.json'"),
+        (["finetune", "tests.spread:model", "x", "--models", "0", "--out", "out"], "whole number of at least 1"),
+        (["finetune", "tests.spread:model", "x", "--test", "nope", "--out", "out"], "there is no data at nope"),
+        (["toy", "--out", ""], "an empty path"),
+        (["run", "./no/such/folder", "tests.spread:batches"], "there is no folder './no/such/folder'"),
+    ],
+)
+def test_what_is_wrong_is_known_before_the_work(arguments, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.setattr("sharpness.studies.demo.train", lambda *_, **__: pytest.fail("the demo trains"))
+    monkeypatch.setattr("sharpness.evaluation.evaluate", lambda *_, **__: pytest.fail("it measures"))
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert cli.main(arguments) == 2
+    except SystemExit as left:
+        assert left.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
