@@ -525,6 +525,8 @@ def commands(rng, world):
 
 def odd_tensor(rng, t):
     # fmt: off
+    if t.dim() < 2 or not t.numel():
+        return t
     return pick(rng, [t, t[..., :-1, :], t[..., :1], t.mT, t[0], t[0, 0], t * math.nan, 0 * t, t.half(), t.long(),
                       t.double(), t.bool(),
                       t.to(torch.complex64), t[None].expand(2, *t.shape), t[None][:0], t[..., :0], t.numpy(),
