@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from sharpness.studies.vision import SmallViT, vit_cifar10
+from reproduction.vision import SmallViT, vit_cifar10
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 

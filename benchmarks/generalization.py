@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from _common import RESULTS
 
+from reproduction.finetune import Recipe
+from reproduction.pretrain import pretrain
+from reproduction.zoo import train_zoo
 from sharpness.comparison import compare, formatted, label
 from sharpness.data import DataChoice, TextColumns, read_table, read_texts
 from sharpness.files import write_json, write_text
 from sharpness.plots import plot_ablations, plot_study
 from sharpness.rows import Row, read_results, targets, write_csv
 from sharpness.statistics import kendall
-from sharpness.studies.finetune import Recipe
-from sharpness.studies.text import pretrain
-from sharpness.studies.zoo import train_zoo
 from sharpness.sweep import read_config, read_rows, run_sweep
 
 DOCS = RESULTS.parent.parent / "docs"
@@ -217,7 +217,7 @@ def main() -> None:
     if options.kind == "vision":
         data = DataChoice(f"{options.images}:cifar10/train", examples=2000, seed=0)
         test = replace(data, source=f"{options.images}:cifar10/test", examples=None, seed=None)
-        model = "sharpness.studies.vision:vit_cifar10"
+        model = "reproduction.vision:vit_cifar10"
         train_zoo(model, data, zoo, checkpoint=str(options.weights), models=options.models, test=test, shard=shard)
         measure("vision", options.out, {}, shard)
         return

@@ -1,7 +1,7 @@
 """LoRA fine-tuning on the quotient against what people use instead: losses, accuracies, sensitivity to the rate.
 
 Tasks: ``mnist`` (the given vision transformer adapted to MNIST at 32 × 32), ``corrupted`` (to 2,500 CIFAR-10 images
-with inverted colours and noise) and ``sst2`` (a small BERT folder, see sharpness.studies.text, adapted to SST-2). Equal
+with inverted colours and noise) and ``sst2`` (a small BERT folder, see reproduction.pretrain, adapted to SST-2). Equal
 grids of learning rates and equal steps for all methods at rank 4, then five seeds at each method's best rate at ranks
 4 and 16. Finished runs are kept in a JSON-lines file; several processes may share it (``--shard i/n``).
 """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import sharpness
 from quotient_manifolds.symmetries import act_randomly_
-from sharpness.studies.demo import digits, train, vision_transformer
+from sharpness.demo import digits, train, vision_transformer
 
 MEASURES = {"geodesic-inv": 0.1, "geodesic-mix": 0.1, "adaptive": 0.5}
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sharpness
+from reproduction.finetune import set_dropout_
 from sharpness import GeodesicSAM
 from sharpness.plots.look import figure
-from sharpness.studies.finetune import set_dropout_
 
 METHODS = {"AdamW": None, "SAM": "euclidean", "ASAM": "adaptive", "GeodesicSAM": "geodesic-inv"}
 RADII = (0.05, 0.15, 0.5)

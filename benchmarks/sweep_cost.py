@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.backends.mha.set_fastpath_enabled(False)
     start = time.perf_counter()
-    found = load("sharpness.studies.vision:vit_cifar10", str(options.weights))
+    found = load("reproduction.vision:vit_cifar10", str(options.weights))
     data = DataChoice(f"{options.images}:cifar10/train", examples=256 * options.batches, seed=0)
     batches = data.load(found)
     reading = time.perf_counter() - start

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds.optim import create_quotient_lora_optimizer
 from quotient_manifolds.symmetries import adapter_pairs
-from sharpness.studies.demo import digits, train, vision_transformer
+from sharpness.demo import digits, train, vision_transformer
 
 
 def adapted(base: nn.Module, condition: float) -> nn.Module:

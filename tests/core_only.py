@@ -70,7 +70,7 @@ def check_missing():
         (folder / "rows.csv").write_text("checkpoint,kind\n")
         (folder / "saved").mkdir()
         (folder / "saved" / "state.json").write_text("{}")
-        torch_model = "sharpness.studies.vision:vit_cifar10"
+        torch_model = "torch.nn:PReLU"
         for extra, command in (
             ("transformers", ["run", str(folder / "bert"), str(folder / "rows.csv")]),
             (
@@ -80,9 +80,8 @@ def check_missing():
             ("images", ["run", torch_model, str(folder / "classes"), "--image-size", "32"]),
             ("datasets", ["run", torch_model, str(folder / "saved")]),
             ("sweep", ["sweep", str(folder / "sweep.yaml"), "--out", str(folder / "out")]),
-            ("plot", ["toy", "--out", str(folder / "toy"), "--quiet"]),
+            ("plot", ["run", torch_model, str(folder / "saved"), "--figures", str(folder / "figures"), "--quiet"]),
             ("demo", ["demo", "--out", str(folder / "demo.png"), "--quiet"]),
-            ("convert", ["convert", "bert-tf", str(folder / "bert"), str(folder / "new")]),
         ):
             said, printed = io.StringIO(), io.StringIO()
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):

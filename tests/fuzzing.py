@@ -35,6 +35,7 @@ from torch import nn
 import quotient_manifolds as qm
 import sharpness
 from quotient_manifolds import optim, symmetries, testing
+from reproduction import cli as laboratory
 from sharpness import cli, comparison, data, measures, models, rows, sweep
 
 from . import docs_world, networks
@@ -102,7 +103,14 @@ def model():
 def batches():
     return [(torch.ones(4, 4), torch.arange(4) % 3)]
 """
+KINDS = {"int": INT, "count": INT, "seed": INT, "float": FLOAT}
+LABORATORY = ("finetune", "pretrain", "toy", "diagonal", "convert")
 # fmt: on
+
+
+def main_of(argv):
+    """Give the command line that a command belongs to."""
+    return (laboratory if argv[:1] and argv[0] in LABORATORY else cli).main
 
 
 class HangError(BaseException):
@@ -487,14 +495,14 @@ def results(rng, world):
 
 def commands(rng, world):
     argv = list(pick(rng, COMMANDS))
-    command = cli.parser()
+    command = (laboratory if argv[0] in LABORATORY else cli).parser()
     while subs := [a for a in command._actions if isinstance(a, argparse._SubParsersAction)]:
         command = subs[0].choices[argv[command.prog.count(" ")]]
     depth = command.prog.count(" ")
     places = [a for a in command._actions if not a.option_strings]
     usual = [a for a in command._actions[1:] for _ in range(3 if a.dest in ("out", "figures") else 1)]
     for action in (pick(rng, usual) for _ in range(int(rng.integers(1, 3)))):
-        pool = WORDS.get(action.dest) or action.choices or {int: INT, float: FLOAT}.get(action.type, PLACES)
+        pool = WORDS.get(action.dest) or action.choices or KINDS.get(getattr(action.type, "__name__", ""), PLACES)
         pool = (
             ["9" * 30, *pool]
             if "seed" in action.dest
@@ -815,7 +823,7 @@ def run_case(surface, number, base):
         torch.manual_seed(number)
         for patch in (
             warnings.catch_warnings(), within(world), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-            mock.patch("sharpness.models.load", load), mock.patch("sharpness.studies.demo.train", never),
+            mock.patch("sharpness.models.load", load), mock.patch("sharpness.demo.train", never),
             mock.patch.dict(comparison.compare.__kwdefaults__, resamples=30),  # these take the time of a table
             mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"), without("tensorflow"),
         ):  # fmt: skip
@@ -825,7 +833,7 @@ def run_case(surface, number, base):
         before, ringing = snapshot(above), signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, LIMIT)
         try:
-            code = cli.main(job.argv) if job.argv is not None else (job.call(), 0)[1]
+            code = main_of(job.argv)(job.argv) if job.argv is not None else (job.call(), 0)[1]
         except SystemExit as left:
             code = left.code
         except (Exception, HangError) as caught:
@@ -854,7 +862,7 @@ def judge(job, code, error, out, err, loads, world):
     if job.argv is None or error is not None:
         return
     lines = err.rstrip("\n").split("\n")
-    if code not in (0, 1, 2) or (code == 2 and not lines[-1].startswith("sharpness")):
+    if code not in (0, 1, 2) or (code == 2 and not lines[-1].startswith(("sharpness", "reproduction"))):
         yield "refusal", "-", f"exit code {code}, stderr ends in {lines[-1][:100]!r}"
     if ("Traceback" in err and "--debug" not in job.argv) or (code == 2 and len(err) > 4000):
         yield "refusal", "-", f"{len(err)} characters, a traceback among them: {'Traceback' in err}"

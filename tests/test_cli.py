@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from quotient_manifolds.symmetries import find
-from sharpness import cli, evaluate
-from sharpness.studies import demo
+from sharpness import cli, demo, evaluate
 
 from . import networks, spread
 

@@ -214,7 +214,7 @@ def test_what_is_wrong_is_named(folder, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_run_on_a_table(tmp_path, capsys):
-    from sharpness.studies.text import wordpiece
+    from reproduction.pretrain import wordpiece
 
     torch.set_default_dtype(torch.float32)
     table = tmp_path / "data.tsv"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reproduction import cli as laboratory
 from sharpness import cli
 
 from . import docs_world
@@ -65,6 +66,8 @@ def shell(body, run):
             words = shlex.split(shlex.join(words).replace(long, short))
         if words[0] == "sharpness":
             assert run(words[1:]) == 0, line
+        elif words[:3] == ["python", "-m", "reproduction"]:
+            assert laboratory.main(words[3:]) == 0, line
         elif words[0] == "torchrun":
             command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *words[1:]]
             subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -7,6 +7,10 @@ import pytest
 
 #: What a user may import; the API reference lists the same.
 PUBLIC = [
+    "reproduction.convert",
+    "reproduction.finetune",
+    "reproduction.pretrain",
+    "reproduction.zoo",
     "quotient_manifolds",
     "quotient_manifolds.geodesics",
     "quotient_manifolds.optim",
@@ -16,7 +20,6 @@ PUBLIC = [
     "sharpness.ascent",
     "sharpness.baselines",
     "sharpness.comparison",
-    "sharpness.convert",
     "sharpness.data",
     "sharpness.hessian",
     "sharpness.losses",
@@ -24,9 +27,6 @@ PUBLIC = [
     "sharpness.plots",
     "sharpness.rows",
     "sharpness.statistics",
-    "sharpness.studies.finetune",
-    "sharpness.studies.text",
-    "sharpness.studies.zoo",
     "sharpness.sweep",
 ]
 

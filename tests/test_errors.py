@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from reproduction import cli as laboratory
 from sharpness import cli
 from sharpness.errors import naming, words_of
 
@@ -23,11 +24,13 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
     def defect(*_, **__):
         raise ZeroDivisionError("in the middle")
 
-    monkeypatch.setattr("sharpness.studies.toy.run", defect)
-    assert cli.main(["toy", "--quiet"]) == 2
+    monkeypatch.setattr("reproduction.toy.run", defect)
+    assert laboratory.main(["toy", "--quiet"]) == 2
     said = capsys.readouterr().err
-    assert said == ("sharpness: ZeroDivisionError: in the middle (not foreseen: --debug shows where it comes from)\n")
-    assert cli.main(["toy", "--quiet", "--debug"]) == 2
+    assert said == (
+        "reproduction: ZeroDivisionError: in the middle (not foreseen: --debug shows where it comes from)\n"
+    )
+    assert laboratory.main(["toy", "--quiet", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -46,11 +49,12 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
 )
 def test_what_is_wrong_is_known_before_the_work(arguments, words, capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(".")
-    monkeypatch.setattr("sharpness.studies.demo.train", lambda *_, **__: pytest.fail("the demo trains"))
+    monkeypatch.setattr("sharpness.demo.train", lambda *_, **__: pytest.fail("the demo trains"))
     monkeypatch.setattr("sharpness.evaluation.evaluate", lambda *_, **__: pytest.fail("it measures"))
     monkeypatch.chdir(tmp_path)
     with contextlib.suppress(SystemExit):  # of the parser
-        assert cli.main(arguments) == 2
+        command = laboratory if arguments[0] in ("finetune", "toy") else cli
+        assert command.main(arguments) == 2
     said = capsys.readouterr().err
     assert words in said
     assert len(said.splitlines()) == 1

@@ -34,7 +34,7 @@ def test_every_module_says_what_is_public():
     for package in ("quotient_manifolds", "sharpness"):
         for path in (ROOT / package).rglob("*.py"):
             adapters = {"huggingface.py", "torch_nn.py", "vision.py"}  # they register, and export nothing
-            if path.name not in {"__main__.py", *adapters} and path.parent.name != "studies":
+            if path.name not in {"__main__.py", *adapters}:
                 assert re.search(r"^__all__ = ", path.read_text(), re.MULTILINE), path
 
 
@@ -49,10 +49,9 @@ def test_tests_mirror_the_source():
         "weights": "evaluation", "direction": "evaluation", "retractions": "measures", "results": "evaluation",
         "search": "evaluation", "rows": "comparison", "digests": "sweep",
         "extras": "packaging",
-        "demo": "cli", "diagonal": "studies", "toy": "studies", "trust_region": "studies", "text": "data",
-        "zoo": "finetune", "examples": "data", "images": "data", "loading": "data", "saved_datasets": "data",
-        "accuracies": "sweep", "config": "sweep", "plan": "sweep", "run": "sweep", "look": "plots",
-        "analytic": "studies", "many_models": "comparison", "one_model": "plots", "options": "cli", "training": "cli",
+        "demo": "cli", "examples": "data", "text": "data", "images": "data", "loading": "data",
+        "saved_datasets": "data", "accuracies": "sweep", "config": "sweep", "plan": "sweep", "run": "sweep",
+        "look": "plots", "many_models": "comparison", "one_model": "plots", "options": "cli",
     }  # fmt: skip
     files = [p for package in ("quotient_manifolds", "sharpness") for p in (ROOT / package).rglob("*.py")]
     stems = {p.stem for p in files if not p.stem.startswith("__")}

@@ -512,7 +512,7 @@ class Payload:
 
 @pytest.mark.filterwarnings("ignore")
 def test_bert_folders_good_and_bad(place, capsys):
-    from sharpness.studies.text import wordpiece
+    from reproduction.pretrain import wordpiece
 
     words = ["good film", "bad film", "dull film"] * 3
     names = {"good": 0, "bad": 1, "dull": 2}

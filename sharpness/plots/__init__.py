@@ -1,6 +1,6 @@
 """Figures. Needs the extra ``plot``."""
 
-from .analytic import plot_diagonal, plot_orbit, plot_symmetry_demo, plot_toy
+from .demo import plot_symmetry_demo
 from .look import check_figure, style
 from .many_models import plot_ablations, plot_study
 from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
@@ -8,14 +8,11 @@ from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
 __all__ = [
     "check_figure",
     "plot_ablations",
-    "plot_diagonal",
     "plot_layers",
     "plot_model",
-    "plot_orbit",
     "plot_profile",
     "plot_spectra",
     "plot_study",
     "plot_symmetry_demo",
-    "plot_toy",
     "style",
 ]

@@ -216,7 +216,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     >>> import json, pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as place:
     ...     pathlib.Path(place, "net.pt").touch()
-    ...     entry = {"path": "*.pt", "model": "sharpness.studies.vision:vit_cifar10"}
+    ...     entry = {"path": "*.pt", "model": "torch.nn:PReLU"}
     ...     config = {"checkpoints": [entry], "data": "train.pt", "rho": {"adaptive": [0.1, 0.5]}}
     ...     _ = pathlib.Path(place, "sweep.json").write_text(json.dumps(config))
     ...     sweep = read_config(f"{place}/sweep.json")

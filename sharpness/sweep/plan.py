@@ -47,7 +47,7 @@ class Checkpoint:
     --------
     Two files with weights of one network:
 
-    >>> network = "sharpness.studies.vision:vit_cifar10"
+    >>> network = "torch.nn:PReLU"
     >>> zoo = tuple(Checkpoint(f"net{i}", network, f"zoo/net{i}.pt") for i in range(2))
     >>> [(checkpoint.name, checkpoint.weights) for checkpoint in zoo]
     [('net0', 'zoo/net0.pt'), ('net1', 'zoo/net1.pt')]
@@ -94,7 +94,7 @@ class Sweep:
     --------
     The units of work of one checkpoint, with first-order geodesics as an ablation where there are geodesics:
 
-    >>> net = Checkpoint("net", "sharpness.studies.vision:vit_cifar10")
+    >>> net = Checkpoint("net", "torch.nn:PReLU")
     >>> sweep = Sweep(
     ...     (net,), DataChoice("train.pt"), measures=("geodesic-inv", "adaptive"), rho={"adaptive": (0.1, 0.5)},
     ...     ablations=({}, {"geodesic": "first-order"}), baselines=False,

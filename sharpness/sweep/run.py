@@ -186,9 +186,9 @@ def run_sweep(
     >>> import torch
     >>> from sharpness.sweep import Checkpoint, Sweep, read_rows
     >>> from sharpness.data import DataChoice
-    >>> net = Checkpoint("net", "sharpness.studies.vision:vit_cifar10")
+    >>> net = Checkpoint("net", "torch.nn:PReLU")
     >>> with tempfile.TemporaryDirectory() as place:
-    ...     torch.save({"x": torch.randn(4, 3, 32, 32), "y": torch.arange(4)}, f"{place}/train.pt")
+    ...     torch.save({"x": torch.randn(4, 4), "y": torch.arange(4)}, f"{place}/train.pt")
     ...     sweep = Sweep((net,), DataChoice(f"{place}/train.pt"), measures=("adaptive",), settings={"steps": 3})
     ...     failed = run_sweep(sweep, place, progress=False)
     ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place)]
@@ -290,9 +290,9 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     >>> import torch
     >>> from sharpness.data import DataChoice
     >>> from sharpness.sweep import Checkpoint, Sweep
-    >>> net = Checkpoint("net", "sharpness.studies.vision:vit_cifar10")
+    >>> net = Checkpoint("net", "torch.nn:PReLU")
     >>> with tempfile.TemporaryDirectory() as place:
-    ...     torch.save({"x": torch.randn(4, 3, 32, 32), "y": torch.arange(4)}, f"{place}/data.pt")
+    ...     torch.save({"x": torch.randn(4, 4), "y": torch.arange(4)}, f"{place}/data.pt")
     ...     data = DataChoice(f"{place}/data.pt")
     ...     failed = run_sweep(Sweep((net,), data, test=data, measures=(), baselines=False), place, progress=False)
     ...     row = read_rows(place)[0]

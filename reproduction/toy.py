@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from quotient_manifolds import GLQuotientInv, QuotientManifold, RescaleQuotient
 from quotient_manifolds.symmetries import Group, SymmetricPair, block, pair
-
-from ..evaluation import evaluate
-from ..files import check_folder, write_json
-from ..progress import bar
+from sharpness.evaluation import evaluate
+from sharpness.files import check_folder, write_json
+from sharpness.progress import bar
 
 __all__ = [
     "POINTS", "Toy", "closed_forms", "euclidean_gradient_norm", "euclidean_hessian_trace", "riemannian_gradient_norm",
@@ -216,7 +215,7 @@ def run(
         "closed form of the Riemannian Hessian trace there, 4y²": 4 * y**2,
     }
     write_json(out / "toy.json", result)
-    from ..plots import plot_orbit, plot_toy
+    from .plots import plot_orbit, plot_toy
 
     shown = {k: v.reshape(size, size).numpy() for k, v in quantities(points, manifolds["GLQuotientInv"]).items()}
     marked = torch.tensor(POINTS, dtype=torch.float64).unsqueeze(-1)

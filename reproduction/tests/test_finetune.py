@@ -9,20 +9,20 @@ import pytest
 import torch
 from PIL import Image
 
-from sharpness import cli
+from reproduction import cli, zoo
+from reproduction import finetune as training_loop
+from reproduction.finetune import Recipe, random_recipe, set_dropout_
+from reproduction.pretrain import pretrain
+from reproduction.vision import SmallViT, vit_cifar10
+from reproduction.zoo import train_zoo
+from sharpness import cli as measuring
 from sharpness.data import DataChoice, TextColumns
 from sharpness.models import load, load_state_dict
-from sharpness.studies import finetune as training_loop
-from sharpness.studies import zoo
-from sharpness.studies.finetune import Recipe, random_recipe, set_dropout_
-from sharpness.studies.text import pretrain
-from sharpness.studies.vision import SmallViT, vit_cifar10
-from sharpness.studies.zoo import train_zoo
 from sharpness.sweep import read_config, run_sweep
 
 MODULE = """
 import torch
-from sharpness.studies.vision import SmallViT
+from reproduction.vision import SmallViT
 
 def tiny():
     torch.manual_seed(0)
@@ -62,12 +62,12 @@ def test_a_zoo_of_images_is_trained_measured_and_ranked(images, capsys):
     assert (config["data"]["examples"], config["train"]["examples"]) == (16, 48)
     config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1, 0.2]}, "steps": 3}
     Path("zoo/sweep.json").write_text(json.dumps(config))
-    assert cli.main(["sweep", "zoo/sweep.json", "--out", "out", "--quiet"]) == 0
+    assert measuring.main(["sweep", "zoo/sweep.json", "--out", "out", "--quiet"]) == 0
     rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
     fits = [r for r in rows if r["kind"] == "fit"]
     assert min(r["train_error"] for r in fits) < 0.2  # two classes in three would be chance
     capsys.readouterr()
-    assert cli.main(["table", "out", "--target", "test-loss"]) == 0
+    assert measuring.main(["table", "out", "--target", "test-loss"]) == 0
     assert "| relative flatness |" in capsys.readouterr().out
 
 
@@ -178,7 +178,7 @@ def test_a_zoo_of_texts(tmp_path, capsys):
     assert config["data"]["names"] == {"bad": 0, "good": 1}
     config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1]}, "steps": 2}
     (out / "sweep.json").write_text(json.dumps(config))
-    assert cli.main(["sweep", str(out / "sweep.json"), "--out", str(tmp_path / "results"), "--quiet"]) == 0
+    assert measuring.main(["sweep", str(out / "sweep.json"), "--out", str(tmp_path / "results"), "--quiet"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "results/results.jsonl").read_text().splitlines()]
     assert max(r["test_error"] for r in rows if r["kind"] == "fit") < 0.1
     assert all(r["distance"] > 0 for r in rows if r["kind"] == "baselines")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..models import ImageFormat
+from sharpness.models import ImageFormat
 
 __all__ = ["SmallViT", "vit_cifar10"]
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ..extras import needs
-from ..files import atomic_write_folder, check_replaceable
-from ..progress import bar
+from sharpness.extras import needs
+from sharpness.files import atomic_write_folder, check_replaceable
+from sharpness.progress import bar
 
 __all__ = ["pretrain", "wordpiece"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .extras import needs
-from .files import atomic_write_folder
+from sharpness.extras import needs
+from sharpness.files import atomic_write_folder
 
 __all__ = ["bert_from_tensorflow", "read_tensorflow"]
 

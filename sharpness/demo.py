@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import act_randomly_, find
 
-from ..evaluation import evaluate
-from ..extras import needs
-from ..files import check_file, write_json
-from ..plots import check_figure, plot_symmetry_demo
-from ..profiles import profile
-from ..progress import bar
-from ..results import SharpnessResult
+from .evaluation import evaluate
+from .extras import needs
+from .files import check_file, write_json
+from .plots import check_figure, plot_symmetry_demo
+from .profiles import profile
+from .progress import bar
+from .results import SharpnessResult
 
 __all__ = ["Demo", "digits", "run", "train"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data import Examples
-from ..extras import needs
-from ..models import ImageFormat
+from sharpness.data import Examples
+from sharpness.extras import needs
+from sharpness.models import ImageFormat
 
 __all__ = ["Recipe", "TrainingImages", "TrainingTexts", "finetune", "random_recipe"]
 
@@ -45,7 +45,7 @@ class Recipe:
     dropout : float or None
         Every dropout rate of the model; None leaves them.
     seed : int
-        Of the order, the shifts, mix-up and the label noise; in :func:`sharpness.studies.zoo.train_zoo` also of the
+        Of the order, the shifts, mix-up and the label noise; in :func:`reproduction.zoo.train_zoo` also of the
         head, RandAugment and dropout, which follow torch's global seed.
 
     Raises

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..ascent import RoundBall, auto_pgd
-from ..files import check_folder, write_json, write_text
-from ..progress import bar
-from ..statistics import kendall
+from sharpness.ascent import RoundBall, auto_pgd
+from sharpness.files import check_folder, write_json, write_text
+from sharpness.progress import bar
+from sharpness.statistics import kendall
+
 from .trust_region import maximise_quadratic
 
 __all__ = ["CLOSED_FORMS", "MAXIMISED", "Problem", "closed_forms", "maximised", "run", "train"]
@@ -308,7 +309,7 @@ def run(
     write_text(out / "diagonal.csv", table_of_rows.getvalue())
     write_json(out / "diagonal.json", result)
     _print(result, rhos)
-    from ..plots import plot_diagonal
+    from .plots import plot_diagonal
 
     plot_diagonal([r for r in rows if r["seed"] == seed], table, rhos[0], out / "diagonal.png")
     print(f"\n{out}/diagonal.csv, diagonal.json and diagonal.png hold the networks, the correlations and the figure")

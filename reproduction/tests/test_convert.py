@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sharpness import cli
-from sharpness.convert import bert_from_tensorflow
+from reproduction import cli
+from reproduction.convert import bert_from_tensorflow
 from sharpness.models import load
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film", "bad", "##ly"]

@@ -9,9 +9,8 @@ from torch import nn
 import sharpness
 from quotient_manifolds import GLQuotientInv, RescaleQuotient
 from quotient_manifolds.symmetries import Group, block, pair
-from sharpness import cli
-from sharpness.studies import diagonal, toy
-from sharpness.studies.trust_region import maximise_quadratic
+from reproduction import cli, diagonal, toy
+from reproduction.trust_region import maximise_quadratic
 
 # -- the trust-region solver ------------------------------------------------------------------------------------------
 

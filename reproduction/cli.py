@@ -1,18 +1,21 @@
-"""finetune, pretrain, convert: where checkpoints come from."""
+"""The command line of the studies: ``python -m reproduction``."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_data_options, checked_device, count, data_choice, place, seed, shard
+from sharpness.cli import Parser, run_parser
+from sharpness.cli.options import Formatter, add_data_options, checked_device, count, data_choice, place, seed, shard
 
-__all__ = ["add_convert", "add_finetune", "add_pretrain"]
+__all__ = ["main", "parser"]
 
 
 def add_finetune(commands: Any) -> None:
-    """Add ``sharpness finetune``."""
+    """Add ``python -m reproduction finetune``."""
     zoo = commands.add_parser(
         "finetune",
         help="fine-tune a model many times, for a study of sharpness and generalisation",
@@ -48,9 +51,9 @@ def add_finetune(commands: Any) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> int:
-    from ..data import source_files_or_raise
-    from ..studies.finetune import Recipe, random_recipe
-    from ..studies.zoo import train_zoo
+    from reproduction.finetune import Recipe, random_recipe
+    from reproduction.zoo import train_zoo
+    from sharpness.data import source_files_or_raise
 
     checked_device(options.device)
     data = data_choice(options)
@@ -76,12 +79,12 @@ def _finetune(options: argparse.Namespace) -> int:
 
 
 def add_pretrain(commands: Any) -> None:
-    """Add ``sharpness pretrain``."""
+    """Add ``python -m reproduction pretrain``."""
     pretraining = commands.add_parser(
         "pretrain",
         help="pre-train a small BERT on texts of your own",
         description="Train a WordPiece vocabulary and a small BERT by masked-language modelling on the texts of "
-        "tables, and write a transformers folder, which `sharpness finetune` takes.",
+        "tables, and write a transformers folder, which `python -m reproduction finetune` takes.",
         formatter_class=Formatter,
     )
     pretraining.add_argument("texts", type=place, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
@@ -102,9 +105,9 @@ def add_pretrain(commands: Any) -> None:
 
 
 def _pretrain(options: argparse.Namespace) -> int:
-    from ..data import read_texts
-    from ..files import check_replaceable
-    from ..studies.text import pretrain
+    from reproduction.pretrain import pretrain
+    from sharpness.data import read_texts
+    from sharpness.files import check_replaceable
 
     check_replaceable(options.out)
 
@@ -121,7 +124,7 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 
 def add_convert(commands: Any) -> None:
-    """Add ``sharpness convert``."""
+    """Add ``python -m reproduction convert``."""
     convert = commands.add_parser(
         "convert",
         help="turn a checkpoint of another library into one that can be measured",
@@ -145,7 +148,7 @@ def add_convert(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from ..convert import bert_from_tensorflow
+    from .convert import bert_from_tensorflow
 
     folder = bert_from_tensorflow(
         options.checkpoint, options.out, config=options.config, vocab=options.vocab, labels=options.labels.split(","),
@@ -153,3 +156,77 @@ def _convert(options: argparse.Namespace) -> int:
     )  # fmt: skip
     print(f"the transformers folder is {folder}")
     return 0
+
+
+def add_toy(commands: Any) -> None:
+    """Add ``python -m reproduction toy``."""
+    toy = commands.add_parser(
+        "toy",
+        help="the two-parameter network: level sets of Euclidean and Riemannian quantities",
+        description="Draw the loss, the gradient norms and the Hessian traces of the network x ↦ θ₂θ₁x, Euclidean and "
+        "on the quotient, how much each varies along an orbit, and the geodesic sharpness against its closed form.",
+        formatter_class=Formatter,
+    )
+    toy.add_argument("--out", type=place, default=Path("toy"), help="folder for the figure and the numbers")
+    toy.add_argument("--x", type=float, default=1.0, help="the input")
+    toy.add_argument("--y", type=float, default=1.0, help="the target")
+    toy.add_argument("--quiet", action="store_true", help="no progress bar")
+    toy.set_defaults(run=_toy)
+
+
+def _toy(options: argparse.Namespace) -> int:
+    from . import toy
+
+    toy.run(out=options.out, x=options.x, y=options.y, progress=not options.quiet)
+    return 0
+
+
+def add_diagonal(commands: Any) -> None:
+    """Add ``python -m reproduction diagonal``."""
+    diagonal = commands.add_parser(
+        "diagonal",
+        help="diagonal networks: closed forms and true maxima against the test loss",
+        description="Train diagonal networks side by side, measure their sharpness in closed form and by true "
+        "maximisation, and correlate it with their test loss.",
+        formatter_class=Formatter,
+    )
+    diagonal.add_argument("--n", type=count, default=100, help="data points")
+    diagonal.add_argument("--d", type=count, default=200, help="dimensions")
+    diagonal.add_argument("--models", type=count, default=50, help="networks a data seed")
+    diagonal.add_argument("--seeds", type=count, default=10, help="number of data seeds")
+    diagonal.add_argument("--seed", type=seed, default=0, help="the first data seed")
+    diagonal.add_argument("--alpha-min", type=float, default=0.01, help="smallest scale of the start")
+    diagonal.add_argument("--alpha-max", type=float, default=0.3, help="largest scale of the start")
+    diagonal.add_argument("--rho", type=float, nargs="+", default=[0.001, 0.1], help="radii of the true maximisation")
+    diagonal.add_argument("--workers", type=count, help="processes that share the seeds (default: one a core)")
+    diagonal.add_argument("--out", type=place, default=Path("diagonal"), help="folder for CSV, JSON and figure")
+    diagonal.add_argument("--quiet", action="store_true", help="no progress bar")
+    diagonal.set_defaults(run=_diagonal)
+
+
+def _diagonal(options: argparse.Namespace) -> int:
+    from . import diagonal
+
+    diagonal.run(
+        n=options.n, d=options.d, models=options.models, seeds=options.seeds, seed=options.seed,
+        alpha_min=options.alpha_min, alpha_max=options.alpha_max, rhos=options.rho, out=options.out,
+        workers=options.workers, progress=not options.quiet,
+    )  # fmt: skip
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    top = Parser(
+        prog="reproduction",
+        description="The paper's studies and ours: analytic networks, fine-tuned models, converted checkpoints.",
+    )
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (add_finetune, add_pretrain, add_convert, add_toy, add_diagonal):
+        add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, see :func:`sharpness.cli.main`."""
+    return run_parser(parser(), arguments)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data import DataChoice, choose, load_examples
-from ..files import atomic_write, atomic_write_folder, check_folder, write_json
-from ..models import ImageFormat, LoadedModel, load
-from ..progress import bar
+from sharpness.data import DataChoice, choose, load_examples
+from sharpness.files import atomic_write, atomic_write_folder, check_folder, write_json
+from sharpness.models import ImageFormat, LoadedModel, load
+from sharpness.progress import bar
+
 from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
 
 __all__ = ["train_zoo"]
@@ -89,7 +90,7 @@ def train_zoo(
     ...         (images := pathlib.Path(place, "images", name)).mkdir(parents=True)
     ...         for i in range(4):
     ...             Image.new("L", (32, 32), grey).save(images / f"{i}.png")
-    ...     network, data = "sharpness.studies.vision:vit_cifar10", DataChoice(f"{place}/images")
+    ...     network, data = "reproduction.vision:vit_cifar10", DataChoice(f"{place}/images")
     ...     config = train_zoo(network, data, f"{place}/zoo", recipes=recipes, progress=False)
     ...     print(*sorted(path.name for path in config.parent.iterdir()))
     model_00.json model_00.safetensors model_01.json model_01.safetensors sweep.json

@@ -1,1 +1,0 @@
-"""Studies: experiments that a person can run again."""
