@@ -132,7 +132,7 @@ def test_the_code_of_a_page_runs(page, world, tmp_path, monkeypatch, capsys):
 
 def test_every_figure_names_its_command():
     """In the same section as every picture there is the command that draws it."""
-    command = re.compile(r"`+(?:sharpness|make|python benchmarks/\w+\.py)\b")
+    command = re.compile(r"`+(?:sharpness|python -m reproduction|make|python benchmarks/\w+\.py)\b")
     for page in PAGES:
         for section in re.split(r"^#{1,2} ", page.read_text(), flags=re.MULTILINE):
             for picture in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", section):

@@ -122,7 +122,7 @@ def test_mistakes(place, capsys):
         bert_from_tensorflow(place / "tf" / "m", place / "b", variables=variables())
     assert not (place / "b").exists()
     assert cli.main(["convert", "bert-tf", str(place / "none"), str(place / "b")]) == 2
-    assert capsys.readouterr().err.startswith("sharpness: ")
+    assert capsys.readouterr().err.startswith("reproduction: ")
 
 
 SCRIPT = """
