@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchdiffeq import odeint
 
 from .linalg import real_dtype
 from .linalg import symmetric_part_doubled as sym2
@@ -194,6 +193,8 @@ def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol:
     """Solve ẏ = f(t, y) from 0 to ``end``; every batch item keeps the tolerance, and steps end exactly there."""
     if y.numel() == 0:  # a batch without items
         return y
+    from torchdiffeq import odeint  # only mix geodesics and parallel transport need it
+
     t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
     # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.
     options = {"norm": _worst_item, "step_t": t[1:]}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds import symmetries
-from quotient_manifolds.batches import tensors
+from quotient_manifolds.batches import tensors, tree_map
 from quotient_manifolds.symmetries import SymmetricPair
 
 from . import distributed
@@ -49,13 +49,9 @@ def _whole(name: str, value: Any, least: int, most: float = math.inf) -> int:
     return number
 
 
-def _check_device(batch: Any, index: int, device: torch.device) -> None:
-    for t in tensors(batch):
-        if t.device != device:
-            raise ValueError(
-                f"batch {index} has a tensor on {t.device}, but the model's weights are on {device}; "
-                f'move the batch with .to("{device}")'
-            )
+def _on(device: torch.device, batch: Any) -> Any:
+    """Move a batch to a device; one that is there already is itself."""
+    return batch if all(t.device == device for t in tensors(batch)) else tree_map(lambda t: t.to(device), batch)
 
 
 def _verify(
@@ -155,8 +151,8 @@ def evaluate(
         Any network whose attention layers are known (``quotient_manifolds.symmetries.find``); any network at all for
         ``"adaptive"`` and ``"euclidean"``. Its trainable parameters are measured.
     batches : iterable
-        Batches on the model's device: dicts with labels for a transformers model, pairs (x, y), or what ``loss_fn``
-        takes.
+        Dicts with labels for a transformers model, pairs (x, y), or what ``loss_fn`` takes; tensors are moved to the
+        model's device.
     loss_fn : callable, optional
         ``loss_fn(model, batch)`` → scalar tensor. By default ``model(**batch).loss`` for a dict, else the
         cross-entropy of ``model(x)`` against y.
@@ -213,7 +209,7 @@ def evaluate(
     UnknownAttentionError
         A module computes attention and no adapter knows it (geodesic measures only).
     ValueError
-        No batches, a batch on another device, no trainable parameter, a loss that is NaN or differs between two
+        No batches, no trainable parameter, a loss that is NaN or differs between two
         identical passes, an argument out of range, or switches whose combination means nothing.
     RemoteError
         Another process of the group failed; a ``RuntimeError``.
@@ -272,7 +268,7 @@ def evaluate(
         except StopIteration:
             raise ValueError("batches is empty; give at least one batch") from None
         space = WeightSpace(model, how, pairs)
-        _check_device(first, 0, space.device)
+        first = _on(space.device, first)
         _check_first(model, objective, first, coverage=how.divides and pairs is None)
         if verify and how.divides:
             _verify(model, loss_fn, first, seed, pairs)
@@ -287,8 +283,7 @@ def evaluate(
                 mine = [u for i, u in enumerate(units, index * len(units)) if world.owns(i)]
                 if not mine:
                     continue
-                _check_device(batch, index, space.device)
-                task = BatchLoss(space, objective, batch, index, search.gradient)
+                task = BatchLoss(space, objective, _on(space.device, batch), index, search.gradient)
                 for number, (r, start) in enumerate(mine, 1):
                     result, point = search.run(task, r, start, last=number == len(mine))
                     found.append(result)

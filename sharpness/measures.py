@@ -149,7 +149,7 @@ MEASURES: dict[str, Measure] = {
     "geodesic-inv": Measure("geodesic-inv", pairs="inv", rho=0.1),
     "geodesic-mix": Measure("geodesic-mix", pairs="mix", rho=0.1),
     "adaptive": Measure("adaptive", rho=0.5),
-    "euclidean": Measure("euclidean", elementwise="euclidean"),
+    "euclidean": Measure("euclidean", elementwise="euclidean", rho=0.05),
     "gradient-norm": Measure("gradient-norm", pairs="inv", case="gradient-norm"),
     "riemannian-hessian": Measure("riemannian-hessian", pairs="inv", case="hessian"),
     "euclidean-hessian": Measure("euclidean-hessian", elementwise="euclidean", case="hessian"),

@@ -467,18 +467,33 @@ def test_bad_input_is_named(options, words):
 
 def test_bad_models_are_named():
     model, batch = networks.vit(), networks.images()
-    moved = (batch[0].to("meta"), batch[1])
-    with pytest.raises(ValueError, match=r"batch 0 has a tensor on meta, but .* on cpu"):
-        sharpness.evaluate(model, [moved], rho=0.1)
-    with pytest.raises(ValueError, match="batch 1 has a tensor on meta"):
-        sharpness.evaluate(model, [batch, moved], rho=0.1, steps=1)
     frozen = copy.deepcopy(model).requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameter"):
         sharpness.evaluate(frozen, [batch], rho=0.1)
+    with pytest.raises(ValueError, match="lie on the meta device"):
+        sharpness.evaluate(copy.deepcopy(model).to("meta"), [batch], rho=0.1)
     with torch.no_grad():
         model.classifier.bias[0] = float("nan")
     with pytest.raises(ValueError, match=r"parameter 'classifier\.bias' has NaN"):
         sharpness.evaluate(model, [batch], rho=0.1)
+
+
+def test_batches_are_moved_to_the_model():
+    from sharpness.evaluation import _on
+
+    batch = {"x": torch.ones(2), "more": (torch.zeros(1), "word")}
+    assert _on(torch.device("cpu"), batch) is batch
+    moved = _on(torch.device("meta"), batch)
+    assert moved["x"].is_meta
+    assert moved["more"][0].is_meta
+    assert moved["more"][1] == "word"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_in_main_memory_of_a_model_on_a_gpu():
+    model, batch = networks.vit(), networks.images()
+    expected = sharpness.evaluate(model, [batch], rho=0.1, steps=2).value
+    assert sharpness.evaluate(model.cuda(), [batch], rho=0.1, steps=2).value == pytest.approx(expected, rel=1e-6)
 
 
 class Mystery(nn.Module):

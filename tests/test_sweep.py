@@ -393,7 +393,6 @@ def test_a_killed_rank_ends_the_others(place):
         ({"checkpoints": [{"model": "x"}]}, r"entry checkpoints\[0\]: missing required entry `path`"),
         ({"ablations": [{"speed": 3}]}, "unknown switch"),
         ({"ablations": [{"geodesic": "rk4"}]}, "means nothing for any of adaptive, euclidean"),
-        ({"rho": {}}, "'euclidean' has no radius of its own"),
     ],
 )
 def test_mistakes_in_the_configuration(place, capsys, change, message):

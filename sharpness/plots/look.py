@@ -82,8 +82,8 @@ def check_figure(path: str | os.PathLike[str]) -> None:
     >>> try:
     ...     check_figure("figure.tsv")
     ... except ValueError as error:
-    ...     print(str(error)[:29])
-    'figure.tsv' is no figure: its
+    ...     print(str(error).partition(":")[0])
+    'figure.tsv' is no figure
     """
     with needs("figures need matplotlib", "plot"):
         from matplotlib.backend_bases import FigureCanvasBase

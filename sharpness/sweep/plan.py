@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -128,11 +127,6 @@ class Sweep:
         ------
         dict
             A unit of work.
-
-        Raises
-        ------
-        ValueError
-            A measure without a radius.
         """
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
         if self.test is not None:
@@ -150,9 +144,7 @@ class Sweep:
                     continue
                 how = measure_with(name, **switched)
                 radii = {**self.rho, **radii_by_measure(ablation.get("rho", {}), self.measures)}
-                rho = [] if how.local else list(radii.get(name, ())) or [how.rho or math.nan]
-                if math.nan in rho:
-                    raise ValueError(f"the measure {name!r} has no radius of its own; give some under rho")
+                rho = [] if how.local else list(radii.get(name) or filter(None, [how.rho]))
                 yield {
                     **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switched,
                     "data": as_data(self.data), "settings": {**SETTINGS, **self.settings},
