@@ -13,11 +13,16 @@ with warnings.catch_warnings():
     import geoopt  # noqa: F401
 
 from .base import QuotientManifold, TangentSpace
-from .gauge import Gauge, canonical_gauge, from_product
-from .geodesics import GeodesicExitError
-from .gl import GLQuotientInv, GLQuotientMix
-from .gl_tangent import GLTangentSpace
-from .logarithm import ConvergenceError
+from .gl import (
+    ConvergenceError,
+    Gauge,
+    GeodesicExitError,
+    GLQuotientInv,
+    GLQuotientMix,
+    GLTangentSpace,
+    canonical_gauge,
+    from_product,
+)
 from .rescale import RescaleQuotient
 
 __all__ = [

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .base import standard_normal
-from .gauge import Gauge
-from .gl import GLQuotient, InvTangentSpace, MixTangentSpace
-from .gl_tangent import GLTangentSpace
+from .gl.gauge import Gauge
+from .gl.manifold import GLQuotient
+from .gl.metrics import InvTangentSpace, MixTangentSpace
+from .gl.tangent import GLTangentSpace
 from .linalg import hermitian_power, in_double, pack, real_dtype
 
 __all__ = ["additive_tangent_space"]

@@ -9,7 +9,7 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, as_shape, check_tensors, standard_normal
-from .geodesics import GeodesicExitError
+from .gl.geodesic import GeodesicExitError
 from .linalg import holds
 
 __all__ = ["RescaleQuotient"]

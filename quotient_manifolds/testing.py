@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from .base import QuotientManifold, standard_normal
-from .geodesics import GeodesicExitError
+from .gl.geodesic import GeodesicExitError
 
 __all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
 

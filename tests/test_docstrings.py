@@ -12,7 +12,7 @@ PUBLIC = [
     "reproduction.pretrain",
     "reproduction.zoo",
     "quotient_manifolds",
-    "quotient_manifolds.geodesics",
+    "quotient_manifolds.gl.geodesic",
     "quotient_manifolds.optim",
     "quotient_manifolds.symmetries",
     "quotient_manifolds.testing",

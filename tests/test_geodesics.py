@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import brentq
 
 from quotient_manifolds import GeodesicExitError, GLQuotientInv, GLQuotientMix
-from quotient_manifolds.gauge import canonical_gauge
+from quotient_manifolds.gl.gauge import canonical_gauge
 
 from . import oracle
 

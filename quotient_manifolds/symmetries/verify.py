@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ..batches import default_forward, tensors, tree_map
-from ..gauge import canonical_gauge
+from ..gl.gauge import canonical_gauge
 from .pairs import Block, SymmetricPair, stacks
 from .registry import adapter_of, find
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reduced import (
+from .geodesic_ode import (
     Reduced,
     State,
     as_times,
@@ -106,7 +106,7 @@ def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
     On vectors the metric is :math:`|ξ|^2/|X|^2`, and unit circles are geodesics:
 
     >>> import math, torch
-    >>> from quotient_manifolds.geodesics import inv_geodesic
+    >>> from quotient_manifolds.gl.geodesic import inv_geodesic
     >>> X, xi = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
     >>> torch.cat(inv_geodesic(X, xi, math.pi / 3), dim=-1)
     tensor([[ 0.5000, -0.8660],
@@ -151,7 +151,7 @@ def rk4(
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.geodesics import mix_geodesic, rk4
+    >>> from quotient_manifolds.gl.geodesic import mix_geodesic, rk4
     >>> one = torch.ones(1, 1)
     >>> start = one, one, one, one, torch.ones(1)
     >>> [round(rk4("mix", *start, steps=n)[0].item(), 3) for n in (1, 2, 8)], round(mix_geodesic(*start)[0].item(), 3)
@@ -337,7 +337,7 @@ def exit_time(
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.geodesics import exit_time
+    >>> from quotient_manifolds.gl.geodesic import exit_time
     >>> one = torch.ones(3, 1, 1)
     >>> velocity = torch.tensor([-1.0, -0.1, 1.0]).reshape(3, 1, 1)
     >>> exit_time(one, velocity, one, velocity, torch.ones(3, 1))
@@ -400,7 +400,7 @@ def mix_geodesic(
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.geodesics import mix_geodesic
+    >>> from quotient_manifolds.gl.geodesic import mix_geodesic
     >>> one = torch.ones(1, 1)
     >>> X, _, Y, _ = mix_geodesic(one, one / 2, one, one / 2, torch.ones(1), torch.tensor([0.0, 1.0, 2.0]))
     >>> (X * Y).flatten()

@@ -1,6 +1,6 @@
 r"""The geodesic equations on :math:`2h \times h` coefficients, and their integration.
 
-Notation of :mod:`quotient_manifolds.geodesics`.
+Notation of :mod:`quotient_manifolds.gl.geodesic`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linalg import real_dtype
-from .linalg import symmetric_part_doubled as sym2
+from ..linalg import real_dtype
+from ..linalg import symmetric_part_doubled as sym2
 
 __all__ = [
     "Frame",
@@ -193,7 +193,8 @@ def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol:
     """Solve ẏ = f(t, y) from 0 to ``end``; every batch item keeps the tolerance, and steps end exactly there."""
     if y.numel() == 0:  # a batch without items
         return y
-    from torchdiffeq import odeint  # only mix geodesics and parallel transport need it
+    with torch.device("cpu"):  # only mix geodesics and parallel transport need it; its tables are made when imported
+        from torchdiffeq import odeint
 
     t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
     # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import holds, own_precision, pack, real_dtype
+from ..linalg import holds, own_precision, pack, real_dtype
 
 __all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_product"]
 

@@ -8,23 +8,32 @@ reflection that fixes both points is an isometry.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .gauge import canonical_gauge
-from .geodesics import GeodesicExitError
-from .linalg import real_dtype
-from .reduced import column
-
-if TYPE_CHECKING:
-    from .gl import GLQuotient
-    from .gl_tangent import GLTangentSpace
+from ..linalg import real_dtype
+from .gauge import Gauge, canonical_gauge
+from .geodesic import GeodesicExitError
+from .geodesic_ode import column
+from .tangent import GLTangentSpace
 
 __all__ = ["ConvergenceError", "align", "compressed", "distance", "logmap", "mean"]
+
+
+class GLManifold(Protocol):
+    """What is asked of a GL(h) quotient here: its points' products and tangent spaces, at other row counts too."""
+
+    def at(self, x: Tensor) -> Any: ...
+    def at_gauge(self, gauge: Gauge) -> GLTangentSpace: ...
+    def product(self, x: Tensor) -> Tensor: ...
+    def pack_point(self, *tensors: Tensor) -> Tensor: ...
+    def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
+    def row_split(self) -> list[int]: ...
+    def resized(self, n: int, m: int) -> Any: ...
 
 
 class ConvergenceError(ArithmeticError):
@@ -55,7 +64,7 @@ class ConvergenceError(ArithmeticError):
         self.residual = residual
 
 
-def compressed(manifold: GLQuotient, *points: Tensor) -> tuple[GLQuotient, list[Tensor], Callable[[Tensor], Tensor]]:
+def compressed(manifold: GLManifold, *points: Tensor) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
     """Express points in orthonormal bases of the spans of their factors; the last result undoes it.
 
     Geodesics between the points stay in these spans: a reflection that fixes them is an isometry.
@@ -63,7 +72,7 @@ def compressed(manifold: GLQuotient, *points: Tensor) -> tuple[GLQuotient, list[
     factors = list(zip(*(manifold.unpack_tensor(x) for x in points), strict=True))
     bases = [torch.linalg.qr(torch.cat(torch.broadcast_tensors(*f), dim=-1))[0] for f in factors]
     rows = [Q.shape[-1] for Q in bases]
-    small = type(manifold)(*rows, relaxation=manifold.relaxation)
+    small = manifold.resized(*rows)
     compressed = [
         small.pack_point(*(Q.mH @ X for Q, X in zip(bases, x, strict=True))) for x in zip(*factors, strict=True)
     ]
@@ -124,7 +133,7 @@ def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tup
     return y, size
 
 
-def align(manifold: GLQuotient, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_iter: int = 500) -> Tensor:
+def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_iter: int = 500) -> Tensor:
     r"""Give the representative of y's orbit nearest to x in the metric at x.
 
     A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Gauss–Newton with step halving; every step is one Sylvester
@@ -149,7 +158,7 @@ def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
 
 
 def logmap(
-    manifold: GLQuotient, x: Tensor, y: Tensor, *, tol: float = 1e-11, max_iter: int = 200, memory: int = 10
+    manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-11, max_iter: int = 200, memory: int = 10
 ) -> Tensor:
     r"""Give the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
 
@@ -237,7 +246,7 @@ class _Distance(torch.autograd.Function):
     """The length of the logarithm, with the derivatives that its definition implies."""
 
     @staticmethod
-    def forward(ctx: Any, manifold: GLQuotient, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, manifold: GLManifold, x: Tensor, y: Tensor) -> Tensor:
         u = logmap(manifold, x, y)
         space = manifold.at(x)
         d = space.norm(u)
@@ -259,13 +268,13 @@ class _Distance(torch.autograd.Function):
         return None, grad * at_x, grad * at_y
 
 
-def distance(manifold: GLQuotient, x: Tensor, y: Tensor) -> Tensor:
+def distance(manifold: GLManifold, x: Tensor, y: Tensor) -> Tensor:
     """Compute the distance of two orbits, once differentiable; (…), in the precision of the points."""
     found: Tensor = _Distance.apply(manifold, *torch.broadcast_tensors(x, y))
     return found
 
 
-def _path_length(manifold: GLQuotient, x: Tensor, y: Tensor, nodes: int = 12) -> Tensor:
+def _path_length(manifold: GLManifold, x: Tensor, y: Tensor, nodes: int = 12) -> Tensor:
     """Give the length on the quotient of the straight path between two representatives (Gauss–Legendre)."""
     rule = np.polynomial.legendre.leggauss(nodes)
     points, weights = (torch.as_tensor(a, dtype=real_dtype(x.dtype), device=x.device) for a in rule)
@@ -274,7 +283,7 @@ def _path_length(manifold: GLQuotient, x: Tensor, y: Tensor, nodes: int = 12) ->
     return (column(weights / 2, x[..., 0, 0]) * space.norm(space.proju((y - x).expand_as(path)))).sum(0)
 
 
-def mean(manifold: GLQuotient, points: Tensor, *, tol: float = 1e-10, max_iter: int = 50) -> Tensor:
+def mean(manifold: GLManifold, points: Tensor, *, tol: float = 1e-10, max_iter: int = 50) -> Tensor:
     """Give the Fréchet mean over the first dimension: m ← exp_m(mean of log_m(points)), started from the first."""
     m = points[0]
     for _ in range(max_iter):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from .geodesics import raise_on_exit
-from .linalg import pack
-from .linalg import symmetric_part_doubled as sym2
-from .logarithm import compressed
-from .reduced import integrate
-
-if TYPE_CHECKING:
-    from .gl_tangent import GLTangentSpace
+from ..linalg import pack
+from ..linalg import symmetric_part_doubled as sym2
+from .geodesic import raise_on_exit
+from .geodesic_ode import integrate
+from .logarithm import GLManifold, compressed
+from .tangent import GLTangentSpace
 
 __all__ = ["parallel_transport"]
 
@@ -31,7 +27,9 @@ def _acceleration(metric: str, G: Tensor, H: Tensor, p: Tensor, q: Tensor) -> tu
     return one(G, p, H, q), one(H, q, G, p)
 
 
-def parallel_transport(space: GLTangentSpace, u: Tensor, v: Tensor, *, tol: float = 1e-11) -> tuple[Tensor, Tensor]:
+def parallel_transport(
+    manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor, *, tol: float = 1e-11
+) -> tuple[Tensor, Tensor]:
     r"""Transport v along the geodesic with velocity u, for unit time, with the connection of the quotient.
 
     For horizontal lifts: :math:`\dot v = -Γ(\dot x, v) + (GΛ, -HΛ^H)`, Γ that of the total space, and Λ such that v
@@ -44,7 +42,6 @@ def parallel_transport(space: GLTangentSpace, u: Tensor, v: Tensor, *, tol: floa
     """
     metric = space.metric
     raise_on_exit(space.exit_time(u), 1.0)
-    manifold = space.manifold
     shape = torch.broadcast_shapes(space.x.shape, u.shape, v.shape)
     base = space.gauge.x
     parts = [base, pack(*space.to_gauge(u)), pack(*space.to_gauge(v))]

@@ -1,13 +1,4 @@
-r"""The GL(h) quotient: pairs (G, H) that a network sees only through :math:`G H^H`.
-
-Notation, as in the paper: :math:`x = (G, H)` with :math:`G \in K^{n \times h}`, :math:`H \in K^{m \times h}` of full
-column rank, K the reals or the complex numbers; Gram matrices :math:`M = G^H G`, :math:`N = H^H H`; the group acts by
-:math:`ψ(A, (G, H)) = (G A^{-1}, H A^H)`; vertical vectors are :math:`(GΛ, -HΛ^H)`.
-
-All formulas are evaluated at the canonical representative of the point's orbit, where :math:`M = N = Σ` is diagonal:
-vectors are carried there by the (constant) group element, and the result is carried back. Equivariance makes this
-exact, and it keeps the condition number of the representative out of every inverse.
-"""
+"""The GL(h) quotients as geoopt's manifolds: its contract, and no formula."""
 
 from __future__ import annotations
 
@@ -19,97 +10,14 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from . import logarithm
-from .base import QuotientManifold, as_count, as_shape, check_tensors, standard_normal
+from ..base import QuotientManifold, as_count, as_shape, check_tensors, standard_normal
+from ..linalg import column_rank_ratio, holds, in_double, in_own_precision, pack
+from . import logarithm, transport
 from .gauge import Gauge, canonical_gauge
-from .gl_tangent import GLTangentSpace, Products
-from .linalg import column_rank_ratio, holds, in_double, in_own_precision, pack, sylvester
-from .linalg import symmetric_part_doubled as sym2
+from .metrics import InvTangentSpace, MixTangentSpace
+from .tangent import GLTangentSpace
 
-__all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix", "InvTangentSpace", "MixTangentSpace"]
-
-
-class InvTangentSpace(GLTangentSpace):
-    r"""The horizontal space of the inv metric.
-
-    .. math:: W_G = M^{-1},\; W_H = N^{-1}, \qquad
-              MN\,Λ^H + Λ^H MN = M H^H ξ_H - ξ_G^H G N, \qquad
-              \mathrm{grad} = (\nabla_G M, \nabla_H N),
-    .. math:: \ddot G = \dot G M^{-1} (\dot G^H G + G^H \dot G) - G M^{-1} \dot G^H \dot G
-              \quad\text{(H likewise with N)}
-
-    Notes
-    -----
-    Paper, §5.2 and App. B. The paper prints AΛ + ΛAᵀ = B, which is right only for h = 1.
-    """
-
-    metric = "inv"
-    scale_exponent = 0.5
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        return self.M_inv, self.N_inv
-
-    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
-        return self.M_hat, self.N_hat
-
-    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
-        # (M̂N) X + X (MN̂) = M̂ Hᴴ ξ_H − ξ_Gᴴ G N̂ with X = Λᴴ
-        B = self.M_hat @ H_eta - G_xi.mH @ self.N_hat
-        return sylvester(self.M_hat @ self.N, self.M @ self.N_hat, B).mH
-
-    def _acceleration_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def one(s: Products, gram_inv: Tensor) -> tuple[Tensor, Tensor]:
-            return -gram_inv @ s.vv, gram_inv @ sym2(s.vX)
-
-        return one(G, self.M_inv), one(H, self.N_inv)
-
-    def _adjoint_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        def one(s: Products, gram_inv: Tensor) -> tuple[Tensor, ...]:
-            return sym2(s.vX) @ gram_inv, sym2(s.pv @ gram_inv), -sym2(s.pX @ gram_inv)
-
-        return one(G, self.M_inv), one(H, self.N_inv)
-
-
-class MixTangentSpace(GLTangentSpace):
-    r"""The horizontal space of the mix metric.
-
-    .. math:: W_G = N,\; W_H = M, \qquad
-              Λ = \tfrac12 \big( ξ_H^H H N^{-1} - M^{-1} G^H ξ_G \big), \qquad
-              \mathrm{grad} = (\nabla_G N^{-1}, \nabla_H M^{-1}),
-    .. math:: \ddot G = \big[ G \dot H^H \dot H - \dot G (\dot H^H H + H^H \dot H) \big] N^{-1}
-              \quad\text{(H likewise with M)}
-
-    Notes
-    -----
-    Paper, §5.2 and Eq. 12.
-    """
-
-    metric = "mix"
-    scale_exponent = -0.5
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        return self.N_hat, self.M_hat
-
-    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
-        return self.N_inv, self.M_inv
-
-    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
-        # MΛN̂ + M̂ΛN = M̂ ξ_Hᴴ H − Gᴴ ξ_G N̂, divided by M̂ on the left and N̂ on the right.
-        B = H_eta.mH @ self.N_inv - self.M_inv @ G_xi
-        return sylvester(self.M_inv @ self.M, self.N @ self.N_inv, B)
-
-    def _acceleration_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def one(other: Products, gram_inv: Tensor) -> tuple[Tensor, Tensor]:
-            return other.vv @ gram_inv, -sym2(other.vX) @ gram_inv
-
-        return one(H, self.N_inv), one(G, self.M_inv)
-
-    def _adjoint_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        def one(other: Products, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
-            # i is the inverse Gram matrix of the other factor, j that of the factor itself.
-            return -i @ sym2(other.vX), -sym2(j @ other.pv), sym2(j @ other.pX)
-
-        return one(H, self.N_inv, self.M_inv), one(G, self.M_inv, self.N_inv)
+__all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix"]
 
 
 _scaled = QuotientManifold.__scaling__.copy()
@@ -154,7 +62,7 @@ class GLQuotient(QuotientManifold):
             if not ok or gauge is None:
                 raise ValueError(reason)
         assert gauge is not None
-        return self.space_class(self, x, gauge, differentiable=differentiable)
+        return self.space_class(self, x, gauge, relaxation=self.relaxation, differentiable=differentiable)
 
     def at_gauge(
         self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
@@ -184,8 +92,17 @@ class GLQuotient(QuotientManifold):
         Unlike :meth:`at` it accepts rank-deficient points, whose missing directions count as absent.
         """
         if x is None:
-            return self.space_class(self, gauge.x, gauge, at_canonical=True, tolerance=tolerance)
-        return self.space_class(self, x, gauge, tolerance=tolerance, differentiable=moved)
+            x, at_canonical = gauge.x, True
+        else:
+            at_canonical = False
+        return self.space_class(
+            self, x, gauge, relaxation=self.relaxation, at_canonical=at_canonical, tolerance=tolerance,
+            differentiable=moved,
+        )  # fmt: skip
+
+    def resized(self, n: int, m: int) -> GLQuotient:
+        """Give the manifold of the same metric and floor for factors of other row counts."""
+        return type(self)(n, m, relaxation=self.relaxation)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`.
@@ -443,7 +360,7 @@ class GLQuotient(QuotientManifold):
             As :meth:`expmap`.
         """
         x_wide, u_wide, v_wide = map(in_double, (x, u, v))
-        end, carried = self._gl_space(x_wide, u_wide).parallel_transport(u_wide, v_wide)
+        end, carried = transport.parallel_transport(self, self._gl_space(x_wide, u_wide), u_wide, v_wide)
         return end.to(x.dtype), carried.to(x.dtype)
 
     # -- geoopt's checks ---------------------------------------------------------------------------------------------

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import geodesics, transport
-from .base import TangentSpace, is_differentiated, standard_normal
+from ..base import QuotientManifold, TangentSpace, is_differentiated, standard_normal
+from ..linalg import holds, in_own_precision, lifted_spectrum, pack, trace_product
+from . import geodesic as geodesics
 from .gauge import Gauge
-from .linalg import holds, in_own_precision, lifted_spectrum, pack, trace_product
-
-if TYPE_CHECKING:
-    from .gl import GLQuotient
 
 __all__ = ["GLTangentSpace", "Products"]
 
@@ -130,10 +127,11 @@ class GLTangentSpace(TangentSpace):
 
     def __init__(
         self,
-        manifold: GLQuotient,
+        manifold: QuotientManifold,
         x: Tensor,
         gauge: Gauge,
         *,
+        relaxation: float = 0.0,
         at_canonical: bool = False,
         differentiable: bool = False,
         tolerance: float | None = None,
@@ -144,7 +142,7 @@ class GLTangentSpace(TangentSpace):
         self._at_canonical = at_canonical
         self.present = gauge.present(tolerance)
         sigma = gauge.sigma
-        self.sigma_hat = sigma.clamp_min(manifold.relaxation * sigma[..., :1])
+        self.sigma_hat = sigma.clamp_min(relaxation * sigma[..., :1])
         diagonal = torch.diag_embed(sigma).to(x.dtype)
         diagonal_hat = torch.diag_embed(self.sigma_hat).to(x.dtype)
         if differentiable:
@@ -154,7 +152,7 @@ class GLTangentSpace(TangentSpace):
             self.G, self.H = G0 @ gauge.A_inv, H0 @ gauge.A.mH
             self.M, self.N = self.G.mH @ self.G, self.H.mH @ self.H
             if is_differentiated(x) and not holds(self.sigma_hat <= sigma, unseen=False):
-                phi = lifted_spectrum(self.M @ self.N, sigma, manifold.relaxation)
+                phi = lifted_spectrum(self.M @ self.N, sigma, relaxation)
                 self.M_hat, self.N_hat = phi @ self.M, self.N @ phi
             else:  # the floor does nothing, or its derivative is not asked for
                 floor = diagonal_hat - diagonal
@@ -311,7 +309,7 @@ class GLTangentSpace(TangentSpace):
     def geodesic(self, u: Tensor, t: Any = 1.0, *, tol: float | None = None) -> tuple[Tensor, Tensor]:
         """Follow the exact geodesic with horizontal velocity u.
 
-        inv: closed form; mix: the reduced ordinary differential equation. See :mod:`quotient_manifolds.geodesics`.
+        inv: closed form; mix: the reduced ordinary differential equation. See :mod:`quotient_manifolds.gl.geodesic`.
 
         Parameters
         ----------
@@ -356,10 +354,6 @@ class GLTangentSpace(TangentSpace):
         if self.metric == "inv":  # the inv metric is complete
             return torch.full(xi.shape[:-2], torch.inf, dtype=sigma.dtype, device=u.device)
         return geodesics.exit_time(X, xi, Y, eta, sigma, until)
-
-    def parallel_transport(self, u: Tensor, v: Tensor, *, tol: float = 1e-11) -> tuple[Tensor, Tensor]:
-        """Transport v along the geodesic with velocity u; end point and vector, (…, n + m, h). See the manifold."""
-        return transport.parallel_transport(self, u, v, tol=tol)
 
     def _roots(self) -> tuple[Tensor, Tensor]:
         """Give √σ and 1/√σ as rows, both 0 for directions that the point lacks."""
