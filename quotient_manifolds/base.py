@@ -185,9 +185,7 @@ class QuotientManifold(geoopt.Manifold):
         """
         check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")
-        ok, reason = self._check_dtype(x)
-        if not ok:
-            raise ValueError(reason)
+        self._check_dtype_of(x)
         return self._tangent_space(x, is_differentiated(x))
 
     @__scaling__(ScalingInfo(u=-1))
@@ -358,6 +356,11 @@ class QuotientManifold(geoopt.Manifold):
             f"{self}: a point of shape {tuple(x.shape)} has dtype {str(x.dtype).removeprefix('torch.')}, which has no "
             f"linear algebra here; convert it to one of {names}"
         )
+
+    def _check_dtype_of(self, x: Tensor) -> None:
+        ok, reason = self._check_dtype(x)
+        if not ok:
+            raise ValueError(reason)
 
     def _check_finite(self, x: Tensor) -> tuple[bool, str | None]:
         if holds(x.isfinite()):

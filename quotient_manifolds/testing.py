@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from .base import QuotientManifold, standard_normal
+from .base import QuotientManifold, check_tensors, standard_normal
 from .gl.geodesic import GeodesicExitError
 
 __all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
@@ -507,6 +507,7 @@ def check_manifold(
     >>> print(str(report).splitlines()[0])
     GLQuotientInv(n=5, m=4) manifold at a point of shape (3, 9, 2): all properties hold
     """
+    check_tensors(manifold, x=x)
     if x.dtype not in (torch.float64, torch.complex128):
         raise ValueError(f"{manifold}: slopes and small errors need double precision; pass x.to(torch.float64)")
     if not x.numel():

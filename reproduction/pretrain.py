@@ -130,6 +130,8 @@ def pretrain(
     with needs("pre-training a BERT needs transformers", "studies"):
         from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
 
+    if not 0 < lr <= 1e3:
+        raise ValueError(f"lr must lie between 0 and 1e3, got {lr}")
     check_replaceable(folder)
     torch.manual_seed(seed)
     tokenizer = wordpiece(texts, vocabulary, length=length)

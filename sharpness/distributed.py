@@ -36,6 +36,8 @@ class World:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(group, (dist.ProcessGroup, type(None))):
+            raise TypeError(f"group must be a process group, got {type(group).__name__}")
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)

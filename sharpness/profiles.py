@@ -109,6 +109,8 @@ def profile(
     >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
     True
     """
+    if not isinstance(direction, Direction):
+        raise TypeError(f"direction must be a Direction, as result.direction(0) gives, got {type(direction).__name__}")
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise ValueError(f"points must be a whole number of at least 2, got {points!r}")
     if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not 0 < reach < math.inf:

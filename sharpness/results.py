@@ -197,6 +197,7 @@ class SharpnessResult:
         KeyError
             The radius was not measured.
         """
+        rho = float(rho)
         found = tuple(b for b in self.batches if b.rho == rho)
         if not found:
             raise KeyError(f"rho = {rho} was not measured; the radii are {', '.join(map(str, self.rhos))}")

@@ -167,6 +167,8 @@ class GeodesicSAM(Optimizer):
             raise ValueError(f"GeodesicSAM takes measures of the worst case in their own metric, not {how.name!r}")
         if not 0 < rho < math.inf:
             raise ValueError(f"rho must be positive, got {rho}; without perturbation use the base optimiser itself")
+        if isinstance(refresh, bool) or not isinstance(refresh, int):
+            raise TypeError(f"refresh must be a whole number, got {refresh!r}")
         if refresh < 1:
             raise ValueError(f"refresh must be at least 1, got {refresh}")
         self._parameters = trainable(model)

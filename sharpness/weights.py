@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import is_sharded
+from quotient_manifolds.symmetries.pairs import check_model
 
 __all__ = ["half_precision_rest", "named_weights", "pointing_to", "trainable", "wide_buffers"]
 
@@ -23,6 +24,7 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Give the trainable parameters by name, after a look at their devices, dtypes and entries."""
+    check_model(model)
     found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
     if not found:
         raise ValueError(

@@ -777,7 +777,8 @@ def proper(error, job):
     """Tell whether a function may raise this."""
     if isinstance(error, TypeError):  # Python's own word for a value of another type than the function says
         return True
-    if "geoopt" in traceback.extract_tb(error.__traceback__)[-1].filename:  # its methods, which are not overridden
+    frames = [f.filename for f in traceback.extract_tb(error.__traceback__)]
+    if "geoopt" in frames[-1] or any("torch/nn/modules" in f for f in frames):  # its methods; the user's own model
         return True
     own = isinstance(error, ArithmeticError) and type(error).__module__.startswith(("quotient_manifolds", "sharpness"))
     return own or isinstance(error, (ValueError, OSError, ImportError, *job.allowed))

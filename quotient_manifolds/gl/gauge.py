@@ -122,11 +122,8 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     >>> torch.allclose(one.x, other.x, atol=1e-5)
     True
     """
-    for name, X in (("G", G), ("H", H)):
-        if not isinstance(X, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(X).__name__}")
-        if X.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-            raise ValueError(f"{name} of shape {tuple(X.shape)} has dtype {X.dtype}, which has no QR; convert it")
+    _check_matrix("G", G)
+    _check_matrix("H", H)
     if min(G.dim(), H.dim()) < 2 or G.shape[-1] != H.shape[-1] or G.shape[-1] > min(G.shape[-2], H.shape[-2]):
         raise ValueError(
             f"a pair has shapes (…, n, h) and (…, m, h) with h ≤ min(n, m), got {tuple(G.shape)} and {tuple(H.shape)}"
@@ -186,6 +183,7 @@ def from_product(X: Tensor, h: int) -> Tensor:
     >>> GLQuotientMix(3, 3).product(x).diagonal().abs()
     tensor([4., 1., 0.])
     """
+    _check_matrix("X", X)
     if not isinstance(h, int) or isinstance(h, bool):
         raise TypeError(f"h must be a whole number, got {h!r}")
     if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
@@ -197,6 +195,13 @@ def from_product(X: Tensor, h: int) -> Tensor:
     if not holds(sigma[..., -1] > RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]):
         raise ValueError(f"the matrix has a rank below {h}, so that no point of the manifold has it for a product")
     return pack(U[..., :h], Vh.mH[..., :h]) * sigma.sqrt().unsqueeze(-2)
+
+
+def _check_matrix(name: str, X: Tensor) -> None:
+    if not isinstance(X, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(X).__name__}")
+    if X.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        raise ValueError(f"{name} of shape {tuple(X.shape)} has dtype {X.dtype}, without linear algebra; convert it")
 
 
 def _inverse(s: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ class GLQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw Λ with Gaussian entries of variance 1/h, (…, h, h)."""
         self.unpack_tensor(x)  # the checks
+        self._check_dtype_of(x)
         h = x.shape[-1]
         return standard_normal((*x.shape[:-2], h, h), x, generator) / h**0.5
 
@@ -359,6 +360,8 @@ class GLQuotient(QuotientManifold):
         GeodesicExitError
             As :meth:`expmap`.
         """
+        self._check_vector(x, u)
+        self._check_vector(x, v, "v")
         x_wide, u_wide, v_wide = map(in_double, (x, u, v))
         end, carried = transport.parallel_transport(self, self._gl_space(x_wide, u_wide), u_wide, v_wide)
         return end.to(x.dtype), carried.to(x.dtype)

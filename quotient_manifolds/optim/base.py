@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
@@ -88,7 +87,7 @@ class QuotientOptimizer(Optimizer):
         if group["metric"] not in ("inv", "mix"):
             raise ValueError(f'metric must be "mix" or "inv", got {group["metric"]!r}')
         for name in ("lr", "weight_decay"):
-            if not (is_number(group[name]) and 0 <= float(group[name]) < math.inf):
+            if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
                 raise ValueError(f"{name} must be a number that is not negative, got {group[name]!r}")
         if not isinstance(group["maximize"], bool):
             raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
@@ -110,6 +109,8 @@ class QuotientOptimizer(Optimizer):
             group is not added then.
         """
         group = dict(param_group)
+        if "params" not in group:
+            raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(group) or 'none'}")
         pairs = group.pop("pairs", ())
         if group.get("max_grad_norm", self.defaults["max_grad_norm"]) != self.defaults["max_grad_norm"]:
             raise ValueError("max_grad_norm clips all groups together; give it to the optimiser, not to a group")

@@ -165,6 +165,7 @@ def block(
     >>> block(keys, "weight", slice(4, 8), transpose=True).size, block(keys, "bias", slice(4, 8)).size
     ((6, 4), (1, 4))
     """
+    check_model(module)
     if not isinstance(rows, slice) or not isinstance(columns, slice):
         raise TypeError(f"rows and columns must be slices, got {rows!r} and {columns!r}")
     shape = tuple(getattr(module, attribute).shape)
@@ -353,6 +354,12 @@ def pair(
     torch.Size([10, 3])
     """
     return SymmetricPair(name, kind, group, tuple(G), tuple(H))
+
+
+def check_model(model: object) -> None:
+    """Raise for what is no torch module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from .pairs import Block, SymmetricPair, check_pairs
+from .pairs import Block, SymmetricPair, check_model, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs
 
 __all__ = ["PairList", "adapter_pairs", "find", "register", "skip"]
@@ -85,12 +85,6 @@ def skip(*classes: type | str) -> None:
     @register(*classes)
     def skipped(module: nn.Module, name: str) -> list[SymmetricPair]:
         return [SymmetricPair(name, "attention", None, reason="skipped on request")]
-
-
-def check_model(model: object) -> None:
-    """Raise for what is no torch module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..batches import default_forward, tensors, tree_map
 from ..gl.gauge import canonical_gauge
-from .pairs import Block, SymmetricPair, stacks
+from .pairs import Block, SymmetricPair, check_model, check_pairs, stacks
 from .registry import adapter_of, find
 
 __all__ = ["UnknownAttentionError", "Verification", "act_randomly_", "check_coverage", "verify"]
@@ -195,6 +195,9 @@ def act_randomly_(
     """
     if not isinstance(condition, (int, float)) or not 1 <= condition < float("inf"):
         raise ValueError(f"a condition number is at least 1, got {condition!r}")
+    check_model(model)
+    if not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
     generator = torch.Generator().manual_seed(seed)
     moved = 0
     for s in stacks(find(model) if pairs is None else pairs):
@@ -339,6 +342,8 @@ def verify(
     >>> print(verify(layer, torch.linspace(-1, 1, 24).reshape(1, 3, 8)))
     4 pairs, largest relative change of an output ...e-1... (rounding is up to 1e-09)
     """
+    check_model(model)
+    extra = check_pairs(extra)
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo).double().eval()
     wide = tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)

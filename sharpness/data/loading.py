@@ -12,6 +12,7 @@ import torch
 
 from quotient_manifolds.batches import tree_map
 
+from ..errors import naming
 from ..models import ImageFormat, LoadedModel, call, load_state_dict
 from .examples import Examples, choose
 from .images import idx_images, image_archive, image_folder, labels_beside
@@ -23,6 +24,8 @@ __all__ = ["DataChoice", "is_function", "load_batches", "load_examples", "source
 
 def _divided(source: str) -> tuple[Path, str]:
     """Split a source into a path and what is named inside it: ``archive.zip:inside``, ``folder:split``."""
+    if not isinstance(source, str):
+        raise TypeError(f"a source of data is a string, got {type(source).__name__}")
     before, _, inside = source.rpartition(":")
     if before and not Path(source).exists() and (before.endswith(".zip") or is_datasets_folder(Path(before))):
         return Path(before), inside
@@ -233,6 +236,12 @@ def load_batches(
     >>> len(result.batches)
     2
     """
+    given = {"batch_size": batch_size, "count": count, "examples": examples, "seed": seed}
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+    with naming(f"the device {device!r} cannot be used"):
+        device = torch.device(device)
     if batch_size < 1 or (count is not None and count < 1):
         raise ValueError(f"the batch size and the number of batches must be at least 1, got {batch_size} and {count}")
     batches: Iterable[Any]

@@ -241,7 +241,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    kinds = {"rows": list, "unit": dict, "versions": dict}
+    kinds = {"rows": list, "unit": dict, "versions": dict, "too_large": dict}
     sound = isinstance(found, dict) and all(isinstance(found.get(k, kind()), kind) for k, kind in kinds.items())
     return found if sound and all(_is_row(row) for row in found.get("rows", ())) else {}
 
