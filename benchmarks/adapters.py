@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
-from quotient_manifolds.symmetries import SymmetricPair, act_randomly_, find
+from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
 from sharpness.plots.look import figure
 
 TIMES = torch.linspace(0, 1, 11)
@@ -47,7 +47,7 @@ def adapted(options: argparse.Namespace, seed: int, base: dict[str, Tensor] | No
 
 def adapters(model: nn.Module) -> list[SymmetricPair]:
     """The pairs (B, A), one a layer."""
-    return [p for p in find(model) if p.kind == "lora"]
+    return [p for p in find_symmetric_pairs(model) if p.kind == "lora"]
 
 
 def points(model: nn.Module) -> list[Tensor]:
@@ -73,7 +73,7 @@ def main() -> None:
     for repeat in range(options.repeats):
         one, two = (adapted(options, 1 + 2 * repeat + k, common) for k in (0, 1))
         for k, model in enumerate((one, two)):
-            act_randomly_(model, options.condition, seed=100 * repeat + k)
+            apply_random_symmetry_(model, options.condition, seed=100 * repeat + k)
         pairs, (a, b) = adapters(one), (points(m) for m in (one, two))
 
         def loss(at: list[Tensor], one: nn.Module = one, pairs: Any = pairs) -> tuple[float, float]:

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from sharpness.ascent import ASCENTS, Buffers, RoundBall
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
+from sharpness.model_state import preserve_model_state
 from sharpness.search import BatchLoss
 from sharpness.space import WeightSpace
-from sharpness.undisturbed import undisturbed
 
 RADII = {"geodesic-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
 
@@ -68,7 +68,7 @@ def main() -> None:
 
         bare()
         for name in options.measures:
-            with undisturbed(model):
+            with preserve_model_state(model):
                 start = time.perf_counter()
                 space = WeightSpace(model, MEASURES[name])
                 sync()

@@ -14,7 +14,7 @@ from _common import write
 from torch import Tensor, nn
 
 import sharpness
-from quotient_manifolds.symmetries import act_randomly_
+from quotient_manifolds.symmetries import apply_random_symmetry_
 from sharpness.demo import digits, train, vision_transformer
 
 MEASURES = {"geodesic-inv": 0.1, "geodesic-mix": 0.1, "adaptive": 0.5}
@@ -22,7 +22,7 @@ MEASURES = {"geodesic-inv": 0.1, "geodesic-mix": 0.1, "adaptive": 0.5}
 
 def gl(model: nn.Module) -> None:
     """Move every head along its orbit of GL(h); this one is divided out."""
-    act_randomly_(model, condition=30.0)
+    apply_random_symmetry_(model, condition=30.0)
 
 
 @torch.no_grad()

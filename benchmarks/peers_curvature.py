@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sharpness
-from quotient_manifolds.symmetries import act_randomly_
+from quotient_manifolds.symmetries import apply_random_symmetry_
 
 WIDTH, HEADS, CLASSES = 8, 2, 3
 
@@ -86,7 +86,7 @@ def main() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     moved = copy.deepcopy(model).eval()
-    act_randomly_(moved, 30.0, seed=1)
+    apply_random_symmetry_(moved, 30.0, seed=1)
     ways: dict[str, Any] = {
         "sharpness, euclidean-hessian": lambda m: ours("euclidean-hessian", m, x, y),
         "curvlinops": lambda m: by_curvlinops(m, x, y),

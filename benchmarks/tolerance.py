@@ -18,9 +18,9 @@ from _common import write
 from sharpness.ascent import ASCENTS, Buffers, RoundBall
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
+from sharpness.model_state import preserve_model_state
 from sharpness.search import BatchLoss
 from sharpness.space import WeightSpace
-from sharpness.undisturbed import undisturbed
 
 #: Two decades a measure, up to the largest radius at which the given network's loss rises by 1 to 4.
 RADII = {
@@ -50,7 +50,7 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
     rows = []
     for draw in range(options.batches):
         batch = _vit_cifar10.images(options.images, "train", options.size, seed=100 + 10 * checkpoint + draw)
-        with undisturbed(net):
+        with preserve_model_state(net):
             space = WeightSpace(net, MEASURES[name])
             with space.attached():
                 task = BatchLoss(space, Objective(), batch, 0, space.empty())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharpness.extras import needs
+from sharpness.extras import require_extra
 from sharpness.files import atomic_write_folder
 
 __all__ = ["bert_from_tensorflow", "read_tensorflow"]
@@ -154,7 +154,7 @@ def bert_from_tensorflow(
     >>> bert_from_tensorflow("bert_0", "converted/bert_00", vocab="uncased/vocab.txt")  # doctest: +SKIP
     PosixPath('converted/bert_00')
     """
-    with needs("converting a BERT needs transformers", "convert"):
+    with require_extra("converting a BERT needs transformers", "convert"):
         from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     folder = Path(folder)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sharpness.data import Examples
-from sharpness.extras import needs
+from sharpness.extras import require_extra
 from sharpness.models import ImageFormat
 
 __all__ = ["Recipe", "TrainingImages", "TrainingTexts", "finetune", "random_recipe"]
@@ -166,7 +166,7 @@ def _augmentation(name: str) -> Callable[[Tensor, torch.Generator], Tensor]:
         raise ValueError(f'augmentation is "none", "flip" or "rand-mM-nN", not {name!r}') from None
 
     def randomly(images: Tensor, generator: torch.Generator) -> Tensor:
-        with needs("RandAugment needs torchvision", "studies"):
+        with require_extra("RandAugment needs torchvision", "studies"):
             from PIL import Image
             from torchvision.transforms.v2 import RandAugment
         change = RandAugment(number, strength)

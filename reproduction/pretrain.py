@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from sharpness.extras import needs
+from sharpness.extras import require_extra
 from sharpness.files import atomic_write_folder, check_replaceable
 from sharpness.progress import bar
 
@@ -49,7 +49,7 @@ def wordpiece(texts: Sequence[str], size: int = 8000, *, length: int = 64) -> An
     >>> tokenizer.tokenize("A good bad film")
     ['a', 'good', 'bad', 'film']
     """
-    with needs("training a vocabulary needs transformers", "studies"):
+    with require_extra("training a vocabulary needs transformers", "studies"):
         from tokenizers import BertWordPieceTokenizer
         from transformers import PreTrainedTokenizerFast
 
@@ -127,7 +127,7 @@ def pretrain(
     >>> losses[-1] < losses[0], loaded.model.config.hidden_size
     (True, 16)
     """
-    with needs("pre-training a BERT needs transformers", "studies"):
+    with require_extra("pre-training a BERT needs transformers", "studies"):
         from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
 
     if not 0 < lr <= 1e3:

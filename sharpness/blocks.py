@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from quotient_manifolds import GLTangentSpace, canonical_gauge
 from quotient_manifolds.additive import additive_tangent_space
 from quotient_manifolds.linalg import at_least_float32, in_double
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, find, stacks
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.pairs import check_pairs
 
 from .adaptive_norm import AdaptiveNorm
 from .measures import Measure
 
-__all__ = ["Elementwise", "PairBlock", "as_point", "coverage", "divided", "hold", "pieces"]
+__all__ = ["Elementwise", "PairBlock", "as_point", "build_pair_block", "coverage", "pieces", "stack_pairs"]
 
 
 #: Elements of a stack of pairs that are worked on at a time on a CPU.
@@ -56,7 +56,7 @@ class PairBlock:
         """See its part of a vector, (dim,), in the shape of the stack's point."""
         return as_point(self.point, flat[self.where])
 
-    def own(self, u: Tensor) -> Tensor:
+    def to_model_gauge(self, u: Tensor) -> Tensor:
         """Carry a vector to the model's own representative, in float64."""
         wide = in_double(u)
         if self.back is None:
@@ -64,8 +64,8 @@ class PairBlock:
         (A, A_inv), n = self.back, self.stack.n
         return torch.cat([wide[..., :n, :] @ A, wide[..., n:, :] @ A_inv.mH], dim=-2)
 
-    def from_own(self, u: Tensor) -> Tensor:
-        """Invert :meth:`own`, in the dtype of u."""
+    def from_model_gauge(self, u: Tensor) -> Tensor:
+        """Invert :meth:`to_model_gauge`, in the dtype of u."""
         if self.back is None:
             return u
         (A, A_inv), n = (X.to(u.dtype) for X in self.back), self.stack.n
@@ -94,15 +94,15 @@ def pieces(s: PairStack) -> list[PairStack]:
     return [PairStack(s.pairs[i : i + count]) for i in range(0, len(s), count)]
 
 
-def divided(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
+def stack_pairs(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
     """Stack the pairs that a measure takes modulo their symmetry."""
     if not measure.divides:
         return []
-    found = find(model) if pairs is None else check_pairs(pairs)
+    found = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
     return stacks(p for p in found if measure.symmetry in ("all", p.kind))
 
 
-def hold(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> PairBlock:
+def build_pair_block(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> PairBlock:
     """Factorise a stack, in float64; what is worked with in canonical gauge is then rounded to a dtype."""
     assert measure.pairs is not None
     with torch.no_grad():

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries import act_randomly_, find
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 
 from .evaluation import evaluate
-from .extras import needs
+from .extras import require_extra
 from .files import check_file, write_json
 from .plots import check_figure, plot_symmetry_demo
 from .profiles import profile
@@ -75,7 +75,7 @@ class Demo:
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give scikit-learn's 1,797 scanned digits: train images (…, 1, 8, 8) and labels, test images and labels."""
-    with needs("the digits are scikit-learn's", "demo"):
+    with require_extra("the digits are scikit-learn's", "demo"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     data: Any = load_digits()
@@ -87,7 +87,7 @@ def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def vision_transformer() -> nn.Module:
     """Build the demo's ViT: 16 patches of 2 × 2 pixels, 3 layers of 4 heads, width 48."""
-    with needs("the demo's vision transformer is of transformers", "demo"):
+    with require_extra("the demo's vision transformer is of transformers", "demo"):
         from transformers import ViTConfig, ViTForImageClassification
     config = ViTConfig(
         image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -170,11 +170,11 @@ def run(
     print(f"a vision transformer on {len(y_train)} scanned digits: {accuracies[0]:.1%} of them right, "
           f"{accuracies[1]:.1%} of {len(y_test)} test digits")  # fmt: skip
     twin = copy.deepcopy(model)
-    pairs = act_randomly_(twin, condition, seed)
+    pairs = apply_random_symmetry_(twin, condition, seed)
     change = float((_logits(twin, x_test) - _logits(model, x_test)).abs().max())
     print(f"an equivalent network: {pairs} attention pairs moved along their orbits by group elements of condition "
           f"{condition:g}; largest change of a score {change:.1e}\n")  # fmt: skip
-    print(find(model), "\n", sep="")
+    print(find_symmetric_pairs(model), "\n", sep="")
     batches = [(x_train[i : i + 128], y_train[i : i + 128]) for i in (0, 128)]
     before, after, profiles = {}, {}, {}
     for name, radii in RADII.items():

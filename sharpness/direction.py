@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import SymmetricPair, find, stacks
+from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs, stacks
 
-from .blocks import hold
+from .blocks import build_pair_block
 from .measures import Measure
 from .retractions import RETRACTIONS
 from .weights import half_precision_rest, named_weights, pointing_to, wide_buffers
@@ -66,7 +66,7 @@ def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
     own = {id(m) for m in model.modules()}
     if all(id(b.module) in own for p in direction.pairs for b in p.G + p.H):
         return list(direction.pairs)
-    found = {p.name: p for p in find(model, include_frozen=True)}
+    found = {p.name: p for p in find_symmetric_pairs(model, include_frozen=True)}
     missing = [p.name for p in direction.pairs if p.name not in found]
     if missing:
         raise ValueError(f"the direction moves the pair {missing[0]!r}, which {type(model).__name__} lacks")
@@ -135,10 +135,10 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
                 parameters[name]: v.to(parameters[name].device) for name, v in direction.tensors.items()
             }
             for s in stacks(_same_pairs(model, direction)):
-                b = hold(s, measure, torch.float64, 0)
-                u = b.from_own(t * s.gather(vectors).to(b.point.dtype))
+                b = build_pair_block(s, measure, torch.float64, 0)
+                u = b.from_model_gauge(t * s.gather(vectors).to(b.point.dtype))
                 end = RETRACTIONS[measure.geodesic][0](b.tangent, u, measure)
-                s.scatter_(b.own(end), moved)
+                s.scatter_(b.to_model_gauge(end), moved)
         half = any(parameters[name].dtype != v.dtype for name, v in direction.tensors.items())
         if half:
             moved.update(half_precision_rest(model, moved))

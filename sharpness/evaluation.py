@@ -22,10 +22,10 @@ from .ascent import ASCENTS
 from .direction import Direction
 from .losses import LossFunction, Objective
 from .measures import Measure, measure_with
+from .model_state import preserve_model_state
 from .progress import bar as progress_bar
 from .results import BatchResult, SharpnessResult
 from .space import WeightSpace
-from .undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +59,7 @@ def _verify(
 ) -> None:
     """Raise if a pair that is about to be divided out is no symmetry of the loss or of the outputs."""
     forward = symmetries.default_forward if loss_fn is None else loss_fn
-    known = {p.name for p in symmetries.find(model)}
+    known = {p.name for p in symmetries.find_symmetric_pairs(model)}
     extra = [p for p in pairs or () if p.group is not None and p.name not in known]
     report = symmetries.verify(model, batch, seed, forward=forward, extra=extra)
     if not report.ok:
@@ -148,8 +148,8 @@ def evaluate(
     Parameters
     ----------
     model : nn.Module
-        Any network whose attention layers are known (``quotient_manifolds.symmetries.find``); any network at all for
-        ``"adaptive"`` and ``"euclidean"``. Its trainable parameters are measured.
+        Any network whose attention layers are known (``quotient_manifolds.symmetries.find_symmetric_pairs``); any
+        network at all for ``"adaptive"`` and ``"euclidean"``. Its trainable parameters are measured.
     batches : iterable
         Dicts with labels for a transformers model, pairs (x, y), or what ``loss_fn`` takes; tensors are moved to the
         model's device.
@@ -186,8 +186,9 @@ def evaluate(
     micro_batch : int, optional
         Examples that pass through the model at a time; the result is that of the whole batch, with less memory.
     pairs : sequence of SymmetricPair, optional
-        The pairs to divide out, for example ``symmetries.find(model, extra=[…])`` or ``find(model,
-        key_bias="drop")``; by default ``find(model)``. A pair without a group counts as any other weight.
+        The pairs to divide out, for example ``find_symmetric_pairs(model, extra=[…])`` or
+        ``find_symmetric_pairs(model, key_bias="drop")``; by default ``find_symmetric_pairs(model)``. A pair without a
+        group counts as any other weight.
     verify : bool
         First act on every pair by a random group element and compare the outputs (``symmetries.verify``).
     keep_directions : bool, optional
@@ -226,13 +227,13 @@ def evaluate(
 
     >>> import torch
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import act_randomly_
+    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
     >>> _ = torch.manual_seed(0)
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> batches = [(torch.randn(4, 3, 8), torch.arange(4))]
     >>> loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]).mean(1), batch[1])
     >>> before = evaluate(layer, batches, loss, measure="geodesic-inv", rho=0.1).value
-    >>> moved = act_randomly_(layer)
+    >>> moved = apply_random_symmetry_(layer)
     >>> after = evaluate(layer, batches, loss, measure="geodesic-inv", rho=0.1).value
     >>> before > 0 and abs(after / before - 1) < 1e-3
     True
@@ -298,7 +299,7 @@ def evaluate(
         return space
 
     with world.failing_together():
-        space = undisturbed(model, work)
+        space = preserve_model_state(model, work)
     units_found = sorted(world.gather(found), key=lambda r: (r.batch, radii.index(r.rho), r.start))
     best = [(r, r.rho) for r in _best(units_found)]
     if how.case == "worst":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["needs"]
+__all__ = ["require_extra"]
 
 
 @contextmanager
-def needs(what: str, extra: str) -> Iterator[None]:
+def require_extra(what: str, extra: str) -> Iterator[None]:
     """Turn a failing import in the block into one line: what needs which library, and what installs it.
 
     Parameters

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .errors import naming
-from .extras import needs
+from .extras import require_extra
 
 __all__ = ["ClipClassifier", "ImageFormat", "LoadedModel", "call", "load", "load_state_dict", "resolve"]
 
@@ -262,7 +262,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _transformers(folder: Path) -> LoadedModel:
-    with needs(f"reading {folder} needs transformers", "transformers"):
+    with require_extra(f"reading {folder} needs transformers", "transformers"):
         import transformers
     settings = _read_json(folder / "config.json")
     for key, value in settings.items():

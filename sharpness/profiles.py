@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .direction import Direction, perturbed
-from .losses import LossFunction, Objective, widened
-from .undisturbed import undisturbed
+from .losses import LossFunction, Objective, to_float32
+from .model_state import preserve_model_state
 from .weights import named_weights
 
 __all__ = ["Profile", "profile"]
@@ -125,12 +125,12 @@ def profile(
     own = {name: p.dtype for name, p in named_weights(model).items()}
     if any(own[name] != t.dtype for name, t in direction.tensors.items() if name in own):
         # A half-precision model is a float32 one while it is perturbed.
-        batch = widened(batch)
+        batch = to_float32(batch)
 
     def loss_at(way: str, t: float) -> float:
         along = replace(direction, measure=replace(measure, geodesic=way))
         with perturbed(model, along, t), torch.set_grad_enabled(loss_fn is not None):
             return sum(w * float(objective(model, piece).loss.detach()) for w, piece in objective.pieces(model, batch))
 
-    losses = undisturbed(model, lambda: {way: tuple(loss_at(way, t) for t in times) for way in ways})
+    losses = preserve_model_state(model, lambda: {way: tuple(loss_at(way, t) for t in times) for way in ways})
     return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .direction import Direction
-from .extras import needs
+from .extras import require_extra
 from .files import write_json
 from .layers import LayerShares, layer_shares
 from .measures import Measure
@@ -342,7 +342,7 @@ class SharpnessResult:
         ImportError
             Without pandas, with the extra to install.
         """
-        with needs("to_dataframe needs pandas", "plot"):
+        with require_extra("to_dataframe needs pandas", "plot"):
             import pandas as pd
         return pd.DataFrame([{"measure": self.measure, **row} for row in self.to_dict()["batches"]])
 

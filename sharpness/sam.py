@@ -18,7 +18,7 @@ from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, GLTangentSpa
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
 
-from .blocks import coverage, divided, pieces
+from .blocks import coverage, pieces, stack_pairs
 from .measures import Measure, measure_with
 from .retractions import RETRACTIONS
 from .weights import trainable
@@ -94,7 +94,7 @@ class GeodesicSAM(Optimizer):
         Factorise the pairs every so many steps. The metric is that of the current weights at every step; what grows
         old is the frame that keeps its inverses well conditioned.
     pairs : sequence of SymmetricPair, optional
-        By default those that ``quotient_manifolds.symmetries.find`` names.
+        By default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
 
     Raises
     ------
@@ -180,7 +180,7 @@ class GeodesicSAM(Optimizer):
                 )
         self.model, self.base_optimizer = model, base_optimizer
         self.rho, self.measure, self.refresh = float(rho), how, refresh
-        found = [piece for s in divided(model, how, pairs) for piece in pieces(s)]
+        found = [piece for s in stack_pairs(model, how, pairs) for piece in pieces(s)]
         assert how.pairs is not None or not found
         self._stacks = [_Stack(s, s.manifold(how.pairs or "inv", relaxation=how.relaxation)) for s in found]
         self._covered = coverage(found)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .ascent import ASCENTS, Ascent, Ball, Buffers, CubeBall, RoundBall
 from .hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
-from .losses import Objective, widened
+from .losses import Objective, to_float32
 from .results import BatchResult
 from .space import WeightSpace
 
@@ -36,7 +36,7 @@ class BatchLoss:
     def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int, gradient: Tensor) -> None:
         self.space, self.objective, self.index = space, objective, index
         if space.half_precision:
-            batch = widened(batch)
+            batch = to_float32(batch)
         self.batch, self.pieces = batch, objective.pieces(space.model, batch)
         self.worst_error: float | None = None
         self.passes = 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import SymmetricPair
 
-from .blocks import Elementwise, PairBlock, as_point, coverage, divided, hold, pieces
+from .blocks import Elementwise, PairBlock, as_point, build_pair_block, coverage, pieces, stack_pairs
 from .direction import Direction
 from .measures import Measure
 from .retractions import RETRACTIONS
@@ -38,7 +38,7 @@ class WeightSpace:
     measure : Measure
         Metric and retraction; for example ``MEASURES["geodesic-inv"]``.
     pairs : sequence of SymmetricPair, optional
-        The attention pairs; by default those that ``quotient_manifolds.symmetries.find`` names.
+        The attention pairs; by default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class WeightSpace:
 
     >>> import torch
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import act_randomly_
+    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
     >>> from sharpness import MEASURES
     >>> _ = torch.manual_seed(0)
     >>> model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(4, 3, 8)
@@ -73,7 +73,7 @@ class WeightSpace:
     ...     space = WeightSpace(model, MEASURES["geodesic-inv"])
     ...     with space.attached():
     ...         return float(space.gradient((model(x) - x).square().mean()).norm())
-    >>> before, moved = slope(), act_randomly_(model)
+    >>> before, moved = slope(), apply_random_symmetry_(model)
     >>> abs(slope() / before - 1) < 1e-3
     True
     """
@@ -89,7 +89,7 @@ class WeightSpace:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self._step = measure.metric_scale**-0.5
         self._data = {p: p.data for p in self._parameters.values()}
-        found = divided(model, measure, pairs)
+        found = stack_pairs(model, measure, pairs)
         covered = coverage(found)
         self._elementwise: list[Elementwise] = []
         self._pairs: list[PairBlock] = []
@@ -109,7 +109,7 @@ class WeightSpace:
             self._elementwise.append(Elementwise(name, p, slice(start, start + p.numel()), scale))
             start += p.numel()
         for s in found:
-            block = hold(s, measure, self.dtype, start)
+            block = build_pair_block(s, measure, self.dtype, start)
             self._pairs.append(block)
             start = block.where.stop
         self.dim = start
@@ -182,7 +182,7 @@ class WeightSpace:
             squares[e.name] = float(e.view(xi).square().sum())
         by_parameter: dict[Tensor, Tensor] = {p: tensors[name] for name, p in self._parameters.items()}
         for b in self._pairs:
-            b.stack.scatter_(b.own(self._vector(b, xi)), by_parameter)
+            b.stack.scatter_(b.to_model_gauge(self._vector(b, xi)), by_parameter)
             lengths = torch.linalg.vector_norm(b.view(xi), dim=tuple(range(1, b.point.dim()))).tolist()
             of_pairs += [length**2 for length in lengths]
         tensors = {name: t.cpu() for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""A tiny random model of every architecture that ``find`` knows, with a batch for it."""
+"""A tiny random model of every architecture that ``find_symmetric_pairs`` knows, with a batch for it."""
 
 import torch
 

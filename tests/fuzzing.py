@@ -591,8 +591,8 @@ def tiny():
 def calls(rng, world):
     # fmt: off
     model, (x, y), one, two = tiny(), networks.tokens(6, 4, 3), nn.Linear(4, 2), nn.Linear(2, 4)
-    pairs, batch, how = symmetries.find(model), (x, y), {"lr": 1e-2, "weight_decay": 0.0, "metric": "mix",
-                                                         "max_grad_norm": None}
+    pairs, batch = symmetries.find_symmetric_pairs(model), (x, y)
+    how = {"lr": 1e-2, "weight_decay": 0.0, "metric": "mix", "max_grad_norm": None}
     down, up = symmetries.block(one, "weight", transpose=True), symmetries.block(two, "weight")
     net, inputs = (lambda m, b: m(b[0]).sum()), {"model": model, "batches": [batch, batch]}
     adam = {"params": list(model.parameters()), "pairs": pairs, **how}
@@ -616,9 +616,9 @@ def calls(rng, world):
         (sharpness.GeodesicSAM, {"model": model, "base_optimizer": torch.optim.SGD(model.parameters(), 0.1),
                                  "rho": 0.05,
                                  "measure": "geodesic-inv", "refresh": 2, "pairs": pairs}),
-        (symmetries.find, {"model": model, "extra": (), "key_bias": "keep", "include_frozen": False}),
+        (symmetries.find_symmetric_pairs, {"model": model, "extra": (), "key_bias": "keep", "include_frozen": False}),
         (symmetries.verify, {"model": model, "batch": batch, "seed": 0, "condition": 10.0, "extra": ()}),
-        (symmetries.act_randomly_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
+        (symmetries.apply_random_symmetry_, {"model": model, "condition": 10.0, "seed": 0, "pairs": None}),
         (symmetries.block, {"module": one, "attribute": "weight", "rows": slice(None), "columns": slice(None),
                             "transpose": False, "rotary": None}),
         (symmetries.Group, {"h": 2, "kind": "general"}), (symmetries.spectra, {"pairs": pairs}),
@@ -633,7 +633,7 @@ def calls(rng, world):
         (sweep.read_config, {"path": "sweep.json"}),
         (models.ImageFormat, {"size": (8, 8), "mean": (0.5,), "std": (0.5,), "channels": 3, "crop": False,
                               "resample": "bicubic"}),
-        (rows.read_results, {"path": "done"}), (optim.balance_, {"model": model, "adapter_names": None}),
+        (rows.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (comparison.compare, {"rows": rows.read_results("done"), "target": "gap", "resamples": 20, "seed": 0,
                               "every_radius": True}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
@@ -655,7 +655,8 @@ def calls(rng, world):
         "model": [nn.Identity(), tiny().requires_grad_(False), tiny().half(), tiny().to("meta"), tiny().double(),
                   nn.Linear, nn.Sequential(),
                   nn.Linear(4, 3), nn.TransformerEncoderLayer(4, 2, 8), nn.LazyLinear(3)],
-        "pairs": [[], symmetries.find(tiny()), [*pairs, *pairs], [None], pairs[0]], "measure": [*sharpness.MEASURES],
+        "pairs": [[], symmetries.find_symmetric_pairs(tiny()), [*pairs, *pairs], [None], pairs[0]],
+        "measure": [*sharpness.MEASURES],
                "G": [[down, down], [up]],
         "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "case": ["average", "gradient-norm",
                                                                                            "hessian"],
@@ -678,7 +679,7 @@ def calls(rng, world):
         before = copy.deepcopy(model.state_dict())
         found = function(**given, **({"progress": False} if function is sharpness.evaluate else {}))
         after = model.state_dict()
-        assert function is symmetries.act_randomly_ or all(
+        assert function is symmetries.apply_random_symmetry_ or all(
             before[k].isnan().any() or torch.equal(v, before[k]) for k, v in after.items()
         ), "the model's weights changed"
         if isinstance(found, torch.optim.Optimizer):

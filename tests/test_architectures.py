@@ -1,4 +1,4 @@
-"""Every architecture that ``find`` knows: outputs stay when pairs move along their orbits, and only then."""
+"""Every architecture that is known: outputs stay when pairs move along their orbits, and only then."""
 
 import copy
 import dataclasses
@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 import sharpness
-from quotient_manifolds.symmetries import Group, Projection, attention_pairs, check_coverage, find, stacks, verify
+from quotient_manifolds.symmetries import (
+    Group,
+    Projection,
+    attention_pairs,
+    check_coverage,
+    find_symmetric_pairs,
+    stacks,
+    verify,
+)
 from quotient_manifolds.symmetries.registry import _ADAPTERS
 
 from . import architectures, networks
@@ -37,7 +45,7 @@ def test_transformers(name, attention):
         if not {"swin": transformers.SwinModel, "t5": transformers.T5Model}[name]._supports_sdpa:
             pytest.skip("Swin knows sdpa from transformers 5.9, T5 from 5.15")
     model, batch = architectures.transformers_model(name, attention)
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     check_coverage(model, lambda: model(**batch))  # nothing is left out
     qk = {(p.group.kind, p.group.field) if p.group else None for p in pairs if p.kind == "qk"}
     partial = name in {"gpt_neox", "gptj", "phi3-partial"}
@@ -141,7 +149,7 @@ def test_deberta_and_bert_wrong_as_they_would_be(forgotten, monkeypatch):
 )  # fmt: skip
 def test_open_clip(options, none):
     model, batch = architectures.open_clip_model(**options)
-    visual = [p for p in find(model) if p.name.startswith("visual")]
+    visual = [p for p in find_symmetric_pairs(model) if p.name.startswith("visual")]
     assert len(visual) == 8
     assert {p.kind for p in visual if p.group is None} == none
     check_coverage(model, lambda: model(**batch))
@@ -168,7 +176,7 @@ def test_timm(name, fused):
         if hasattr(module, "fused_attn"):
             module.fused_attn = fused
     x = architectures.pixels(32)["pixel_values"].double()
-    assert len(find(model)) == (12 if name == "swin" else 8)
+    assert len(find_symmetric_pairs(model)) == (12 if name == "swin" else 8)
     check_coverage(model, lambda: model(x))
     report = verify(model, x)
     assert max(report.changes.values()) < 1e-9, str(report)
@@ -186,7 +194,7 @@ def test_options_of_timm_attention(options, groups):
     if "gated" in options and "gated" not in inspect.signature(Attention).parameters:
         pytest.skip("gates came with timm 1.0.28")
     layer = networks.shake(Attention(12, 2, qkv_bias=True, norm_layer=nn.LayerNorm, **options), 0.4)
-    pairs = find(layer)
+    pairs = find_symmetric_pairs(layer)
     assert (pairs[0].group, pairs[1].group) == groups
     report = verify(layer, torch.randn(2, 5, 12))
     assert len(report.changes) == 2 * sum(g is not None for g in groups)
@@ -198,7 +206,9 @@ def test_torch_layers(decoder):
     cls = nn.TransformerDecoderLayer if decoder else nn.TransformerEncoderLayer
     layer = networks.shake(cls(8, 2, 12, batch_first=True))
     x, memory = torch.randn(2, 5, 8), torch.randn(2, 4, 8)
-    assert [p.name.split()[0] for p in find(layer)[::4]] == ["self_attn", "multihead_attn"][: 1 + decoder]
+    assert [p.name.split()[0] for p in find_symmetric_pairs(layer)[::4]] == ["self_attn", "multihead_attn"][
+        : 1 + decoder
+    ]
     report = verify(layer, x, forward=lambda m, b: m(b, memory) if decoder else m(b))
     assert max(report.changes.values()) < 1e-9
 
@@ -229,7 +239,7 @@ def null_dimension(module, run, tolerance):
 
 def predicted(module):
     """Group dimensions of all pairs, and the null directions that the key bias spans."""
-    pairs = [p for p in find(module) if p.group is not None]
+    pairs = [p for p in find_symmetric_pairs(module) if p.group is not None]
     return sum(p.group.dimension for p in pairs) + sum(b.size[1] for p in pairs for b in p.null)
 
 
@@ -361,7 +371,7 @@ def test_lora(name):
     make, targets, options = LORA[name]
     base, batch = make()
     model = adapted(base, targets, **options)
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     usable = [p for p in pairs if p.group is not None]
     assert {p.kind for p in usable} == {"lora"}  # the base is frozen: attention pairs are listed with that reason
     assert all("frozen" in p.reason or "Dora" in p.reason for p in pairs if p.group is None)
@@ -379,7 +389,7 @@ def test_lora_on_multihead_attention():
     def forward(m, b):
         return m.base_model.model["attn"](b, b, b)[0]
 
-    pairs = [p for p in find(model) if p.group is not None]
+    pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
     assert [p.kind for p in pairs] == ["lora", "lora"]
     report = verify(model, x, forward=forward)
     assert max(report.changes.values()) < 1e-9
@@ -393,7 +403,7 @@ def test_lora_with_a_trainable_base_joins_the_attention_pairs(make):
     options = {} if make is bert_and_batch else {"fan_in_fan_out": True}
     model = adapted(base, targets, **options)
     model.requires_grad_(True)
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     attention = [p for p in pairs if p.kind in ("qk", "vo")]
     assert all(p.group is not None for p in attention)
     assert attention[0].n == 17 + 3  # rows of lora_B
@@ -412,7 +422,7 @@ def test_dora_breaks_the_attention_symmetry_and_keeps_its_own():
     base, batch = bert_and_batch()
     model = adapted(base, ["query", "value"], use_dora=True)
     model.requires_grad_(True)
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     assert {p.kind for p in pairs if p.group is not None} == {"lora"}
     assert all("Dora" in p.reason for p in pairs if p.group is None)
     assert max(verify(model, batch).changes.values()) < 1e-9
@@ -423,11 +433,13 @@ def test_merged_and_disabled_adapters_are_listed_with_the_reason():
     base, _ = bert_and_batch()
     model = adapted(base, ["query"])
     model.merge_adapter()
-    assert {p.reason for p in find(model) if p.kind == "lora"} == {"merged into the base weight; unmerge it"}
+    assert {p.reason for p in find_symmetric_pairs(model) if p.kind == "lora"} == {
+        "merged into the base weight; unmerge it"
+    }
     model.unmerge_adapter()
     with model.disable_adapter():
-        assert {p.reason for p in find(model) if p.kind == "lora"} == {"the adapter is disabled"}
-    assert all(p.group is not None for p in find(model) if p.kind == "lora")
+        assert {p.reason for p in find_symmetric_pairs(model) if p.kind == "lora"} == {"the adapter is disabled"}
+    assert all(p.group is not None for p in find_symmetric_pairs(model) if p.kind == "lora")
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -445,14 +457,14 @@ def measured(name):
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt_neox", "qwen3", "lora"])
 @pytest.mark.parametrize("measure", ["geodesic-inv", "geodesic-mix"])
 def test_sharpness_is_invariant_for_every_kind_of_group(name, measure):
-    from quotient_manifolds.symmetries import act_randomly_
+    from quotient_manifolds.symmetries import apply_random_symmetry_
 
     model, batch, loss = measured(name)
     for parameter, p in model.named_parameters():  # LoRA's base is frozen, and the pooler takes no part
         if "pooler" in parameter:
             p.requires_grad_(False)
     twin = copy.deepcopy(model)
-    assert act_randomly_(twin, 10.0) > 0
+    assert apply_random_symmetry_(twin, 10.0) > 0
     options = {"measure": measure, "rho": 0.02, "steps": 4, "verify": True}
     one, two = (sharpness.evaluate(m, [batch], loss, **options).value for m in (model, twin))
     # Models that cast to float32 inside are staircases at 1e-7 of the loss.
@@ -463,7 +475,7 @@ def test_sharpness_is_invariant_for_every_kind_of_group(name, measure):
 
 def test_key_bias_can_be_quotiented_out():
     model, batch = networks.bert(), networks.text()
-    keep, drop = find(model), find(model, key_bias="drop")
+    keep, drop = find_symmetric_pairs(model), find_symmetric_pairs(model, key_bias="drop")
     assert next(p.m for p in keep if p.kind == "qk") == 17
     assert next(p.m for p in drop if p.kind == "qk") == 16
     assert max(verify(model, batch).changes.values()) < 1e-9
@@ -474,14 +486,14 @@ def test_key_bias_can_be_quotiented_out():
     torch.testing.assert_close(model(**batch).loss, shifted(**batch).loss)
     for key_bias, moves in (("keep", True), ("drop", False)):
         one, two = (
-            sharpness.evaluate(m, [batch], rho=0.1, steps=5, pairs=find(m, key_bias=key_bias)).value
+            sharpness.evaluate(m, [batch], rho=0.1, steps=5, pairs=find_symmetric_pairs(m, key_bias=key_bias)).value
             for m in (model, shifted)
         )
         assert (abs(one - two) > 1e-3 * one) == moves
         if not moves:
             assert abs(one - two) < 1e-8 * one
     with pytest.raises(ValueError, match="key_bias must be"):
-        find(model, key_bias="forget")
+        find_symmetric_pairs(model, key_bias="forget")
 
 
 def test_verify_leaves_the_model_alone_and_evaluate_offers_it(monkeypatch):
@@ -501,6 +513,6 @@ def test_verify_leaves_the_model_alone_and_evaluate_offers_it(monkeypatch):
 
 def test_stacks_of_many_layers_are_single_tensors():
     model = networks.vit(layers=3)
-    found = stacks(find(model))
+    found = stacks(find_symmetric_pairs(model))
     assert [len(s) for s in found] == [6, 6]
     assert sum(len(s._runs) for s in found) == 3 * 7  # one view a parameter and layer, not one a head

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quotient_manifolds.symmetries import find
+from quotient_manifolds.symmetries import find_symmetric_pairs
 from sharpness import cli, demo, evaluate
 
 from . import networks, spread
@@ -39,7 +39,7 @@ def test_the_demo_learns_the_digits():
     model = demo.vision_transformer()
     demo.train(model, x, y, epochs=30, progress=False)
     assert demo._accuracy(model, x_test, y_test) > 0.85
-    assert len(find(model)) == 24
+    assert len(find_symmetric_pairs(model)) == 24
 
 
 def test_mistakes_end_in_one_line(tmp_path, capsys):

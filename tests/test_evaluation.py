@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
-from quotient_manifolds.symmetries import UnknownAttentionError, act_randomly_, find, stacks
+from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find_symmetric_pairs, stacks
 
 from . import networks
 
@@ -70,7 +70,7 @@ def trained(request):
 def test_invariance_along_orbits_in_float64(trained, measure):
     model, batch = trained
     twin = copy.deepcopy(model)
-    assert act_randomly_(twin, 1e3, seed=2) > 0
+    assert apply_random_symmetry_(twin, 1e3, seed=2) > 0
     options = {"measure": measure, "rho": 0.05 if measure == "geodesic-mix" else 0.2, "steps": 10, "restarts": 1}
     one, two = (sharpness.evaluate(m, [batch], **options).value for m in (model, twin))
     if measure in GEODESIC:
@@ -86,7 +86,7 @@ def test_invariance_along_orbits_in_float32(measure, rho):
     batch = networks.images()
     model = networks.train(networks.vit(), batch)
     twin = copy.deepcopy(model)
-    act_randomly_(twin, 1e3, seed=2)
+    apply_random_symmetry_(twin, 1e3, seed=2)
     one, two = (sharpness.evaluate(m, [batch], measure=measure, rho=rho).value for m in (model, twin))
     if measure in GEODESIC:
         assert abs(two - one) < 1e-3 * one
@@ -105,7 +105,7 @@ class Reference:
         self.names = [n for n, _ in model.named_parameters()]
         self.params = [p.detach() for p in model.parameters()]
         cls = {"geodesic-inv": GLQuotientInv, "geodesic-mix": GLQuotientMix}.get(measure)
-        self.stacks = [] if cls is None else stacks(find(model))
+        self.stacks = [] if cls is None else stacks(find_symmetric_pairs(model))
         self.manifolds = [cls(s.n, s.m) for s in self.stacks]
         self.points = [s.gather().detach() for s in self.stacks]
         covered = {id(p) for s in self.stacks for p in s.parameters()}
@@ -222,7 +222,7 @@ def test_a_scaled_metric_has_the_same_geodesics(trained, measure):
 @pytest.mark.parametrize("measure", ALL)
 def test_direction_is_horizontal_of_length_rho_and_leads_to_the_worst_loss(trained, measure):
     model, batch = trained
-    act_randomly_(model := copy.deepcopy(model), 50.0)
+    apply_random_symmetry_(model := copy.deepcopy(model), 50.0)
     rho = 0.05
     result = sharpness.evaluate(model, [batch], measure=measure, rho=rho)
     direction = result.direction(0)
@@ -230,7 +230,7 @@ def test_direction_is_horizontal_of_length_rho_and_leads_to_the_worst_loss(train
     names = {id(p): n for n, p in model.named_parameters()}
     square, covered = 0.0, set()
     if measure in GEODESIC:
-        for s in stacks(find(model)):
+        for s in stacks(find_symmetric_pairs(model)):
             x = s.gather().detach()
             u = s.gather({p: direction.tensors[names[id(p)]] for p in s.parameters()})
             manifold = s.manifold(measure.removeprefix("geodesic-"))
@@ -535,9 +535,9 @@ def test_frozen_pairs_and_partly_covered_parameters_count_elementwise():
     free = sharpness.evaluate(model, [batch], rho=0.2).value
     attention = model.encoder.layers[0].self_attn
     attention.out_proj.weight.requires_grad_(False)  # the V–O pairs fall away; in_proj_weight is covered in part
-    assert [p.group is None for p in find(model)] == [False, True] * 2
+    assert [p.group is None for p in find_symmetric_pairs(model)] == [False, True] * 2
     twin = copy.deepcopy(model)
-    act_randomly_(twin, 100.0)
+    apply_random_symmetry_(twin, 100.0)
     one, two = (sharpness.evaluate(m, [batch], rho=0.2, restarts=1).value for m in (model, twin))
     assert abs(one - two) < 1e-8 * one
     assert one < free
@@ -561,7 +561,7 @@ def test_mixed_and_half_precision_weights():
 def test_registered_attention_is_measured(monkeypatch):
     monkeypatch.setattr(symmetries.registry, "_ADAPTERS", dict(symmetries.registry._ADAPTERS))
 
-    @symmetries.register(Mystery)
+    @symmetries.register_attention(Mystery)
     def mystery(module, name):
         q, k, v = (symmetries.Projection(module.qkv, start=8 * i) for i in range(3))
         return symmetries.attention_pairs(
@@ -570,7 +570,7 @@ def test_registered_attention_is_measured(monkeypatch):
 
     model, batch = networks.shake(Mystery()), networks.tokens()
     twin = copy.deepcopy(model)
-    assert act_randomly_(twin, 10.0) == 2
+    assert apply_random_symmetry_(twin, 10.0) == 2
     one, two = (sharpness.evaluate(m, [batch], rho=0.1).value for m in (model, twin))
     assert abs(one - two) < 1e-8 * one
 
@@ -584,7 +584,7 @@ def test_dead_units_of_a_head_count_as_absent(measure):
         keys.weight[3] = 0
         keys.bias[3] = 0
     twin = copy.deepcopy(model)
-    for s in stacks(find(twin)):
+    for s in stacks(find_symmetric_pairs(twin)):
         A = torch.eye(8) + 0.3 * torch.randn(len(s), 8, 8)
         s.scatter_(s.manifold().act(s.gather().detach(), A))
     results = [sharpness.evaluate(m, [batch], measure=measure, rho=0.01, restarts=1) for m in (model, twin)]
@@ -598,7 +598,8 @@ def test_dead_units_of_a_head_count_as_absent(measure):
 def test_mix_reports_when_its_ball_leaves_the_manifold():
     model, batch = networks.vit(), networks.images()
     sigma = min(
-        torch.linalg.svdvals(s.manifold().product(s.gather().detach()))[:, 7].min() for s in stacks(find(model))
+        torch.linalg.svdvals(s.manifold().product(s.gather().detach()))[:, 7].min()
+        for s in stacks(find_symmetric_pairs(model))
     )
     result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=float(sigma), steps=1)
     assert result.weakest == pytest.approx(float(sigma), rel=1e-6)
@@ -656,7 +657,7 @@ def test_perturbed_follows_the_geodesic_of_a_frozen_model_and_of_a_copy():
 def test_computed_weights_count_without_symmetry():
     model, batch = networks.vit(), networks.images()
     prune.random_unstructured(networks.projections(networks.vit_layers(model)[0].attention)[0], "weight", amount=0.2)
-    reasons = [p.reason for p in find(model) if p.group is None]
+    reasons = [p.reason for p in find_symmetric_pairs(model) if p.group is None]
     assert reasons == ["weight of Linear is computed, not a parameter"] * 2
     assert sharpness.evaluate(model, [batch], rho=0.1, steps=2).value > 0
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import Group, act_randomly_, block, pair
+from quotient_manifolds.symmetries import Group, apply_random_symmetry_, block, pair
 from sharpness.hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
 from sharpness.measures import MEASURES, measure_with
 
@@ -21,7 +21,7 @@ def trained():
     batch = networks.images()
     model = networks.train(networks.vit(layers=1, hidden=8), batch, steps=10)
     twin = copy.deepcopy(model)
-    act_randomly_(twin, 30.0, seed=1)
+    apply_random_symmetry_(twin, 30.0, seed=1)
     return model, twin, batch
 
 

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import sharpness
-from quotient_manifolds.symmetries import act_randomly_
+from quotient_manifolds.symmetries import apply_random_symmetry_
 from sharpness.losses import Objective, normalized_logits
 
 from . import networks
@@ -202,7 +202,7 @@ def test_half_precision_moves_along_orbits_as_float32_does():
     model = networks.train(networks.vit(), (x, y))
     twin = networks.vit()
     twin.load_state_dict(model.state_dict())
-    act_randomly_(twin, 3.0, seed=1)
+    apply_random_symmetry_(twin, 3.0, seed=1)
     values = [sharpness.evaluate(m.bfloat16(), [(x.bfloat16(), y)], rho=0.1).value for m in (model, twin)]
     assert values[0] == pytest.approx(values[1], rel=0.05)  # the weights themselves were rounded to 8 bits
 

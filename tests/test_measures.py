@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import act_randomly_, find
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 from sharpness.measures import MEASURES, Measure, measure_with
 
 from . import networks
@@ -23,7 +23,7 @@ def trained():
     batch = networks.images()
     model = networks.train(networks.vit(), batch)
     twin = copy.deepcopy(model)
-    act_randomly_(twin, 30.0, seed=1)
+    apply_random_symmetry_(twin, 30.0, seed=1)
     return model, twin, batch
 
 
@@ -50,7 +50,7 @@ def test_symmetry_of_one_kind(trained):
         assert half[0] not in (one[0], two[0])
         # Only what is divided out may be moved.
         moved = copy.deepcopy(model)
-        act_randomly_(moved, 30.0, seed=1, pairs=[p for p in find(moved) if p.kind == kind])
+        apply_random_symmetry_(moved, 30.0, seed=1, pairs=[p for p in find_symmetric_pairs(moved) if p.kind == kind])
         same = sharpness.evaluate(moved, [batch], rho=0.1, steps=8, tol=0, symmetry=kind).value
         assert same == pytest.approx(half[0], rel=1e-8)
         unlike = sharpness.evaluate(moved, [batch], rho=0.1, steps=8, tol=0, symmetry=other).value
@@ -183,7 +183,10 @@ def test_relaxation(trained, metric):
 
 def test_directions_at_the_floor_are_counted(trained):
     model, _, batch = trained
-    sigma = [torch.linalg.svdvals(p.manifold().product(p.gather().detach()))[: p.group.h] for p in find(model)]
+    sigma = [
+        torch.linalg.svdvals(p.manifold().product(p.gather().detach()))[: p.group.h]
+        for p in find_symmetric_pairs(model)
+    ]
     expected = sum(int((s < 0.2 * s[0]).sum()) for s in sigma)
     result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1, relaxation=0.2)
     assert result.floored == expected > 0

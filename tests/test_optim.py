@@ -15,11 +15,18 @@ from quotient_manifolds import from_product
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientSGD,
-    balance_,
+    canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
-from quotient_manifolds.symmetries import Group, act_randomly_, adapter_pairs, block, find, pair
+from quotient_manifolds.symmetries import (
+    Group,
+    adapter_pairs,
+    apply_random_symmetry_,
+    block,
+    find_symmetric_pairs,
+    pair,
+)
 
 from .networks import Encoder, bert, shake, vit
 
@@ -52,7 +59,7 @@ def moved(model, condition=100.0):
     """The same function with other factors."""
     model = copy.deepcopy(model)
     if all(bool(p.any()) for p in products(model)):
-        act_randomly_(model, condition, seed=3)
+        apply_random_symmetry_(model, condition, seed=3)
         return model
     generator = torch.Generator().manual_seed(3)
     for p in adapter_pairs(model):  # the zero factor stays zero
@@ -89,9 +96,17 @@ KINDS = [*ADAMS, ("sgd", "mix", None), ("sgd", "inv", None), ("nesterov", "mix",
 
 def optimizer_of(model, kind, metric="mix", second="matrix", lr=1e-2, **options):
     if kind == "adam":
-        return QuotientAdam(trainable(model), find(model), lr, metric=metric, second_moment=second, **options)
+        return QuotientAdam(
+            trainable(model), find_symmetric_pairs(model), lr, metric=metric, second_moment=second, **options
+        )
     return QuotientSGD(
-        trainable(model), find(model), 10 * lr, 0.9, metric=metric, nesterov=kind == "nesterov", **options
+        trainable(model),
+        find_symmetric_pairs(model),
+        10 * lr,
+        0.9,
+        metric=metric,
+        nesterov=kind == "nesterov",
+        **options,
     )
 
 
@@ -131,7 +146,7 @@ def test_attention_trains_alike_from_equivalent_weights(make, kind, metric):
     torch.manual_seed(0)
     one = shake(make())
     two = copy.deepcopy(one)
-    act_randomly_(two, 10.0, seed=2)
+    apply_random_symmetry_(two, 10.0, seed=2)
     if make is vit:
         batch = torch.randn(6, 1, 8, 8)
     elif make is bert:
@@ -145,7 +160,7 @@ def test_attention_trains_alike_from_equivalent_weights(make, kind, metric):
             optimizer = create_quotient_optimizer(model, lr=3e-3, metric=metric, weight_decay=0.1, max_grad_norm=1.0)
         else:
             # The key bias has no gradient but rounding, which Adam's normalisation would lift out; SGD's does not.
-            optimizer = QuotientSGD(model.parameters(), find(model), 1e-2, 0.9, metric=metric)
+            optimizer = QuotientSGD(model.parameters(), find_symmetric_pairs(model), 1e-2, 0.9, metric=metric)
         for _ in range(15):
             optimizer.zero_grad()
             found = model(batch)
@@ -312,12 +327,12 @@ def test_clipping_bounds_the_norm_in_the_metric():
     steps = []
     for bound in (None, 1e-3):
         again = copy.deepcopy(model)
-        optimizer = QuotientSGD(trainable(again), find(again), 1.0, max_grad_norm=bound)
-        before = [q.gather().detach() for q in find(again)]
+        optimizer = QuotientSGD(trainable(again), find_symmetric_pairs(again), 1.0, max_grad_norm=bound)
+        before = [q.gather().detach() for q in find_symmetric_pairs(again)]
         loss_of(again).backward()
         optimizer.step()
         lengths = []
-        for x, q in zip(before, find(again), strict=True):
+        for x, q in zip(before, find_symmetric_pairs(again), strict=True):
             (G, H), (dG, dH) = x.split([q.n, q.m]), (q.gather().detach() - x).split([q.n, q.m])
             N, M = H.T @ H, G.T @ G + torch.linalg.inv(H.T @ H)
             lengths.append((torch.trace(N @ dG.T @ dG) + torch.trace(M @ dH.T @ dH)).sqrt())
@@ -591,7 +606,7 @@ def test_lora_on_attention():
     for model in (one, two):
         optimizer = create_quotient_optimizer(model, lr=1e-2)
         assert len(optimizer.state_dict()["pairs"]) == 4
-        QuotientAdam(trainable(model), find(model))
+        QuotientAdam(trainable(model), find_symmetric_pairs(model))
         for _ in range(10):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(input_ids=ids).logits, labels).backward()
@@ -754,20 +769,20 @@ def test_bad_input():
     with pytest.raises(ValueError, match="no layer has an adapter 'nobody'; there are default"):
         create_quotient_lora_optimizer(model, lr=1e-3, adapter_names=["nobody"])
     with pytest.raises(ValueError, match="split over the parameter groups"):
-        QuotientAdam([{"params": params[:1]}, {"params": params[1:]}], find(model))
+        QuotientAdam([{"params": params[:1]}, {"params": params[1:]}], find_symmetric_pairs(model))
     with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
-        QuotientAdam(params[1:], find(model))
+        QuotientAdam(params[1:], find_symmetric_pairs(model))
     with pytest.raises(ValueError, match='metric must be "mix" or "inv"'):
-        QuotientAdam(params, find(model), metric="flat")
+        QuotientAdam(params, find_symmetric_pairs(model), metric="flat")
     with pytest.raises(ValueError, match="second_moment must be"):
-        QuotientAdam(params, find(model), second_moment="rows")
+        QuotientAdam(params, find_symmetric_pairs(model), second_moment="rows")
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
-        QuotientSGD(params, find(model), max_grad_norm=0)
+        QuotientSGD(params, find_symmetric_pairs(model), max_grad_norm=0)
     with torch.no_grad():
         params[0].zero_()
         params[1].zero_()
     with pytest.raises(ValueError, match="both factors lack full column rank"):
-        QuotientAdam(params, find(model))
+        QuotientAdam(params, find_symmetric_pairs(model))
     half = lora()
     trainable(half)[0].requires_grad_(False)
     with pytest.raises(ValueError, match="half frozen"):
@@ -776,7 +791,7 @@ def test_bad_input():
 
 def test_groups_and_pairs_given_twice():
     model = lora()
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     optimizer = QuotientAdam(trainable(model), [*pairs, *adapter_pairs(model)])
     assert len(optimizer.state_dict()["pairs"]) == len(pairs)
     extra = lora(targets=("0",))
@@ -784,11 +799,11 @@ def test_groups_and_pairs_given_twice():
         optimizer.add_param_group({"params": trainable(extra), "max_grad_norm": 1.0})
     for _ in range(2):  # a refused group leaves nothing behind
         with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
-            optimizer.add_param_group({"params": trainable(extra)[:1], "pairs": find(extra)})
-    optimizer.add_param_group({"params": trainable(extra), "pairs": find(extra)})
+            optimizer.add_param_group({"params": trainable(extra)[:1], "pairs": find_symmetric_pairs(extra)})
+    optimizer.add_param_group({"params": trainable(extra), "pairs": find_symmetric_pairs(extra)})
     assert create_quotient_lora_optimizer(model, lr=1e-3, adapter_names="default") is not None
     wide = lora(r=11)  # more columns than the second layer has outputs
-    assert balance_(wide) == [p.name for p in find(wide) if p.n >= 11]
+    assert canonicalize_lora_(wide) == [p.name for p in find_symmetric_pairs(wide) if p.n >= 11]
 
 
 def test_half_a_gradient_is_an_error():
@@ -813,7 +828,7 @@ def test_sharded_parameters_are_refused():
 def test_balancing_keeps_the_function_and_evens_the_factors():
     model = moved(lora())
     before = model(X)
-    names = balance_(model)
+    names = canonicalize_lora_(model)
     assert len(names) == 2
     assert torch.allclose(model(X), before, atol=1e-10)
     for p in adapter_pairs(model):
@@ -826,7 +841,7 @@ def test_balancing_keeps_the_function_and_evens_the_factors():
 def test_balancing_leaves_a_fresh_adapter_alone():
     model = lora(full_rank=False)
     before = copy.deepcopy(model.state_dict())
-    assert balance_(model) == []
+    assert canonicalize_lora_(model) == []
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -855,11 +870,11 @@ def test_every_parameter_group_is_checked():
         ("second_moment", "cube", "second_moment must be"), ("maximize", 1, "maximize must be True or False"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            QuotientAdam([{"params": trainable(model), name: wrong}], find(model))
+            QuotientAdam([{"params": trainable(model), name: wrong}], find_symmetric_pairs(model))
         with pytest.raises(ValueError, match=words):
-            QuotientAdam(trainable(model), find(model), **{name: wrong})
+            QuotientAdam(trainable(model), find_symmetric_pairs(model), **{name: wrong})
     with pytest.raises(ValueError, match="momentum must be a number in"):
-        QuotientSGD([{"params": trainable(model), "momentum": 1.5}], find(model))
+        QuotientSGD([{"params": trainable(model), "momentum": 1.5}], find_symmetric_pairs(model))
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
@@ -869,7 +884,7 @@ def test_maximize_is_minimising_the_negative(kind):
         torch.manual_seed(0)
         model = lora()
         make = QuotientAdam if kind == "adam" else QuotientSGD
-        optimizer = make(trainable(model), find(model), lr=1e-2, **options)
+        optimizer = make(trainable(model), find_symmetric_pairs(model), lr=1e-2, **options)
         torch.manual_seed(1)
         x = torch.randn(5, 12)
         for _ in range(3):

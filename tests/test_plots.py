@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import sharpness
-from quotient_manifolds.symmetries import find, spectra
+from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
 from sharpness import LayerShare, LayerShares, Profile, plots
 from sharpness.plots import look
 
@@ -41,7 +41,7 @@ def test_layers():
 
 
 def test_spectra():
-    found = spectra(find(nn.MultiheadAttention(8, 2)))
+    found = spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2)))
     qk, vo, last = plots.plot_spectra(found).axes
     assert len(qk.lines) == len(vo.lines) == 2
     np.testing.assert_allclose(qk.lines[0].get_ydata(), found[0].product)

@@ -10,7 +10,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.optim import QuotientAdam, QuotientSGD
-from quotient_manifolds.symmetries import act_randomly_, find
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 from sharpness import GeodesicSAM
 
 from .networks import Encoder, bert, shake, vit
@@ -88,14 +88,14 @@ def test_sam_and_asam(measure):
 def test_the_perturbation_is_the_gradient_on_the_manifold(metric, refresh):
     """Norm, Riemannian gradient and retraction by the manifold's own methods, and an elementwise metric elsewhere."""
     model, batch, rho = small(), batch_of(Encoder), 0.3
-    act_randomly_(model, 20.0, seed=1)
+    apply_random_symmetry_(model, 20.0, seed=1)
     sam = GeodesicSAM(
         model, torch.optim.SGD(model.parameters(), 0.05), rho=rho, measure=f"geodesic-{metric}", refresh=refresh
     )
     for _ in range(3):
         sam.zero_grad()
         loss_of(model, batch).backward()
-        pairs = [p for p in find(model) if p.group is not None]
+        pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
         points = [p.gather().detach() for p in pairs]
         grads = {p: p.grad for p in model.parameters()}
         from quotient_manifolds.symmetries import stack
@@ -144,15 +144,15 @@ def test_equivalent_starts(make, measure, base):
     """The same function after 20 steps, with a base optimiser that is invariant itself; not with AdamW."""
     one, batch = small(make), batch_of(make)
     two = copy.deepcopy(one)
-    act_randomly_(two, 100.0, seed=4)
+    apply_random_symmetry_(two, 100.0, seed=4)
     scores = []
     for model in (one, two):
         parameters = list(model.parameters())
         if base == "QuotientSGD":
-            optimizer = QuotientSGD(parameters, find(model), 1e-2, 0.9)
+            optimizer = QuotientSGD(parameters, find_symmetric_pairs(model), 1e-2, 0.9)
         elif base == "QuotientAdam":
             # The key bias has no gradient but rounding, which Adam's normalisation must not lift out.
-            pairs = find(model, key_bias="drop")
+            pairs = find_symmetric_pairs(model, key_bias="drop")
             paired = {b.tensor for p in pairs for b in p.G + p.H}
             rest = torch.optim.SGD([p for p in parameters if p not in paired], 1e-2)
             inner = QuotientAdam([p for p in parameters if p in paired], pairs, 1e-3)
@@ -342,7 +342,7 @@ def test_a_gradient_without_direction_perturbs_nothing(value):
 def test_nan_losses_with_an_optimiser_that_refuses_them():
     model, batch = small(), batch_of(Encoder)
     before = snapshot(model)
-    sam = GeodesicSAM(model, QuotientSGD(model.parameters(), find(model), 0.1), rho=0.1)
+    sam = GeodesicSAM(model, QuotientSGD(model.parameters(), find_symmetric_pairs(model), 0.1), rho=0.1)
     with pytest.raises(ValueError, match="NaN or infinite entries"):
         sam.step(closure_of(sam, model, batch * float("nan")))
     assert same(model, before)
@@ -436,7 +436,9 @@ def test_fresh_adapters():
     model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "2"])).double()
     x = batch_of(Encoder)[:, 0]
     sam = GeodesicSAM(
-        model, QuotientAdam([p for p in model.parameters() if p.requires_grad], find(model), 1e-2), rho=0.1
+        model,
+        QuotientAdam([p for p in model.parameters() if p.requires_grad], find_symmetric_pairs(model), 1e-2),
+        rho=0.1,
     )
     losses = [float(sam.step(closure_of(sam, model, x))) for _ in range(15)]
     assert losses[-1] < losses[0]

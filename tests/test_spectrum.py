@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quotient_manifolds.symmetries import act_randomly_, find, spectra
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, spectra
 
 from .architectures import TRANSFORMERS
 from .networks import vit
@@ -11,7 +11,7 @@ from .networks import vit
 
 def test_against_dense_products():
     model = vit()
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     for p, s in zip(pairs, spectra(pairs), strict=True):
         G, H = p.manifold().unpack_tensor(p.gather().detach())
         torch.testing.assert_close(s.product, torch.linalg.svdvals(G @ H.mT)[: p.group.h])
@@ -22,16 +22,16 @@ def test_against_dense_products():
 
 def test_what_an_orbit_keeps():
     model = vit()
-    before = spectra(find(model))
-    act_randomly_(model, condition=20)
-    for a, b in zip(before, spectra(find(model)), strict=True):
+    before = spectra(find_symmetric_pairs(model))
+    apply_random_symmetry_(model, condition=20)
+    for a, b in zip(before, spectra(find_symmetric_pairs(model)), strict=True):
         torch.testing.assert_close(a.product, b.product)
         assert a.weakest_G != pytest.approx(b.weakest_G, rel=1e-2)
 
 
 def test_groups_of_scalars_and_pairs_without_a_group():
     make, _ = TRANSFORMERS["llama"]
-    pairs = [*find(make("eager")), *find(TRANSFORMERS["qwen3"][0]("eager"))]
+    pairs = [*find_symmetric_pairs(make("eager")), *find_symmetric_pairs(TRANSFORMERS["qwen3"][0]("eager"))]
     assert any(p.group is None for p in pairs)
     found = spectra(pairs)
     assert len(found) == sum(p.group is not None for p in pairs)

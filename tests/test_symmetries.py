@@ -11,13 +11,13 @@ from quotient_manifolds.symmetries import (
     Projection,
     SymmetricPair,
     UnknownAttentionError,
-    act_randomly_,
+    apply_random_symmetry_,
     attention_pairs,
     block,
     check_coverage,
-    find,
+    find_symmetric_pairs,
     pair,
-    register,
+    register_attention,
     registry,
     skip,
     stack,
@@ -38,7 +38,9 @@ NETWORKS = {
 def change(model, run, condition=10.0):
     """Relative change of the outputs when every pair moves along its orbit."""
     twin = copy.deepcopy(model)
-    assert act_randomly_(twin, condition, seed=1) == sum(p.group is not None for p in find(model))
+    assert apply_random_symmetry_(twin, condition, seed=1) == sum(
+        p.group is not None for p in find_symmetric_pairs(model)
+    )
     with torch.no_grad():
         before, after = run(model), run(twin)
     moved = max((p - q).abs().max() for p, q in zip(model.parameters(), twin.parameters(), strict=True))
@@ -50,7 +52,7 @@ def change(model, run, condition=10.0):
 def test_outputs_do_not_change_along_the_orbits(name):
     make, run = NETWORKS[name]
     model = make()
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     layers, heads = (1, 2) if name == "encoder" else (2, 2)
     assert [p.kind for p in pairs] == ["qk", "vo"] * heads * layers
     assert change(model, run) < 1e-12
@@ -98,7 +100,7 @@ def test_variants_of_multihead_attention(options):
 def test_gather_and_scatter_are_inverse_and_differentiable():
     model = networks.vit()
     before = copy.deepcopy(model.state_dict())
-    for s in stacks(find(model)):
+    for s in stacks(find_symmetric_pairs(model)):
         x = s.gather()
         assert x.shape == (4, s.n + s.m, 8)
         assert x.requires_grad
@@ -111,7 +113,7 @@ def test_gather_and_scatter_are_inverse_and_differentiable():
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     # The gradient of a stack is the stack of gradients.
-    s = stacks(find(model))[0]
+    s = stacks(find_symmetric_pairs(model))[0]
     (s.gather() ** 2).sum().backward()
     grads = {p: p.grad for p in s.parameters()}
     torch.testing.assert_close(s.gather(grads), 2 * s.gather().detach())
@@ -158,14 +160,14 @@ def test_pairs_that_share_a_block_are_merged():
             self.q, self.k = nn.Linear(6, 8), nn.Linear(6, 4)
             self.v, self.o = nn.Linear(6, 4), nn.Linear(8, 6)
 
-    @register(Grouped)
+    @register_attention(Grouped)
     def grouped(module, name):
         q, k, v, o = map(Projection, (module.q, module.k, module.v, module.o))
         return attention_pairs(name, heads=4, kv_heads=2, q=q, k=k, v=v, o=o)
 
     model = nn.Sequential(Grouped(), Grouped())
     model[1] = model[0]  # shared: named once by named_modules
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     assert [(p.kind, p.n, p.m) for p in pairs] == [("qk", 14, 7), ("vo", 7, 12)] * 2
     assert sorted(p.name for p in pairs) == ["0 qk head 0", "0 qk head 2", "0 vo head 0", "0 vo head 2"]
 
@@ -178,8 +180,8 @@ def test_tied_and_doubled_blocks_are_errors():
     k = Projection(layer).input_blocks(1, 2, 0, 2)
     pair = SymmetricPair("twice", "qk", Group(2), q, k)
     with pytest.raises(ValueError, match="belongs to pair"):
-        find(layer, extra=[pair, pair])
-    assert find(layer, extra=[pair])[0] == pair
+        find_symmetric_pairs(layer, extra=[pair, pair])
+    assert find_symmetric_pairs(layer, extra=[pair])[0] == pair
     with pytest.raises(ValueError, match="acts on"):
         SymmetricPair("narrow", "qk", Group(3), q, k)
     with pytest.raises(ValueError, match="give the reason"):
@@ -189,7 +191,7 @@ def test_tied_and_doubled_blocks_are_errors():
 def test_frozen_parameters_are_listed_with_the_reason():
     model = networks.bert()
     model.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
-    pairs = find(model)
+    pairs = find_symmetric_pairs(model)
     frozen = [p for p in pairs if p.group is None]
     assert [p.name for p in frozen] == [f"bert.encoder.layer.0.attention qk head {i}" for i in range(2)]
     assert "frozen: weight of Linear" in frozen[0].reason
@@ -199,7 +201,7 @@ def test_frozen_parameters_are_listed_with_the_reason():
 
 
 def test_print_groups_by_layer():
-    lines = str(find(networks.vit(layers=24, heads=4))).splitlines()
+    lines = str(find_symmetric_pairs(networks.vit(layers=24, heads=4))).splitlines()
     assert len(lines) == 48
     path, *rest = lines[0].split()
     assert path in ("vit.layers.0.attention", "vit.encoder.layer.0.attention")  # the latter before transformers 5.9
@@ -214,7 +216,7 @@ def test_find_is_fast_on_a_large_model():
     with torch.device("meta"):
         model = ViTModel(config)
     start = time.perf_counter()
-    assert len(find(model)) == 24 * 16 * 2
+    assert len(find_symmetric_pairs(model)) == 24 * 16 * 2
     # Measured at 0.06 s: the bound only catches a change of order.
     assert time.perf_counter() - start < 2
 
@@ -307,7 +309,7 @@ def test_pairs_of_ones_own(cls, measure):
     if wrong is not None:
         assert verify(model, x, extra=[wrong]).failures == ["wrong"]
     twin = copy.deepcopy(model)
-    assert act_randomly_(twin, 30.0, pairs=[own_pair(twin)]) == 1
+    assert apply_random_symmetry_(twin, 30.0, pairs=[own_pair(twin)]) == 1
     torch.testing.assert_close(twin(x), model(x))
 
     def loss(model, batch):
@@ -316,8 +318,8 @@ def test_pairs_of_ones_own(cls, measure):
     def value(model, **options):
         return sharpness.evaluate(model, [(x, y)], loss, rho=0.05, **options)
 
-    one = value(model, measure=measure, pairs=find(model, extra=[own_pair(model)]))
-    two = value(twin, measure=measure, pairs=find(twin, extra=[own_pair(twin)]))
+    one = value(model, measure=measure, pairs=find_symmetric_pairs(model, extra=[own_pair(model)]))
+    two = value(twin, measure=measure, pairs=find_symmetric_pairs(twin, extra=[own_pair(twin)]))
     assert abs(one.value - two.value) < 1e-8 * one.value
     with sharpness.perturbed(model, one.direction(0)):
         assert float(loss(model, (x, y)).detach()) == pytest.approx(one.per_batch[0].worst_loss, rel=1e-9)
@@ -332,7 +334,7 @@ def test_a_skipped_class_counts_without_symmetry(monkeypatch):
     monkeypatch.setattr(registry, "_ADAPTERS", dict(_ADAPTERS))
     skip(Mystery)
     model = Mystery()
-    assert [p.reason for p in find(model)] == ["skipped on request"]
+    assert [p.reason for p in find_symmetric_pairs(model)] == ["skipped on request"]
     x = torch.randn(2, 3, 4)
     check_coverage(model, lambda: model(x))
     batch = [(x, x)]

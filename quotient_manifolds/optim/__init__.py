@@ -1,8 +1,8 @@
 """Optimisers of torch that work on the quotient: the same run whichever equivalent factors it starts from."""
 
 from .adam import QuotientAdam
-from .balance import balance_
 from .base import QuotientOptimizer
+from .canonicalize import canonicalize_lora_
 from .create import create_quotient_lora_optimizer, create_quotient_optimizer
 from .sgd import QuotientSGD
 
@@ -10,7 +10,7 @@ __all__ = [
     "QuotientAdam",
     "QuotientOptimizer",
     "QuotientSGD",
-    "balance_",
+    "canonicalize_lora_",
     "create_quotient_lora_optimizer",
     "create_quotient_optimizer",
 ]

@@ -50,7 +50,7 @@ class QuotientAdam(QuotientOptimizer):
     params : iterable
         Parameters or parameter groups, as for any torch optimiser.
     pairs : iterable of SymmetricPair
-        ``quotient_manifolds.symmetries.find(model)``; for attention with ``key_bias="drop"``, see
+        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; for attention with ``key_bias="drop"``, see
         :func:`create_quotient_optimizer`.
     lr : float
         η.

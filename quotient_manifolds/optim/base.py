@@ -29,8 +29,8 @@ class QuotientOptimizer(Optimizer):
     params : iterable
         Parameters or parameter groups, as for any torch optimiser.
     pairs : iterable of SymmetricPair
-        ``quotient_manifolds.symmetries.find(model)``; those without a group are passed over, and those none of whose
-        parameters are among ``params``.
+        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; those without a group are passed over, and those
+        none of whose parameters are among ``params``.
     defaults : dict
         Options of a parameter group: ``lr``, ``weight_decay``, ``metric``, ``maximize`` and ``max_grad_norm``, and
         those of a subclass. Every group's own are checked as these are.
@@ -52,10 +52,10 @@ class QuotientOptimizer(Optimizer):
 
     >>> from torch import nn
     >>> from quotient_manifolds.optim import QuotientSGD
-    >>> from quotient_manifolds.symmetries import find
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
     >>> first, second = (nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
-    >>> optimizer = QuotientSGD(first.parameters(), find(first), lr=0.1)
-    >>> optimizer.add_param_group({"params": second.parameters(), "pairs": find(second)})
+    >>> optimizer = QuotientSGD(first.parameters(), find_symmetric_pairs(first), lr=0.1)
+    >>> optimizer.add_param_group({"params": second.parameters(), "pairs": find_symmetric_pairs(second)})
     >>> len(optimizer.state_dict()["pairs"])
     8
     """
@@ -78,8 +78,8 @@ class QuotientOptimizer(Optimizer):
         if not self._pairs:
             raise ValueError(
                 "there is no pair (G, H) among the parameters, so there is nothing to divide out; pass "
-                "quotient_manifolds.symmetries.find(model) of a model whose LoRA or attention weights are trainable, "
-                "or use torch.optim.AdamW"
+                "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights "
+                "are trainable, or use torch.optim.AdamW"
             )
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
@@ -277,7 +277,7 @@ class QuotientOptimizer(Optimizer):
         squares = []
         for s in steps:
             for factor, S in zip("GH", s.grams, strict=True):
-                K_inv = s.frames.whitening(factor)
+                K_inv = s.frames.inverse_root(factor)
                 squares.append(trace(K_inv @ S @ K_inv.mH).sum())
         for p, g in gradients.items():
             mask = self._covered.get(p)
@@ -294,7 +294,7 @@ class QuotientOptimizer(Optimizer):
         m = stack.gather(moments).split(rows, dim=-2) if moments else (None, None)
         moved, steps = [], []
         for factor, m_old in zip("GH", m, strict=True):
-            direction, m_new = self._direction(group, s, factor, m_old, frames.whitening(factor))
+            direction, m_new = self._direction(group, s, factor, m_old, frames.inverse_root(factor))
             steps.append(direction * -lr)
             moved.append(m_new)
         x = torch.cat([frames.G, frames.H], dim=-2)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..symmetries import SymmetricPair, adapter_pairs, find
+from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
 from .adam import QuotientAdam
 
 __all__ = ["create_quotient_lora_optimizer", "create_quotient_optimizer"]
@@ -104,8 +104,8 @@ def create_quotient_optimizer(
     lr, betas, eps, weight_decay, metric, second_moment, max_grad_norm
         See :class:`QuotientAdam`.
     pairs : sequence of SymmetricPair, optional
-        By default what ``quotient_manifolds.symmetries.find(model, key_bias="drop")`` names: the bias of the keys has
-        no effect and no gradient but rounding, which Adam would blow up; it stays as it is.
+        By default what ``find_symmetric_pairs(model, key_bias="drop")`` names: the bias of the keys has no effect and
+        no gradient but rounding, which Adam would blow up; it stays as it is.
     other_params_lr : float, optional
         Learning rate of everything that is no pair; by default ``lr``. Vectors and biases do not decay.
 
@@ -129,7 +129,7 @@ def create_quotient_optimizer(
     >>> optimizer.state_dict()["pairs"]
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
-    pairs = find(model, key_bias="drop") if pairs is None else pairs
+    pairs = find_symmetric_pairs(model, key_bias="drop") if pairs is None else pairs
     return _create(
         model, pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
         weight_decay=weight_decay, metric=metric, second_moment=second_moment, max_grad_norm=max_grad_norm,

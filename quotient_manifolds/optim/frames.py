@@ -78,7 +78,7 @@ class Frames:
     >>> import torch
     >>> from quotient_manifolds.optim.frames import Frames
     >>> frames = Frames("mix", torch.zeros(3, 2), 2 * torch.eye(4, 2))
-    >>> frames.sound(), frames.whitening("G").diagonal(), frames.whitening("H").diagonal()
+    >>> frames.sound(), frames.inverse_root("G").diagonal(), frames.inverse_root("H").diagonal()
     (tensor(True), tensor([0.5000, 0.5000], dtype=torch.float64), tensor([2., 2.], dtype=torch.float64))
     """
 
@@ -92,7 +92,7 @@ class Frames:
         """Tell where H has full column rank, and everything is finite; (…)."""
         return self._N.L_inv.isfinite().all(-1).all(-1) & self._M.L_inv.isfinite().all(-1).all(-1)
 
-    def whitening(self, factor: str) -> Tensor:
+    def inverse_root(self, factor: str) -> Tensor:
         """Return K⁻¹ of the factor ``"G"`` or ``"H"``, (…, h, h)."""
         own, other = (self._M, self._N) if factor == "G" else (self._N, self._M)
         return other.L_inv if self.metric == "mix" else own.L.mH

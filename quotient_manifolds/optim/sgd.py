@@ -28,7 +28,7 @@ class QuotientSGD(QuotientOptimizer):
     params : iterable
         Parameters or parameter groups, as for any torch optimiser.
     pairs : iterable of SymmetricPair
-        ``quotient_manifolds.symmetries.find(model)``.
+        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``.
     lr : float
         η.
     momentum : float

@@ -4,9 +4,9 @@ from ..batches import default_forward
 from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its adapters)
 from .attention import Projection, attention_pairs
 from .pairs import Block, Group, PairStack, SymmetricPair, block, is_sharded, pair, stack, stacks
-from .registry import PairList, adapter_pairs, find, register, skip
+from .registry import PairList, adapter_pairs, find_symmetric_pairs, register_attention, skip
 from .spectrum import PairSpectrum, spectra
-from .verify import UnknownAttentionError, Verification, act_randomly_, check_coverage, verify
+from .verify import UnknownAttentionError, Verification, apply_random_symmetry_, check_coverage, verify
 
 __all__ = [
     "Block",
@@ -18,16 +18,16 @@ __all__ = [
     "SymmetricPair",
     "UnknownAttentionError",
     "Verification",
-    "act_randomly_",
     "adapter_pairs",
+    "apply_random_symmetry_",
     "attention_pairs",
     "block",
     "check_coverage",
     "default_forward",
-    "find",
+    "find_symmetric_pairs",
     "is_sharded",
     "pair",
-    "register",
+    "register_attention",
     "skip",
     "spectra",
     "stack",

@@ -105,7 +105,7 @@ def attention_pairs(
     kv_heads: int | None = None,
     rotary_size: int = 0,
     rotary: str = "half",
-    qk_none: str = "",
+    qk_obstruction: str = "",
     vo_none: str = "",
     value_group: Group | None = None,
     key_bias_null: bool = True,
@@ -130,7 +130,7 @@ def attention_pairs(
         Leading head dimensions that RoPE rotates: there one non-zero complex number a frequency is left of GL(h).
     rotary : {"half", "interleaved"}
         Which dimensions RoPE pairs.
-    qk_none, vo_none : str
+    qk_obstruction, vo_none : str
         Reason why there is no symmetry on Q–K or V–O, if so.
     value_group : Group, optional
         Group on V–O if it is not GL(h).
@@ -150,7 +150,7 @@ def attention_pairs(
 
     Examples
     --------
-    Grouped queries under RoPE; :func:`find` merges the heads that share keys:
+    Grouped queries under RoPE; :func:`find_symmetric_pairs` merges the heads that share keys:
 
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries import Projection, attention_pairs
@@ -164,7 +164,7 @@ def attention_pairs(
         weight = getattr(q.module, q.weight)
         head_size = weight.shape[1 if q.conv1d else 0] // heads
     value_size = value_size or head_size
-    qk_none = qk_none or lora_obstacle(q.module) or lora_obstacle(k.module)
+    qk_obstruction = qk_obstruction or lora_obstacle(q.module) or lora_obstacle(k.module)
     vo_none = vo_none or lora_obstacle(v.module) or lora_obstacle(o.module)
 
     def qk(label: str, i: int, j: int, offset: int, count: int, group: Group, pairing: str | None) -> SymmetricPair:
@@ -177,8 +177,8 @@ def attention_pairs(
     for i in range(heads):
         j = i * kv_heads // heads
         label = f"{name} qk head {i}"
-        if qk_none:
-            yield SymmetricPair(label, "qk", None, reason=qk_none)
+        if qk_obstruction:
+            yield SymmetricPair(label, "qk", None, reason=qk_obstruction)
         else:
             if rotary_size:
                 group = Group(rotary_size // 2, "scalars", "complex")

@@ -9,7 +9,7 @@ from torch import nn
 
 from .attention import Projection, attention_pairs
 from .pairs import SymmetricPair
-from .registry import register
+from .registry import register_attention
 
 _QK_NORM = "queries and keys are normalised (q_norm, k_norm): no continuous symmetry"
 
@@ -28,7 +28,7 @@ def _four(module: Any, letters: str) -> dict[str, Any]:
     return {c: Projection(getattr(module, name)) for c, name in zip("qkvo", names, strict=True)}
 
 
-@register(*_classes(
+@register_attention(*_classes(
     "bert.BertAttention", "roberta.RobertaAttention", "electra.ElectraAttention",
     "xlm_roberta.XLMRobertaAttention", "camembert.CamembertAttention",
 ))  # fmt: skip
@@ -39,32 +39,32 @@ def bert(module: Any, name: str) -> Iterator[SymmetricPair]:
     return attention_pairs(name, heads=inner.num_attention_heads, q=q, k=k, v=v, o=o)
 
 
-@register(*_classes("albert.AlbertAttention"))
+@register_attention(*_classes("albert.AlbertAttention"))
 def albert(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``query, key, value, dense``; one module for all layers."""
     q, k, v, o = map(Projection, (module.query, module.key, module.value, module.dense))
     return attention_pairs(name, heads=module.num_attention_heads, q=q, k=k, v=v, o=o)
 
 
-@register(*_classes("distilbert.DistilBertSelfAttention"))
+@register_attention(*_classes("distilbert.DistilBertSelfAttention"))
 def distilbert(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``{q,k,v,out}_lin``."""
     return attention_pairs(name, heads=module.n_heads, **_four(module, "{}_lin/out_lin"))
 
 
-@register(*_classes("mpnet.MPNetSelfAttention"))
+@register_attention(*_classes("mpnet.MPNetSelfAttention"))
 def mpnet(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``q, k, v, o``; an additive bias for the position."""
     return attention_pairs(name, heads=module.num_attention_heads, **_four(module, "{}"))
 
 
-@register(*_classes("t5.T5Attention"))
+@register_attention(*_classes("t5.T5Attention"))
 def t5(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``q, k, v, o`` without bias, heads of any size; an additive bias for the position."""
     return attention_pairs(name, heads=module.n_heads, **_four(module, "{}"))
 
 
-@register(*_classes("deberta_v2.DebertaV2Attention"))
+@register_attention(*_classes("deberta_v2.DebertaV2Attention"))
 def deberta(module: Any, name: str) -> Iterator[SymmetricPair]:
     """Positions have queries and keys of their own: more rows of G and H, unless they share the content's."""
     inner = module.self
@@ -87,7 +87,7 @@ def deberta(module: Any, name: str) -> Iterator[SymmetricPair]:
             yield pair
 
 
-@register(*_classes(
+@register_attention(*_classes(
     "bart.BartAttention", "mbart.MBartAttention", "opt.OPTAttention", "clip.CLIPAttention", "siglip.SiglipAttention",
     "whisper.WhisperAttention",
 ))  # fmt: skip
@@ -96,7 +96,7 @@ def bart(module: Any, name: str) -> Iterator[SymmetricPair]:
     return attention_pairs(name, heads=module.num_heads, **_four(module, "{}_proj/out_proj"))
 
 
-@register(*_classes("vit.ViTAttention", "deit.DeiTAttention", "dinov2.Dinov2Attention", "beit.BeitAttention",
+@register_attention(*_classes("vit.ViTAttention", "deit.DeiTAttention", "dinov2.Dinov2Attention", "beit.BeitAttention",
                     "swin.SwinAttention"))  # fmt: skip
 def vit(module: Any, name: str) -> Iterable[SymmetricPair]:
     """``{q,k,v,o}_proj``; before transformers 5.9 (DINOv2: 5.18) as BERT."""
@@ -105,7 +105,7 @@ def vit(module: Any, name: str) -> Iterable[SymmetricPair]:
     return attention_pairs(name, heads=module.num_attention_heads, **_four(module, "{}_proj"))
 
 
-@register(*_classes("gpt2.GPT2Attention"))
+@register_attention(*_classes("gpt2.GPT2Attention"))
 def gpt2(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``c_attn`` is a Conv1D (in, out) with columns [q|k|v]; in cross-attention ``q_attn`` and ``c_attn`` = [k|v]."""
     d = module.embed_dim
@@ -123,7 +123,7 @@ def _by_head(module: nn.Module, size: int) -> dict[str, Any]:
     return {c: Projection(module, start=i * size, stride=3 * size) for i, c in enumerate("qkv")}
 
 
-@register(*_classes("bloom.BloomAttention"))
+@register_attention(*_classes("bloom.BloomAttention"))
 def bloom(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``query_key_value`` with rows [head][q, k, v][size], ``dense``; ALiBi adds to the scores."""
     size = module.head_dim
@@ -131,7 +131,7 @@ def bloom(module: Any, name: str) -> Iterator[SymmetricPair]:
     return attention_pairs(name, heads=module.num_heads, head_size=size, o=Projection(module.dense), **parts)
 
 
-@register(*_classes("gpt_neox.GPTNeoXAttention"))
+@register_attention(*_classes("gpt_neox.GPTNeoXAttention"))
 def gpt_neox(module: Any, name: str) -> Iterator[SymmetricPair]:
     """As BLOOM; RoPE on the leading dimensions, half pairing."""
     size = module.head_size
@@ -141,7 +141,7 @@ def gpt_neox(module: Any, name: str) -> Iterator[SymmetricPair]:
     )  # fmt: skip
 
 
-@register(*_classes("gptj.GPTJAttention"))
+@register_attention(*_classes("gptj.GPTJAttention"))
 def gptj(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``{q,k,v,out}_proj`` without bias; RoPE on the leading dimensions, interleaved pairing."""
     return attention_pairs(
@@ -150,7 +150,7 @@ def gptj(module: Any, name: str) -> Iterator[SymmetricPair]:
     )  # fmt: skip
 
 
-@register(*_classes(
+@register_attention(*_classes(
     "llama.LlamaAttention", "mistral.MistralAttention", "qwen2.Qwen2Attention", "qwen3.Qwen3Attention",
     "gemma.GemmaAttention", "gemma2.Gemma2Attention", "gemma3.Gemma3Attention",
 ))  # fmt: skip
@@ -162,11 +162,12 @@ def llama(module: Any, name: str) -> Iterator[SymmetricPair]:
     config = module.config
     return attention_pairs(
         name, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head_size=module.head_dim,
-        rotary_size=module.head_dim, qk_none=_QK_NORM if hasattr(module, "q_norm") else "", **_four(module, "{}_proj"),
+        rotary_size=module.head_dim, qk_obstruction=_QK_NORM if hasattr(module, "q_norm") else "",
+        **_four(module, "{}_proj"),
     )  # fmt: skip
 
 
-@register(*_classes("phi3.Phi3Attention"))
+@register_attention(*_classes("phi3.Phi3Attention"))
 def phi3(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``qkv_proj`` with rows [q; k; v] of grouped sizes; RoPE on the leading dimensions."""
     config, size = module.config, module.head_dim

@@ -107,7 +107,7 @@ class Block:
         if tuple(found.shape) != self.shape:
             raise ValueError(
                 f"{type(self.module).__name__}.{self.attribute} had shape {self.shape} when its symmetries were "
-                f"found and has {tuple(found.shape)} now; call find(model) again"
+                f"found and has {tuple(found.shape)} now; call find_symmetric_pairs(model) again"
             )
         return found
 
@@ -227,7 +227,8 @@ class SymmetricPair:
         Why ``group`` is None; empty otherwise.
     null : tuple of Block
         Blocks of H that the network does not see at all: the key bias, which adds the same number to all scores of a
-        query. One that does not stand in H any more (``find(key_bias="drop")``) is left out of every measure.
+        query. One that does not stand in H any more (``find_symmetric_pairs(key_bias="drop")``) is left out of every
+        measure.
 
     Raises
     ------
@@ -239,8 +240,8 @@ class SymmetricPair:
     Balance the queries and keys of one head, which leaves the layer's function as it is:
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find
-    >>> first = find(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))[0]
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
+    >>> first = find_symmetric_pairs(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))[0]
     >>> first.name, first.kind, first.n, first.m
     ('self_attn qk head 0', 'qk', 9, 9)
     >>> first.scatter_(first.manifold("inv").canonical(first.gather()))
@@ -340,7 +341,7 @@ def pair(
     Returns
     -------
     SymmetricPair
-        For ``find(model, extra=[…])`` or ``sharpness.evaluate(…, pairs=[…])``.
+        For ``find_symmetric_pairs(model, extra=[…])`` or ``sharpness.evaluate(…, pairs=[…])``.
 
     Examples
     --------
@@ -367,7 +368,9 @@ def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
     found = list(pairs)
     for p in found:
         if not isinstance(p, SymmetricPair):
-            raise TypeError(f"pairs must be SymmetricPair, as find(model) gives them, got {type(p).__name__}")
+            raise TypeError(
+                f"pairs must be SymmetricPair, as find_symmetric_pairs(model) gives them, got {type(p).__name__}"
+            )
     return found
 
 
@@ -409,9 +412,9 @@ class PairStack:
     The Riemannian gradients of all heads at once:
 
     >>> import torch
-    >>> from quotient_manifolds.symmetries import find, stacks
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> qk, vo = stacks(find(layer))
+    >>> qk, vo = stacks(find_symmetric_pairs(layer))
     >>> layer(torch.ones(1, 3, 8)).square().sum().backward()
     >>> gradients = vo.gather({p: p.grad for p in vo.parameters()})
     >>> vo.manifold("mix").egrad2rgrad(vo.gather(), gradients).shape
@@ -579,8 +582,8 @@ def stack(pairs: Iterable[SymmetricPair]) -> PairStack:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find, stack
-    >>> pairs = find(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, stack
+    >>> pairs = find_symmetric_pairs(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     >>> stack(p for p in pairs if p.kind == "qk").gather().shape
     torch.Size([2, 18, 4])
     """
@@ -606,9 +609,9 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find, stacks
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> [(len(s), str(s.group), s.n, s.m) for s in stacks(find(layer))]
+    >>> [(len(s), str(s.group), s.n, s.m) for s in stacks(find_symmetric_pairs(layer))]
     [(2, 'GL(4)', 9, 9), (2, 'GL(4)', 9, 8)]
     """
     kinds: dict[object, list[SymmetricPair]] = {}

@@ -1,4 +1,4 @@
-"""From a model to its pairs: ``find``, and ``register`` for classes it does not know."""
+"""From a model to its pairs: ``find_symmetric_pairs``, and ``register_attention`` for classes it does not know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from .pairs import Block, SymmetricPair, check_model, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs
 
-__all__ = ["PairList", "adapter_pairs", "find", "register", "skip"]
+__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
 
 Adapter = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _ADAPTERS: dict[str, Adapter] = {}
@@ -20,7 +20,7 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def register(*classes: type | str) -> Callable[[Adapter], Adapter]:
+def register_attention(*classes: type | str) -> Callable[[Adapter], Adapter]:
     """Register an adapter for attention modules of exactly these classes.
 
     Parameters
@@ -38,18 +38,18 @@ def register(*classes: type | str) -> Callable[[Adapter], Adapter]:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import Projection, attention_pairs, find, register
+    >>> from quotient_manifolds.symmetries import Projection, attention_pairs, find_symmetric_pairs, register_attention
     >>> class MyAttention(nn.Module):
     ...     def __init__(self, dim, heads):
     ...         super().__init__()
     ...         self.heads = heads
     ...         self.to_q, self.to_k = nn.Linear(dim, dim), nn.Linear(dim, dim)
     ...         self.to_v, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
-    >>> @register(MyAttention)
+    >>> @register_attention(MyAttention)
     ... def my_attention(module, name):
     ...     q, k, v, o = map(Projection, (module.to_q, module.to_k, module.to_v, module.to_out))
     ...     return attention_pairs(name, heads=module.heads, q=q, k=k, v=v, o=o)
-    >>> print(find(nn.Sequential(MyAttention(8, 2))))
+    >>> print(find_symmetric_pairs(nn.Sequential(MyAttention(8, 2))))
     0 qk    2 × GL(4), 9+9 rows
     0 vo    2 × GL(4), 9+8 rows
     """
@@ -70,19 +70,19 @@ def skip(*classes: type | str) -> None:
     Parameters
     ----------
     classes : type or str
-        As for :func:`register`.
+        As for :func:`register_attention`.
 
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find, skip
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, skip
     >>> class Gated(nn.MultiheadAttention): pass
     >>> skip(Gated)
-    >>> print(find(nn.Sequential(Gated(8, 2))))
+    >>> print(find_symmetric_pairs(nn.Sequential(Gated(8, 2))))
     0    1 × none (skipped on request)
     """
 
-    @register(*classes)
+    @register_attention(*classes)
     def skipped(module: nn.Module, name: str) -> list[SymmetricPair]:
         return [SymmetricPair(name, "attention", None, reason="skipped on request")]
 
@@ -98,10 +98,10 @@ class PairList(list[SymmetricPair]):
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> layer.self_attn.out_proj.weight.requires_grad = False
-    >>> print(find(layer))
+    >>> print(find_symmetric_pairs(layer))
     self_attn qk    2 × GL(4), 9+9 rows
     self_attn vo    2 × none (frozen: weight of ...Linear)
     """
@@ -220,7 +220,7 @@ def _plain(path: str) -> str:
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
 
 
-def find(
+def find_symmetric_pairs(
     model: nn.Module,
     *,
     extra: Sequence[SymmetricPair] = (),
@@ -262,12 +262,12 @@ def find(
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> print(find(layer))
+    >>> print(find_symmetric_pairs(layer))
     self_attn qk    2 × GL(4), 9+9 rows
     self_attn vo    2 × GL(4), 9+8 rows
-    >>> sum(p.group.dimension for p in find(layer))
+    >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
     64
     """
     if key_bias not in ("keep", "drop"):

@@ -58,7 +58,7 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     Parameters
     ----------
     pairs : iterable of SymmetricPair
-        As ``find(model)`` gives them; pairs without a group are left out.
+        As ``find_symmetric_pairs(model)`` gives them; pairs without a group are left out.
 
     Returns
     -------
@@ -72,9 +72,9 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find, spectra
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
     >>> attention = nn.MultiheadAttention(8, 2)
-    >>> found = spectra(find(attention))
+    >>> found = spectra(find_symmetric_pairs(attention))
     >>> [(s.kind, len(s.product)) for s in found]
     [('qk', 4), ('vo', 4), ('qk', 4), ('vo', 4)]
     """

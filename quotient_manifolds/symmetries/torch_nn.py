@@ -10,12 +10,12 @@ from torch import nn
 from .attention import Projection, attention_pairs
 from .pairs import SymmetricPair
 from .peft_lora import is_lora
-from .registry import register
+from .registry import register_attention
 
 _WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
 
 
-@register(nn.MultiheadAttention)
+@register_attention(nn.MultiheadAttention)
 def multihead_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``in_proj_weight`` rows [q; k; v], or one weight each where key or value have sizes of their own."""
     d = module.embed_dim
@@ -31,7 +31,7 @@ def multihead_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     q, k, v = (projection(i, letter) for i, letter in enumerate("qkv"))
     return attention_pairs(
         name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.out_proj),
-        qk_none=wrapped, vo_none=wrapped,
+        qk_obstruction=wrapped, vo_none=wrapped,
         # Keys that are appended after the projection do not receive its bias.
         key_bias_null=module.bias_k is None and not module.add_zero_attn,
     )  # fmt: skip

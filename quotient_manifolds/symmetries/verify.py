@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from ..batches import default_forward, tensors, tree_map
 from ..gl.gauge import canonical_gauge
 from .pairs import Block, SymmetricPair, check_model, check_pairs, stacks
-from .registry import adapter_of, find
+from .registry import adapter_of, find_symmetric_pairs
 
-__all__ = ["UnknownAttentionError", "Verification", "act_randomly_", "check_coverage", "verify"]
+__all__ = ["UnknownAttentionError", "Verification", "apply_random_symmetry_", "check_coverage", "verify"]
 
 #: Functions whose call makes a module an attention layer, if no adapter covers it.
 _ATTENTION_CALLS = {
@@ -59,9 +59,9 @@ class UnknownAttentionError(ValueError):
         self.path, self.cls = path, cls
         super().__init__(
             f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
-            "no adapter knows the symmetries of this class; write one with quotient_manifolds.symmetries.register, "
-            "count its weights without symmetry by quotient_manifolds.symmetries.skip(cls), or use "
-            'measure="adaptive", which needs none'
+            "no adapter knows the symmetries of this class; write one with "
+            "quotient_manifolds.symmetries.register_attention, count its weights without symmetry by "
+            'quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
         )
 
 
@@ -152,7 +152,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def act_randomly_(
+def apply_random_symmetry_(
     model: nn.Module, condition: float = 10.0, seed: int = 0, pairs: Iterable[SymmetricPair] | None = None
 ) -> int:
     """Move every symmetric pair of a model along its orbit by a random group element: the function stays the same.
@@ -169,7 +169,7 @@ def act_randomly_(
     seed : int
         Of the group elements.
     pairs : iterable of SymmetricPair, optional
-        Which to move; by default all that :func:`find` names.
+        Which to move; by default all that :func:`find_symmetric_pairs` names.
 
     Returns
     -------
@@ -184,11 +184,11 @@ def act_randomly_(
     Examples
     --------
     >>> import torch
-    >>> from quotient_manifolds.symmetries import act_randomly_
+    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     >>> weight = layer.self_attn.in_proj_weight
     >>> output, old = layer(torch.ones(1, 3, 8)), weight.clone()
-    >>> act_randomly_(layer)
+    >>> apply_random_symmetry_(layer)
     4
     >>> torch.allclose(layer(torch.ones(1, 3, 8)), output, atol=1e-4), torch.allclose(weight, old)
     (True, False)
@@ -200,7 +200,7 @@ def act_randomly_(
         raise TypeError(f"seed must be a whole number, got {seed!r}")
     generator = torch.Generator().manual_seed(seed)
     moved = 0
-    for s in stacks(find(model) if pairs is None else pairs):
+    for s in stacks(find_symmetric_pairs(model) if pairs is None else pairs):
         x = s.gather()
         wide = torch.complex128 if x.is_complex() else torch.float64
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
@@ -322,7 +322,7 @@ def verify(
     forward : callable
         ``forward(model, batch)`` → outputs; by default as for :func:`sharpness.evaluate`, without its loss.
     extra : sequence of SymmetricPair
-        Pairs of one's own, as for :func:`find`.
+        Pairs of one's own, as for :func:`find_symmetric_pairs`.
 
     Returns
     -------
@@ -360,11 +360,11 @@ def verify(
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
         changes = {}
-        for p in find(twin, extra=own):
+        for p in find_symmetric_pairs(twin, extra=own):
             if p.group is None:
                 continue
             kept = [(t, t.detach().clone()) for t in p.parameters()]
-            act_randomly_(twin, condition, seed, [p])
+            apply_random_symmetry_(twin, condition, seed, [p])
             after = _outputs(forward(twin, wide))
             for t, value in kept:
                 t.copy_(value)

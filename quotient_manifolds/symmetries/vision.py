@@ -9,7 +9,7 @@ from torch import nn
 
 from .attention import Projection, attention_pairs
 from .pairs import Group, SymmetricPair
-from .registry import register
+from .registry import register_attention
 
 _QK_NORM = "queries and keys are normalised: no continuous symmetry"
 _INNER_NORM = "the heads' outputs are normalised before the output projection: no symmetry"
@@ -21,7 +21,7 @@ def _packed(module: nn.Module, weight: str, bias: str, size: int) -> tuple[Proje
     return q, k, v
 
 
-@register("open_clip.transformer.Attention")
+@register_attention("open_clip.transformer.Attention")
 def open_clip_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``in_proj_weight`` rows [q; k; v], ``out_proj``; norms as options. The default block is torch's own layer."""
     q, k, v = _packed(module, "in_proj_weight", "in_proj_bias", module.out_proj.in_features)
@@ -29,11 +29,11 @@ def open_clip_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     inner = not isinstance(module.ln_inner, nn.Identity)
     return attention_pairs(
         name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.out_proj),
-        qk_none=_QK_NORM if normalised else "", vo_none=_INNER_NORM if inner else "",
+        qk_obstruction=_QK_NORM if normalised else "", vo_none=_INNER_NORM if inner else "",
     )  # fmt: skip
 
 
-@register("timm.layers.attention.Attention")
+@register_attention("timm.layers.attention.Attention")
 def timm_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``qkv`` rows [q; k; v], ``proj``; norms and a gate as options."""
     q, k, v = _packed(module.qkv, "weight", "bias", module.num_heads * module.head_dim)
@@ -42,12 +42,12 @@ def timm_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     gated = getattr(module, "gate", None) is not None
     return attention_pairs(
         name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.proj),
-        qk_none=_QK_NORM if normalised else "", vo_none=_INNER_NORM if inner else "",
+        qk_obstruction=_QK_NORM if normalised else "", vo_none=_INNER_NORM if inner else "",
         value_group=Group(module.head_dim, "scalars") if gated else None,  # a gate of its own on every dimension
     )  # fmt: skip
 
 
-@register("timm.models.swin_transformer.WindowAttention")
+@register_attention("timm.models.swin_transformer.WindowAttention")
 def timm_window(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``qkv`` rows [q; k; v], ``proj``; an additive bias for the position."""
     size = module.proj.in_features
@@ -57,7 +57,7 @@ def timm_window(module: Any, name: str) -> Iterator[SymmetricPair]:
     )
 
 
-@register("timm.models.beit.Attention")
+@register_attention("timm.models.beit.Attention")
 def timm_beit(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``qkv`` without bias, ``q_bias`` and ``v_bias`` beside it; the key's bias is a buffer of zeros."""
     size = module.proj.in_features

@@ -45,7 +45,7 @@ def _symmetries(options: argparse.Namespace) -> int:
     from ..models import load
 
     loaded = load(options.model, options.checkpoint)
-    print(symmetries.find(loaded.model, key_bias=options.key_bias))
+    print(symmetries.find_symmetric_pairs(loaded.model, key_bias=options.key_bias))
     if not options.verify:
         return 0
     if loaded.example is None:
@@ -156,9 +156,9 @@ def _run(options: argparse.Namespace) -> int:
 def _about(model: Any, batches: Any) -> str:
     """Say what is measured: a line that also tells a log that the files are read."""
     from quotient_manifolds.batches import tensors
-    from quotient_manifolds.symmetries import find
+    from quotient_manifolds.symmetries import find_symmetric_pairs
 
-    pairs = [p for p in find(model) if p.group is not None]
+    pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
     layers = len({p.name.split(" head ")[0].rsplit(" ", 1)[0] for p in pairs})
     examples = sum(next((len(t) for t in tensors(b) if t.dim()), 1) for b in batches)
     return (

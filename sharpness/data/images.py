@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..extras import needs
+from ..extras import require_extra
 from ..models import ImageFormat
 from .examples import Examples
 
@@ -25,7 +25,7 @@ _IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 def _image_module() -> Any:
-    with needs("reading images needs Pillow", "images"):
+    with require_extra("reading images needs Pillow", "images"):
         from PIL import Image
     return Image
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ..extras import needs
+from ..extras import require_extra
 from ..files import atomic_write, check_file
 
 __all__ = ["COLOURS", "MARKERS", "check_figure", "figure", "style"]
@@ -45,7 +45,7 @@ def style() -> AbstractContextManager[None]:
     >>> lines[0].get_color()
     '#0072B2'
     """
-    with needs("figures need matplotlib", "plot"):
+    with require_extra("figures need matplotlib", "plot"):
         import matplotlib
         from cycler import cycler
     context: AbstractContextManager[None] = matplotlib.rc_context(
@@ -85,7 +85,7 @@ def check_figure(path: str | os.PathLike[str]) -> None:
     ...     print(str(error).partition(":")[0])
     'figure.tsv' is no figure
     """
-    with needs("figures need matplotlib", "plot"):
+    with require_extra("figures need matplotlib", "plot"):
         from matplotlib.backend_bases import FigureCanvasBase
     kinds = FigureCanvasBase.get_supported_filetypes()
     suffix = check_file(path).suffix.removeprefix(".")

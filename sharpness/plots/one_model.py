@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quotient_manifolds.symmetries import find, spectra
+from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
 
 from ..profiles import profile
 from .look import COLOURS, figure
@@ -144,11 +144,11 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find, spectra
-    >>> drawn = plot_spectra(spectra(find(nn.MultiheadAttention(8, 2))))
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
+    >>> drawn = plot_spectra(spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2))))
     """
     if not found:
-        raise ValueError("there are no pairs to draw; find(model) lists why")
+        raise ValueError("there are no pairs to draw; find_symmetric_pairs(model) lists why")
     kinds = list(dict.fromkeys(s.kind for s in found))
     titles = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
     with figure(path, (4.6 * (len(kinds) + 1), 4.4), 1, len(kinds) + 1) as (drawn, ((*panels, last),)):
@@ -233,7 +233,7 @@ def plot_model(
     options: Any = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
     plot_profile(profile(model, batch, direction, loss_fn, **options), drawn[0])
     plot_layers(shares, drawn[1])
-    pairs = direction.pairs or tuple(p for p in find(model, include_frozen=True) if p.group is not None)
+    pairs = direction.pairs or tuple(p for p in find_symmetric_pairs(model, include_frozen=True) if p.group is not None)
     if pairs:
         drawn.append(path("spectra"))
         plot_spectra(spectra(pairs), drawn[2])

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from ..data import DataChoice, TextColumns, is_function
 from ..errors import naming, words_of
 from ..evaluation import checked_radii
-from ..extras import needs
+from ..extras import require_extra
 from ..measures import measure_with
 from .accuracies import Accuracies
 from .plan import SETTINGS, Checkpoint, Sweep, applies, radii_by_measure, switches
@@ -94,7 +94,7 @@ def _parsed(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             return json.loads(text)
-        with needs("YAML needs PyYAML (.json does without)", "sweep"):
+        with require_extra("YAML needs PyYAML (.json does without)", "sweep"):
             import yaml
 
         class Loader(yaml.SafeLoader):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["undisturbed"]
+__all__ = ["preserve_model_state"]
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class _State:
         _fast_path.back(id(self))
 
 
-def undisturbed(model: nn.Module, work: Callable[[], T]) -> T:
+def preserve_model_state(model: nn.Module, work: Callable[[], T]) -> T:
     """Do some work with a model in evaluation mode and gradients on; put everything back, see :class:`_State`.
 
     An interrupt that falls into the clean-up is raised after it: what it cuts short is done again. (A ``with``

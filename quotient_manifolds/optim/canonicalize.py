@@ -11,11 +11,11 @@ from ..gl.gauge import canonical_gauge
 from ..symmetries import adapter_pairs
 from .frames import wide
 
-__all__ = ["balance_"]
+__all__ = ["canonicalize_lora_"]
 
 
 @torch.no_grad()
-def balance_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
+def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
     r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
 
     Parameters
@@ -45,10 +45,10 @@ def balance_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> li
     --------
     >>> import torch
     >>> from peft import LoraConfig, get_peft_model
-    >>> from quotient_manifolds.optim import balance_
+    >>> from quotient_manifolds.optim import canonicalize_lora_
     >>> config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
     >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
-    >>> balance_(model)
+    >>> canonicalize_lora_(model)
     ['base_model.model.0 lora default']
     >>> A, B = model.base_model.model[0].lora_A.default.weight, model.base_model.model[0].lora_B.default.weight
     >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)

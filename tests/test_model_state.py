@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import sharpness
-from sharpness import undisturbed as module
+from sharpness import model_state as module
 
-OURS = ("sharpness/undisturbed.py", "sharpness/weights.py", "contextlib.py", "sharpness/space.py")
+OURS = ("sharpness/model_state.py", "sharpness/weights.py", "contextlib.py", "sharpness/space.py")
 
 
 class Filling(nn.Module):
@@ -158,7 +158,7 @@ def test_threads_put_the_fast_path_back():
             out.wait(30)
             seen.append(torch.backends.mha.get_fastpath_enabled())
 
-        module.undisturbed(nn.Linear(1, 1), work)
+        module.preserve_model_state(nn.Linear(1, 1), work)
         if first:
             out.wait(30)
 
