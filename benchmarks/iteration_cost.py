@@ -68,7 +68,8 @@ def main() -> None:
 
         bare()
         for name in options.measures:
-            with preserve_model_state(model):
+
+            def measured(name=name, x=x, y=y, bare=bare) -> tuple[float, list[tuple[float, float, float]]]:
                 start = time.perf_counter()
                 space = WeightSpace(model, MEASURES[name])
                 sync()
@@ -91,7 +92,9 @@ def main() -> None:
                         return (time.perf_counter() - start) / options.steps
 
                     ascend()
-                    pairs = [(bare(), ascend(), bare()) for _ in range(options.repeats)]
+                    return setup, [(bare(), ascend(), bare()) for _ in range(options.repeats)]
+
+            setup, pairs = preserve_model_state(model, measured)
             ratios = [step / ((before + after) / 2) for before, step, after in pairs]
             rows.append(
                 {
@@ -104,7 +107,6 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)
-            del space, task, spare, buffers
     write(options.name, rows)
 
 

@@ -50,7 +50,8 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
     rows = []
     for draw in range(options.batches):
         batch = _vit_cifar10.images(options.images, "train", options.size, seed=100 + 10 * checkpoint + draw)
-        with preserve_model_state(net):
+
+        def measured(draw=draw, batch=batch) -> None:
             space = WeightSpace(net, MEASURES[name])
             with space.attached():
                 task = BatchLoss(space, Objective(), batch, 0, space.empty())
@@ -78,6 +79,8 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
                             "history": [v - task.base for v in found.history], "gaps": ball.gaps,
                         }
                     )  # fmt: skip
+
+        preserve_model_state(net, measured)
     return rows
 
 
