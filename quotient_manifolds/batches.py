@@ -76,7 +76,7 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     >>> default_forward(torch.nn.Linear(5, 2), (inputs, labels)).shape
     torch.Size([8, 2])
     """
-    if next(tensors(batch), None) is None:
+    if isinstance(batch, (Mapping, list, tuple)) and next(tensors(batch), None) is None:
         raise ValueError(f"the batch, of type {type(batch).__name__}, holds no tensor; give a mapping or a pair (x, y)")
     if isinstance(batch, Mapping):
         return model(**batch)

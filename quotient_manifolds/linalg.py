@@ -155,11 +155,13 @@ class _LiftedSpectrum(torch.autograd.Function):
 
     @staticmethod
     def forward(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
-        return torch.diag_embed((sigma.clamp_min(floor * sigma[..., :1]) / sigma).to(K.dtype))
+        low, least = floor * sigma[..., :1], torch.finfo(sigma.dtype).tiny
+        return torch.diag_embed((sigma.clamp_min(low) / sigma.clamp_min(least)).to(K.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
         _, sigma, floor = inputs
+        sigma = sigma.clamp_min(torch.finfo(sigma.dtype).tiny ** 0.25)  # of directions that are not there
         low = floor * sigma[..., :1]
         lifted = sigma < low
         # Divided differences of φ: 1 above the floor, low/σ below it.

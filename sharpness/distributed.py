@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RemoteError", "World", "counter", "torchrun"]
+from .errors import RemoteError
+
+__all__ = ["World", "counter", "torchrun"]
 
 T = TypeVar("T")
-
-
-class RemoteError(RuntimeError):
-    """Another process of the group failed."""
 
 
 class World:
@@ -36,6 +34,8 @@ class World:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if isinstance(group, int):  # what torch gives those who are no members
+            raise ValueError("this process does not belong to the group; call evaluate on its members only")
         if not isinstance(group, (dist.ProcessGroup, type(None))):
             raise TypeError(f"group must be a process group, got {type(group).__name__}")
         self.group = group

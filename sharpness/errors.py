@@ -7,13 +7,17 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["naming", "words_of"]
+__all__ = ["RemoteError", "naming", "words_of"]
 
 
 def words_of(error: BaseException) -> str:
     """Say in one line what went wrong, with the kind of error where its words alone may not tell."""
     said = " ".join(str(error).split())[:500]
     return said if isinstance(error, (ValueError, OSError)) and said else f"{type(error).__name__}: {said}".rstrip(": ")
+
+
+class RemoteError(RuntimeError):
+    """Another process of the group failed."""
 
 
 @contextmanager
@@ -41,7 +45,7 @@ def naming(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
+    except (ImportError, MemoryError, RemoteError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ValueError(f"{what}: {words_of(error)}") from error

@@ -166,7 +166,8 @@ def evaluate(
         measure's own, ``MEASURES[name].rho``. Every radius has its ascent from the weights; what is found at a smaller
         radius counts for the larger ones too, whose balls contain it, so that sharpness never falls with the radius.
     steps : int
-        Upper bound on the steps of an ascent; one forward and one backward pass each.
+        Upper bound on the steps of an ascent; one forward and one backward pass each. Where the loss falls outwards at
+        the best point of the sphere, further ascents look inside the ball, on spheres of half the radius each.
     tol : float
         Stop an ascent when a first-order step offers less than this share of the rise found so far; 0 takes all steps.
     ascent : {"power", "apgd"}
@@ -195,7 +196,7 @@ def evaluate(
         Keep the worst direction of every batch and radius for ``result.direction``, in main memory; each is as large
         as the model. By default the first ones, up to 2 GiB in all.
     progress : bool
-        Show a progress bar (on a terminal only).
+        Show a progress bar; where there is no terminal, a line a minute.
     group : ProcessGroup, optional
         Spread the work over these processes of ``torch.distributed``, all of which make the same call; every one
         returns the whole result. Without it nothing is communicated.

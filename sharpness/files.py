@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,28 +147,40 @@ def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], ob
     ValueError, OSError
         Something of the user's is there; a full disk, with the name of the folder.
     """
-    path = check_replaceable(path)
+    path = Path(os.path.abspath(check_replaceable(path)))
     with _naming(path), tempfile.TemporaryDirectory(prefix=".sharpness-", dir=path.parent) as place:
         new, old = Path(place) / "new", Path(place) / "old"
         write(new)
         new.mkdir(exist_ok=True)
-        (new / _MARKER).write_text(json.dumps(_contents(new)), encoding="utf-8")
         for own in new.rglob("*"):
             _flush(own)
+        (new / _MARKER).write_text(json.dumps(_contents(new)), encoding="utf-8")
+        _flush(new / _MARKER)
+        _flush(new)
         check_replaceable(path)  # writing may have taken hours
-        if path.exists():
-            path.rename(old)
         try:
+            if path.exists():
+                path.rename(old)
             new.rename(path)
         except BaseException:
             if old.exists():
-                old.rename(path)
+                _put_back(old, path)
             raise
         _flush(path.parent)
 
 
-def _contents(folder: Path) -> list[str]:
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.name != _MARKER)
+def _put_back(old: Path, path: Path) -> None:
+    """Put a folder back in its place, or beside it where somebody else has taken the place."""
+    try:
+        old.rename(path)
+    except OSError:
+        old.rename(path.with_name(f"{path.name}.before-{uuid.uuid4().hex[:8]}"))
+
+
+def _contents(folder: Path) -> dict[str, list[int]]:
+    """List a folder's files by name, with size and time of change: one that was changed is not ours any more."""
+    stats = ((p.relative_to(folder).as_posix(), p.lstat()) for p in folder.rglob("*") if p.name != _MARKER)
+    return {name: [] if stat.S_ISDIR(s.st_mode) else [s.st_size, s.st_mtime_ns] for name, s in stats}
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> Path:
@@ -198,8 +211,8 @@ def check_replaceable(path: str | os.PathLike[str]) -> Path:
     try:
         own = json.loads((path / _MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        own = []
-    if not isinstance(own, list) or not set(there) <= set(own):
+        own = {}
+    if not isinstance(own, dict) or any(own.get(name) != what for name, what in there.items()):
         raise ValueError(f"the folder {str(path)!r} holds what is not this program's; name one that does not exist yet")
     return path
 
@@ -230,10 +243,17 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _flush(path: Path) -> None:
     """Have the disk hold what was written, before anything relies on it."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    handle = os.open(path, os.O_RDONLY)
+    folder = path.is_dir()
+    try:
+        handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    except OSError:
+        if folder:  # Windows opens no folders
+            return
+        raise
     try:
         os.fsync(handle)
+    except OSError:
+        if not folder:  # some file systems flush no folders
+            raise
     finally:
         os.close(handle)

@@ -300,7 +300,8 @@ def _transformers(folder: Path) -> LoadedModel:
 #: Building so many takes minutes, whatever the weights say.
 _MOST_LAYERS = 1000
 _MATCH = (
-    "a model with random weights in their place would not be yours: use the configuration that they were saved with"
+    "a model with random weights, or without some of its own, would not be yours: use the configuration that they were "
+    "saved with, or save the model anew by the from_pretrained and save_pretrained of the class that you mean"
 )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quotient_manifolds.symmetries.pairs import check_model
+
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, to_float32
 from .model_state import preserve_model_state
@@ -109,6 +111,7 @@ def profile(
     >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
     True
     """
+    check_model(model)
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, as result.direction(0) gives, got {type(direction).__name__}")
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:

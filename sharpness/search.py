@@ -18,7 +18,7 @@ from .losses import Objective, to_float32
 from .results import BatchResult
 from .space import WeightSpace
 
-__all__ = ["BatchLoss", "Search"]
+__all__ = ["BatchLoss", "RadiusError", "Search"]
 
 
 #: Times that the radius is halved in search of a larger loss inside the ball.
@@ -28,6 +28,10 @@ _HALVINGS = 12
 def _generator(*entropy: int) -> torch.Generator:
     seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed % 2**63)
+
+
+class RadiusError(ValueError):
+    """The loss is not finite somewhere in a ball: the radius is too large."""
 
 
 class BatchLoss:
@@ -63,7 +67,7 @@ class BatchLoss:
                 outcome = self.objective(self.space.model, piece)
                 part = float(outcome.loss.detach())
                 if not math.isfinite(part):
-                    raise ValueError(self._not_finite(part, xi))
+                    raise self._not_finite(part, xi)
                 value += weight * part
                 if xi is None:
                     self.parts.append(part)
@@ -103,12 +107,14 @@ class BatchLoss:
         for weight, piece in self.pieces:
             yield self.objective(self.space.model, piece).loss * weight
 
-    def _not_finite(self, value: float, xi: Tensor | None) -> str:
+    def _not_finite(self, value: float, xi: Tensor | None) -> ValueError:
         distance = 0.0 if xi is None else float(torch.linalg.vector_norm(xi))
         if distance == 0:
-            return f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
+            return ValueError(
+                f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
+            )
         word = "NaN" if math.isnan(value) else "infinite"
-        return (
+        return RadiusError(
             f"the loss of batch {self.index} became {word} at a distance of {distance:.4g} from the weights; "
             "use a smaller rho"
         )
@@ -186,7 +192,7 @@ class Search:
 
     def _worst(self, batch: BatchLoss, rho: float, start: int, began: float) -> tuple[BatchResult, Tensor]:
         if rho > 0.1 * torch.finfo(self.space.dtype).max:
-            raise ValueError(f"rho = {rho:g} is beyond the numbers of {self.space.dtype}; use a smaller rho")
+            raise RadiusError(f"rho = {rho:g} is beyond the numbers of {self.space.dtype}; use a smaller rho")
         ball: Ball = RoundBall(rho) if self.how.p == 2 else CubeBall(rho)
         flat = ball.reach(batch.base_gradient) <= 10 * torch.finfo(self.space.dtype).eps * abs(batch.base)
         self.buffers.keep(batch.base_gradient)
@@ -232,6 +238,8 @@ class Search:
             if found.value > batch.base and not (found.slope is not None and found.slope < 0):
                 break
             ball = RoundBall(ball.radius / 2)
+            if self.bar.total is not None:
+                self.bar.total += self.steps
             self.buffers.keep()
             start = ball.to_sphere_(self.buffers.take().copy_(found.point))
             inner = self._ascend(batch, start, ball, None)

@@ -32,6 +32,8 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
     )
     assert laboratory.main(["toy", "--quiet", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+    assert laboratory.main(["--debug", "toy", "--quiet"]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,27 @@ def test_another_spelling_is_the_same_and_another_content_is_not(place):
     assert changed
 
 
+def test_two_functions_of_one_module_are_two_sources(place):
+    Path("mine.py").write_text(
+        "import torch\ndef small():\n    return [(torch.ones(4, 6), torch.tensor([0, 1, 2, 0]))]\n"
+        "def large():\n    return [(2 * torch.ones(4, 6), torch.tensor([0, 1, 2, 0]))]\n"
+    )
+    found = {}
+    for name in ("small", "large"):
+        config = {**json.loads(Path("sweep.json").read_text()), "data": f"mine:{name}"}
+        Path(f"{name}.json").write_text(json.dumps(config))
+        assert run_sweep(read_config(f"{name}.json"), "out", progress=False) == []
+        found[name] = [r["sharpness"] for r in rows_of("out", f"{name}.json") if r["kind"] == "sharpness"]
+    assert found["small"] != found["large"]
+
+
+def test_a_diverged_checkpoint_is_a_failed_row(place, capsys):
+    torch.save({k: v * torch.nan for k, v in torch.load("zoo/net0.pt").items()}, "zoo/net9.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    assert "net9.pt, fit: train_loss is nan; the model has diverged" in capsys.readouterr().err
+    assert cli.main(["table", "out"]) == 0
+
+
 def test_a_garbled_unit_is_done_again(place):
     run_sweep(read_config("sweep.json"), "out", progress=False)
     whole = rows_of("out")

@@ -406,7 +406,7 @@ def mix_geodesic(
     >>> (X * Y).flatten()
     tensor([1.0000, 2.0000, 3.0000])
     """
-    shape = torch.as_tensor(t).shape
+    shape = as_times(t, X).shape
     t = as_times(t, X).reshape(-1)
     if bool((t < 0).any()):
         forward = mix_geodesic(X, xi, Y, eta, sigma, t.clamp_min(0), tol=tol, max_length=max_length)

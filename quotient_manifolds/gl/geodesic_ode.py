@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,6 +85,8 @@ def frame(X: Tensor, xi: Tensor) -> Frame:
 
 def as_times(t: Any, like: Tensor) -> Tensor:
     """Give times as a real tensor of the precision and device of another."""
+    if not isinstance(t, Tensor) and not np.issubdtype(np.asarray(t).dtype, np.number):
+        raise TypeError(f"times must be numbers, got {t!r}")
     return torch.as_tensor(t, dtype=real_dtype(like.dtype), device=like.device)
 
 

@@ -252,7 +252,8 @@ class _Distance(torch.autograd.Function):
         d = space.norm(u)
         if any(ctx.needs_input_grad):
             end, velocity = space.geodesic(u)
-            unit = torch.where(d > 0, 1 / d, torch.zeros_like(d))[..., None, None]
+            apart = d > 1e-10 * space.norm(x)  # else rounding, of which no direction is worth anything
+            unit = torch.where(apart, 1 / d, torch.zeros_like(d))[..., None, None]
             P, R = space.split(manifold.at(end).to_covector(velocity * unit))
             # From the end of the geodesic to y, on its orbit: y_G = end_G B, y_H = end_H B⁻ᴴ.
             B = torch.linalg.lstsq(space.split(end)[0], space.split(y)[0]).solution

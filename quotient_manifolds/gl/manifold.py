@@ -310,6 +310,7 @@ class GLQuotient(QuotientManifold):
 
         Differentiable in t alone.
         """
+        check_tensors(self, x=x, y=y)
         x, y = x.detach(), y.detach()
         return self.geodesic(x, self.logmap(x, y), t)[0]
 

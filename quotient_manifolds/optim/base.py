@@ -89,7 +89,7 @@ class QuotientOptimizer(Optimizer):
         for name in ("lr", "weight_decay"):
             if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
                 raise ValueError(f"{name} must be a number that is not negative, got {group[name]!r}")
-        if not isinstance(group["maximize"], bool):
+        if not isinstance(group.get("maximize", False), bool):
             raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
 
     # -- which parameters are pairs ------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class QuotientOptimizer(Optimizer):
         super().add_param_group(group)
         try:
             self.add_pairs(pairs)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -237,7 +237,7 @@ class QuotientOptimizer(Optimizer):
                     )
                 # In float32: the scale is beyond the range of half precision, and so is what it saved.
                 g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
-                found[p] = -g if group["maximize"] else g
+                found[p] = -g if group.get("maximize", False) else g
         return found
 
     def _finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
@@ -357,6 +357,12 @@ class QuotientOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         names = ("_pairs", "_buckets", "_covered")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # options that a state saved earlier does not have
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """Give torch's state and, under ``"pairs"`` and ``"buckets"``, what belongs to whole pairs."""

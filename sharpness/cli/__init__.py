@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..distributed import RemoteError
-from ..errors import words_of
+from ..errors import RemoteError, words_of
 from .demo import add_demo
 from .many_models import add_plot, add_sweep, add_table
 from .one_model import add_run, add_symmetries
@@ -23,7 +22,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.add_argument("--debug", action="store_true", help="show where an error comes from")
+        self.add_argument(  # before a command or after it
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Leave with one line and exit code 2."""
@@ -61,9 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
     """Run the command that a parser finds in the arguments; see :func:`main`."""
     options = top.parse_args(arguments)
+    debug = getattr(options, "debug", False)
     try:
         with warnings.catch_warnings():
-            if not options.debug:  # of libraries; what matters to users is said by the commands
+            if not debug:  # of libraries; what matters to users is said by the commands
                 warnings.simplefilter("ignore")
             code: int = options.run(options)
         return code
@@ -71,7 +73,7 @@ def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = N
         print(f"{top.prog}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if options.debug:
+        if debug:
             traceback.print_exc()
         expected = isinstance(error, (ValueError, OSError, ImportError, RemoteError))
         hint = "" if expected else " (not foreseen: --debug shows where it comes from)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,9 @@ def checked_device(name: str) -> Any:
 
     with naming(f"the device {name!r} cannot be used"):
         device = torch.device(name)
+        if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:  # of torchrun
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         if device.type == "meta":
             raise ValueError("it holds no numbers")
         torch.zeros((), device=device)

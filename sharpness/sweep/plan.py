@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..data import DataChoice
+from ..data import DataChoice, is_function
 from ..measures import measure_with
 from .accuracies import Accuracies
 from .digests import of_data, of_model
@@ -185,7 +185,7 @@ def unit_key(unit: Mapping[str, Any]) -> str:
     """Hash a unit of work, for the name of its file: by contents, not by the spelling of paths."""
 
     def contents(value: Any) -> Any:
-        if isinstance(value, Mapping) and "digest" in value:
+        if isinstance(value, Mapping) and "digest" in value and not is_function(value["source"]):
             return {k: v for k, v in value.items() if k != "source"}
         return value
 

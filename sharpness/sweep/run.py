@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from ..losses import Objective
 from ..models import LoadedModel, load, load_state_dict
 from ..progress import bar
 from ..results import SharpnessResult
+from ..search import RadiusError
 from .plan import Checkpoint, Sweep, as_data, unit_key
 
 __all__ = ["read_rows", "run_sweep"]
@@ -135,6 +137,9 @@ def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, Any
     start = time.perf_counter()
     if unit["kind"] != "sharpness":
         found = _fits(unit, sweep, loaded) if unit["kind"] == "fit" else _baselines(sweep, loaded)
+        wrong = [k for k, v in found.items() if isinstance(v, float) and not math.isfinite(v)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {found[wrong[0]]}; the model has diverged, or does not fit the data")
         return {"rows": [{**unit, **found, "seconds": time.perf_counter() - start}]}
     radii, too_large = sorted(unit["rho"]), dict[str, str]()
     batches = loaded.batches(sweep.data)
@@ -145,7 +150,7 @@ def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, Any
                 progress=False, **unit["settings"], **unit["ablation"],
             )  # fmt: skip
             break
-        except ValueError as error:
+        except RadiusError as error:
             if len(radii) < 2:
                 raise
             too_large[str(radii.pop())] = words_of(error)
@@ -211,7 +216,11 @@ def run_sweep(
 
 
 def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
-    records = [(u, path, _read(path)) for u in sweep.units(checkpoint) for path in [done / f"{unit_key(u)}.json"]]
+    try:
+        paths = [(u, done / f"{unit_key(u)}.json") for u in sweep.units(checkpoint)]
+    except OSError as error:  # its files cannot be read
+        return [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
+    records = [(u, path, _read(path)) for u, path in paths]
     failed = [f for _, _, record in records if _is_done(record) for f in _left_out(record)]
     open_units = [(u, path) for u, path, record in records if not _is_done(record)]
     loaded: _Loaded | None = None
