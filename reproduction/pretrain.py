@@ -132,6 +132,8 @@ def pretrain(
 
     if not 0 < lr <= 1e3:
         raise ValueError(f"lr must lie between 0 and 1e3, got {lr}")
+    if len(texts) < batch:
+        raise ValueError(f"pre-training needs at least {batch} texts, got {len(texts)}")
     check_replaceable(folder)
     torch.manual_seed(seed)
     tokenizer = wordpiece(texts, vocabulary, length=length)
@@ -139,8 +141,6 @@ def pretrain(
     # Texts of like length share a batch, so that little is padding.
     order = np.argsort([len(ids) for ids in coded], kind="stable")
     batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
-    if not batches:
-        raise ValueError(f"pre-training needs at least {batch} texts, got {len(texts)}")
     model = BertForMaskedLM(
         BertConfig(
             vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads,
