@@ -299,6 +299,7 @@ def _transformers(folder: Path) -> LoadedModel:
 
 #: Building so many takes minutes, whatever the weights say.
 _MOST_LAYERS = 1000
+#: Why weights that do not match are refused, and what to do.
 _MATCH = (
     "a model with random weights, or without some of its own, would not be yours: use the configuration that they were "
     "saved with, or save the model anew by the from_pretrained and save_pretrained of the class that you mean"
@@ -306,7 +307,7 @@ _MATCH = (
 
 
 def _check_all_loaded(folder: Path, found: Mapping[str, Any]) -> None:
-    """Refuse weights that the model lacks, or that it would draw at random (a new head, say)."""
+    """Refuse files that lack weights of the model, which it would draw at random, or have some that it leaves out."""
     kinds = {"missing_keys": "lack", "mismatched_keys": "have another shape of", "unexpected_keys": "have besides"}
     wrong = []
     for kind, words in kinds.items():

@@ -108,7 +108,6 @@ def add_run(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    import torch
 
     from ..distributed import torchrun
     from ..errors import naming
@@ -125,9 +124,6 @@ def _run(options: argparse.Namespace) -> int:
         check_file(options.out)
     device = checked_device(options.device)
     with torchrun(device) as group:
-        if device.type == "cuda" and group is not None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
         loaded = load(options.model, options.checkpoint, head=options.head)
         model = loaded.model.to(device)
         batches = data_choice(options).load(loaded, device)

@@ -81,7 +81,7 @@ def checked_device(name: str) -> Any:
 
     with naming(f"the device {name!r} cannot be used"):
         device = torch.device(name)
-        if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:  # of torchrun
+        if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun gives every process a GPU of its own
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         if device.type == "meta":
