@@ -31,7 +31,14 @@ def curve(options: argparse.Namespace, measure: str, rho: float) -> list[dict[st
     batches = list(zip(x.split(options.size), y.split(options.size), strict=True))
     # Once a thirty-thousandth of the rise is all that is left to gain, further steps change nothing that is drawn.
     result = sharpness.evaluate(
-        model, batches, measure=measure, rho=rho, steps=max(STEPS), tol=3e-5, progress=False, keep_directions=False
+        model,
+        batches,
+        measure=measure,
+        rho=rho,
+        steps=max(STEPS),
+        relative_tol=3e-5,
+        progress=False,
+        keep_directions=False,
     )
     rows = []
     for b in result.batches:

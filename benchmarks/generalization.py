@@ -53,9 +53,9 @@ SENSITIVITY: dict[str, dict[str, Any]] = {
     "64 points": {"examples": 64, "batch_size": 64},
     "128 points": {"examples": 128, "batch_size": 128},
     "256 points, batches of 64": {"examples": 256, "batch_size": 64},
-    "64 points, 2 steps": {"examples": 64, "batch_size": 64, "steps": 2, "tol": 0},
-    "64 points, 5 steps": {"examples": 64, "batch_size": 64, "steps": 5, "tol": 0},
-    "64 points, 20 steps": {"examples": 64, "batch_size": 64, "steps": 20, "tol": 0},
+    "64 points, 2 steps": {"examples": 64, "batch_size": 64, "steps": 2, "relative_tol": 0},
+    "64 points, 5 steps": {"examples": 64, "batch_size": 64, "steps": 5, "relative_tol": 0},
+    "64 points, 20 steps": {"examples": 64, "batch_size": 64, "steps": 20, "relative_tol": 0},
 }
 
 
@@ -89,7 +89,7 @@ def sweeps(kind: str, zoo: Path, measured: dict[str, Any]) -> dict[str, dict[str
     """The configurations of a study by name, from the one that the zoo came with."""
     base = json.loads((zoo / "sweep.json").read_text())
     base["data"] |= measured
-    base |= {"measures": MEASURES, "rho": RADII[kind], "tol": 1e-3}
+    base |= {"measures": MEASURES, "rho": RADII[kind], "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
     few = base["data"] | {"examples": 64, "batch_size": 64}
     # The adaptive norm solves a system of size h² a head: half a minute for the heads of the small BERT.

@@ -15,12 +15,14 @@ from _common import write
 from torch import nn
 from torch.nn import functional as F
 
-from sharpness.ascent import ASCENTS, Buffers, RoundBall
+from sharpness.ascent import ASCENTS
+from sharpness.balls import RoundBall
+from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
 from sharpness.model_state import preserve_model_state
-from sharpness.search import BatchLoss
 from sharpness.space import WeightSpace
+from sharpness.vectors import Buffers
 
 RADII = {"geodesic-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
 

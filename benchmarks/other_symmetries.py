@@ -65,7 +65,7 @@ def measured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, float]
     """Measure by all measures."""
     found = {}
     for name, rho in MEASURES.items():
-        value = sharpness.evaluate(model, [batch], measure=name, rho=rho, progress=False).value
+        value = float(sharpness.evaluate(model, [batch], measure=name, rho=rho, progress=False))
         assert isinstance(value, float)
         found[name] = round(value, 6)
     return found

@@ -34,10 +34,10 @@ def main() -> None:
             batch = _vit_cifar10.images(options.images, "train", options.size, seed)
             peer = plain_adaptive_sharpness(model, batch, rho, options.steps)
             found = {
-                ascent: sharpness.evaluate(
-                    model, [batch], measure="adaptive", rho=rho, steps=options.steps, tol=0, ascent=ascent,
+                ascent: float(sharpness.evaluate(
+                    model, [batch], measure="adaptive", rho=rho, steps=options.steps, relative_tol=0, ascent=ascent,
                     progress=False,
-                ).value
+                ))
                 for ascent in ("power", "apgd")
             }  # fmt: skip
             rows.append({"rho": rho, "seed": seed, "peer": peer, **found})

@@ -72,7 +72,9 @@ def run(method: str, rho: float, noise: float, seed: int, options: Any) -> dict[
     torch.backends.mha.set_fastpath_enabled(False)
     batch = (x[:64], clean[:64])
     final = {
-        name: sharpness.evaluate(net, [batch], measure=name, rho=rho, steps=10, tol=1e-3, progress=False).value
+        name: float(
+            sharpness.evaluate(net, [batch], measure=name, rho=rho, steps=10, relative_tol=1e-3, progress=False)
+        )
         for name, rho in FINAL.items()
         if seed > 0
     }

@@ -44,7 +44,7 @@ def main() -> None:
         for x, y in batches:
             start = time.perf_counter()
             result = evaluate(
-                net, [(x, y)], measure=name, rho=rho, steps=20, tol=0, ascent=options.ascent, progress=False,
+                net, [(x, y)], measure=name, rho=rho, steps=20, relative_tol=0, ascent=options.ascent, progress=False,
                 keep_directions=False,
             )  # fmt: skip
             measured += time.perf_counter() - start

@@ -15,12 +15,14 @@ import _vit_cifar10
 import torch
 from _common import write
 
-from sharpness.ascent import ASCENTS, Buffers, RoundBall
+from sharpness.ascent import ASCENTS
+from sharpness.balls import RoundBall
+from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
 from sharpness.model_state import preserve_model_state
-from sharpness.search import BatchLoss
 from sharpness.space import WeightSpace
+from sharpness.vectors import Buffers
 
 #: Two decades a measure, up to the largest radius at which the given network's loss rises by 1 to 4.
 RADII = {
@@ -60,7 +62,13 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
                     ball = Recorder(rho)
                     buffers.keep()
                     found = ASCENTS["power"](
-                        task, buffers.take().zero_(), ball, options.steps, tol=1e-6, first=first, buffers=buffers
+                        task,
+                        buffers.take().zero_(),
+                        ball,
+                        options.steps,
+                        relative_tol=1e-6,
+                        first=first,
+                        buffers=buffers,
                     )
                     buffers.adopt(found.point)
                     reference = found.value
@@ -148,7 +156,7 @@ def summary(rows: list[dict[str, Any]], tol: float, steps: int) -> dict[str, Any
         }
 
     by_radius = [over([r for r in rows if RADII[r["measure"]].index(r["rho"]) == i]) for i in range(5)]
-    return {"steps": steps, "tol": tol, **over(rows), "by_radius": by_radius}
+    return {"steps": steps, "relative_tol": tol, **over(rows), "by_radius": by_radius}
 
 
 if __name__ == "__main__":

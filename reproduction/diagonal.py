@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sharpness.ascent import RoundBall, auto_pgd
+from sharpness.ascent import auto_pgd
+from sharpness.balls import RoundBall
 from sharpness.files import check_folder, write_json, write_text
 from sharpness.progress import bar
 from sharpness.statistics import kendall

@@ -200,8 +200,7 @@ def run(
             model, [batch], lambda m, b: (m(b[0]) - b[1]).square().sum(), measure="geodesic-inv", rho=rho, steps=60,
             restarts=1, pairs=[model.pair()], progress=False,
         )  # fmt: skip
-        assert isinstance(found.value, float)
-        measured["measured (second-order geodesic)"].append(found.value)
+        measured["measured (second-order geodesic)"].append(float(found))
         shown.update()
     shown.close()
     least = torch.tensor([[[1.0], [y / x]], [[2.0], [y / x / 2]]], dtype=torch.float64)

@@ -2,11 +2,14 @@
 
 from .direction import Direction, perturbed
 from .evaluation import evaluate
+from .hessian import HessianOperator
 from .layers import LayerShare, LayerShares
-from .measures import MEASURES, Measure
+from .local import LocalBatch, LocalResult, gradient_norm, hessian
+from .measures import MEASURES, Measure, get_measure
 from .profiles import Profile, profile
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
+from .search import Search
 from .space import WeightSpace
 
 __all__ = [
@@ -14,13 +17,20 @@ __all__ = [
     "BatchResult",
     "Direction",
     "GeodesicSAM",
+    "HessianOperator",
     "LayerShare",
     "LayerShares",
+    "LocalBatch",
+    "LocalResult",
     "Measure",
     "Profile",
+    "Search",
     "SharpnessResult",
     "WeightSpace",
     "evaluate",
+    "get_measure",
+    "gradient_norm",
+    "hessian",
     "perturbed",
     "profile",
 ]

@@ -1,127 +1,390 @@
-"""The blocks that the space of all weights is made of: parameters with an elementwise metric, and stacks of pairs."""
+r"""Blocks: the parts of a model's weights, each with a metric and a way to move.
+
+A tangent vector is held in *coordinates in which the metric is the identity*, so that norms and inner products are
+plain sums, and the ball is a ball. A new metric or motion is a class of its own: see :class:`Block`, or
+:class:`PairBlock` for another way to treat pairs, which a :class:`~sharpness.Measure` names by ``pair_block``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import geoopt
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds import GLTangentSpace, canonical_gauge
-from quotient_manifolds.additive import additive_tangent_space
+from quotient_manifolds import canonical_gauge
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.pairs import check_pairs
 
-from .adaptive_norm import AdaptiveNorm
 from .measures import Measure
 
-__all__ = ["Elementwise", "PairBlock", "as_point", "build_pair_block", "coverage", "pieces", "stack_pairs"]
+__all__ = ["Block", "ElementwiseBlock", "PairBlock", "build_blocks"]
 
-
-#: Elements of a stack of pairs that are worked on at a time on a CPU.
+#: Tensors by the parameter that they belong to.
+Tensors = Mapping[Tensor, Tensor]
+#: Elements of a stack of pairs that are worked on at a time on a CPU: large fresh temporaries are dear.
 _PIECE = 2**20
+#: Share of its way to the manifold's boundary to which a geodesic is shortened that would leave.
+_INSIDE = 0.99
 
 
-@dataclass
-class Elementwise:
-    """A parameter (or what the pairs leave of it) with the elementwise metric."""
+class Block(ABC):
+    r"""Some weights with a metric and a retraction R. All vectors c, ``at`` and ``out`` are flat, (dim,), real.
 
-    name: str
-    parameter: nn.Parameter
-    where: slice
-    scale: Tensor | None  # ξ = scale · ζ; None: the weight itself
+    Attributes
+    ----------
+    dim : int
+        Number of coordinates.
 
-    def view(self, flat: Tensor) -> Tensor:
-        """See its part of a vector, (dim,), in the parameter's shape."""
-        return flat[self.where].view(self.parameter.shape)
+    Notes
+    -----
+    Arguments of the type :data:`Tensors` have a tensor for each parameter; those without one count as zero where they
+    are read. Methods that end in an underscore write to what they are given, and only to what belongs to the block.
+    """
+
+    dim: int
+
+    @abstractmethod
+    def coordinates(self, vector: Tensors) -> Tensor:
+        """Give the coordinates of a tangent vector at the model's weights."""
+
+    @abstractmethod
+    def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
+        """Write the tangent vector with coordinates c: at the model's weights, or where :meth:`move_` starts."""
+
+    @abstractmethod
+    def project_(self, c: Tensor) -> None:
+        """Keep the horizontal part of a vector."""
+
+    @abstractmethod
+    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+        """Draw a standard Gaussian horizontal vector, the same at all representatives of an orbit."""
+
+    @abstractmethod
+    def move_(self, out: Tensors, c: Tensor | None) -> None:
+        """Write the weights R(c); at None those that the block stands at."""
+
+    @abstractmethod
+    def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
+        """Write the gradient of c → ℓ(R(c)) at ``at`` (None: 0), from that of ℓ with respect to the weights there."""
+
+    @abstractmethod
+    def squares(self, c: Tensor) -> list[float]:
+        """Give the squared lengths of a vector's parts: one, or one a pair."""
+
+    @abstractmethod
+    def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
+        """Give the squared length of the Riemannian gradient, and what writes R(t · gradient) to ``out`` for a t.
+
+        The block stands at the model's weights, see :meth:`refresh`. ``out`` may be used as memory before.
+        """
+
+    @abstractmethod
+    def refresh(self, factorise: bool) -> None:
+        """Go to the model's weights as they are now, for :meth:`climb`; the rest needs a block of its own."""
 
 
-@dataclass
-class PairBlock:
-    """A stack of attention pairs: in canonical gauge, unless the measure depends on the representative."""
+class ElementwiseBlock(Block):
+    r"""A parameter, or what the pairs leave of it, with the adaptive or the Euclidean metric.
 
-    stack: PairStack
-    point: geoopt.ManifoldParameter
-    tangent: GLTangentSpace
-    frame: GLTangentSpace | AdaptiveNorm  # its coordinates make the measure's metric the identity
-    sigma: Tensor
-    present: Tensor
-    back: tuple[Tensor, Tensor] | None  # (A, A⁻¹) in float64, from the canonical to the model's own representative
-    where: slice
+    In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, an isometry of ξ/|w|, so that
+    w + ξ = w + w ζ needs no division, and zero weights stay where they are.
+    """
 
-    def view(self, flat: Tensor) -> Tensor:
-        """See its part of a vector, (dim,), in the shape of the stack's point."""
-        return as_point(self.point, flat[self.where])
+    def __init__(
+        self, name: str, parameter: Tensor, measure: Measure, dtype: torch.dtype, covered: Tensor | None = None
+    ) -> None:
+        self.name, self.parameter, self.dtype, self.dim = name, parameter, dtype, parameter.numel()
+        self._adaptive, self._covered = measure.elementwise == "adaptive", covered
+        self._factor = measure.metric_scale**-0.5
+        self.refresh(factorise=False)
 
-    def to_model_gauge(self, u: Tensor) -> Tensor:
-        """Carry a vector to the model's own representative, in float64."""
-        wide = in_double(u)
-        if self.back is None:
-            return wide
-        (A, A_inv), n = self.back, self.stack.n
-        return torch.cat([wide[..., :n, :] @ A, wide[..., n:, :] @ A_inv.mH], dim=-2)
+    def refresh(self, factorise: bool) -> None:
+        """Read the weights anew."""
+        self._base = self.parameter.data
+        scale = self._base if self._adaptive else self._base.new_ones(()).expand(self._base.shape)
+        self._scale = scale if self._covered is None else scale.masked_fill(self._covered, 0)  # ξ = scale · ζ
 
-    def from_model_gauge(self, u: Tensor) -> Tensor:
-        """Invert :meth:`to_model_gauge`, in the dtype of u."""
-        if self.back is None:
-            return u
-        (A, A_inv), n = (X.to(u.dtype) for X in self.back), self.stack.n
-        return torch.cat([u[..., :n, :] @ A_inv, u[..., n:, :] @ A.mH], dim=-2)
+    def _view(self, c: Tensor) -> Tensor:
+        return c.view(self._base.shape)
+
+    def coordinates(self, vector: Tensors) -> Tensor:
+        """Divide by the scale; 0 where that is 0."""
+        u, scale = vector[self.parameter].to(self.dtype), self._scale.to(self.dtype) * self._factor
+        return torch.where(scale != 0, u / scale, torch.zeros_like(u)).flatten()
+
+    def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
+        """Multiply by the scale."""
+        out[self.parameter].copy_(self._scale * self._view(c) * self._factor)
+
+    def project_(self, c: Tensor) -> None:
+        """Remove what belongs to pairs."""
+        if self._covered is not None:
+            self._view(c).masked_fill_(self._scale == 0, 0)
+
+    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+        """Draw Gaussians on the CPU, so that all devices draw alike."""
+        out.copy_(torch.empty(self.dim, dtype=out.dtype).normal_(generator=generator))
+        self.project_(out)
+
+    def move_(self, out: Tensors, c: Tensor | None) -> None:
+        """Write w + scale · ζ."""
+        target = out[self.parameter]
+        if c is None:
+            target.copy_(self._base)
+        elif self._base.dtype == self.dtype == target.dtype:
+            torch.addcmul(self._base, self._scale, self._view(c), value=self._factor, out=target)
+        else:
+            base, scale = self._base.to(self.dtype), self._scale.to(self.dtype)
+            target.copy_(torch.addcmul(base, scale, self._view(c), value=self._factor))
+
+    def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
+        """Multiply the gradient by the scale."""
+        g = gradient.get(self.parameter)
+        if g is None:
+            out.zero_()
+            return
+        torch.mul(g.to(self.dtype), self._scale.to(self.dtype), out=self._view(out))
+        if self._factor != 1:
+            out.mul_(self._factor)
+
+    def squares(self, c: Tensor) -> list[float]:
+        """Give the squared length."""
+        return [float(c.square().sum())]
+
+    def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
+        """Scale the gradient in the memory of the weights to be."""
+        target, g = out[self.parameter], gradient.get(self.parameter)
+        if g is None:
+            return target.new_zeros(()), lambda t: self.move_(out, None)
+        plain = not self._adaptive and self._covered is None
+        c = g if plain else torch.mul(g, self._scale, out=target)
+
+        def move(t: float) -> None:
+            if plain:
+                torch.add(self._base, c, alpha=t * self._factor**2, out=target)
+            else:
+                torch.addcmul(self._base, self._scale, c, value=t * self._factor**2, out=target)
+
+        return torch.linalg.vector_norm(c).square() * self._factor**2, move
 
 
-def as_point(point: Tensor, numbers: Tensor) -> Tensor:
-    """See the first so many real numbers as a tensor of a point's shape."""
-    real = numbers[: point.numel() * (2 if point.is_complex() else 1)]
-    return torch.view_as_complex(real.view(*point.shape, 2)) if point.is_complex() else real.view(point.shape)
+class PairBlock(Block):
+    """A stack of pairs modulo their symmetry, with the inv or the mix metric.
+
+    Works at the canonical representative, in the dtype asked for; or, with ``at_model``, in float64 at the model's own,
+    which serves those who look at the weights, or whose metric depends on the representative. A subclass may replace
+    :meth:`retract`, or give as ``chart`` other coordinates of the horizontal space (``coordinates``,
+    ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``, as of
+    :class:`quotient_manifolds.GLTangentSpace`).
+
+    Attributes
+    ----------
+    stack : PairStack
+    sigma : Tensor
+        Singular values of the products G Hᴴ, (pairs, h), float64.
+    present : Tensor
+        (pairs, h), which of them are above rounding.
+    """
+
+    #: Whether the retraction is that of the tangent space, which knows its pull-back in closed form.
+    closed_form = True
+
+    def __init__(
+        self, stack: PairStack, measure: Measure, dtype: torch.dtype, memory: _Memory, *, at_model: bool = False
+    ) -> None:
+        assert measure.pair_metric is not None
+        self.stack, self.measure, self._memory = stack, measure, memory
+        self._factor = measure.metric_scale**-0.5
+        self.manifold = stack.manifold(measure.pair_metric, relaxation=measure.relaxation)
+        # A group move turns σ_i = 0 into rounding noise times its condition number, which mix would then divide by.
+        self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
+        with torch.no_grad():
+            x = in_double(stack.gather())
+            gauge = canonical_gauge(*self.manifold.unpack_tensor(x))
+            self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
+            # From the canonical to the model's own representative, in float64.
+            self._to_model = None if at_model else (gauge.A, gauge.A_inv.mH)
+            own = (gauge, x) if at_model else (gauge.to(dtype),)
+            self.tangent = self.chart = self.manifold.at_gauge(*own, tolerance=self._tolerance)
+        self.dim = x.numel() * (2 if x.is_complex() else 1)
+        self._fused = self.closed_form and not at_model and measure.geodesic == "second-order"
+
+    # -- coordinates ---------------------------------------------------------------------------------------------------
+
+    def _view(self, c: Tensor) -> Tensor:
+        """See the first ``dim`` numbers in the shape of the stack's point."""
+        x = self.tangent.x
+        real = c[: self.dim].view(*x.shape, 2) if x.is_complex() else c[: self.dim].view(x.shape)
+        return torch.view_as_complex(real) if x.is_complex() else real
+
+    def _scaled(self, c: Tensor) -> Tensor:
+        c = self._view(c).to(self.tangent.x.dtype)
+        return c if self._factor == 1 else c * self._factor
+
+    def _vector(self, c: Tensor) -> Tensor:
+        return self.chart.from_coordinates(self._scaled(c))
+
+    def coordinates(self, vector: Tensors) -> Tensor:
+        """Give the coordinates of a tangent vector at the model's own representative."""
+        assert self._to_model is None, "vectors are read at the model's own representative"
+        c = self.chart.coordinates(self.stack.gather(vector).to(self.tangent.x.dtype)) / self._factor
+        return (torch.view_as_real(c) if c.is_complex() else c).flatten()
+
+    def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
+        """Write the tangent vector, taken along to the model's own representative if that is asked for."""
+        u = self._vector(c)
+        if at_model and self._to_model is not None:
+            u = self._carried(u)
+        self.stack.scatter_(u, out)
+
+    def _carried(self, u: Tensor) -> Tensor:
+        assert self._to_model is not None
+        parts = in_double(u).split([self.stack.n, self.stack.m], dim=-2)
+        return torch.cat([part @ A for part, A in zip(parts, self._to_model, strict=True)], dim=-2)
+
+    def project_(self, c: Tensor) -> None:
+        """Project on the horizontal space."""
+        self._view(c).copy_(self.chart.project_coordinates(self._view(c)))
+
+    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+        """Draw a vector that depends on the orbit alone."""
+        # Already horizontal but for rounding, which in coordinates of weak directions is worth another projection.
+        c = self.chart.coordinates(self.chart.random(generator))
+        self._view(out).copy_(self.chart.project_coordinates(c))
+
+    def squares(self, c: Tensor) -> list[float]:
+        """Give the squared length of every pair's part."""
+        c = self._view(c)
+        lengths: list[float] = torch.linalg.vector_norm(c, dim=tuple(range(1, c.dim()))).tolist()
+        return [length**2 for length in lengths]
+
+    # -- motion --------------------------------------------------------------------------------------------------------
+
+    def retract(self, u: Tensor) -> Tensor:
+        """Follow the tangent vector u, differentiably, the way that the measure names."""
+        if self.measure.geodesic == "first-order":
+            return self.tangent.x + u
+        if self.measure.geodesic == "second-order":
+            return self.tangent.retr(u)
+        # The share is constant to autograd: beyond the boundary the retraction follows the vector's direction only.
+        share = (_INSIDE * self.tangent.exit_time(u.detach())).clamp_max(1)
+        return self.tangent.expmap(u * share[..., None, None])
+
+    def move_(self, out: Tensors, c: Tensor | None) -> None:
+        """Retract, and write the factors of every pair."""
+        if c is None:
+            end = self.tangent.x
+        elif self._fused:
+            end = self.tangent.retr_coordinates(self._scaled(c), out=self._view(self._memory.get(self.dim)))
+        else:
+            end = self.retract(self._vector(c))
+        self.stack.scatter_(end, out)
+
+    def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
+        """Pull back through the retraction, by its closed form or by autograd, and project."""
+        egrad = self.stack.gather(gradient, out=self._memory.get(self.dim)).to(self.tangent.x.dtype)
+        if at is not None and self._fused:
+            self.tangent.pullback_coordinates(self._scaled(at), egrad, self._factor, out=self._view(out))
+            return
+        if at is not None:
+            with torch.enable_grad():
+                u = self._vector(at).detach().requires_grad_()
+                (egrad,) = torch.autograd.grad(self.retract(u), u, egrad)
+        self._view(out).copy_(self.chart.project_coordinates(self.chart.dual_coordinates(egrad) * self._factor))
+
+    def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
+        """Follow the gradient in closed form: no projection, no coordinates."""
+        covector = self.stack.gather(gradient)
+        square, along = self.tangent.along_gradient(covector)
+        if self.measure.geodesic != "second-order":
+            u = self.tangent.egrad2rgrad(covector)
+
+            def along(t: float) -> Tensor:
+                return self.retract(t * u)
+
+        return square.sum() * self._factor**2, lambda t: self.stack.scatter_(along(t * self._factor**2), out)
+
+    @torch.no_grad()
+    def refresh(self, factorise: bool) -> None:
+        """Go to the model's own representative; the gauge may be an older one, well conditioned is enough."""
+        x = self.stack.gather()
+        gauge = self.tangent.gauge
+        if factorise or not bool(self.tangent.present.all()):
+            gauge = canonical_gauge(*self.manifold.unpack_tensor(in_double(x))).to(x.dtype)
+        self.tangent = self.manifold.at_gauge(gauge, x, tolerance=self._tolerance, moved=True)
+
+    # -- what the metric meets -----------------------------------------------------------------------------------------
+
+    def num_clamped(self) -> int:
+        """Count the directions that are present, but whose singular value the metric's floor replaces."""
+        return int((self.present & (self.sigma < self.measure.relaxation * self.sigma[..., :1])).sum())
+
+    def num_exited_pairs(self, c: Tensor) -> int:
+        """Count the pairs whose exact geodesic along c was shortened, lest it leave the manifold."""
+        if self.measure.geodesic != "exact":
+            return 0
+        return int(self.tangent.exit_time(self._vector(c)).isfinite().sum())
 
 
-def coverage(found: Sequence[PairStack]) -> dict[Tensor, Tensor]:
-    """Tell, entry by entry of every parameter that pairs touch, which of them belong to pairs."""
-    masks: dict[Tensor, Tensor] = {}
+class _Memory:
+    """Memory for one stack that is used again and again: fresh memory costs more than the arithmetic."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._held = torch.empty(0, dtype=dtype, device=device)
+
+    def get(self, size: int) -> Tensor:
+        if len(self._held) < size:
+            self._held = self._held.new_empty(size)
+        return self._held
+
+
+def build_blocks(
+    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor],
+    dtype: torch.dtype, *, at_model: bool = False,
+) -> list[Block]:  # fmt: skip
+    """Give the blocks of some parameters: single ones first, then stacks of pairs.
+
+    Parameters
+    ----------
+    model : nn.Module
+    measure : Measure
+        Says which pairs are divided out, and the metrics.
+    pairs : sequence of SymmetricPair, optional
+        By default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
+    parameters : mapping of str to Tensor
+        Those that move, by name.
+    dtype : torch.dtype
+        Of the coordinates.
+    at_model : bool
+        See :class:`PairBlock`.
+
+    Returns
+    -------
+    list of Block
+    """
+    found: list[PairStack] = []
+    if measure.divides:
+        known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
+        found = stacks(p for p in known if measure.symmetry in ("all", p.kind))
+    covered: dict[Tensor, Tensor] = {}
     for s in found:
         for p in s.parameters():
-            masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-        s.mark_(masks)
-    return masks
-
-
-def pieces(s: PairStack) -> list[PairStack]:
-    """Split a stack so that temporaries stay in a CPU's cache; fresh large ones cost more than the arithmetic."""
-    count = max(1, _PIECE // ((s.n + s.m) * s.group.h))
-    return [PairStack(s.pairs[i : i + count]) for i in range(0, len(s), count)]
-
-
-def stack_pairs(model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None) -> list[PairStack]:
-    """Stack the pairs that a measure takes modulo their symmetry."""
-    if not measure.divides:
-        return []
-    found = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
-    return stacks(p for p in found if measure.symmetry in ("all", p.kind))
-
-
-def build_pair_block(s: PairStack, measure: Measure, dtype: torch.dtype, start: int) -> PairBlock:
-    """Factorise a stack, in float64; what is worked with in canonical gauge is then rounded to a dtype."""
-    assert measure.pairs is not None
-    with torch.no_grad():
-        x = in_double(s.gather())
-        floor = measure.relaxation_kind == "floor"
-        manifold = s.manifold(measure.pairs, relaxation=measure.relaxation if floor else 0.0)
-        gauge = canonical_gauge(*manifold.unpack_tensor(x))
-        # A group move turns σ_i = 0 into rounding noise times its condition number, which mix would then divide by.
-        tolerance = torch.finfo(at_least_float32(s.pairs[0].G[0].tensor.dtype)).eps ** 0.5
-        present, back = gauge.present(tolerance), None
-        frame: GLTangentSpace | AdaptiveNorm
-        if not floor:
-            frame = tangent = additive_tangent_space(manifold, x, measure.relaxation)
-        elif measure.norm == "adaptive":
-            tangent = manifold.at_gauge(gauge, x, tolerance=tolerance)
-            frame = AdaptiveNorm(tangent)
-        else:
-            frame = tangent = manifold.at_gauge(gauge.to(dtype), tolerance=tolerance)
-            back = (gauge.A, gauge.A_inv)
-        point = geoopt.ManifoldParameter(tangent.x, manifold=manifold, requires_grad=False)
-        stop = start + point.numel() * (2 if point.is_complex() else 1)
-        return PairBlock(s, point, tangent, frame, gauge.sigma, present, back, slice(start, stop))
+            covered.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
+        s.mark_(covered)
+    device = next(iter(parameters.values())).device
+    if device.type == "cpu":
+        count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
+        found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
+    single: list[Block] = [
+        ElementwiseBlock(name, p, measure, dtype, covered.get(p))
+        for name, p in parameters.items()
+        if p not in covered or not bool(covered[p].all())
+    ]
+    kind: Any = pkgutil.resolve_name(measure.pair_block) if found else PairBlock
+    memory = _Memory(dtype, device)
+    return single + [kind(s, measure, dtype, memory, at_model=at_model) for s in found]

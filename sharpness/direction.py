@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
 
-from .blocks import build_pair_block
+from .blocks import build_blocks
 from .measures import Measure
-from .retractions import RETRACTIONS
-from .weights import half_precision_rest, named_weights, pointing_to, wide_buffers
+from .perturb import pointing_to
+from .weights import named_weights
 
 __all__ = ["Direction", "perturbed"]
 
@@ -92,7 +92,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     ------
     nn.Module
         The model. Its weights are restored, bit for bit, when the block ends, also by an exception. A half-precision
-        model is a float32 one within the block (see :meth:`WeightSpace.attached`) and takes float32 inputs.
+        model is a float32 one within the ``with`` block and takes float32 inputs.
 
     Raises
     ------
@@ -124,23 +124,12 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
                 f"the direction has a tensor {name!r} of shape {tuple(v.shape)}, which {type(model).__name__} lacks; "
                 "it belongs to another model"
             )
-    measure = direction.measure
+    moving = {name: parameters[name] for name in direction.tensors}
     with torch.no_grad():
-        moved: dict[Tensor, Tensor] = {
-            parameters[name]: parameters[name].detach().to(v.dtype) + t * v.to(parameters[name].device)
-            for name, v in direction.tensors.items()
-        }
-        if measure.divides and measure.geodesic != "first-order":
-            vectors: dict[Tensor, Tensor] = {
-                parameters[name]: v.to(parameters[name].device) for name, v in direction.tensors.items()
-            }
-            for s in stacks(_same_pairs(model, direction)):
-                b = build_pair_block(s, measure, torch.float64, 0)
-                u = b.from_model_gauge(t * s.gather(vectors).to(b.point.dtype))
-                end = RETRACTIONS[measure.geodesic][0](b.tangent, u, measure)
-                s.scatter_(b.to_model_gauge(end), moved)
-        half = any(parameters[name].dtype != v.dtype for name, v in direction.tensors.items())
-        if half:
-            moved.update(half_precision_rest(model, moved))
-    with pointing_to(moved), wide_buffers(model, half):
+        vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
+        moved: dict[Tensor, Tensor] = {p: torch.empty_like(v) for p, v in vector.items()}
+        pairs = _same_pairs(model, direction)
+        for block in build_blocks(model, direction.measure, pairs, moving, torch.float64, at_model=True):
+            block.move_(moved, t * block.coordinates(vector))
+    with pointing_to(model, moved):
         yield model

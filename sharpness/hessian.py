@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .space import WeightSpace
 
-__all__ = ["HessianOperator", "hutch_plus_plus", "largest_eigenvalues"]
+__all__ = ["HessianOperator", "hutchpp_trace", "largest_eigenvalues"]
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
@@ -40,7 +40,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 
     Attributes
     ----------
-    products : int
+    num_matvecs : int
         Number of products computed so far.
     shape : (int, int)
         (dim, dim).
@@ -72,7 +72,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
-        self.space, self.losses, self.products = space, losses, 0
+        self.space, self.losses, self.num_matvecs = space, losses, 0
         dtype = np.float64 if space.dtype == torch.float64 else np.float32
         super().__init__(dtype=dtype, shape=(space.dim, space.dim))
 
@@ -96,7 +96,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         Tensor
             (dim,), horizontal.
         """
-        self.products += 1
+        self.num_matvecs += 1
         with sdpa_kernel(SDPBackend.MATH):
             return self.space.hessian_product(self.losses, v)
 
@@ -152,7 +152,7 @@ def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int 
     return np.sort(values)[::-1][:count]
 
 
-def hutch_plus_plus(operator: HessianOperator, products: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
+def hutchpp_trace(operator: HessianOperator, num_matvecs: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
     r"""Estimate the trace from about so many products.
 
     .. math:: \operatorname{tr} A \approx \operatorname{tr}(Q^T A Q) + \operatorname{mean}_g\, g^T A g
@@ -163,7 +163,7 @@ def hutch_plus_plus(operator: HessianOperator, products: int = 30, *, seed: int 
     ----------
     operator : HessianOperator
         Attached, see there.
-    products : int
+    num_matvecs : int
         How many products with the Hessian, a multiple of 3 and at least 3; other numbers are rounded down.
     seed : int
         Of the random vectors.
@@ -188,11 +188,11 @@ def hutch_plus_plus(operator: HessianOperator, products: int = 30, *, seed: int 
     >>> space = WeightSpace(model, MEASURES["euclidean"])
     >>> with space.attached():
     ...     H = HessianOperator(space, lambda: (curvature * model.weight.square()).sum() / 2)
-    ...     trace, error = hutch_plus_plus(H, products=12)
+    ...     trace, error = hutchpp_trace(H, num_matvecs=12)
     >>> round(trace, 3), error < 1e-3
     (-1.0, True)
     """
-    each = max(1, products // 3)
+    each = max(1, num_matvecs // 3)
     generator = torch.Generator().manual_seed(seed)
     S = torch.stack([operator.product(operator.space.random(generator)) for _ in range(each)], dim=1)
     Q = torch.linalg.qr(S)[0]
@@ -202,5 +202,5 @@ def hutch_plus_plus(operator: HessianOperator, products: int = 30, *, seed: int 
         g = operator.space.random(generator)
         g = g - Q @ (Q.T @ g)
         rest.append(float(g @ operator.product(g)))
-    spread = float(np.std(rest, ddof=1) / np.sqrt(each)) if each > 1 else None
-    return total + float(np.mean(rest)), spread
+    std_error = float(np.std(rest, ddof=1) / np.sqrt(each)) if each > 1 else None
+    return total + float(np.mean(rest)), std_error

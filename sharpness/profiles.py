@@ -31,7 +31,7 @@ class Profile:
     lengths : tuple of float
         Signed distance from the weights, in the measure's metric.
     losses : dict of str to tuple of float
-        By the way that was taken: ``"second-order"``, ``"exact"`` or ``"rk4"`` geodesic, ``"first-order"`` is the
+        By the way that was taken: ``"second-order"`` or ``"exact"`` geodesic, ``"first-order"`` is the
         straight line.
     radius : float
         Length of the direction.

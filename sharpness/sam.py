@@ -6,50 +6,20 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, GLTangentSpace, canonical_gauge
-from quotient_manifolds.linalg import at_least_float32, in_double
-from quotient_manifolds.symmetries import PairStack, SymmetricPair
+from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.symmetries import SymmetricPair
 
-from .blocks import coverage, pieces, stack_pairs
-from .measures import Measure, measure_with
-from .retractions import RETRACTIONS
+from .blocks import build_blocks
+from .measures import Measure, get_measure
 from .weights import trainable
 
 __all__ = ["GeodesicSAM"]
-
-
-@dataclass
-class _Stack:
-    """Pairs of equal shape, and the gauge in which their Gram matrices were well conditioned when last looked at."""
-
-    pairs: PairStack
-    manifold: GLQuotientInv | GLQuotientMix
-    gauge: Gauge | None = None
-
-    def refresh(self, x: Tensor) -> None:
-        wide = in_double(x)
-        self.gauge = canonical_gauge(*self.manifold.unpack_tensor(wide)).to(x.dtype)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all directions were there."""
-        return self.gauge is not None and bool(self.gauge.present(self.tolerance).all())
-
-    @property
-    def tolerance(self) -> float:
-        return float(torch.finfo(at_least_float32(self.pairs.pairs[0].G[0].tensor.dtype)).eps ** 0.5)
-
-
-def _along(retract: Callable[..., Tensor], tangent: GLTangentSpace, v: Tensor, measure: Measure, t: float) -> Tensor:
-    return retract(tangent, t * v, measure)
 
 
 class _Restore:
@@ -99,8 +69,7 @@ class GeodesicSAM(Optimizer):
     Raises
     ------
     ValueError
-        Half-precision weights; a measure with another norm, case or kind of relaxation; ρ not positive; ``refresh``
-        below 1.
+        Half-precision weights; a measure whose ball is not round; ρ not positive; ``refresh`` below 1.
 
     Notes
     -----
@@ -162,9 +131,9 @@ class GeodesicSAM(Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
         if isinstance(rho, bool) or not isinstance(rho, (int, float)):
             raise TypeError(f"rho must be a number, got {rho!r}")
-        how = measure_with(measure)
-        if how.case != "worst" or how.p != 2 or how.norm != "metric" or how.relaxation_kind != "floor":
-            raise ValueError(f"GeodesicSAM takes measures of the worst case in their own metric, not {how.name!r}")
+        measure = get_measure(measure)
+        if measure.ball_norm != 2:
+            raise ValueError(f"GeodesicSAM takes measures with the round ball, ball_norm=2, not {measure.name!r}")
         if not 0 < rho < math.inf:
             raise ValueError(f"rho must be positive, got {rho}; without perturbation use the base optimiser itself")
         if isinstance(refresh, bool) or not isinstance(refresh, int):
@@ -179,12 +148,10 @@ class GeodesicSAM(Optimizer):
                     "keep the weights in float32 and train under torch.autocast"
                 )
         self.model, self.base_optimizer = model, base_optimizer
-        self.rho, self.measure, self.refresh = float(rho), how, refresh
-        found = [piece for s in stack_pairs(model, how, pairs) for piece in pieces(s)]
-        assert how.pairs is not None or not found
-        self._stacks = [_Stack(s, s.manifold(how.pairs or "inv", relaxation=how.relaxation)) for s in found]
-        self._covered = coverage(found)
-        self._count = 0
+        self.rho, self.measure, self.refresh = float(rho), measure, refresh
+        dtype = next(iter(self._parameters.values())).dtype
+        self._blocks = build_blocks(model, measure, pairs, self._parameters, dtype)
+        self._count, self._stale = 0, False
         self._original: dict[Tensor, Tensor] = {}
         self._work: dict[Tensor, Tensor] = {}
         self._pending = False
@@ -251,49 +218,22 @@ class GeodesicSAM(Optimizer):
 
     def _moved(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Compute the perturbed weights; nothing for a gradient without direction."""
-        squares: list[Tensor] = []
-        adaptive = self.measure.elementwise == "adaptive"
-        single = [p for p in gradients if p not in self._covered or not bool(self._covered[p].all())]
-        for p in (*gradients, *self._covered):
+        for p in self._parameters.values():
             if p not in self._work:  # kept: fresh memory costs more than the arithmetic
                 self._work[p] = torch.empty_like(p)
-        chosen = set(single)
-        for p in single:
-            g, mask = gradients[p], self._covered.get(p)
-            scaled = torch.mul(g, p, out=self._work[p]) if adaptive else g
-            if mask is not None:
-                scaled = self._work[p].copy_(scaled).masked_fill_(mask, 0)
-            squares.append(torch.linalg.vector_norm(scaled).square())
-        ends: list[tuple[_Stack, Callable[[float], Tensor]]] = []
-        for s in self._stacks:
-            x = s.pairs.gather()
-            if self._count % self.refresh == 0 or not s.complete:
-                s.refresh(x)
-            assert s.gauge is not None
-            tangent = s.manifold.at_gauge(s.gauge, x, tolerance=s.tolerance, moved=True)
-            covector = s.pairs.gather(gradients)
-            square, along = tangent.along_gradient(covector)
-            squares.append(square.sum())
-            if self.measure.geodesic != "second-order":
-                retract, vector = RETRACTIONS[self.measure.geodesic][0], tangent.egrad2rgrad(covector)
-                along = partial(_along, retract, tangent, vector, self.measure)
-            ends.append((s, along))
-        self._count += 1
-        norm = float(torch.stack([v.double() if v.device.type != "mps" else v for v in squares]).sum().sqrt())
+        factorise = self._count % self.refresh == 0 or self._stale
+        steps = []
+        for block in self._blocks:
+            block.refresh(factorise)
+            steps.append(block.climb(gradients, self._work))
+        self._count, self._stale = self._count + 1, False
+        squares = torch.stack([s.double() if s.device.type != "mps" else s for s, _ in steps])
+        norm = float(squares.sum().sqrt())
         if not 0 < norm < math.inf:
             return {}
-        length = self.rho / norm / self.measure.metric_scale**0.5
-        moved = {p: self._work[p] for p in self._work if p in gradients or p in self._covered}
-        for p, out in moved.items():
-            if p not in chosen:
-                out.copy_(p)
-            elif adaptive:
-                torch.addcmul(p, out, p, value=length, out=out)
-            else:
-                torch.add(p, out if p in self._covered else gradients[p], alpha=length, out=out)
-        for s, along in ends:
-            s.pairs.scatter_(along(length), moved)
-        return moved
+        for _, move in steps:
+            move(self.rho / norm)
+        return self._work
 
     def restore(self) -> None:
         """Put the weights back where they were; harmless at any time."""
@@ -417,6 +357,4 @@ class GeodesicSAM(Optimizer):
         """
         self.restore()
         self.base_optimizer.load_state_dict(state_dict["base"])
-        self._count, self._pending = state_dict["count"], False
-        for s in self._stacks:
-            s.gauge = None
+        self._count, self._pending, self._stale = state_dict["count"], False, True

@@ -1,17 +1,13 @@
-"""A model's weights: which are trainable, and how parameters point to other data for a while."""
+"""A model's trainable weights by name, after a look at what cannot be measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from torch import nn
 
-from torch import Tensor, nn
-
-from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import is_sharded
 from quotient_manifolds.symmetries.pairs import check_model
 
-__all__ = ["half_precision_rest", "named_weights", "pointing_to", "trainable", "wide_buffers"]
+__all__ = ["named_weights", "trainable"]
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -50,57 +46,3 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         if not bool(p.detach().isfinite().all()):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load a sound checkpoint")
     return found
-
-
-def half_precision_rest(model: nn.Module, known: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Copy in float32 the parameters that are not among those known and are narrower."""
-    return {
-        p: p.data.to(at_least_float32(p.dtype))
-        for p in model.parameters()
-        if p not in known and p.is_floating_point() and p.dtype != at_least_float32(p.dtype)
-    }
-
-
-@contextmanager
-def wide_buffers(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Replace half-precision buffers by float32 ones for a while."""
-    narrow = [
-        (m, name, b)
-        for m in (model.modules() if wanted else ())
-        for name, b in m._buffers.items()
-        if b is not None and b.is_floating_point() and b.dtype != at_least_float32(b.dtype)
-    ]
-
-    def put_back() -> None:
-        for m, name, b in narrow:
-            m._buffers[name] = b
-
-    try:
-        try:
-            for m, name, b in narrow:
-                m._buffers[name] = b.to(at_least_float32(b.dtype))
-            yield
-        finally:
-            put_back()
-    finally:
-        put_back()
-
-
-@contextmanager
-def pointing_to(data: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Let parameters point to other data; the original storage is untouched and comes back on every way out."""
-    original = {p: p.data for p in data}
-
-    def put_back() -> None:
-        for p, before in original.items():
-            p.data = before
-
-    try:
-        try:
-            for p, replacement in data.items():
-                p.data = replacement
-            yield
-        finally:  # cut short by an interrupt, it is done again
-            put_back()
-    finally:
-        put_back()

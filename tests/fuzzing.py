@@ -80,7 +80,7 @@ SWEEP = {"checkpoints": [{"path": "zoo/*.pt", "model": "mine:model"}], "data": {
          "rho": {"adaptive": [0.1, 0.3]},
          "ablations": [{}, {"p": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
          "initial": "zoo/net0.pt",
-         "steps": 2, "tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
+         "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "normalize_logits": False,
          "device": "cpu"}
 YAML = ["tol: 1e-3", "rho: 1e-3", "data: &a [*a]", "\t", "steps: !!python/object:os.system x", "? [a]\n: b", "1: 2"]
@@ -597,9 +597,9 @@ def calls(rng, world):
     net, inputs = (lambda m, b: m(b[0]).sum()), {"model": model, "batches": [batch, batch]}
     adam = {"params": list(model.parameters()), "pairs": pairs, **how}
     measured = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2, progress=False)
-    measuring = {**inputs, "loss_fn": None, "measure": "geodesic-inv", "rho": 0.1, "steps": 2, "tol": 1e-3,
+    measuring = {**inputs, "loss_fn": None, "measure": "geodesic-inv", "rho": 0.1, "steps": 2, "relative_tol": 1e-3,
                  "ascent": "power", "restarts": 0,
-                 "samples": 2, "seed": 0, "geodesic": None, "norm": None, "symmetry": None, "relaxation": None,
+                 "num_samples": 2, "seed": 0, "geodesic": None, "norm": None, "symmetry": None, "relaxation": None,
                  "case": None, "p": None,
                  "relaxation_kind": None, "normalize_logits": False, "micro_batch": None, "pairs": None,
                  "verify": False,
@@ -637,7 +637,7 @@ def calls(rng, world):
         (comparison.compare, {"rows": rows.read_results("done"), "target": "gap", "resamples": 20, "seed": 0,
                               "every_radius": True}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
-        (measures.measure_with, {"name": "geodesic-inv", "geodesic": None, "norm": None, "p": None,
+        (measures.get_measure, {"name": "geodesic-inv", "geodesic": None, "norm": None, "p": None,
                                  "relaxation": None}),
     ]
     special = {

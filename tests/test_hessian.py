@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import sharpness
 from quotient_manifolds.symmetries import Group, apply_random_symmetry_, block, pair
-from sharpness.hessian import HessianOperator, hutch_plus_plus, largest_eigenvalues
-from sharpness.measures import MEASURES, measure_with
+from sharpness.hessian import HessianOperator, hutchpp_trace, largest_eigenvalues
+from sharpness.measures import MEASURES, get_measure
 
 from . import networks
 
@@ -34,7 +34,7 @@ def test_second_derivative_along_exact_geodesics(trained, metric):
     model, _, (x, y) = trained
     how = MEASURES[metric]
     space = sharpness.WeightSpace(model, how)
-    exact = sharpness.WeightSpace(model, measure_with(how, geodesic="exact") if how.pairs else how)
+    exact = sharpness.WeightSpace(model, get_measure(how, geodesic="exact") if how.divides else how)
     v = space.random(torch.Generator().manual_seed(1))
     v = v / v.norm()
     with space.attached():
@@ -59,46 +59,57 @@ def test_symmetric_and_zero_off_the_horizontal_space(trained, metric):
         u, v = (space.random(generator) for _ in range(2))
         assert float(u @ H.product(v)) == pytest.approx(float(v @ H.product(u)), rel=1e-9)
         ambient = torch.randn(space.dim, generator=generator)
-        off = ambient - space._projected(ambient)
+        off = ambient - space.project(ambient)
         assert off.norm() > 0.1
         assert H.product(off).norm() < 1e-10 * H.product(ambient).norm()
         as_numpy = H.matvec(v.numpy())
         np.testing.assert_allclose(as_numpy, H.product(v).numpy())
-        assert H.products == 6
+        assert H.num_matvecs == 6
 
 
 @pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
 def test_spectrum_is_invariant_also_where_the_gradient_is_not_zero(trained, metric):
     model, twin, batch = trained
-    options = {"case": "hessian", "samples": 12}
-    one, two = (sharpness.evaluate(m, [batch], measure=metric, **options).batches[0] for m in (model, twin))
-    assert one.value == pytest.approx(two.value, rel=1e-6)
+
+    def of(m, measure):
+        return sharpness.hessian(m, [batch], measure=measure, num_matvecs=12)
+
+    one, two = (of(m, metric) for m in (model, twin))
+    assert one.max_eigenvalue == pytest.approx(two.max_eigenvalue, rel=1e-6)
     assert one.trace == pytest.approx(two.trace, rel=1e-6)
     for baseline in ("euclidean", "adaptive"):
-        plain, moved = (sharpness.evaluate(m, [batch], measure=baseline, **options).batches[0] for m in (model, twin))
-        assert abs(moved.value / plain.value - 1) > 0.1
+        plain, moved = (of(m, baseline) for m in (model, twin))
+        assert abs(moved.max_eigenvalue / plain.max_eigenvalue - 1) > 0.1
         assert abs(moved.trace / plain.trace - 1) > 0.1
     # Without the acceleration the second derivative along straight lines depends on the representative.
-    straight = [
-        sharpness.evaluate(m, [batch], measure=metric, geodesic="first-order", norm="adaptive", **options).value
-        for m in (model, twin)
-    ]
-    assert abs(straight[1] / straight[0] - 1) > 1e-3
+    straight = sharpness.get_measure(
+        metric, geodesic="first-order", pair_block="reproduction.adaptive_norm:AdaptiveNormBlock"
+    )
+    one, two = (of(m, straight).max_eigenvalue for m in (model, twin))
+    assert abs(two / one - 1) > 1e-3
 
 
-def test_by_name_and_in_pieces(trained):
+def test_results_and_pieces(trained):
     model, _, batch = trained
-    result = sharpness.evaluate(model, [batch], measure="riemannian-hessian", samples=9)
-    assert "largest eigenvalue" in str(result)
-    assert result.batches[0].trace is not None
-    assert result.to_dict()["batches"][0]["trace"] == result.batches[0].trace
-    pieces = sharpness.evaluate(model, [batch], measure="riemannian-hessian", samples=9, micro_batch=5)
-    assert pieces.value == pytest.approx(result.value, rel=1e-9)
-    assert pieces.batches[0].trace == pytest.approx(result.batches[0].trace, rel=1e-9)
-    euclidean = sharpness.evaluate(model, [batch], measure="euclidean-hessian", samples=9)
-    assert euclidean.value != result.value
-    with pytest.raises(ValueError, match="has no radius"):
-        sharpness.evaluate(model, [batch], measure="riemannian-hessian", rho=0.1)
+    result = sharpness.hessian(model, [batch], num_matvecs=9)
+    assert "geodesic-inv Hessian of ViTForImageClassification: largest eigenvalue" in str(result)
+    assert result.to_dict()["batches"][0]["trace"] == result.trace is not None
+    pieces = sharpness.hessian(model, [batch], num_matvecs=9, micro_batch=5)
+    assert pieces.max_eigenvalue == pytest.approx(result.max_eigenvalue, rel=1e-9)
+    assert pieces.trace == pytest.approx(result.trace, rel=1e-9)
+    assert sharpness.hessian(model, [batch], num_matvecs=9, measure="euclidean").trace != result.trace
+    exact = sharpness.get_measure("geodesic-inv", geodesic="exact")
+    assert sharpness.hessian(model, [batch], measure=exact, num_matvecs=9).trace == result.trace
+    with pytest.raises(ValueError, match="num_matvecs must be a whole number of at least 1, got 0"):
+        sharpness.hessian(model, [batch], num_matvecs=0)
+
+
+def test_gradient_norms(trained):
+    model, _, batch = trained
+    result = sharpness.gradient_norm(model, [batch, batch])
+    assert "gradient norm of ViTForImageClassification in the metric of geodesic-inv" in str(result)
+    assert [b.passes for b in result.batches] == [1, 1]
+    assert result.trace is result.max_eigenvalue is None
 
 
 def test_eigenvalues_and_trace_of_a_dense_matrix():
@@ -113,7 +124,7 @@ def test_eigenvalues_and_trace_of_a_dense_matrix():
             dense = np.stack([H.matvec(e) for e in np.eye(space.dim)])
             values = np.linalg.eigvalsh(dense)[::-1]
             np.testing.assert_allclose(largest_eigenvalues(H, 3, tol=1e-10), values[:3], rtol=1e-8)
-            traces = [hutch_plus_plus(H, 24, seed=s)[0] for s in range(40)]
+            traces = [hutchpp_trace(H, 24, seed=s)[0] for s in range(40)]
         names = dict(model.named_parameters())
 
         def loss(p, names=names):
@@ -148,9 +159,9 @@ def test_the_scalar_network():
 
     beta, r = g * h, g * h * x - y
     # d²/dt² (βe^{2Bt}x − y)² at 0 with 2B² = 1: 2 (2Bβx)² + 2 r (2B)² β x.
-    inv = sharpness.evaluate(model, [batch], loss, measure="riemannian-hessian", pairs=[only]).batches[0]
-    assert inv.value == pytest.approx(4 * (beta * x) ** 2 + 4 * r * beta * x, rel=1e-9)
+    inv = sharpness.hessian(model, [batch], loss, pairs=[only])
+    assert inv.max_eigenvalue == pytest.approx(4 * (beta * x) ** 2 + 4 * r * beta * x, rel=1e-9)
     # β(1 + 2Bt) with 2β²B² = 1: 2 (2Bβx)² = 4x².
-    mix = sharpness.evaluate(model, [batch], loss, measure="geodesic-mix", case="hessian", pairs=[only]).batches[0]
-    assert mix.value == pytest.approx(4 * x**2, rel=1e-9)
+    mix = sharpness.hessian(model, [batch], loss, measure="geodesic-mix", pairs=[only])
+    assert mix.max_eigenvalue == pytest.approx(4 * x**2, rel=1e-9)
     assert mix.trace == pytest.approx(4 * x**2, rel=1e-6)

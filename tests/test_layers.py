@@ -76,9 +76,9 @@ def test_several_batches_and_radii_and_the_table():
     model = networks.vit()
     batches = [networks.images(seed=s) for s in (0, 1)]
     result = sharpness.evaluate(model, batches, rho=[0.01, 0.05], progress=False)
-    with pytest.raises(KeyError, match="several radii"):
+    with pytest.raises(ValueError, match="several radii"):
         result.by_layer()
-    found = result.by_layer(0.05)
+    found = result[0.05].by_layer()
     assert sum(s.share for s in found) == pytest.approx(1)
     single = sharpness.evaluate(model, batches[:1], rho=0.05, progress=False).by_layer()
     assert [s.share for s in found] != pytest.approx([s.share for s in single], rel=1e-3)
@@ -112,8 +112,8 @@ def test_a_direction_without_length():
     assert layer_shares([direction, still]) == layer_shares([direction])
     with pytest.raises(ValueError, match="the loss did not rise at this radius"):
         layer_shares([still])
-    average = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, case="average", progress=False)
-    with pytest.raises(KeyError, match="no worst direction for case='average'"):
+    average = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, statistic="average", progress=False)
+    with pytest.raises(KeyError, match="no worst direction for statistic='average'"):
         average.by_layer()
 
 

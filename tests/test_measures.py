@@ -11,9 +11,24 @@ from torch.nn import functional as F
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
-from sharpness.measures import MEASURES, Measure, measure_with
+from reproduction.runge_kutta import RungeKuttaBlock
+from sharpness import MEASURES, Measure, get_measure
 
 from . import networks
+
+#: Blocks of one's own, as ablations have them.
+ADAPTIVE = "reproduction.adaptive_norm:AdaptiveNormBlock"
+ADDITIVE = "reproduction.relaxation:AdditiveBlock"
+RK4 = "reproduction.runge_kutta:RungeKuttaBlock"
+FINE, COARSE = f"{__name__}:FineBlock", f"{__name__}:CoarseBlock"
+
+
+class FineBlock(RungeKuttaBlock):
+    substeps = 8
+
+
+class CoarseBlock(RungeKuttaBlock):
+    substeps = 1
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +42,12 @@ def trained():
     return model, twin, batch
 
 
-def values(trained, **options):
-    """Value of the model and of its twin on the same orbit."""
+def values(trained, measure="geodesic-inv", **options):
+    """Value of the model and of its twin on the same orbit, with changes of the measure among the options."""
     model, twin, batch = trained
-    options = {"rho": 0.1, "steps": 8, "tol": 0, "progress": False, **options}
-    return tuple(sharpness.evaluate(m, [batch], **options).value for m in (model, twin))
+    changes = {k: options.pop(k) for k in list(options) if k in ("geodesic", "symmetry", "relaxation", "pair_block")}
+    options = {"measure": get_measure(measure, **changes), "rho": 0.1, "steps": 8, "relative_tol": 0, **options}
+    return tuple(float(sharpness.evaluate(m, [batch], **options)) for m in (model, twin))
 
 
 # -- symmetry ----------------------------------------------------------------------------------------------------------
@@ -51,12 +67,13 @@ def test_symmetry_of_one_kind(trained):
         # Only what is divided out may be moved.
         moved = copy.deepcopy(model)
         apply_random_symmetry_(moved, 30.0, seed=1, pairs=[p for p in find_symmetric_pairs(moved) if p.kind == kind])
-        same = sharpness.evaluate(moved, [batch], rho=0.1, steps=8, tol=0, symmetry=kind).value
+        same = values((moved, moved, batch), symmetry=kind)[0]
         assert same == pytest.approx(half[0], rel=1e-8)
-        unlike = sharpness.evaluate(moved, [batch], rho=0.1, steps=8, tol=0, symmetry=other).value
+        unlike = values((moved, moved, batch), symmetry=other)[0]
         assert abs(unlike / values(trained, symmetry=other)[0] - 1) > 0.01
-        kinds = {p.kind for p in sharpness.evaluate(model, [batch], rho=0.1, steps=1, symmetry=kind).direction(0).pairs}
-        assert kinds == {kind}
+        of_kind = get_measure("geodesic-inv", symmetry=kind)
+        found = sharpness.evaluate(model, [batch], measure=of_kind, rho=0.1, steps=1).direction(0).pairs
+        assert {p.kind for p in found} == {kind}
 
 
 # -- geodesic ----------------------------------------------------------------------------------------------------------
@@ -66,12 +83,12 @@ def test_symmetry_of_one_kind(trained):
 def test_runge_kutta_geodesics(trained, metric, rho):
     model, _twin, batch = trained
     base = MEASURES[f"geodesic-{metric}"]
-    fine, coarse = (values(trained, measure=replace(base, geodesic="rk4", substeps=k), rho=rho) for k in (8, 1))
+    fine, coarse = (values(trained, measure=replace(base, pair_block=block), rho=rho) for block in (FINE, COARSE))
     assert fine[0] == pytest.approx(fine[1], rel=1e-8)
     second = values(trained, measure=base, rho=rho)[0]
     assert 0 < abs(coarse[0] - fine[0]) < abs(second - fine[0])
     # The direction that is handed out leads to the loss that was reported.
-    result = sharpness.evaluate(model, [batch], measure=base, geodesic="rk4", rho=rho, steps=4)
+    result = sharpness.evaluate(model, [batch], measure=replace(base, pair_block=RK4), rho=rho, steps=4)
     with sharpness.perturbed(model, result.direction(0)), torch.no_grad():
         loss = float(F.cross_entropy(model(batch[0]).logits, batch[1]))
     assert loss == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
@@ -80,16 +97,16 @@ def test_runge_kutta_geodesics(trained, metric, rho):
 @pytest.mark.parametrize(
     "how",
     [
-        replace(MEASURES["geodesic-inv"], geodesic="rk4", substeps=2),
-        replace(MEASURES["geodesic-mix"], geodesic="rk4", substeps=2),
+        replace(MEASURES["geodesic-inv"], pair_block=RK4),
+        replace(MEASURES["geodesic-mix"], pair_block=RK4),
         replace(MEASURES["geodesic-inv"], geodesic="exact"),
         replace(MEASURES["geodesic-mix"], geodesic="exact"),
-        replace(MEASURES["geodesic-mix"], norm="adaptive"),
-        replace(MEASURES["geodesic-inv"], norm="adaptive", geodesic="first-order"),
-        replace(MEASURES["geodesic-inv"], relaxation=0.01, relaxation_kind="additive"),
-        replace(MEASURES["geodesic-mix"], relaxation=0.01, relaxation_kind="additive"),
+        replace(MEASURES["geodesic-mix"], pair_block=ADAPTIVE),
+        replace(MEASURES["geodesic-inv"], pair_block=ADAPTIVE, geodesic="first-order"),
+        replace(MEASURES["geodesic-inv"], relaxation=0.01, pair_block=ADDITIVE),
+        replace(MEASURES["geodesic-mix"], relaxation=0.01, pair_block=ADDITIVE),
     ],
-    ids=lambda m: f"{m.pairs}-{m.geodesic}-{m.norm}-{m.relaxation_kind}",
+    ids=lambda m: f"{m.pair_metric}-{m.geodesic}-{m.pair_block.split(':')[1]}",
 )
 def test_gradients_of_the_pulled_back_loss(trained, how):
     """By central differences along horizontal vectors."""
@@ -116,14 +133,14 @@ def test_exact_geodesics(trained, metric, rho):
     base = MEASURES[f"geodesic-{metric}"]
     exact = values(trained, measure=base, geodesic="exact", rho=rho)
     assert exact[0] == pytest.approx(exact[1], rel=1e-8)
-    fine = values(trained, measure=replace(base, geodesic="rk4", substeps=8), rho=rho)[0]
+    fine = values(trained, measure=replace(base, pair_block=FINE), rho=rho)[0]
     assert exact[0] == pytest.approx(fine, rel=1e-5)
     assert abs(exact[0] - values(trained, measure=base, rho=rho)[0]) > 10 * abs(exact[0] - fine)
-    result = sharpness.evaluate(model, [batch], measure=base, geodesic="exact", rho=rho, steps=4)
+    result = sharpness.evaluate(model, [batch], measure=replace(base, geodesic="exact"), rho=rho, steps=4)
     with sharpness.perturbed(model, result.direction(0)), torch.no_grad():
         loss = float(F.cross_entropy(model(batch[0]).logits, batch[1]))
     assert loss == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
-    assert result.batches[0].leaving == 0
+    assert result.batches[0].num_exited_pairs == 0
 
 
 def test_geodesics_that_would_leave_the_manifold_are_shortened():
@@ -135,13 +152,13 @@ def test_geodesics_that_would_leave_the_manifold_are_shortened():
     def loss(model, batch):
         return -F.mse_loss(model(batch[0], batch[0], batch[0], need_weights=False)[0], batch[1])
 
-    options = {"measure": "geodesic-mix", "geodesic": "exact", "tol": 0, "steps": 10}
+    options = {"measure": get_measure("geodesic-mix", geodesic="exact"), "relative_tol": 0, "steps": 10}
     far = sharpness.evaluate(model, [(x, y)], loss, rho=3.0, **options)
-    assert far.batches[0].leaving > 0
+    assert far.batches[0].num_exited_pairs > 0
     assert "geodesic would leave the manifold; it was shortened" in str(far)
-    assert math.isfinite(far.value)
+    assert math.isfinite(float(far))
     near = sharpness.evaluate(model, [(x, y)], loss, rho=1e-3, **options)
-    assert near.batches[0].leaving == 0
+    assert near.batches[0].num_exited_pairs == 0
     with sharpness.perturbed(model, far.direction(0)), torch.no_grad():
         assert float(loss(model, (x, y))) == pytest.approx(far.batches[0].worst_loss, rel=1e-6)
 
@@ -152,7 +169,8 @@ def test_geodesics_that_would_leave_the_manifold_are_shortened():
 @pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
 def test_adaptive_norm_of_horizontal_vectors(trained, metric):
     model, _, batch = trained
-    result = sharpness.evaluate(model, [batch], measure=metric, norm="adaptive", rho=0.1, steps=5, tol=0)
+    measure = get_measure(metric, pair_block=ADAPTIVE)
+    result = sharpness.evaluate(model, [batch], measure=measure, rho=0.1, steps=5, relative_tol=0)
     direction = result.direction(0)
     parameters = dict(model.named_parameters())
     square = sum(float((v / parameters[n].detach()).square().sum()) for n, v in direction.tensors.items())
@@ -162,7 +180,7 @@ def test_adaptive_norm_of_horizontal_vectors(trained, metric):
         manifold, x = pair.manifold(metric.removeprefix("geodesic-")), pair.gather().detach()
         u = torch.cat([by_parameter[b.tensor].as_strided(b.size, b.stride, b.offset) for b in pair.G + pair.H])
         assert float((manifold.proju(x, u) - u).norm()) < 1e-7 * float(u.norm())
-    one, two = values(trained, measure=metric, norm="adaptive")
+    one, two = values(trained, measure=metric, pair_block=ADAPTIVE)
     assert abs(one / two - 1) > 0.05  # it is the metric's norm that makes the measure invariant
 
 
@@ -175,9 +193,9 @@ def test_relaxation(trained, metric):
     floor = values(trained, measure=metric, rho=0.02, relaxation=0.3)
     assert floor[0] == pytest.approx(floor[1], rel=1e-8)
     assert abs(floor[0] / exact[0] - 1) > 1e-3
-    tiny = values(trained, measure=metric, rho=0.02, relaxation=1e-12, relaxation_kind="additive")
+    tiny = values(trained, measure=metric, rho=0.02, relaxation=1e-12, pair_block=ADDITIVE)
     assert tiny[0] == pytest.approx(exact[0], rel=1e-6)
-    large = values(trained, measure=metric, rho=0.02, relaxation=0.1, relaxation_kind="additive")
+    large = values(trained, measure=metric, rho=0.02, relaxation=0.1, pair_block=ADDITIVE)
     assert abs(large[0] / large[1] - 1) > 0.01
 
 
@@ -188,14 +206,15 @@ def test_directions_at_the_floor_are_counted(trained):
         for p in find_symmetric_pairs(model)
     ]
     expected = sum(int((s < 0.2 * s[0]).sum()) for s in sigma)
-    result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1, relaxation=0.2)
-    assert result.floored == expected > 0
+    relaxed = get_measure("geodesic-mix", relaxation=0.2)
+    result = sharpness.evaluate(model, [batch], measure=relaxed, rho=0.01, steps=1)
+    assert result.num_clamped == expected > 0
     assert f"floor replaces {expected} singular values" in str(result)
-    assert result.to_dict()["floored_directions"] == expected
-    assert sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1).floored == 0
+    assert result.to_dict()["num_clamped"] == expected
+    assert sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1).num_clamped == 0
 
 
-# -- case and p --------------------------------------------------------------------------------------------------------
+# -- statistic and ball --------------------------------------------------------------------------------------------------------
 
 
 def test_average_case_of_a_quadratic_is_half_the_trace():
@@ -206,12 +225,12 @@ def test_average_case_of_a_quadratic_is_half_the_trace():
         w = model.weight[0]
         return 0.5 * w @ H @ w
 
-    options = {"rho": 0.1, "case": "average", "samples": 4000}
+    options = {"rho": 0.1, "statistic": "average", "num_samples": 4000}
     plain = sharpness.evaluate(model, [0], loss, measure="euclidean", **options).batches[0]
-    assert plain.value == pytest.approx(0.5 * 0.1**2 * float(H.trace()), abs=4 * plain.spread)
+    assert plain.value == pytest.approx(0.5 * 0.1**2 * float(H.trace()), abs=4 * plain.std_error)
     w = model.weight.detach()[0]
     scaled = sharpness.evaluate(model, [0], loss, measure="adaptive", **options).batches[0]
-    assert scaled.value == pytest.approx(0.5 * 0.1**2 * float(w**2 @ H.diagonal()), abs=4 * scaled.spread)
+    assert scaled.value == pytest.approx(0.5 * 0.1**2 * float(w**2 @ H.diagonal()), abs=4 * scaled.std_error)
     assert plain.passes == 4001
     assert len(plain.history) == 4000
 
@@ -219,42 +238,39 @@ def test_average_case_of_a_quadratic_is_half_the_trace():
 @pytest.mark.parametrize("metric", ["geodesic-inv", "geodesic-mix"])
 def test_average_case_and_gradient_norm_are_invariant(trained, metric):
     rho = 0.01 if metric == "geodesic-inv" else 0.002
-    one, two = values(trained, measure=metric, case="average", rho=rho)
+    one, two = values(trained, measure=metric, statistic="average", rho=rho)
     assert one == pytest.approx(two, rel=1e-6)
-    one, two = values(trained, measure="adaptive", case="average", rho=rho)
+    one, two = values(trained, measure="adaptive", statistic="average", rho=rho)
     assert abs(one / two - 1) > 0.01
-    one, two = values(trained, measure=metric, case="gradient-norm", rho=None)
+    one, two = (sharpness.gradient_norm(m, [trained[2]], measure=metric).gradient_norm for m in trained[:2])
     assert one == pytest.approx(two, rel=1e-8)
     small = values(trained, measure=metric, rho=1e-4)[0] / 1e-4
     assert small == pytest.approx(one, rel=0.02)
-    one, two = values(trained, measure="adaptive", case="gradient-norm", rho=None)
+    one, two = (sharpness.gradient_norm(m, [trained[2]], measure="adaptive").gradient_norm for m in trained[:2])
     assert abs(one / two - 1) > 0.01
-
-
-def test_gradient_norm_by_name(trained):
-    model, _, batch = trained
-    result = sharpness.evaluate(model, [batch], measure="gradient-norm")
-    assert result.value == values(trained, case="gradient-norm", rho=None)[0]
-    assert "gradient norm of ViTForImageClassification" in str(result)
-    assert result.batches[0].passes == 1
-    with pytest.raises(KeyError, match="no direction"):
-        result.direction(0)
 
 
 @pytest.mark.parametrize("ascent", ["power", "apgd"])
 def test_the_cube(trained, ascent):
     model, _, (x, y) = trained
     result = sharpness.evaluate(
-        model, [(x, y)], measure="adaptive", p=math.inf, rho=1e-5, steps=5, tol=0, ascent=ascent, restarts=1
+        model,
+        [(x, y)],
+        measure=get_measure("adaptive", ball_norm=math.inf),
+        rho=1e-5,
+        steps=5,
+        relative_tol=0,
+        ascent=ascent,
+        restarts=1,
     )
     loss = F.cross_entropy(model(x).logits, y)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     slope = sum(float((g * p.detach()).abs().sum()) for g, p in zip(gradients, model.parameters(), strict=True))
-    assert result.value == pytest.approx(1e-5 * slope, rel=0.01)
+    assert float(result) == pytest.approx(1e-5 * slope, rel=0.01)
     parameters = dict(model.named_parameters())
     for name, v in result.direction(0).tensors.items():
         assert float((v / parameters[name].detach()).abs().max()) <= 1e-5 * (1 + 1e-9)
-    assert "p=inf" in str(result)
+    assert "ball_norm=inf" in str(result)
 
 
 def test_every_ascent_and_radius_is_independent_of_the_list(trained):
@@ -263,7 +279,7 @@ def test_every_ascent_and_radius_is_independent_of_the_list(trained):
     together = sharpness.evaluate(model, [batch, batch], **options)
     for rho in options["rho"]:
         alone = sharpness.evaluate(model, [batch, batch], **{**options, "rho": rho})
-        assert alone.value == together.value[rho]
+        assert float(alone) == float(together[rho])
 
 
 # -- bad combinations --------------------------------------------------------------------------------------------------
@@ -272,34 +288,35 @@ def test_every_ascent_and_radius_is_independent_of_the_list(trained):
 @pytest.mark.parametrize(
     ("name", "switches", "words"),
     [
-        ("adaptive", {"geodesic": "first-order"}, "geodesic says how attention pairs are treated"),
-        ("euclidean", {"norm": "adaptive"}, "norm says how attention pairs"),
+        ("adaptive", {"geodesic": "first-order"}, "geodesic says how symmetric pairs are treated"),
+        ("euclidean", {"pair_block": ADAPTIVE}, "pair_block says how symmetric pairs"),
         ("adaptive", {"symmetry": "qk"}, "symmetry says how"),
         ("adaptive", {"relaxation": 1e-3}, "relaxation says how"),
-        ("geodesic-inv", {"p": math.inf}, "not defined on a quotient"),
-        ("geodesic-inv", {"p": 3}, "p must be one of"),
-        ("geodesic-inv", {"case": "best"}, "case must be one of"),
-        ("geodesic-inv", {"relaxation": -1.0}, "relaxation must be positive"),
-        ("geodesic-inv", {"relaxation": 0.0, "relaxation_kind": "additive"}, "relaxation must be positive"),
-        ("geodesic-inv", {"relaxation_kind": "additive", "geodesic": "rk4"}, "no geodesic equation"),
-        ("geodesic-inv", {"relaxation_kind": "additive", "norm": "adaptive"}, 'norm="adaptive" needs'),
-        (Measure("odd", pairs="inv", elementwise="euclidean"), {"norm": "adaptive"}, 'norm="adaptive" needs'),
+        ("geodesic-inv", {"ball_norm": math.inf}, "not defined on a quotient"),
+        ("geodesic-inv", {"ball_norm": 3}, "ball_norm must be one of"),
+        ("geodesic-inv", {"geodesic": "third-order"}, "geodesic must be one of"),
+        ("geodesic-inv", {"relaxation": -1.0}, "relaxation must not be negative"),
+        ("geodesic-inv", {"pair_block": "nowhere"}, "pair_block must be 'module:class'"),
     ],
 )
 def test_combinations_without_meaning(name, switches, words):
     with pytest.raises(ValueError, match=words):
-        measure_with(name, **switches)
+        get_measure(name, **switches)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"measure": "gradient-norm", "rho": 0.1}, "has no radius; leave rho out"),
-        ({"case": "average", "restarts": 1}, "restarts belong to case='worst'"),
-        ({"measure": "adaptive", "case": "average", "p": math.inf}, "p = inf means nothing"),
+        ({"measure": get_measure("geodesic-inv", pair_block=ADDITIVE, geodesic="exact")}, "no geodesic equation"),
+        ({"measure": get_measure("geodesic-inv", pair_block=ADDITIVE, relaxation=0.0)}, "must be positive"),
+        ({"statistic": "average", "restarts": 1}, "restarts belong to statistic='worst'"),
+        (
+            {"measure": get_measure("adaptive", ball_norm=math.inf), "statistic": "average"},
+            "ball_norm = inf means nothing",
+        ),
         ({"ascent": "newton"}, "unknown ascent 'newton'; choose one of power, apgd"),
-        ({"tol": -1}, "tol must be a number of at least 0"),
-        ({"samples": 0}, "samples must be a whole number of at least 1"),
+        ({"relative_tol": -1}, "relative_tol must be a number of at least 0"),
+        ({"num_samples": 0}, "num_samples must be a whole number of at least 1"),
         ({"measure": Measure("own"), "rho": None}, "the measure 'own' has no default"),
     ],
 )

@@ -82,7 +82,7 @@ def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr("sharpness.plots.one_model.plot_layers", lambda found, path: drawn.update(layers=found))
     plots.plot_model(model, batch, result, tmp_path)
     assert drawn["profile"].radius == pytest.approx(0.05)
-    assert drawn["layers"] == result.by_layer(0.05) != result.by_layer(0.01)
+    assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
     with pytest.raises(ValueError, match="no shares to draw"):
         plots.plot_layers(LayerShares())
 

@@ -7,13 +7,28 @@ the one of adaptive sharpness. Its result depends on the representative.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quotient_manifolds import GLTangentSpace
+from sharpness.blocks import PairBlock
 
-__all__ = ["AdaptiveNorm"]
+__all__ = ["AdaptiveNorm", "AdaptiveNormBlock"]
+
+
+class AdaptiveNormBlock(PairBlock):
+    """Pairs at the model's own representative, in the coordinates ξ/w.
+
+    A measure has them by ``pair_block="reproduction.adaptive_norm:AdaptiveNormBlock"``.
+    """
+
+    closed_form = False
+
+    def __init__(self, *arguments: Any, at_model: bool = True) -> None:
+        super().__init__(*arguments, at_model=True)
+        self.chart: Any = AdaptiveNorm(self.tangent)
 
 
 class AdaptiveNorm:

@@ -2,10 +2,9 @@ import pytest
 import torch
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix
-from sharpness.adaptive_norm import AdaptiveNorm
-
-from .oracle import from_real, to_real
-from .test_geodesics import field
+from reproduction.adaptive_norm import AdaptiveNorm
+from tests.oracle import from_real, to_real
+from tests.test_geodesics import field
 
 
 @pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])

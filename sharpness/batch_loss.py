@@ -1,0 +1,189 @@
+"""A batch's loss as a function of coordinates, and the loop over batches that every measurement shares."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds import symmetries
+from quotient_manifolds.batches import tensors, tree_map
+from quotient_manifolds.symmetries import SymmetricPair
+
+from .distributed import World
+from .losses import Objective, to_float32
+from .measures import Measure
+from .model_state import preserve_model_state
+from .space import WeightSpace
+
+__all__ = ["BatchLoss", "RadiusError", "for_each_batch"]
+
+
+class RadiusError(ValueError):
+    """The loss is not finite somewhere in a ball: the radius is too large."""
+
+
+class BatchLoss:
+    """A batch as a function of coordinates; shares the pass at the weights between radii and starts.
+
+    Attributes
+    ----------
+    index : int
+        Position of the batch.
+    base : float
+        Loss at the weights.
+    base_gradient : Tensor
+        (dim,), the gradient there.
+    base_error, worst_error : float or None
+        Fraction of examples classified wrongly: at the weights, and the largest met since it was last reset.
+    passes : int
+        Passes since it was last reset.
+    """
+
+    def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int, gradient: Tensor) -> None:
+        self.space, self.objective, self.index = space, objective, index
+        if space.half_precision:
+            batch = to_float32(batch)
+        self.batch, self.pieces = batch, objective.pieces(space.model, batch)
+        self.worst_error: float | None = None
+        self.passes = 0
+        self.base_gradient = gradient
+        self.parts: list[float] = []
+        self.base = self(None, gradient)
+        self._check_again()
+        if not bool(self.base_gradient.isfinite().all()):
+            raise ValueError(
+                f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
+                f"{self.base:.6g}; look for a square root or logarithm at zero in the model or loss_fn"
+            )
+        self.base_error = self.worst_error
+
+    def __call__(self, xi: Tensor | None, out: Tensor | None) -> float:
+        """Evaluate the loss at the vector with coordinates xi (None: the weights), its gradient into ``out``."""
+        self.space.move_to(xi)
+        self.passes += 1
+        value, wrong, counted = 0.0, 0, 0
+
+        def losses() -> Iterator[Tensor]:
+            nonlocal value, wrong, counted
+            for weight, piece in self.pieces:
+                outcome = self.objective(self.space.model, piece)
+                part = float(outcome.loss.detach())
+                if not math.isfinite(part):
+                    raise self._not_finite(part, xi)
+                value += weight * part
+                if xi is None:
+                    self.parts.append(part)
+                wrong += outcome.wrong or 0
+                counted += outcome.counted or 0
+                if out is not None and not outcome.loss.requires_grad:
+                    raise ValueError(
+                        "the loss does not depend on any trainable parameter; check loss_fn and requires_grad"
+                    )
+                yield outcome.loss * weight if weight != 1 else outcome.loss
+
+        with torch.set_grad_enabled(out is not None or self.objective.loss_fn is not None):
+            if out is None:
+                for _ in losses():
+                    pass
+            else:
+                self.space.gradient(losses(), out)
+        if counted:
+            self.worst_error = max(wrong / counted, self.worst_error or 0.0)
+        return value
+
+    def losses(self) -> Iterator[Tensor]:
+        """Walk through the losses of the pieces, which add up to the batch's, with their graphs."""
+        for weight, piece in self.pieces:
+            yield self.objective(self.space.model, piece).loss * weight
+
+    def reset(self) -> None:
+        """Count passes and errors anew."""
+        self.worst_error, self.passes = self.base_error, 0
+
+    def _check_again(self) -> None:
+        """Raise if a second pass through the first piece differs: a sharpness of noise means nothing."""
+        with torch.set_grad_enabled(self.objective.loss_fn is not None):
+            one, two = self.parts[0], float(self.objective(self.space.model, self.pieces[0][1]).loss.detach())
+        eps = max(torch.finfo(p.dtype).eps for p in self.space.model.parameters() if p.is_floating_point())
+        if not abs(one - two) <= min(200 * eps, 1e-3) * max(abs(one), abs(two), 1e-3):
+            raise ValueError(
+                f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
+                "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
+            )
+        if self.index > 0:  # of batch 0 all pieces were looked at
+            self.objective.check_pieces(self.space.model, self.batch, all_of_them=False)
+
+    def _not_finite(self, value: float, xi: Tensor | None) -> ValueError:
+        distance = 0.0 if xi is None else float(torch.linalg.vector_norm(xi))
+        if distance == 0:
+            return ValueError(
+                f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
+            )
+        word = "NaN" if math.isnan(value) else "infinite"
+        return RadiusError(
+            f"the loss of batch {self.index} became {word} at a distance of {distance:.4g} from the weights; "
+            "use a smaller rho"
+        )
+
+
+def for_each_batch(
+    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
+    work: Callable[[WeightSpace, int, Any, list[int]], None], *,
+    pairs: Sequence[SymmetricPair] | None = None, world: World | None = None, jobs: int = 1,
+) -> WeightSpace:  # fmt: skip
+    """Prepare a model, and call ``work(space, index, batch, numbers of the jobs)`` for every batch.
+
+    The model is in evaluation mode and attached meanwhile, and as before afterwards, whatever happens; the batches come
+    on its device. Of the ``jobs`` of every batch those are named that fall to this process of the world.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch module, got {type(model).__name__}")
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
+        )
+    world = World() if world is None else world
+
+    def measured() -> WeightSpace:
+        stream = iter(batches)
+        try:
+            first = next(stream)
+        except StopIteration:
+            raise ValueError("batches is empty; give at least one batch") from None
+        space = WeightSpace(model, measure, pairs)
+        first = _on(space.device, first)
+        _check_first(model, objective, first, coverage=measure.divides and pairs is None)
+        with space.attached():
+            for index, batch in enumerate(itertools.chain([first], stream)):
+                mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
+                if mine:
+                    work(space, index, _on(space.device, batch), mine)
+        return space
+
+    with world.failing_together():
+        return preserve_model_state(model, measured)
+
+
+def _on(device: torch.device, batch: Any) -> Any:
+    """Move a batch to a device; one that is there already is itself."""
+    return batch if all(t.device == device for t in tensors(batch)) else tree_map(lambda t: t.to(device), batch)
+
+
+def _check_first(model: nn.Module, objective: Objective, batch: Any, *, coverage: bool) -> None:
+    """Look whether the loss is finite, and every attention layer known if pairs are divided out."""
+
+    def run() -> float:
+        # A loss of one's own may contain gradients.
+        with torch.set_grad_enabled(objective.loss_fn is not None):
+            parts = objective.pieces(model, batch)
+            return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
+
+    loss = symmetries.check_coverage(model, run) if coverage else run()
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
+    objective.check_pieces(model, batch)

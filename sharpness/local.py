@@ -1,0 +1,246 @@
+"""What is measured at the weights themselves, without a radius: the gradient's length, and the Hessian."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from quotient_manifolds.symmetries import SymmetricPair
+
+from .batch_loss import BatchLoss, for_each_batch
+from .distributed import World
+from .files import write_json
+from .hessian import HessianOperator, hutchpp_trace, largest_eigenvalues
+from .losses import LossFunction, Objective
+from .measures import Measure, get_measure
+from .space import WeightSpace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["LOCAL", "LocalBatch", "LocalResult", "gradient_norm", "hessian"]
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """What was found at the weights on one batch.
+
+    Attributes
+    ----------
+    batch : int
+        Position of the batch.
+    base_loss : float
+    base_error : float or None
+        Fraction of the batch that is classified wrongly; None where labels or scores are not known.
+    gradient_norm : float
+        Length of the loss's gradient in the metric, the limit of sharpness/ρ for small ρ.
+    max_eigenvalue, trace, std_error : float or None
+        Of the Hessian in the metric; the last is the standard error of the trace.
+    passes : int
+        Passes through the model; a product with the Hessian counts as one.
+    seconds : float
+        Wall time.
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    >>> found = sharpness.gradient_norm(model, [batch], lambda f, x: 3 * f(x).sum(), measure="euclidean")
+    >>> found.batches[0].gradient_norm
+    3.0
+    """
+
+    batch: int
+    base_loss: float
+    base_error: float | None
+    gradient_norm: float
+    max_eigenvalue: float | None
+    trace: float | None
+    std_error: float | None
+    passes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """Means over batches of what was found at a model's weights; ``print`` gives a line.
+
+    Attributes
+    ----------
+    measure : Measure
+        Whose metric counts.
+    model : str
+        Class of the model.
+    batches : tuple of LocalBatch
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    >>> print(sharpness.hessian(model, [batch], lambda f, x: f(x).square().sum(), measure="euclidean"))
+    euclidean Hessian of Linear: largest eigenvalue 2, trace 2, 1 batch
+    """
+
+    measure: Measure
+    model: str
+    batches: tuple[LocalBatch, ...]
+
+    @property
+    def gradient_norm(self) -> float:
+        """Length of the gradient in the metric."""
+        return fmean(b.gradient_norm for b in self.batches)
+
+    @property
+    def max_eigenvalue(self) -> float | None:
+        """Largest eigenvalue of the Hessian; None where it was not sought."""
+        found = [b.max_eigenvalue for b in self.batches if b.max_eigenvalue is not None]
+        return fmean(found) if found else None
+
+    @property
+    def trace(self) -> float | None:
+        """Estimate of the Hessian's trace; None where it was not sought."""
+        found = [b.trace for b in self.batches if b.trace is not None]
+        return fmean(found) if found else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain numbers, strings, lists and dicts."""
+        means = {name: getattr(self, name) for name in ("gradient_norm", "max_eigenvalue", "trace")}
+        return {**asdict(self), **means, "batches": [asdict(b) for b in self.batches]}
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
+
+        Parameters
+        ----------
+        path : str or path
+        """
+        write_json(path, self.to_dict())
+
+    def __str__(self) -> str:
+        batches = f"{len(self.batches)} batch{'es' * (len(self.batches) > 1)}"
+        if self.trace is None:
+            metric = f"in the metric of {self.measure.name}"
+            return f"gradient norm of {self.model} {metric}: {self.gradient_norm:.6g}, {batches}"
+        return (
+            f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {self.max_eigenvalue:.6g}, "
+            f"trace {self.trace:.6g}, {batches}"
+        )
+
+
+def gradient_norm(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", pairs: Sequence[SymmetricPair] | None = None,
+    micro_batch: int | None = None, group: ProcessGroup | None = None,
+) -> LocalResult:  # fmt: skip
+    """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
+
+    Parameters
+    ----------
+    model, batches, loss_fn, measure, pairs, micro_batch, group
+        As :func:`sharpness.evaluate` takes them.
+
+    Returns
+    -------
+    LocalResult
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
+    >>> sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean").gradient_norm
+    5.0
+    """
+    return _at_the_weights(model, batches, loss_fn, measure, pairs, micro_batch, group, lambda batch: {})
+
+
+def hessian(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, seed: int = 0,
+    pairs: Sequence[SymmetricPair] | None = None, micro_batch: int | None = None, group: ProcessGroup | None = None,
+) -> LocalResult:  # fmt: skip
+    """Measure the largest eigenvalue and the trace of the Riemannian Hessian, see :mod:`sharpness.hessian`.
+
+    Parameters
+    ----------
+    model, batches, loss_fn, measure, pairs, micro_batch, group
+        As :func:`sharpness.evaluate` takes them.
+    num_matvecs : int
+        Products with the Hessian for its trace, rounded down to a multiple of 3.
+    seed : int
+        Of the random vectors.
+
+    Returns
+    -------
+    LocalResult
+
+    Raises
+    ------
+    ValueError
+        As :func:`sharpness.evaluate`; ``num_matvecs`` below 1, a seed that is negative.
+
+    Notes
+    -----
+    Lanczos' method and Hutch++; with ``measure="euclidean"`` they give those of the ordinary Hessian.
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
+    >>> loss = lambda f, x: (f(x)[0] - 2 * f(x)[1]).square().sum() / 2
+    >>> found = sharpness.hessian(model, [batch], loss, measure="euclidean")
+    >>> round(found.max_eigenvalue, 4), round(found.trace, 4)
+    (5.0, 5.0)
+    """
+    measure = get_measure(measure)
+    for name, value, least in (("num_matvecs", num_matvecs, 1), ("seed", seed, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if measure.divides and measure.geodesic == "exact":  # the same Hessian
+        measure = replace(measure, geodesic="second-order")
+
+    def of_batch(batch: BatchLoss) -> dict[str, Any]:
+        operator = HessianOperator(batch.space, batch.losses)
+        top = float(largest_eigenvalues(operator, seed=seed)[0])
+        trace, std_error = hutchpp_trace(operator, num_matvecs, seed=seed)
+        passes = batch.passes + operator.num_matvecs
+        return {"max_eigenvalue": top, "trace": trace, "std_error": std_error, "passes": passes}
+
+    return _at_the_weights(model, batches, loss_fn, measure, pairs, micro_batch, group, of_batch)
+
+
+def _at_the_weights(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None, measure: str | Measure,
+    pairs: Sequence[SymmetricPair] | None, micro_batch: int | None, group: ProcessGroup | None,
+    more: Callable[[BatchLoss], dict[str, Any]],
+) -> LocalResult:  # fmt: skip
+    measure, world, found = get_measure(measure), World(group), list[LocalBatch]()
+    objective = Objective(loss_fn, micro_batch=micro_batch)
+
+    def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
+        began = time.perf_counter()
+        loss = BatchLoss(space, objective, batch, index, space.empty())
+        values: dict[str, Any] = {
+            "batch": index, "base_loss": loss.base, "base_error": loss.base_error,
+            "gradient_norm": float(torch.linalg.vector_norm(loss.base_gradient)), "passes": loss.passes,
+            "max_eigenvalue": None, "trace": None, "std_error": None,
+        }  # fmt: skip
+        values |= more(loss)
+        found.append(LocalBatch(**values, seconds=time.perf_counter() - began))
+
+    for_each_batch(model, batches, measure, objective, work, pairs=pairs, world=world)
+    return LocalResult(measure, type(model).__name__, tuple(sorted(world.gather(found), key=lambda b: b.batch)))
+
+
+#: What ``sharpness run`` and sweeps offer beside the measures, by name: the function and its measure.
+LOCAL: dict[str, tuple[Callable[..., LocalResult], str]] = {
+    "gradient-norm": (gradient_norm, "geodesic-inv"),
+    "riemannian-hessian": (hessian, "geodesic-inv"),
+    "euclidean-hessian": (hessian, "euclidean"),
+}

@@ -1,0 +1,123 @@
+"""Weights that stand elsewhere for a while, and gradients where they stand: the only file that touches a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds.linalg import at_least_float32
+
+__all__ = ["Gradients", "pointing_to"]
+
+
+@contextmanager
+def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Let parameters point to copies; their own storage is untouched and comes back on every way out.
+
+    Where a copy is wider than its parameter, all half-precision parameters and buffers of the model are float32
+    meanwhile: next to w, bfloat16 has no numbers closer than w (1 ± 2⁻⁸), so that nearly all of a small ξ would be
+    rounded away, in the weights and again by autocast, which casts them before every product.
+    """
+    data, buffers = dict(copies), list[tuple[nn.Module, str, Tensor]]()
+    if any(p.dtype != copy.dtype for p, copy in copies.items()):
+        data |= {p: p.data.to(at_least_float32(p.dtype)) for p in model.parameters() if p not in data and _is_narrow(p)}
+        buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None and _is_narrow(b)]
+    original = {p: p.data for p in data}
+
+    def put_back() -> None:
+        for p, before in original.items():
+            p.data = before
+        for m, name, b in buffers:
+            m._buffers[name] = b
+
+    try:
+        try:
+            for p, replacement in data.items():
+                p.data = replacement
+            for m, name, b in buffers:
+                m._buffers[name] = b.to(at_least_float32(b.dtype))
+            yield
+        finally:  # cut short by an interrupt, it is done again
+            put_back()
+    finally:
+        put_back()
+
+
+def _is_narrow(t: Tensor) -> bool:
+    return t.is_floating_point() and t.dtype != at_least_float32(t.dtype)
+
+
+class Gradients:
+    """The gradients of losses with respect to some parameters; ``.grad`` is left alone."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._reentrant: bool | None = None
+
+    def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Add up the gradients of losses, taken one after the other: a generator needs the memory of one of them."""
+        found: dict[Tensor, Tensor] = {}
+        summed: set[Tensor] = set()
+        for loss in losses:
+            for p, g in self._of(loss).items():
+                if p in summed:
+                    found[p].add_(g)
+                elif p in found:  # what autograd gives may share memory: not to be written to
+                    found[p] = found[p] + g
+                    summed.add(p)
+                else:
+                    found[p] = g
+            del loss
+        return found
+
+    def with_hessian_product(
+        self, losses: Iterable[Tensor], moving: Mapping[Tensor, Tensor]
+    ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+        """Add up gradients, and products of the Hessians with a vector."""
+        first, second = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
+        for loss in losses:
+            grads = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
+            known = [(p, g) for p, g in zip(self._parameters, grads, strict=True) if g is not None]
+            slope = sum(((g * moving[p]).sum() for p, g in known), start=loss.new_zeros(()))
+            twice: Sequence[Tensor | None] = [None] * len(self._parameters)
+            if slope.requires_grad:
+                twice = torch.autograd.grad(slope, self._parameters, allow_unused=True)
+            for into, some in ((first, grads), (second, twice)):
+                for p, g in zip(self._parameters, some, strict=True):
+                    if g is not None:
+                        into[p] = into[p] + g.detach() if p in into else g.detach()
+        return first, second
+
+    def _of(self, loss: Tensor) -> dict[Tensor, Tensor]:
+        if self._reentrant is None:  # walking the graph once is enough: the model does not change
+            self._reentrant = _has_reentrant_checkpoint(loss)
+        if not self._reentrant:
+            grads: Sequence[Tensor | None] = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        else:  # autograd.grad cannot see through reentrant checkpoints: collect in .grad, and put back what was there
+            before = [p.grad for p in self._parameters]
+            try:
+                for p in self._parameters:
+                    p.grad = None
+                loss.backward()
+                grads = [p.grad for p in self._parameters]
+            finally:
+                for p, g in zip(self._parameters, before, strict=True):
+                    p.grad = g
+        found = zip(self._parameters, grads, strict=True)
+        return {p: g.to_dense() if g.is_sparse else g for p, g in found if g is not None}
+
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    seen, queue = set(), [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        queue.extend(child for child, _ in node.next_functions)
+    return False

@@ -1,0 +1,70 @@
+"""Arithmetic on vectors as long as a model: in few passes, in memory that is used again."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Buffers", "chunked", "combine_", "gram_matrix"]
+
+#: Elements of a vector that are worked on at a time on a CPU, so that they stay in its cache.
+_CHUNK = 2**18
+
+
+class Buffers:
+    """Vectors that are written again and again: large allocations cost as much as the arithmetic."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._all, self._free = like, list[Tensor](), list[Tensor]()
+
+    def take(self) -> Tensor:
+        """Give a vector with any content."""
+        if not self._free:
+            self._free.append(torch.empty_like(self._like))
+            self._all.append(self._free[-1])
+        return self._free.pop()
+
+    def keep(self, *needed: Tensor) -> None:
+        """Take back every vector but these."""
+        ids = {id(t) for t in needed}
+        self._free = [t for t in self._all if id(t) not in ids]
+
+    def give(self, vector: Tensor) -> None:
+        """Hand a vector over: it is not written again, until :meth:`adopt` brings it back."""
+        self._all = [t for t in self._all if t is not vector]
+        self._free = [t for t in self._free if t is not vector]
+
+    def adopt(self, vector: Tensor) -> None:
+        """Take a vector over that nobody else needs any more."""
+        self._all.append(vector)
+        self._free.append(vector)
+
+
+def chunked(*vectors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Cut vectors into parts that stay in a CPU's cache; whole on a GPU."""
+    count, on_cpu = vectors[0].numel(), vectors[0].device.type == "cpu"
+    step = _CHUNK if on_cpu else max(count, 1)
+    return [tuple(v[i : i + step] for v in vectors) for i in range(0, count, step)]
+
+
+def gram_matrix(*vectors: Tensor) -> np.ndarray:
+    """Compute the inner products of all pairs, in one pass, summed over chunks in double precision."""
+    k = len(vectors)
+    rows, columns = np.triu_indices(k)
+    totals = torch.zeros(len(rows), dtype=torch.float64, device=vectors[0].device)
+    for parts in chunked(*vectors):
+        totals += torch.stack([torch.dot(parts[i], parts[j]) for i, j in zip(rows, columns, strict=True)])
+    gram = np.zeros((k, k))
+    gram[rows, columns] = gram[columns, rows] = totals.tolist()
+    return gram
+
+
+def combine_(out: Tensor, *terms: tuple[Tensor, float]) -> None:
+    """Write a linear combination, in one pass; ``out`` may be one of its vectors."""
+    first, *rest = sorted(terms, key=lambda t: t[0] is not out)
+    for part, head, *tail in chunked(out, first[0], *(v for v, _ in rest)):
+        torch.mul(head, first[1], out=part)
+        for vector, (_, weight) in zip(tail, rest, strict=True):
+            if weight:
+                part.add_(vector, alpha=weight)
