@@ -33,8 +33,8 @@ def one(options: argparse.Namespace) -> None:
     else:
         measure, ascent = options.one.split(":")
         sharpness.evaluate(
-            model, [(x, y)], measure=measure, rho=RADII[measure], steps=6, relative_tol=0, ascent=ascent, progress=False,
-            keep_directions=options.keep,
+            model, [(x, y)], measure=measure, rho=RADII[measure], steps=6, relative_tol=0, ascent=ascent,
+            progress=False, keep_directions=options.keep,
         )  # fmt: skip
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
