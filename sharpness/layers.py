@@ -10,9 +10,6 @@ from .direction import Direction
 
 __all__ = ["LayerShare", "LayerShares", "layer_shares"]
 
-#: What the symmetries call a head's pair: the attention module, the kind, the head, and maybe a part of it.
-_HEAD = re.compile(r"(?P<module>.*) (?P<kind>\w+) head (?P<head>\d+)(?P<part>.*)")
-
 
 @dataclass(frozen=True)
 class LayerShare:
@@ -129,14 +126,8 @@ def layer_shares(directions: Sequence[Direction]) -> LayerShares:
     moving = [d for d in directions if d.norm > 0]
     if not moving:
         raise ValueError("the worst directions have no length: the loss did not rise at this radius; take a larger one")
-    heads = [_HEAD.fullmatch(p.name) for p in first.pairs]
-    blocks = sorted({_block(m["module"]) for m in heads if m is not None})
-    keys: list[tuple[str, str, int | None]] = [
-        (_layer(f"{p.name.split(' ')[0]}.", blocks), p.kind, None)
-        if head is None
-        else (_block(head["module"]), p.kind, int(head["head"]))
-        for p, head in zip(first.pairs, heads, strict=True)
-    ]
+    blocks = sorted({_block(p.module) for p in first.pairs if p.head is not None})
+    keys = [(_layer(f"{p.module}.", blocks), p.kind, p.head) for p in first.pairs]
     found: dict[tuple[str, str, int | None], float] = {}
     for direction in moving:
         own = [((_layer(name, blocks), "weights", None), square) for name, square in direction.squares.items()]

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries import is_sharded
-from quotient_manifolds.symmetries.pairs import check_model
+from quotient_manifolds.symmetries.blocks import check_model, is_sharded
 
 __all__ = ["half_precision_rest", "named_weights", "pointing_to", "trainable", "wide_buffers"]
 

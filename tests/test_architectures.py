@@ -10,7 +10,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.symmetries import (
-    Group,
+    GL,
     Projection,
     attention_pairs,
     check_coverage,
@@ -18,7 +18,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.registry import _ADAPTERS
+from quotient_manifolds.symmetries.registry import _HANDLERS
 
 from . import architectures, networks
 
@@ -47,11 +47,11 @@ def test_transformers(name, attention):
     model, batch = architectures.transformers_model(name, attention)
     pairs = find_symmetric_pairs(model)
     check_coverage(model, lambda: model(**batch))  # nothing is left out
-    qk = {(p.group.kind, p.group.field) if p.group else None for p in pairs if p.kind == "qk"}
+    qk = {(p.group.diagonal, p.group.field) if p.group else None for p in pairs if p.kind == "qk"}
     partial = name in {"gpt_neox", "gptj", "phi3-partial"}
-    expected = {None} if name in NORMALISED else {("scalars", "complex")} if name in ROTARY else {("GL", "real")}
-    assert qk == expected | ({("GL", "real")} if partial else set())
-    assert {(p.group.kind, p.group.field) for p in pairs if p.kind == "vo"} == {("GL", "real")}
+    expected = {None} if name in NORMALISED else {(True, "complex")} if name in ROTARY else {(False, "real")}
+    assert qk == expected | ({(False, "real")} if partial else set())
+    assert {(p.group.diagonal, p.group.field) for p in pairs if p.kind == "vo"} == {(False, "real")}
     report = verify(model, batch)
     assert len(report.changes) == sum(p.group is not None for p in pairs)
     assert max(report.changes.values()) < (1e-6 if name in SINGLE else 1e-9), str(report)
@@ -93,12 +93,12 @@ def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
         if damage is other_pairing and name not in ROTARY:
             continue
         with monkeypatch.context() as patch:
-            for cls, adapter in list(_ADAPTERS.items()):
+            for cls, handler in list(_HANDLERS.items()):
 
-                def damaged(module, path, adapter=adapter, damage=damage):
-                    return [p if p.group is None else damage(p) for p in adapter(module, path)]
+                def damaged(module, path, handler=handler, damage=damage):
+                    return [p if p.group is None else damage(p) for p in handler(module, path)]
 
-                patch.setitem(_ADAPTERS, cls, damaged)
+                patch.setitem(_HANDLERS, cls, damaged)
             changes = verify(model, batch).changes
         kinds = {"qk": [], "vo": []}
         for pair, change in changes.items():
@@ -124,13 +124,13 @@ def test_deberta_and_bert_wrong_as_they_would_be(forgotten, monkeypatch):
         q, k, v = map(Projection, (inner.query, inner.key, inner.value))
         return attention_pairs(name, heads=2, q=q, k=k, v=v, o=Projection(module.output.dense, conv1d=True))
 
-    name, adapter = ("deberta_v2", no_positions) if forgotten == "positions" else ("bert", square)
+    name, handler = ("deberta_v2", no_positions) if forgotten == "positions" else ("bert", square)
     cls = {
         "bert": "bert.modeling_bert.BertAttention",
         "deberta_v2": "deberta_v2.modeling_deberta_v2.DebertaV2Attention",
     }
     model, batch = architectures.transformers_model(name, "eager")
-    monkeypatch.setitem(_ADAPTERS, "transformers.models." + cls[name], adapter)
+    monkeypatch.setitem(_HANDLERS, "transformers.models." + cls[name], handler)
     report = verify(model, batch)
     assert not report.ok
     assert max(report.changes.values()) > 1e-2
@@ -184,8 +184,8 @@ def test_timm(name, fused):
 
 @pytest.mark.parametrize(
     ("options", "groups"),
-    [({"qk_norm": True}, (None, Group(6))), ({"scale_norm": True}, (Group(6), None)),
-     ({"gated": True}, (Group(6), Group(6, "scalars")))],
+    [({"qk_norm": True}, (None, GL(6))), ({"scale_norm": True}, (GL(6), None)),
+     ({"gated": True}, (GL(6), GL(6, diagonal=True)))],
     ids=str,
 )  # fmt: skip
 def test_options_of_timm_attention(options, groups):
@@ -505,8 +505,8 @@ def test_verify_leaves_the_model_alone_and_evaluate_offers_it(monkeypatch):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert sharpness.evaluate(model, [batch], rho=0.1, steps=1, verify=True).value > 0
     cls = "transformers.models.vit.modeling_vit.ViTAttention"
-    right = _ADAPTERS[cls]
-    monkeypatch.setitem(_ADAPTERS, cls, lambda m, n: [without_first_row(p) for p in right(m, n)])
+    right = _HANDLERS[cls]
+    monkeypatch.setitem(_HANDLERS, cls, lambda m, n: [without_first_row(p) for p in right(m, n)])
     with pytest.raises(ValueError, match=r"no symmetry of ViTForImageClassification:[\s\S]*NOT A SYMMETRY"):
         sharpness.evaluate(model, [batch], rho=0.1, steps=1, verify=True)
 
@@ -515,4 +515,4 @@ def test_stacks_of_many_layers_are_single_tensors():
     model = networks.vit(layers=3)
     found = stacks(find_symmetric_pairs(model))
     assert [len(s) for s in found] == [6, 6]
-    assert sum(len(s._runs) for s in found) == 3 * 7  # one view a parameter and layer, not one a head
+    assert sum(len(s._rows.runs) for s in found) == 3 * 7  # one view a parameter and layer, not one a head

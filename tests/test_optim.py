@@ -20,7 +20,7 @@ from quotient_manifolds.optim import (
     create_quotient_optimizer,
 )
 from quotient_manifolds.symmetries import (
-    Group,
+    GL,
     adapter_pairs,
     apply_random_symmetry_,
     block,
@@ -233,7 +233,7 @@ def test_adam_against_explicit_frames(metric, start):
     with torch.no_grad():
         up.weight.copy_(G)
         down.weight.copy_(H.T)
-    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(h))
+    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h))
     optimizer = QuotientAdam([up.weight, down.weight], [p], 0.02, metric=metric)
     oracle = ExplicitAdam(metric, G, H, 0.02)
     for _ in range(12):
@@ -253,7 +253,7 @@ def test_the_floor_bounds_the_term_of_second_order():
     up, down = nn.Linear(3, 9, bias=False), nn.Linear(7, 3, bias=False)
     with torch.no_grad():
         up.weight.copy_(torch.randn(9, 3) @ torch.diag(torch.tensor([1.0, 1e-3, 1e-9])))
-    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(3))
+    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(3))
     lr = 1e-2
     optimizer = QuotientAdam([up.weight, down.weight], [p], lr)
     before = p.gather().detach()
@@ -311,7 +311,7 @@ def test_gradients_of_low_rank_do_no_harm():
 def test_decay_shrinks_the_product_and_spares_biases():
     torch.manual_seed(0)
     first, second = nn.Linear(5, 3), nn.Linear(3, 4)
-    p = pair([block(first, "weight", transpose=True), block(first, "bias")], [block(second, "weight")], Group(3))
+    p = pair([block(first, "weight", transpose=True), block(first, "bias")], [block(second, "weight")], GL(3))
     bias, product = first.bias.detach().clone(), second.weight.detach() @ first.weight.detach()
     optimizer = QuotientAdam([*first.parameters(), second.weight], [p], 0.1, weight_decay=0.5)
     for q in (*first.parameters(), second.weight):
@@ -642,11 +642,11 @@ def test_complex_pairs(dtype):
     torch.manual_seed(0)
     q, k = nn.Linear(6, 4).to(dtype), nn.Linear(6, 4).to(dtype)
     sides = [[block(m, "weight", transpose=True, rotary="half"), block(m, "bias", rotary="half")] for m in (q, k)]
-    p = pair(*sides, Group(2, "scalars", "complex"))
+    p = pair(*sides, GL(2, diagonal=True, field="complex"))
     C = torch.randn(7, 7, dtype=torch.complex128)
 
     def loss():
-        z = pair(*sides, Group(2, "scalars", "complex")).gather().to(torch.complex128).squeeze(-1)
+        z = pair(*sides, GL(2, diagonal=True, field="complex")).gather().to(torch.complex128).squeeze(-1)
         return ((z[:, :7].mT @ z[:, 7:].conj() - C).abs() ** 2).sum()
 
     for make in (lambda: QuotientAdam([*q.parameters(), *k.parameters()], [p], 1e-2),
@@ -740,7 +740,7 @@ def test_a_parameter_that_belongs_to_a_pair_in_part():
     """The rest of it steps as AdamW would."""
     torch.manual_seed(0)
     fused, up = nn.Linear(5, 6, bias=False), nn.Linear(3, 4, bias=False)
-    p = pair([block(up, "weight")], [block(fused, "weight", rows=slice(0, 3), transpose=True)], Group(3))
+    p = pair([block(up, "weight")], [block(fused, "weight", rows=slice(0, 3), transpose=True)], GL(3))
     optimizer = QuotientAdam([fused.weight, up.weight], [p], 1e-2, weight_decay=0.1)
     twin = fused.weight.detach()[3:].clone().requires_grad_(True)
     other = torch.optim.AdamW([twin], 1e-2, weight_decay=0.1)

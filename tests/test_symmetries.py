@@ -7,7 +7,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.symmetries import (
-    Group,
+    GL,
     Projection,
     SymmetricPair,
     UnknownAttentionError,
@@ -24,7 +24,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.registry import _ADAPTERS, PairList
+from quotient_manifolds.symmetries.registry import _HANDLERS, PairList
 
 from . import networks
 
@@ -64,10 +64,10 @@ def wrong_heads(module, name):
     linear = networks.projections(module)
     for p in attention_pairs(name, heads=2, **dict(zip("qkvo", map(Projection, linear), strict=True))):
         if p.kind == "qk":
-            i = int(p.name[-1])
+            i = p.head
             rows = slice(i, None, 2)
             G = (block(linear[0], "weight", rows, transpose=True), block(linear[0], "bias", rows))
-            yield SymmetricPair(p.name, "qk", Group(8), G, p.H)
+            yield SymmetricPair(name, "qk", GL(8), G, p.H, head=p.head)
         else:
             yield p
 
@@ -77,11 +77,11 @@ def no_bias(module, name):
     return attention_pairs(name, heads=2, **dict(zip("qkvo", projections, strict=True)))
 
 
-@pytest.mark.parametrize("adapter", [wrong_heads, no_bias])
-def test_a_wrong_adapter_is_seen(adapter, monkeypatch):
+@pytest.mark.parametrize("handler", [wrong_heads, no_bias])
+def test_a_wrong_handler_is_seen(handler, monkeypatch):
     model, run = networks.vit(), NETWORKS["vit"][1]
     cls = type(networks.vit_layers(model)[0].attention)
-    monkeypatch.setitem(_ADAPTERS, f"{cls.__module__}.{cls.__qualname__}", adapter)
+    monkeypatch.setitem(_HANDLERS, f"{cls.__module__}.{cls.__qualname__}", handler)
     assert change(model, run) > 1e-2
 
 
@@ -123,7 +123,7 @@ def test_scatter_into_a_strided_parameter():
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.randn(4, 4).T)
     assert not layer.weight.is_contiguous()
-    pair = SymmetricPair("p", "qk", Group(2), (block(layer, "weight", slice(0, 2), transpose=True),),
+    pair = SymmetricPair("p", "qk", GL(2), (block(layer, "weight", slice(0, 2), transpose=True),),
                          (block(layer, "weight", slice(2, 4), transpose=True),))  # fmt: skip
     expected = layer.weight.detach().clone()
     x = pair.gather().detach()
@@ -137,7 +137,7 @@ def test_rotary_blocks_read_planes_as_complex_numbers():
     for pairing, planes in (("half", [(0, 2), (1, 3)]), ("interleaved", [(0, 1), (2, 3)])):
         q = Projection(layer).input_blocks(1, 4, 0, 4, pairing)
         k = Projection(layer).input_blocks(0, 4, 0, 4, pairing)
-        pair = SymmetricPair("p", "qk", Group(2, "scalars", "complex"), q, k)
+        pair = SymmetricPair("p", "qk", GL(2, diagonal=True, field="complex"), q, k)
         x = pair.gather()
         assert x.shape == (2, 6, 1)
         for f, (a, b) in enumerate(planes):
@@ -176,14 +176,14 @@ def test_tied_and_doubled_blocks_are_errors():
     layer = nn.Linear(4, 4)
     q = Projection(layer).input_blocks(0, 2, 0, 2)
     with pytest.raises(ValueError, match="stands in G and in H"):
-        SymmetricPair("tied", "qk", Group(2), q, q)
+        SymmetricPair("tied", "qk", GL(2), q, q)
     k = Projection(layer).input_blocks(1, 2, 0, 2)
-    pair = SymmetricPair("twice", "qk", Group(2), q, k)
+    pair = SymmetricPair("twice", "qk", GL(2), q, k)
     with pytest.raises(ValueError, match="belongs to pair"):
         find_symmetric_pairs(layer, extra=[pair, pair])
     assert find_symmetric_pairs(layer, extra=[pair])[0] == pair
     with pytest.raises(ValueError, match="acts on"):
-        SymmetricPair("narrow", "qk", Group(3), q, k)
+        SymmetricPair("narrow", "qk", GL(3), q, k)
     with pytest.raises(ValueError, match="give the reason"):
         SymmetricPair("nothing", "qk", None)
 
@@ -259,7 +259,7 @@ def test_a_softmax_over_class_scores_is_no_attention():
 
 def test_a_block_follows_a_replaced_parameter_and_notices_another_shape():
     layer = nn.Linear(4, 4)
-    pair = SymmetricPair("p", "qk", Group(2), Projection(layer).input_blocks(0, 2, 0, 2),
+    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_blocks(0, 2, 0, 2),
                          Projection(layer).input_blocks(1, 2, 0, 2))  # fmt: skip
     layer.weight = nn.Parameter(torch.ones(4, 4))
     assert pair.gather()[:4].eq(1).all()
@@ -292,9 +292,9 @@ class Diagonal(nn.Module):
 
 def own_pair(model):
     if isinstance(model, Diagonal):
-        return pair([block(model, "u")], [block(model, "v")], Group(6, "scalars"), name="diagonal")
+        return pair([block(model, "u")], [block(model, "v")], GL(6, diagonal=True), name="diagonal")
     G = [block(model.first, "weight", transpose=True), block(model.first, "bias")]
-    return pair(G, [block(model.second, "weight")], Group(3), name="linear")
+    return pair(G, [block(model.second, "weight")], GL(3), name="linear")
 
 
 @pytest.mark.parametrize("cls", [TwoLinear, Diagonal])
@@ -331,7 +331,7 @@ def test_pairs_of_ones_own(cls, measure):
 
 
 def test_a_skipped_class_counts_without_symmetry(monkeypatch):
-    monkeypatch.setattr(registry, "_ADAPTERS", dict(_ADAPTERS))
+    monkeypatch.setattr(registry, "_HANDLERS", dict(_HANDLERS))
     skip(Mystery)
     model = Mystery()
     assert [p.reason for p in find_symmetric_pairs(model)] == ["skipped on request"]

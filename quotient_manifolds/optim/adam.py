@@ -91,9 +91,9 @@ class QuotientAdam(QuotientOptimizer):
     --------
     >>> import torch
     >>> from quotient_manifolds.optim import QuotientAdam
-    >>> from quotient_manifolds.symmetries import Group, block, pair
+    >>> from quotient_manifolds.symmetries import GL, block, pair
     >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
-    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))
+    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
     >>> optimizer = QuotientAdam([down.weight, up.weight], [p], lr=1e-2)
     >>> loss = up(down(torch.ones(1, 6))).square().sum()
     >>> loss.backward()

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32, column_rank_ratio
-from ..symmetries import PairStack, SymmetricPair, is_sharded, stacks
+from ..symmetries import PairStack, SymmetricPair, stacks
+from ..symmetries.blocks import is_sharded
 from ..symmetries.pairs import check_pairs
 from .buckets import PairBucket, PairStep, trace
 from .frames import Frames, gram, wide
@@ -441,7 +442,7 @@ def _group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collectio
     if not inside:
         return None
     if pair.group is None:
-        if pair.reason.startswith("frozen") and any(b.tensor in home and b.tensor not in paired for b in blocks):
+        if pair.frozen and any(b.tensor in home and b.tensor not in paired for b in blocks):
             raise ValueError(
                 f"pair {pair.name!r} is half frozen ({pair.reason}), but the quotient needs both factors to move; "
                 "unfreeze it, or train the other half with torch.optim.AdamW"

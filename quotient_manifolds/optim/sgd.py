@@ -61,11 +61,11 @@ class QuotientSGD(QuotientOptimizer):
 
     >>> import torch
     >>> from quotient_manifolds.optim import QuotientSGD
-    >>> from quotient_manifolds.symmetries import Group, block, pair
+    >>> from quotient_manifolds.symmetries import GL, block, pair
     >>> def stepped(scale):
     ...     down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
     ...     down.weight.data, up.weight.data = scale * torch.eye(2, 3), torch.eye(3, 2) / scale
-    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))
+    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
     ...     up(down(torch.ones(1, 3))).square().sum().backward()
     ...     QuotientSGD([up.weight, down.weight], [p], lr=0.1).step()
     ...     return up.weight @ down.weight

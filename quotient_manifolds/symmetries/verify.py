@@ -1,154 +1,24 @@
-"""Hold what the adapters say against what the model does."""
+"""Hold what the handlers say against what the model does."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ..batches import default_forward, tensors, tree_map
 from ..gl.gauge import canonical_gauge
-from .pairs import Block, SymmetricPair, check_model, check_pairs, stacks
-from .registry import adapter_of, find_symmetric_pairs
+from .blocks import Block, check_model
+from .pairs import SymmetricPair, check_pairs
+from .registry import find_symmetric_pairs
+from .stacks import stacks
 
-__all__ = ["UnknownAttentionError", "Verification", "apply_random_symmetry_", "check_coverage", "verify"]
-
-#: Functions whose call makes a module an attention layer, if no adapter covers it.
-_ATTENTION_CALLS = {
-    "scaled_dot_product_attention",
-    "multi_head_attention_forward",
-    "_native_multi_head_attention",
-    "_transformer_encoder_layer_fwd",
-    "softmax",
-}
-
-
-class UnknownAttentionError(ValueError):
-    """A module computes attention, but no adapter knows which symmetries its weights have.
-
-    Attributes
-    ----------
-    path : str
-        The module's name in the model.
-    cls : type
-        Its class.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage
-    >>> class SelfSimilarity(torch.nn.Module):
-    ...     def forward(self, x):
-    ...         return (x @ x.mT).softmax(-1) @ x
-    >>> model = torch.nn.Sequential(SelfSimilarity())
-    >>> try:
-    ...     check_coverage(model, lambda: model(torch.ones(1, 3, 4)))
-    ... except UnknownAttentionError as error:
-    ...     print(error.path, error.cls.__name__)
-    0 SelfSimilarity
-    """
-
-    def __init__(self, path: str, cls: type, call: str) -> None:
-        self.path, self.cls = path, cls
-        super().__init__(
-            f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
-            "no adapter knows the symmetries of this class; write one with "
-            "quotient_manifolds.symmetries.register_attention, count its weights without symmetry by "
-            'quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
-        )
-
-
-class _Watch(TorchFunctionMode):
-    """Notes which module was running when an attention function was called."""
-
-    def __init__(self, calls: list[tuple[nn.Module, str]], running: list[nn.Module]) -> None:
-        super().__init__()
-        self._calls, self._running = calls, running
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _ATTENTION_CALLS and self._running:
-            # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
-            first = args[0] if args else (kwargs or {}).get("input")
-            if name != "softmax" or (isinstance(first, torch.Tensor) and first.dim() >= 3):
-                self._calls.append((self._running[-1], name))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _watching() -> Iterator[list[tuple[nn.Module, str]]]:
-    calls: list[tuple[nn.Module, str]] = []
-    running: list[nn.Module] = []
-
-    def enter(module: nn.Module, _: Any) -> None:
-        running.append(module)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        while running and running.pop() is not module:
-            pass
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        with _Watch(calls, running):
-            yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
-    """Run a forward pass and refuse attention that no adapter covers.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A compiled one is watched as the eager one that it was compiled from.
-    run : callable
-        Performs one forward pass of the model.
-
-    Returns
-    -------
-    object
-        What ``run`` returns.
-
-    Raises
-    ------
-    UnknownAttentionError
-        A module that is neither registered nor inside a registered one calls softmax (on three or more dimensions),
-        scaled-dot-product attention or torch's own multi-head attention; or TorchScript code, which cannot be watched.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import check_coverage
-    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
-    torch.Size([1, 3, 8])
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
-    # A compiled model is watched as the eager one that it was compiled from.
-    with torch.compiler.set_stance("force_eager"), _watching() as calls:
-        result = run()
-    names: dict[nn.Module, str] = {}
-    covered: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        names[module] = name
-        if adapter_of(module) is not None:
-            covered.update(module.modules())
-    for module, call in calls:
-        if module not in covered:
-            path = names.get(module, "(outside the model)")
-            raise UnknownAttentionError(path or "(the model itself)", type(module), call)
-    return result
+__all__ = ["Verification", "apply_random_symmetry_", "verify"]
 
 
 @torch.no_grad()
@@ -245,10 +115,10 @@ class Verification:
     A pair that is no symmetry, for there is a ReLU between its factors:
 
     >>> import torch
-    >>> from quotient_manifolds.symmetries import Group, block, pair, verify
+    >>> from quotient_manifolds.symmetries import GL, block, pair, verify
     >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
     >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
-    >>> wrong = pair(G, [block(model[2], "weight")], Group(3), name="layers")
+    >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
     >>> verification = verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong])
     >>> verification.ok, verification.failures
     (False, ['layers'])
