@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ..symmetries import PairStack, SymmetricPair
+from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer, is_number
 from .buckets import PairStep
 
@@ -53,7 +53,7 @@ class QuotientSGD(QuotientOptimizer):
 
     Notes
     -----
-    Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.frames`.
+    Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.preconditioner`.
 
     Examples
     --------
@@ -72,8 +72,6 @@ class QuotientSGD(QuotientOptimizer):
     >>> torch.allclose(stepped(1.0), stepped(100.0), atol=1e-5)
     True
     """
-
-    _moment = "momentum_buffer"
 
     def __init__(
         self,
@@ -102,23 +100,22 @@ class QuotientSGD(QuotientOptimizer):
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov needs a momentum above 0")
 
-    def _moments(self, stack: PairStack, group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
-        return super()._moments(stack, group) if group["momentum"] else {}
-
-    def _direction(
-        self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor
-    ) -> tuple[Tensor, Any]:
-        g = s.gradients["GH".index(factor)]
-        direction = g
-        if m is not None:
-            m = group["momentum"] * m + g
-            direction = g + group["momentum"] * m if group["nesterov"] else m
-        return direction @ (K_inv.mH @ K_inv).to(g.dtype), m
+    def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
+        K_inv, state = s.preconditioner.inverse_roots, s.bucket.state
+        g, momentum = s.gradient, group["momentum"]
+        if momentum:
+            if "moment" not in state:
+                state["moment"] = g.new_zeros(len(s.bucket.stack), *g.shape[1:])
+            m = momentum * s.read("moment") + g
+            g = g + momentum * m if group["nesterov"] else m
+        s.move_(s.times(g, K_inv.mH @ K_inv), float(group["lr"]), group["weight_decay"])
+        if momentum:
+            s.write(moment=s.times(m, s.transport()))
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         for p in params:
             p.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        buffers = [self.state[p].get(self._moment) for p in params]
+        buffers = [self.state[p].get("momentum_buffer") for p in params]
         sgd(
             params,
             gradients,
@@ -133,4 +130,4 @@ class QuotientSGD(QuotientOptimizer):
         )
         for p, buffer in zip(params, buffers, strict=True):
             if buffer is not None:
-                self.state[p][self._moment] = buffer
+                self.state[p]["momentum_buffer"] = buffer

@@ -1,4 +1,4 @@
-r"""The metrics as the optimisers use them: where they are floored, and how moments are carried.
+r"""The metrics as the optimisers use them: where they are floored, and how moments are transported.
 
 Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`, σ the singular values of
 :math:`G H^H`. Both metrics break down at :math:`G = 0`, where LoRA starts. Here M is replaced by
@@ -16,14 +16,12 @@ two factors change roles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..linalg import in_double
 
-__all__ = ["Frames", "gram", "wide"]
+__all__ = ["Preconditioner", "gram", "wide"]
 
 
 def wide(X: Tensor) -> Tensor:
@@ -46,24 +44,21 @@ def _cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
     return L, torch.linalg.solve_triangular(L, eye, upper=False)
 
 
-@dataclass
-class _Factor:
-    """A positive definite h × h matrix S = L Lᴴ."""
+class _Factorised:
+    """A positive definite h × h matrix S = L Lᴴ, with its inverse."""
 
-    S: Tensor
-
-    def __post_init__(self) -> None:
-        self.L, self.L_inv = _cholesky(self.S)
-        self.S_inv = self.L_inv.mH @ self.L_inv
+    def __init__(self, S: Tensor) -> None:
+        self.L, self.L_inv = _cholesky(S)
+        self.inverse = self.L_inv.mH @ self.L_inv
 
 
-class Frames:
-    r"""The metric at a stack of points, and the orthonormal frames in which it is the identity.
+class Preconditioner:
+    r"""The metric at a stack of points: what turns a gradient into a step.
 
     The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (N, \hat M)` for mix
     and :math:`(\hat M^{-1}, N^{-1})` for inv. With :math:`W = K K^H`, a covector ∇ has the coordinates
-    :math:`\nabla K^{-H}`, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G along the orbit rotates
-    the frame; nothing that is computed in it and carried back depends on the rotation.
+    :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G
+    along the orbit rotates the basis; nothing that is computed in it and turned back depends on the rotation.
 
     Parameters
     ----------
@@ -76,35 +71,38 @@ class Frames:
     The metric is finite at G = 0, where LoRA starts:
 
     >>> import torch
-    >>> from quotient_manifolds.optim.frames import Frames
-    >>> frames = Frames("mix", torch.zeros(3, 2), 2 * torch.eye(4, 2))
-    >>> frames.sound(), frames.inverse_root("G").diagonal(), frames.inverse_root("H").diagonal()
-    (tensor(True), tensor([0.5000, 0.5000], dtype=torch.float64), tensor([2., 2.], dtype=torch.float64))
+    >>> from quotient_manifolds.optim.preconditioner import Preconditioner
+    >>> P = Preconditioner("mix", torch.zeros(3, 2), 2 * torch.eye(4, 2))
+    >>> P.is_sound(), P.inverse_roots.diagonal(dim1=-2, dim2=-1)
+    (tensor(True), tensor([[0.5000, 0.5000],
+            [2.0000, 2.0000]], dtype=torch.float64))
     """
 
     def __init__(self, metric: str, G: Tensor, H: Tensor) -> None:
-        self.metric = metric
-        self.G, self.H = G, H
-        self._N = _Factor(gram(H))
-        self._M = _Factor(gram(G) + self._N.S_inv)
+        self._metric, self._G, self._H = metric, G, H
+        self._N = _Factorised(gram(H))
+        self._M = _Factorised(gram(G) + self._N.inverse)
 
-    def sound(self) -> Tensor:
+    def is_sound(self) -> Tensor:
         """Tell where H has full column rank, and everything is finite; (…)."""
         return self._N.L_inv.isfinite().all(-1).all(-1) & self._M.L_inv.isfinite().all(-1).all(-1)
 
-    def inverse_root(self, factor: str) -> Tensor:
-        """Return K⁻¹ of the factor ``"G"`` or ``"H"``, (…, h, h)."""
-        own, other = (self._M, self._N) if factor == "G" else (self._N, self._M)
-        return other.L_inv if self.metric == "mix" else own.L.mH
+    @property
+    def inverse_roots(self) -> Tensor:
+        """K⁻¹ of G and of H, (…, 2, h, h)."""
+        roots = (self._N.L_inv, self._M.L_inv) if self._metric == "mix" else (self._M.L.mH, self._N.L.mH)
+        return torch.stack(roots, dim=-3)
 
-    def carry(self, to: Frames) -> tuple[Tensor, Tensor]:
-        r"""Return (T_G, T_H): covectors at this point become :math:`\nabla_G T_G, \nabla_H T_H` at another one.
+    def transport_covectors(self, to: Preconditioner) -> Tensor:
+        r"""Return (T_G, T_H), (…, 2, h, h): covectors here become :math:`\nabla_G T_G, \nabla_H T_H` at another point.
 
-        The coordinates of the covector are projected from the span of the old frame on that of the new one. The frames
-        are those of the column spaces of H, and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M`.
+        The coordinates of a covector are projected from the span of the old basis on that of the new one. The bases are
+        those of the column spaces of H, and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M`.
         """
-        across_H = gram(self.H, to.H)
-        across_G = gram(self.G, to.G) + self._N.S_inv @ across_H @ to._N.S_inv
-        if self.metric == "mix":
-            return self._N.S_inv @ across_H, self._M.S_inv @ across_G
-        return across_G @ to._M.S_inv, across_H @ to._N.S_inv
+        across_H = gram(self._H, to._H)
+        across_G = gram(self._G, to._G) + self._N.inverse @ across_H @ to._N.inverse
+        if self._metric == "mix":
+            T = self._N.inverse @ across_H, self._M.inverse @ across_G
+        else:
+            T = across_G @ to._M.inverse, across_H @ to._N.inverse
+        return torch.stack(T, dim=-3)
