@@ -624,7 +624,7 @@ def calls(rng, world):
         (symmetries.GL, {"h": 2, "diagonal": False}), (symmetries.spectra, {"pairs": pairs}),
         (symmetries.stacks, {"pairs": pairs}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
-        (symmetries.stack, {"pairs": pairs[:1]}),
+        (symmetries.PairStack, {"pairs": pairs[:1]}),
         (models.load, {"name": "mine:model", "checkpoint": "zoo/net0.pt", "head": None}),
         (models.load_state_dict, {"path": "xy.pt"}),
         (data.load_batches, {"source": "xy.pt", "batch_size": 4, "count": 1, "examples": 8, "seed": 0,

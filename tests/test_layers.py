@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sharpness
-from quotient_manifolds.symmetries import GL, block, find_symmetric_pairs, pair, stack
+from quotient_manifolds.symmetries import GL, PairStack, block, find_symmetric_pairs, pair
 from sharpness.layers import LayerShare, LayerShares, _layer, layer_shares
 
 from . import networks
@@ -21,7 +21,7 @@ def by_hand(model, result, metric):
             for name, p in model.named_parameters()}  # fmt: skip
     names = {p: name for name, p in model.named_parameters()}
     for p in find_symmetric_pairs(model):
-        one = stack([p])
+        one = PairStack([p])
         found[p.name] = float(one.manifold(metric).norm(one.gather().detach(), one.gather(tensors)) ** 2) / total
         mask = {p: torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
         one.mark_(mask)

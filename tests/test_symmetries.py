@@ -8,6 +8,7 @@ from torch import nn
 import sharpness
 from quotient_manifolds.symmetries import (
     GL,
+    PairStack,
     Projection,
     SymmetricPair,
     UnknownAttentionError,
@@ -20,7 +21,6 @@ from quotient_manifolds.symmetries import (
     register_attention,
     registry,
     skip,
-    stack,
     stacks,
     verify,
 )
@@ -197,7 +197,7 @@ def test_frozen_parameters_are_listed_with_the_reason():
     assert "frozen: weight of Linear" in frozen[0].reason
     assert len(stacks(pairs)) == 2
     with pytest.raises(ValueError, match="no symmetry"):
-        stack(frozen)
+        PairStack(frozen)
 
 
 def test_print_groups_by_layer():

@@ -45,8 +45,8 @@ class QuotientAdam(QuotientOptimizer):
         d_i &= \frac{(\hat m\, (\hat C^{1/2} + ε)^{-1})_i}{\sqrt{\hat r_i} + ε}, \qquad
         G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
 
-    Then m and C are carried to the frames of the new point. C is an h × h matrix, r one number a row, both the same for
-    all representatives but for a rotation of the frame that d undoes. ``second_moment="scalar"`` has one number in
+    Then m and C are transported to the new point. C is an h × h matrix, r one number a row, both the same for
+    all representatives but for a rotation of the basis that d undoes. ``second_moment="scalar"`` has one number in
     place of both, the mean of :math:`|\bar g|^2`. A step changes the product by about η in each of its directions, so
     that the learning rates of AdamW carry over.
 
@@ -56,7 +56,8 @@ class QuotientAdam(QuotientOptimizer):
         Parameters or parameter groups, as for any torch optimiser.
     pairs : iterable of SymmetricPair
         ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; for attention with ``key_bias="drop"``, see
-        :func:`create_quotient_optimizer`.
+        :func:`create_quotient_optimizer`. Those without a group are passed over, and those none of whose parameters are
+        among ``params``. More may come later: ``add_param_group({"params": …, "pairs": …})``.
     lr : float
         η.
     betas : (float, float)
@@ -79,18 +80,18 @@ class QuotientAdam(QuotientOptimizer):
     Raises
     ------
     ValueError
-        See :class:`~quotient_manifolds.optim.QuotientOptimizer`.
+        An option out of range; no pair among the parameters; a pair whose parameters lie in several groups or are not
+        all there; a pair with one frozen factor, or with two factors that both lack rank; sharded parameters.
 
     Notes
     -----
     Kingma and Ba (2015); Loshchilov and Hutter (2019) for the decay. LoRA-RITE (Yen et al., 2024) too keeps a matrix
-    second moment in the frame of the other factor and projects it on the next frame; it has no numbers by row, adds
+    second moment in a basis of the other factor and projects it on the next one; it has no numbers by row, adds
     what the projection loses as a multiple of the identity, and takes the mean of directions, not of gradients.
 
-    The first moment is stored as a covector of the parameters' own shape (``exp_avg``); C and r have h² + n numbers in
-    place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step on, also where G = 0. Where
-    gradients lack rank, the directions they leave out hold rounding only; C counts its least eigenvalue as 1e-3 of its
-    largest, lest that be blown up.
+    C and r have h² + n numbers in place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step on,
+    also where G = 0. Where gradients lack rank, the directions they leave out hold rounding only; C counts its least
+    eigenvalue as 1e-3 of its largest, lest that be blown up.
 
     Examples
     --------

@@ -25,40 +25,8 @@ __all__ = ["QuotientOptimizer", "is_number"]
 class QuotientOptimizer(Optimizer):
     """Base of the optimisers for parameters some of which are pairs (G, H) that a model sees through G Hᴴ only.
 
-    Parameters
-    ----------
-    params : iterable
-        Parameters or parameter groups, as for any torch optimiser.
-    pairs : iterable of SymmetricPair
-        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; those without a group are passed over, and those
-        none of whose parameters are among ``params``.
-    defaults : dict
-        Options of a parameter group: ``lr``, ``weight_decay``, ``metric``, ``maximize`` and ``max_grad_norm``, and
-        those of a subclass. Every group's own are checked as these are.
-
-    Raises
-    ------
-    ValueError
-        An option out of range; no pair among the parameters; a pair whose parameters lie in several groups or are not
-        all there; a pair with one frozen factor, or with two factors that both lack rank; sharded parameters.
-
-    Notes
-    -----
     A subclass gives ``_step_pairs``, a step of stacked pairs, and ``_step_others`` for what belongs to no pair. State
     lies on the device of the weights, moments in float32 at least; small matrices are worked out in float64.
-
-    Examples
-    --------
-    Train a second layer later on:
-
-    >>> from torch import nn
-    >>> from quotient_manifolds.optim import QuotientSGD
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
-    >>> first, second = (nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
-    >>> optimizer = QuotientSGD(first.parameters(), find_symmetric_pairs(first), lr=0.1)
-    >>> optimizer.add_param_group({"params": second.parameters(), "pairs": find_symmetric_pairs(second)})
-    >>> len(optimizer.state_dict()["pairs"])
-    8
     """
 
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
@@ -93,19 +61,7 @@ class QuotientOptimizer(Optimizer):
             raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimisers do.
-
-        Parameters
-        ----------
-        param_group : dict
-            Its key ``"pairs"`` may hold the pairs among its parameters.
-
-        Raises
-        ------
-        ValueError
-            An option out of range, a pair that cannot be used (see the class), or another ``max_grad_norm``; the
-            group is not added then.
-        """
+        """Add a group of parameters, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among them."""
         group = dict(param_group)
         if "params" not in group:
             raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(group) or 'none'}")
@@ -121,17 +77,7 @@ class QuotientOptimizer(Optimizer):
             raise
 
     def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
-        """Tell which of the optimiser's parameters form pairs; those known already are passed over.
-
-        Parameters
-        ----------
-        pairs : iterable of SymmetricPair
-
-        Raises
-        ------
-        ValueError
-            A pair that cannot be used, see the class.
-        """
+        """Tell which of the optimiser's parameters form pairs; those known already are passed over."""
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         found, given = list(self._pairs), check_pairs(pairs)
         known = {b.key for p in found for b in p.G + p.H}
@@ -158,23 +104,10 @@ class QuotientOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step.
+        """Take a step, and give the loss of a closure, which is called once.
 
-        Parameters
-        ----------
-        closure : callable, optional
-            Recomputes the loss and its gradients; called once.
-
-        Returns
-        -------
-        object
-            The closure's loss, or None.
-
-        Raises
-        ------
-        ValueError
-            NaN or infinite gradients; neither weights nor state have changed then. Under a ``GradScaler`` the step is
-            skipped with a warning.
+        Gradients that are NaN or infinite are a ValueError; neither weights nor state have changed then. Under a
+        ``GradScaler`` the step is skipped with a warning.
         """
         loss = None
         if closure is not None:
@@ -253,18 +186,7 @@ class QuotientOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave; training goes on exactly as it would have.
-
-        Parameters
-        ----------
-        state_dict : dict
-            From an optimiser of the same class for the same pairs.
-
-        Raises
-        ------
-        ValueError
-            The state is of other pairs, or of another optimiser.
-        """
+        """Load what :meth:`state_dict` gave, of an optimiser of the same class for the same pairs; go on exactly."""
         if state_dict.get("kind") != type(self).__name__:
             raise ValueError(
                 f"this state was saved by {state_dict.get('kind', 'an optimiser without pairs, such as AdamW')}, not "

@@ -48,7 +48,7 @@ class PairBucket:
             elif len(without) < len(p.G + p.H):
                 b = without[0]
                 raise ValueError(
-                    f"pair {p.name!r}: {b.attribute} of {type(b.module).__name__} has no gradient but the rest of the "
+                    f"pair {p.name!r}: {b.place} has no gradient but the rest of the "
                     "pair has; train both factors, or give this pair to another optimiser"
                 )
         if not found:
@@ -167,7 +167,7 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection
     for b in blocks:
         if b.tensor not in home:
             raise ValueError(
-                f"pair {pair.name!r}: {b.attribute} of {type(b.module).__name__} is not among the optimiser's "
+                f"pair {pair.name!r}: {b.place} is not among the optimiser's "
                 "parameters but the rest of the pair is; pass both factors"
             )
     if len(inside) > 1:

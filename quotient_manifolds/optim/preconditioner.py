@@ -35,20 +35,15 @@ def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:
     return X.mH @ (X if Y is None else wide(Y))
 
 
-def _cholesky(S: Tensor) -> tuple[Tensor, Tensor]:
-    """Give L and L⁻¹ with S = L Lᴴ up to rounding; never fails on a semidefinite S ≠ 0."""
-    diagonal = S.diagonal(dim1=-2, dim2=-1).real
-    rounding = torch.finfo(S.dtype).eps * S.shape[-1]
-    L, _ = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
-    eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
-    return L, torch.linalg.solve_triangular(L, eye, upper=False)
-
-
 class _Factorised:
-    """A positive definite h × h matrix S = L Lᴴ, with its inverse."""
+    """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
 
     def __init__(self, S: Tensor) -> None:
-        self.L, self.L_inv = _cholesky(S)
+        diagonal = S.diagonal(dim1=-2, dim2=-1).real
+        rounding = torch.finfo(S.dtype).eps * S.shape[-1]
+        self.L, _ = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
+        eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
+        self.L_inv = torch.linalg.solve_triangular(self.L, eye, upper=False)
         self.inverse = self.L_inv.mH @ self.L_inv
 
 
@@ -58,24 +53,8 @@ class Preconditioner:
     The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (N, \hat M)` for mix
     and :math:`(\hat M^{-1}, N^{-1})` for inv. With :math:`W = K K^H`, a covector ∇ has the coordinates
     :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G
-    along the orbit rotates the basis; nothing that is computed in it and turned back depends on the rotation.
-
-    Parameters
-    ----------
-    metric : {"inv", "mix"}
-    G, H : Tensor
-        (…, n, h) and (…, m, h); H has full column rank.
-
-    Examples
-    --------
-    The metric is finite at G = 0, where LoRA starts:
-
-    >>> import torch
-    >>> from quotient_manifolds.optim.preconditioner import Preconditioner
-    >>> P = Preconditioner("mix", torch.zeros(3, 2), 2 * torch.eye(4, 2))
-    >>> P.is_sound(), P.inverse_roots.diagonal(dim1=-2, dim2=-1)
-    (tensor(True), tensor([[0.5000, 0.5000],
-            [2.0000, 2.0000]], dtype=torch.float64))
+    along the orbit rotates the basis; nothing that is computed in it and turned back depends on the rotation. G is
+    (…, n, h), H (…, m, h) of full column rank.
     """
 
     def __init__(self, metric: str, G: Tensor, H: Tensor) -> None:

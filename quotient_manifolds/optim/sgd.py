@@ -21,14 +21,12 @@ class QuotientSGD(QuotientOptimizer):
     .. math:: m \leftarrow μ m + \nabla_G, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, m W_G^{-1}
 
     with the metric's weight :math:`W_G = H^H H` (mix) or :math:`(G^H G + (H^H H)^{-1})^{-1}` (inv), and H likewise; the
-    covector m is carried along. All of it is the same whichever equivalent factors it starts from.
+    covector m is transported. All of it is the same whichever equivalent factors it starts from.
 
     Parameters
     ----------
-    params : iterable
-        Parameters or parameter groups, as for any torch optimiser.
-    pairs : iterable of SymmetricPair
-        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``.
+    params, pairs, metric, max_grad_norm, maximize, foreach
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η.
     momentum : float
@@ -37,19 +35,11 @@ class QuotientSGD(QuotientOptimizer):
         Step along ∇ + μ m.
     weight_decay : float
         λ, decoupled: the product of a pair becomes (1 - ηλ) times itself, another parameter w becomes (1 - ηλ) w.
-    metric : {"mix", "inv"}
-        W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
-    max_grad_norm : float, optional
-        Clip the norm of the whole gradient, that of pairs in the metric.
-    maximize : bool
-        Ascend.
-    foreach : bool, optional
-        Of torch's SGD, for what belongs to no pair; pairs of one shape always step together.
 
     Raises
     ------
     ValueError
-        See :class:`~quotient_manifolds.optim.QuotientOptimizer`.
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
 
     Notes
     -----

@@ -7,20 +7,17 @@ from .blocks import block
 from .coverage import UnknownAttentionError, check_coverage
 from .groups import GL
 from .pairs import SymmetricPair, pair
-from .registry import PairList, adapter_pairs, find_symmetric_pairs, register_attention, skip
-from .spectrum import PairSpectrum, spectra
-from .stacks import PairStack, stack, stacks
-from .verify import Verification, apply_random_symmetry_, verify
+from .registry import adapter_pairs, find_symmetric_pairs, register_attention, skip
+from .spectrum import spectra
+from .stacks import PairStack, stacks
+from .verify import apply_random_symmetry_, verify
 
 __all__ = [
     "GL",
-    "PairList",
-    "PairSpectrum",
     "PairStack",
     "Projection",
     "SymmetricPair",
     "UnknownAttentionError",
-    "Verification",
     "adapter_pairs",
     "apply_random_symmetry_",
     "attention_pairs",
@@ -32,7 +29,6 @@ __all__ = [
     "register_attention",
     "skip",
     "spectra",
-    "stack",
     "stacks",
     "verify",
 ]

@@ -52,8 +52,8 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Class of the module and name of the parameter, for messages."""
-        return f"{type(self.module).__name__}.{self.attribute}"
+        """For messages, as ``"weight of Linear"``."""
+        return f"{self.attribute} of {type(self.module).__name__}"
 
     @property
     def key(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
@@ -122,7 +122,7 @@ def block(
         view = whole[rows, columns]
         view = view.T if transpose else view
     else:
-        raise ValueError(f"{type(module).__name__}.{attribute} is a single number; a block needs a matrix or a vector")
+        raise ValueError(f"{attribute} of {type(module).__name__} is a single number; a block needs a matrix or vector")
     if rotary == "half":
         view = view.unflatten(1, (2, -1)).transpose(1, 2)
     elif rotary == "interleaved":

@@ -130,7 +130,6 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
-    # A compiled model is watched as the eager one that it was compiled from.
     with torch.compiler.set_stance("force_eager"), _watching() as calls:
         result = run()
     names: dict[nn.Module, str] = {}

@@ -85,8 +85,8 @@ class SymmetricPair:
                 raise TypeError(f"pair {self.name!r}: factors are made of blocks, see block(), not {type(b).__name__}")
             if b.size[1:] != self.group.columns:
                 raise ValueError(
-                    f"pair {self.name!r}: the group {self.group} acts on {self.group.columns} columns, but a block of "
-                    f"{b.place} has {b.size[1:]}"
+                    f"pair {self.name!r}: the group {self.group} acts on {self.group.columns} columns, but the block "
+                    f"in {b.place} has {b.size[1:]}"
                 )
         if not self.G or not self.H:
             raise ValueError(f"pair {self.name!r} needs at least one block in G and one in H")
@@ -135,13 +135,14 @@ class SymmetricPair:
 
     def gather(self) -> Tensor:
         """Copy the weights into one point, (n + m, h), or (h, n + m, 1) for a diagonal group; differentiable."""
-        return self._usable_group().to_point(BlockStack([self.G + self.H]).gather())[0]
+        return self.usable_group().to_point(BlockStack([self.G + self.H]).gather())[0]
 
     def scatter_(self, x: Tensor) -> None:
         """Write a point of :meth:`gather`'s shape back into the weights."""
-        BlockStack([self.G + self.H]).scatter_(self._usable_group().from_point(x.unsqueeze(0)))
+        BlockStack([self.G + self.H]).scatter_(self.usable_group().from_point(x.unsqueeze(0)))
 
-    def _usable_group(self) -> GL:
+    def usable_group(self) -> GL:
+        """Give the group; a ValueError with the reason where there is none."""
         if self.group is None:
             raise ValueError(f"pair {self.name!r} has no symmetry: {self.reason}")
         return self.group

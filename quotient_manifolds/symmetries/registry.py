@@ -94,34 +94,17 @@ def handler_of(module: nn.Module) -> Handler | None:
 
 
 class PairList(list[SymmetricPair]):
-    """The pairs of a model: a list that prints as one line for pairs that differ in their head only.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
-    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> layer.self_attn.out_proj.weight.requires_grad = False
-    >>> print(find_symmetric_pairs(layer))
-    self_attn qk    2 × GL(4), 9+9 rows
-    self_attn vo    2 × none (frozen: weight of ...Linear)
-    """
+    """The pairs of a model: a list that prints as one line for pairs that differ in their head only."""
 
     def __str__(self) -> str:
-        lines: dict[tuple[str, str, str], int] = {}
+        lines: dict[tuple[str, str], int] = {}
         for p in self:
             place = p.name if p.head is None else f"{p.module} {p.kind}"
-            what = str(p.group) if p.group is not None else f"none ({p.reason})"
-            shape = f"{p.n}+{p.m} rows" if p.group is not None else ""
-            key = (place, what, shape)
-            lines[key] = lines.get(key, 0) + 1
-        if not lines:
-            return "no symmetric pairs"
-        wide = max(len(place) for place, _, _ in lines)
-        return "\n".join(
-            f"{place:<{wide}}  {count:>3} × {what}" + (f", {shape}" if shape else "")
-            for (place, what, shape), count in lines.items()
-        )
+            what = f"none ({p.reason})" if p.group is None else f"{p.group}, {p.n}+{p.m} rows"
+            lines[place, what] = lines.get((place, what), 0) + 1
+        wide = max((len(place) for place, _ in lines), default=0)
+        rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
+        return "\n".join(rows) or "no symmetric pairs"
 
 
 def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
@@ -151,7 +134,7 @@ def _refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> Symmetri
 
 def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
     """Take the group from a pair with a parameter that is not trainable."""
-    names = {f"{b.attribute} of {type(b.module).__name__}" for b in pair.G + pair.H if not b.tensor.requires_grad}
+    names = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
     if pair.group is None or not names:
         return pair
     return _refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
@@ -168,7 +151,7 @@ def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
         return pair
     for b in pair.G + pair.H:
         if not isinstance(b.tensor, nn.Parameter):
-            return _refused(pair, f"{b.attribute} of {type(b.module).__name__} is computed, not a parameter")
+            return _refused(pair, f"{b.place} is computed, not a parameter")
     kept = pair if include_frozen else _without_frozen(pair)
     if kept.group is not None and not kept.group.diagonal and kept.group.h > min(kept.n, kept.m):
         return _refused(kept, f"h = {kept.group.h} columns, but factors of {kept.n} and {kept.m} rows")

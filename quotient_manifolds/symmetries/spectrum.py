@@ -20,27 +20,8 @@ __all__ = ["PairSpectrum", "spectra"]
 class PairSpectrum:
     """Singular values of one pair.
 
-    Attributes
-    ----------
-    name, kind : str
-        Of the pair.
-    product : Tensor
-        Singular values of G Hᴴ in descending order, (h,), float64: the invariants of the orbit. For a diagonal group
-        those of its columns, which are pairs of their own.
-    min_singular_value_G, min_singular_value_H : float
-        Smallest singular value of each factor; these two depend on the representative.
-
-    Examples
-    --------
-    The largest radius at which the mix metric's ball stays on the manifold:
-
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import GL, block, pair, spectra
-    >>> down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
-    >>> down.weight.data, up.weight.data = torch.eye(2, 3), torch.tensor([[4.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    >>> (found,) = spectra([pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))])
-    >>> found.product, found.min_singular_value_G, round(float(found.product[-1]) / 2**0.5, 4)
-    (tensor([4., 2.], dtype=torch.float64), 2.0, 1.4142)
+    ``product`` are those of G Hᴴ in descending order, (h,), float64: the invariants of the orbit; for a diagonal group
+    those of its columns, which are pairs of their own. The smallest ones of the factors depend on the representative.
     """
 
     name: str
@@ -64,7 +45,9 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     Returns
     -------
     list of PairSpectrum
-        Computed in float64 on the CPU or GPU the weights are on, and returned on the CPU.
+        With the pair's ``name`` and ``kind``; ``product``, (h,), in descending order, of G Hᴴ; and
+        ``min_singular_value_G``, ``min_singular_value_H``, which depend on the representative. Computed in float64
+        where the weights are, and returned on the CPU.
 
     Notes
     -----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,13 +13,16 @@ from .blocks import BlockStack
 from .groups import GL
 from .pairs import MANIFOLDS, SymmetricPair, check_pairs
 
-__all__ = ["PairStack", "coverage", "stack", "stacks"]
+__all__ = ["PairStack", "coverage", "stacks"]
 
 
 class PairStack:
-    """Pairs of equal shape and group as one batched point.
+    """Pairs of equal shape, group and block layout as one batched point; :func:`stacks` sorts a mixed list first.
 
-    Build one with :func:`stack`; ``pairs`` keeps their order, the first dimension of the point.
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        In the order of the point's first dimension.
 
     Attributes
     ----------
@@ -31,7 +34,7 @@ class PairStack:
     Raises
     ------
     ValueError
-        Pairs of different shape or group, or without a group.
+        No pair at all, pairs that differ, or one without a symmetry.
 
     Examples
     --------
@@ -47,18 +50,18 @@ class PairStack:
     torch.Size([2, 17, 4])
     """
 
-    def __init__(self, pairs: Sequence[SymmetricPair]) -> None:
-        first = pairs[0]
-        if first.group is None:
-            raise ValueError(f"pair {first.name!r} has no symmetry: {first.reason}")
-        for p in pairs:
+    def __init__(self, pairs: Iterable[SymmetricPair]) -> None:
+        self.pairs = tuple(check_pairs(pairs))
+        if not self.pairs:
+            raise ValueError("a PairStack needs at least one pair")
+        first = self.pairs[0]
+        self.group: GL = first.usable_group()
+        for p in self.pairs:
             if (p.group, p.layout) != (first.group, first.layout):
-                raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape or group; see stack()")
-        self.pairs = tuple(pairs)
-        self.group: GL = first.group
+                raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape or group; see stacks()")
         self.n, self.m = first.n, first.m
-        self._rows = BlockStack([p.G + p.H for p in pairs])
-        self._dropped = BlockStack([[b] for p in pairs for b in p.dropped])
+        self._rows = BlockStack([p.G + p.H for p in self.pairs])
+        self._dropped = BlockStack([[b] for p in self.pairs for b in p.dropped])
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -73,20 +76,11 @@ class PairStack:
         return list({id(r.first.tensor): r.first.tensor for r in runs}.values())
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Copy the blocks into one point.
+        """Copy the blocks into one point, differentiably.
 
-        Parameters
-        ----------
-        tensors : mapping, optional
-            What to read in place of each parameter (gradients, say), by parameter; those absent count as zero.
-        out : Tensor, optional
-            Contiguous real memory that the result may use, at least as many numbers; not differentiable then.
-
-        Returns
-        -------
-        Tensor
-            (pairs, n + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field is.
-            Differentiable with respect to the parameters.
+        ``tensors`` gives what to read in place of each parameter, gradients for example; those absent count as zero.
+        ``out`` is contiguous real memory that the result may use; it is not differentiable then. The point is
+        (pairs, n + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field is.
         """
         shape = self._rows.shape
         room = None if out is None else out.view(-1)[: math.prod(shape)].view(shape)
@@ -100,37 +94,6 @@ class PairStack:
         """Set what ``tensors`` gives for each parameter to True wherever a block lies, dropped ones included."""
         self._rows.mark_(tensors)
         self._dropped.mark_(tensors)
-
-
-def stack(pairs: Iterable[SymmetricPair]) -> PairStack:
-    """Stack pairs of equal shape, group and block layout into one batched point.
-
-    Parameters
-    ----------
-    pairs : iterable of SymmetricPair
-        In the order of the point's first dimension.
-
-    Returns
-    -------
-    PairStack
-
-    Raises
-    ------
-    ValueError
-        No pair at all, pairs that differ, or one without a symmetry; :func:`stacks` sorts a mixed list first.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, stack
-    >>> pairs = find_symmetric_pairs(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
-    >>> stack(p for p in pairs if p.kind == "qk").gather().shape
-    torch.Size([2, 18, 4])
-    """
-    found = check_pairs(pairs)
-    if not found:
-        raise ValueError("stack() needs at least one pair")
-    return PairStack(found)
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:

@@ -101,27 +101,8 @@ def _random_elements(
 class Verification:
     """What acting on each pair did to the outputs.
 
-    Attributes
-    ----------
-    changes : dict of str to float
-        Largest change of an output relative to the largest output, by the pair's name.
-    tolerance : float
-        Up to which a change counts as rounding.
-    single_precision : bool
-        The model computes in float32 somewhere inside although its weights are float64.
-
-    Examples
-    --------
-    A pair that is no symmetry, for there is a ReLU between its factors:
-
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import GL, block, pair, verify
-    >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
-    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
-    >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
-    >>> verification = verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong])
-    >>> verification.ok, verification.failures
-    (False, ['layers'])
+    ``changes`` is the largest change of an output relative to the largest output, by the pair's name; up to
+    ``tolerance`` it counts as rounding, which is larger where a model computes in ``single_precision`` inside.
     """
 
     changes: dict[str, float]
@@ -211,6 +192,15 @@ def verify(
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> print(verify(layer, torch.linspace(-1, 1, 24).reshape(1, 3, 8)))
     4 pairs, largest relative change of an output ...e-1... (rounding is up to 1e-09)
+
+    A pair that is no symmetry, for there is a ReLU between its factors:
+
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
+    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
+    >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
+    >>> verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong]).failures
+    ['layers']
     """
     check_model(model)
     extra = check_pairs(extra)

@@ -17,7 +17,7 @@ from .look import COLOURS, figure
 if TYPE_CHECKING:
     from torch import nn
 
-    from quotient_manifolds.symmetries import PairSpectrum
+    from quotient_manifolds.symmetries.spectrum import PairSpectrum
 
     from ..layers import LayerShares
     from ..losses import LossFunction
