@@ -89,7 +89,7 @@ class QuotientAdam(QuotientOptimizer):
     second moment in a basis of the other factor and projects it on the next one; it has no numbers by row, adds
     what the projection loses as a multiple of the identity, and takes the mean of directions, not of gradients.
 
-    C and r have h² + n numbers in place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step on,
+    C and r have h² + n numbers in place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step,
     also where G = 0. Where gradients lack rank, the directions they leave out hold rounding only; C counts its least
     eigenvalue as 1e-3 of its largest, lest that be blown up.
 

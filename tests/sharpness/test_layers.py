@@ -9,7 +9,7 @@ import sharpness
 from quotient_manifolds.symmetries import GL, PairStack, block, find_symmetric_pairs, pair
 from sharpness.layers import LayerShare, LayerShares, _layer, layer_shares
 
-from . import networks
+from .. import networks
 
 
 def by_hand(model, result, metric):

@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, spectra
+from quotient_manifolds.symmetries import (
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+    spectra,
+)
 
-from .architectures import TRANSFORMERS
-from .networks import vit
+from ...architectures import TRANSFORMERS
+from ...networks import vit
 
 
 def test_against_dense_products():
