@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,20 +72,17 @@ class LayerShares(list[LayerShare]):
         rows = self.by_layer()
         kinds = sorted({s.kind for s in self}, key=lambda k: (k == "weights", k))
         wide = max((len(layer) for layer in rows), default=5)
-        head = f"{'layer':<{wide}}" + "".join(f"{kind:>9}" for kind in kinds)
-        return "\n".join(
-            [head]
-            + [
-                f"{layer:<{wide}}" + "".join(f"{row[kind]:>9.1%}" if kind in row else f"{'':>9}" for kind in kinds)
-                for layer, row in rows.items()
-            ]
-        )
+        lines = [f"{'layer':<{wide}}" + "".join(f"{kind:>9}" for kind in kinds)]
+        for layer, row in rows.items():
+            lines.append(f"{layer:<{wide}}" + "".join(f"{row[k]:>9.1%}" if k in row else " " * 9 for k in kinds))
+        return "\n".join(lines)
 
 
 def _block(module: str) -> str:
     """Cut a path after its last number: ``vit.layers.3.attention`` lies in ``vit.layers.3``."""
-    found = re.match(r"(.*\b\d+)(?:\.|$)", module)
-    return found[1] if found else module
+    parts = module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=len(parts) - 1)
+    return ".".join(parts[: last + 1])
 
 
 def _layer(parameter: str, blocks: Sequence[str]) -> str:
@@ -96,32 +92,7 @@ def _layer(parameter: str, blocks: Sequence[str]) -> str:
 
 
 def layer_shares(directions: Sequence[Direction]) -> LayerShares:
-    """Say which layers and heads directions move, in the mean over the directions.
-
-    Parameters
-    ----------
-    directions : sequence of Direction
-        Of one model under one measure.
-
-    Returns
-    -------
-    LayerShares
-
-    Raises
-    ------
-    ValueError
-        All directions are zero.
-
-    Examples
-    --------
-    >>> import torch, sharpness
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> batch = torch.randn(16, 4), torch.arange(16) % 3
-    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
-    >>> [s.layer for s in layer_shares([result.direction(0)])]
-    ['0', '2']
-    """
+    """Say which layers and heads directions of one model under one measure move, in the mean over the directions."""
     first = directions[0]
     moving = [d for d in directions if d.norm > 0]
     if not moving:

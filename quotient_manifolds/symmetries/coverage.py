@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,9 +62,25 @@ class UnknownAttentionError(ValueError):
 class _Watch(TorchFunctionMode):
     """Notes which module was running when an attention function was called."""
 
-    def __init__(self, calls: list[tuple[nn.Module, str]], running: list[nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._calls, self._running = calls, running
+        self.calls: list[tuple[nn.Module, str]] = []
+        self._running: list[nn.Module] = []
+
+    def __enter__(self) -> _Watch:
+        enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
+        self._hooks = [enter, register_module_forward_hook(self._leave, always_call=True)]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        while self._running and self._running.pop() is not module:
+            pass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -73,29 +88,8 @@ class _Watch(TorchFunctionMode):
             # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
             first = args[0] if args else (kwargs or {}).get("input")
             if name != "softmax" or (isinstance(first, torch.Tensor) and first.dim() >= 3):
-                self._calls.append((self._running[-1], name))
+                self.calls.append((self._running[-1], name))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _watching() -> Iterator[list[tuple[nn.Module, str]]]:
-    calls: list[tuple[nn.Module, str]] = []
-    running: list[nn.Module] = []
-
-    def enter(module: nn.Module, _: Any) -> None:
-        running.append(module)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        while running and running.pop() is not module:
-            pass
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        with _Watch(calls, running):
-            yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
@@ -130,16 +124,12 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
-    with torch.compiler.set_stance("force_eager"), _watching() as calls:
+    with torch.compiler.set_stance("force_eager"), _Watch() as watch:
         result = run()
-    names: dict[nn.Module, str] = {}
-    covered: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        names[module] = name
-        if handler_of(module) is not None:
-            covered.update(module.modules())
-    for module, call in calls:
+    names = {module: name for name, module in model.named_modules()}
+    covered = {inner for module in names if handler_of(module) is not None for inner in module.modules()}
+    for module, call in watch.calls:
         if module not in covered:
-            path = names.get(module, "(outside the model)")
-            raise UnknownAttentionError(path or "(the model itself)", type(module), call)
+            path = names.get(module, "(outside the model)") or "(the model itself)"
+            raise UnknownAttentionError(path, type(module), call)
     return result

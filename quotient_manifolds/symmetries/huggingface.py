@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from .attention import Projection, attention_pairs
 from .pairs import SymmetricPair
 from .registry import register_attention
@@ -81,13 +79,10 @@ def deberta(module: Any, name: str) -> Iterator[SymmetricPair]:
     d = inner.attention_head_size
     for pair in pairs:
         if pair.kind == "qk" and pair.group is not None:
-            rows = {
-                side: getattr(pair, side) + (() if p is None else Projection(p).input_blocks(pair.head or 0, d, 0, d))
-                for side, p in positions.items()
-            }
-            yield replace(pair, **rows)
-        else:
-            yield pair
+            for side, p in positions.items():
+                rows = () if p is None else Projection(p).input_blocks(pair.head or 0, d, 0, d)
+                pair = replace(pair, **{side: getattr(pair, side) + rows})
+        yield pair
 
 
 @register_attention(*_classes("gpt2.GPT2Attention"))
@@ -103,26 +98,15 @@ def gpt2(module: Any, name: str) -> Iterator[SymmetricPair]:
     return attention_pairs(name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=o)
 
 
-def _by_head(module: nn.Module, size: int) -> dict[str, Any]:
-    """One matrix with rows [head][q, k, v][head dimension]."""
-    return {c: Projection(module, start=i * size, stride=3 * size) for i, c in enumerate("qkv")}
-
-
-@register_attention(*_classes("bloom.BloomAttention"))
+@register_attention(*_classes("bloom.BloomAttention", "gpt_neox.GPTNeoXAttention"))
 def bloom(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``query_key_value`` with rows [head][q, k, v][size], ``dense``; ALiBi adds to the scores."""
-    size = module.head_dim
-    parts = _by_head(module.query_key_value, size)
-    return attention_pairs(name, heads=module.num_heads, head_size=size, o=Projection(module.dense), **parts)
-
-
-@register_attention(*_classes("gpt_neox.GPTNeoXAttention"))
-def gpt_neox(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """As BLOOM; RoPE on the leading dimensions, half pairing."""
-    size = module.head_size
+    """``query_key_value`` with rows [head][q, k, v][size]; ALiBi, or RoPE on the leading dimensions, half pairing."""
+    size = module.head_dim if hasattr(module, "head_dim") else module.head_size
+    heads = module.num_heads if hasattr(module, "num_heads") else module.config.num_attention_heads
+    q, k, v = (Projection(module.query_key_value, start=i * size, stride=3 * size) for i in range(3))
     return attention_pairs(
-        name, heads=module.config.num_attention_heads, head_size=size, o=Projection(module.dense),
-        rotary_size=module.rotary_ndims, **_by_head(module.query_key_value, size),
+        name, heads=heads, head_size=size, rotary_size=getattr(module, "rotary_ndims", 0), q=q, k=k, v=v,
+        o=Projection(module.dense),
     )  # fmt: skip
 
 
