@@ -146,7 +146,8 @@ class QuotientAdam(QuotientOptimizer):
             )
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
-        beta1, beta2 = group["betas"]
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
         if not s.bucket.state:
             self._make_room(group, s)
         K_inv = s.preconditioner.inverse_roots
@@ -156,17 +157,19 @@ class QuotientAdam(QuotientOptimizer):
         if group["second_moment"] == "scalar":
             squares = trace(K_inv @ s.grams @ K_inv.mH) / _rows(s, K_inv).view(2) / K_inv.shape[-1]
             v = torch.lerp(s.read("scalar").to(squares.dtype), squares, 1 - beta2)
-            root = (v[..., None, None] / correction2).sqrt() + group["eps"]
-            s.move_(s.times(m, K_inv.mH @ K_inv / root / correction1), float(group["lr"]), group["weight_decay"])
+            root = (v[..., None, None] / correction2).sqrt() + eps
+            s.move_(s.times(m, K_inv.mH @ K_inv / root / correction1), lr, weight_decay)
             s.write(step=count, moment=s.times(m, s.transport()), scalar=v)
             return
+        # C is kept as a sum of ∇ᴴ∇; between K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
         C = torch.lerp(s.read("matrix"), s.grams / _rows(s, K_inv), 1 - beta2)
         values, vectors = torch.linalg.eigh(K_inv @ (C / correction2) @ K_inv.mH)
         values = torch.maximum(values, _LEAST * values[..., -1:]).clamp_min(0)
-        halfway = K_inv.mH @ (vectors / (values.sqrt() + group["eps"]).unsqueeze(-2))  # K⁻ᴴ C^(-1/2), turned
-        r = torch.lerp(s.read("rows"), s.times(s.gradient, halfway).abs().square().mean(-1, keepdim=True), 1 - beta2)
-        d = m / ((r / _by_pair(correction2, r)).sqrt() + group["eps"])
-        s.move_(s.times(d, halfway @ (vectors.mH @ K_inv) / correction1), float(group["lr"]), group["weight_decay"])
+        halfway = K_inv.mH @ (vectors / (values.sqrt() + eps).unsqueeze(-2))  # K⁻ᴴ C^(-1/2), turned
+        squares = s.times(s.gradient, halfway).abs().square().mean(-1, keepdim=True)
+        r = torch.lerp(s.read("rows"), squares, 1 - beta2)
+        d = m / ((r / _by_pair(correction2, r)).sqrt() + eps)
+        s.move_(s.times(d, halfway @ (vectors.mH @ K_inv) / correction1), lr, weight_decay)
         T = s.transport()
         s.write(step=count, moment=s.times(m, T), matrix=T.mH @ C @ T, rows=r)
 
