@@ -113,7 +113,8 @@ class QuotientOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.autocast(self.param_groups[0]["params"][0].device.type, enabled=False):
+        first: Tensor = next(p for group in self.param_groups for p in group["params"])
+        with torch.autocast(first.device.type, enabled=False):
             gradients = collect_gradients(self.param_groups, getattr(self, "grad_scale", None))
             if not gradients or not all_finite(gradients, getattr(self, "found_inf", None)):
                 return loss

@@ -145,8 +145,7 @@ def attention_pairs(
     q, k, v, o : Projection
         Where the weights lie.
     head_size, value_size : int, optional
-        Dimension of one head's queries and values; by default the rows of the query weight divided by ``heads``. Give
-        it where one matrix holds more than the queries.
+        Dimension of one head's queries and values; to be given where one matrix holds more than the queries.
     rotary_size : int
         Leading head dimensions that RoPE rotates: there one non-zero complex number a frequency is left of GL(h).
     rotary : {"half", "interleaved"}
@@ -156,8 +155,7 @@ def attention_pairs(
     value_group : GL, optional
         Group on V–O if it is not GL(h).
     key_bias_null : bool
-        The key bias adds the same number to all scores of a query, so that softmax drops it. (Never on dimensions
-        that RoPE rotates.)
+        The key bias adds the same number to all scores of a query, so that softmax drops it (not under RoPE).
 
     Yields
     ------
@@ -166,8 +164,7 @@ def attention_pairs(
 
     Notes
     -----
-    Paper, §4.2 and App. C; in App. C.1 the printed W_iᵒ are rows of Wᵒ. RoPE rotates planes of two dimensions, which
-    commutes with one complex number a plane.
+    Paper, §4.2 and App. C; in App. C.1 the printed W_iᵒ are rows of Wᵒ.
 
     Examples
     --------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..batches import default_forward, tensors, tree_map
 from ..gl.gauge import canonical_gauge
-from .blocks import Block, check_model
+from .blocks import check_model
 from .pairs import SymmetricPair, check_pairs
 from .registry import find_symmetric_pairs
 from .stacks import stacks
@@ -134,6 +134,19 @@ def _outputs(found: Any) -> list[torch.Tensor]:
     return [t.detach().double() for t in tensors(found) if t.is_floating_point()]
 
 
+def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
+    """Give the largest change of an output that was finite, relative to the largest output."""
+    scale = max(float(t.abs().max()) for t in before)
+    differences = [(a - b)[b.isfinite()].abs() for a, b in zip(after, before, strict=True)]
+    return max(float(d.max()) if d.numel() else 0.0 for d in differences) / max(scale, 1e-300)
+
+
+def _rebound(p: SymmetricPair, copies: Mapping[int, Any]) -> SymmetricPair:
+    """Give a pair of the copy of its model."""
+    G, H = ([replace(b, module=copies.get(id(b.module), b.module)) for b in blocks] for blocks in (p.G, p.H))
+    return replace(p, G=tuple(G), H=tuple(H), null=())
+
+
 class _CastWatch(TorchFunctionMode):
     """Notices float64 tensors that a model narrows to float32 and widens again."""
 
@@ -158,7 +171,7 @@ def verify(
 ) -> Verification:
     """Act on every pair with a random group element and compare the outputs.
 
-    The check runs on a float64 copy of the model in evaluation mode, from the balanced representative of every pair.
+    This is done on a float64 copy of the model in evaluation mode, from the balanced representative of every pair.
 
     Parameters
     ----------
@@ -208,10 +221,6 @@ def verify(
     twin = copy.deepcopy(model, memo).double().eval()
     wide = tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
 
-    def rebound(b: Block) -> Block:
-        return replace(b, module=memo.get(id(b.module), b.module))
-
-    own = [replace(p, G=tuple(map(rebound, p.G)), H=tuple(map(rebound, p.H)), null=()) for p in extra]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
@@ -220,18 +229,13 @@ def verify(
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
         changes = {}
-        for p in find_symmetric_pairs(twin, extra=own):
-            if p.group is None:
-                continue
-            kept = [(t, t.detach().clone()) for t in p.parameters()]
-            apply_random_symmetry_(twin, condition, seed, [p])
-            after = _outputs(forward(twin, wide))
-            for t, value in kept:
-                t.copy_(value)
-            scale = max(float(t.abs().max()) for t in before)
-            finite = [(a, b, b.isfinite()) for a, b in zip(after, before, strict=True)]
-            differences = [float((a - b)[ok].abs().max()) if bool(ok.any()) else 0.0 for a, b, ok in finite]
-            changes[p.name] = max(differences) / max(scale, 1e-300)
+        for p in find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra]):
+            if p.group is not None:
+                kept = [(t, t.detach().clone()) for t in p.parameters()]
+                apply_random_symmetry_(twin, condition, seed, [p])
+                changes[p.name] = _change(before, _outputs(forward(twin, wide)))
+                for t, value in kept:
+                    t.copy_(value)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     return Verification(changes, 1e-5 if casts.seen else 1e-9, casts.seen)
