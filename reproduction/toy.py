@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds import GLQuotientInv, QuotientManifold, RescaleQuotient
-from quotient_manifolds.symmetries import Group, SymmetricPair, block, pair
+from quotient_manifolds.symmetries import GL, SymmetricPair, block, pair
 from sharpness.evaluation import evaluate
 from sharpness.files import check_folder, write_json
 from sharpness.progress import bar
@@ -45,7 +45,7 @@ class Toy(nn.Module):
 
     def pair(self) -> SymmetricPair:
         """Give the pair G = θ₁, H = θ₂ with the group GL(1)."""
-        return pair([block(self, "theta1")], [block(self, "theta2")], Group(1), name="toy")
+        return pair([block(self, "theta1")], [block(self, "theta2")], GL(1), name="toy")
 
 
 def closed_forms(theta1: float, theta2: float, x: float, y: float, rho: float) -> dict[str, float]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .direction import Direction
 
 __all__ = ["LayerShare", "LayerShares", "layer_shares"]
-
-#: What the symmetries call a head's pair: the attention module, the kind, the head, and maybe a part of it.
-_HEAD = re.compile(r"(?P<module>.*) (?P<kind>\w+) head (?P<head>\d+)(?P<part>.*)")
 
 
 @dataclass(frozen=True)
@@ -76,20 +72,17 @@ class LayerShares(list[LayerShare]):
         rows = self.by_layer()
         kinds = sorted({s.kind for s in self}, key=lambda k: (k == "weights", k))
         wide = max((len(layer) for layer in rows), default=5)
-        head = f"{'layer':<{wide}}" + "".join(f"{kind:>9}" for kind in kinds)
-        return "\n".join(
-            [head]
-            + [
-                f"{layer:<{wide}}" + "".join(f"{row[kind]:>9.1%}" if kind in row else f"{'':>9}" for kind in kinds)
-                for layer, row in rows.items()
-            ]
-        )
+        lines = [f"{'layer':<{wide}}" + "".join(f"{kind:>9}" for kind in kinds)]
+        for layer, row in rows.items():
+            lines.append(f"{layer:<{wide}}" + "".join(f"{row[k]:>9.1%}" if k in row else " " * 9 for k in kinds))
+        return "\n".join(lines)
 
 
 def _block(module: str) -> str:
     """Cut a path after its last number: ``vit.layers.3.attention`` lies in ``vit.layers.3``."""
-    found = re.match(r"(.*\b\d+)(?:\.|$)", module)
-    return found[1] if found else module
+    parts = module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=len(parts) - 1)
+    return ".".join(parts[: last + 1])
 
 
 def _layer(parameter: str, blocks: Sequence[str]) -> str:
@@ -99,44 +92,13 @@ def _layer(parameter: str, blocks: Sequence[str]) -> str:
 
 
 def layer_shares(directions: Sequence[Direction]) -> LayerShares:
-    """Say which layers and heads directions move, in the mean over the directions.
-
-    Parameters
-    ----------
-    directions : sequence of Direction
-        Of one model under one measure.
-
-    Returns
-    -------
-    LayerShares
-
-    Raises
-    ------
-    ValueError
-        All directions are zero.
-
-    Examples
-    --------
-    >>> import torch, sharpness
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> batch = torch.randn(16, 4), torch.arange(16) % 3
-    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
-    >>> [s.layer for s in layer_shares([result.direction(0)])]
-    ['0', '2']
-    """
+    """Say which layers and heads directions of one model under one measure move, in the mean over the directions."""
     first = directions[0]
     moving = [d for d in directions if d.norm > 0]
     if not moving:
         raise ValueError("the worst directions have no length: the loss did not rise at this radius; take a larger one")
-    heads = [_HEAD.fullmatch(p.name) for p in first.pairs]
-    blocks = sorted({_block(m["module"]) for m in heads if m is not None})
-    keys: list[tuple[str, str, int | None]] = [
-        (_layer(f"{p.name.split(' ')[0]}.", blocks), p.kind, None)
-        if head is None
-        else (_block(head["module"]), p.kind, int(head["head"]))
-        for p, head in zip(first.pairs, heads, strict=True)
-    ]
+    blocks = sorted({_block(p.module) for p in first.pairs if p.head is not None})
+    keys = [(_layer(f"{p.module}.", blocks), p.kind, p.head) for p in first.pairs]
     found: dict[tuple[str, str, int | None], float] = {}
     for direction in moving:
         own = [((_layer(name, blocks), "weights", None), square) for name, square in direction.squares.items()]

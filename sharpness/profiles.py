@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries.pairs import check_model
+from quotient_manifolds.symmetries.blocks import check_model
 
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, to_float32

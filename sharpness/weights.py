@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quotient_manifolds.symmetries import is_sharded
-from quotient_manifolds.symmetries.pairs import check_model
+from quotient_manifolds.symmetries.blocks import check_model, is_sharded
 
 __all__ = ["named_weights", "trainable"]
 

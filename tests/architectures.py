@@ -1,6 +1,11 @@
 """A tiny random model of every architecture that ``find_symmetric_pairs`` knows, with a batch for it."""
 
+import copy
+import dataclasses
+
 import torch
+
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 
 from . import networks
 
@@ -108,3 +113,46 @@ def timm_model(name, **options):
 
     model = timm.create_model(name, pretrained=False, num_classes=3, **options)
     return networks.shake(model.double(), 0.2)
+
+
+def adapted(base, targets, **options):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        base, LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, **options)
+    )
+    for p in model.parameters():
+        p.data = p.data.double()
+    return model.eval()
+
+
+def bert_and_batch():
+    return transformers_model("bert", "eager")
+
+
+def gpt2_and_batch():
+    return transformers_model("gpt2", "eager")
+
+
+def change(model, run, condition=10.0):
+    """Relative change of the outputs when every pair moves along its orbit."""
+    twin = copy.deepcopy(model)
+    assert apply_random_symmetry_(twin, condition, seed=1) == sum(
+        p.group is not None for p in find_symmetric_pairs(model)
+    )
+    with torch.no_grad():
+        before, after = run(model), run(twin)
+    moved = max((p - q).abs().max() for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert moved > 0.1
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def without_first_row(p):
+    """One row of G forgotten: a bias, or an input."""
+    first = p.G[-1]
+    if first.rows > 1:
+        smaller = dataclasses.replace(
+            first, offset=first.offset + first.stride[0], size=(first.rows - 1, *first.size[1:])
+        )
+        return dataclasses.replace(p, G=(*p.G[:-1], smaller))
+    return dataclasses.replace(p, G=p.G[:-1])

@@ -567,7 +567,7 @@ def test_mixed_and_half_precision_weights():
 
 
 def test_registered_attention_is_measured(monkeypatch):
-    monkeypatch.setattr(symmetries.registry, "_ADAPTERS", dict(symmetries.registry._ADAPTERS))
+    monkeypatch.setattr(symmetries.registry, "_HANDLERS", dict(symmetries.registry._HANDLERS))
 
     @symmetries.register_attention(Mystery)
     def mystery(module, name):
@@ -756,7 +756,7 @@ def test_lora_before_training_has_no_direction_to_move_in():
     layer.requires_grad_(False)
     layer.A, layer.B = A, B
     pair = symmetries.pair(
-        [symmetries.block(layer, "B")], [symmetries.block(layer, "A", transpose=True)], symmetries.Group(2)
+        [symmetries.block(layer, "B")], [symmetries.block(layer, "A", transpose=True)], symmetries.GL(2)
     )
 
     def loss(model, batch):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from quotient_manifolds.symmetries import Group, apply_random_symmetry_, block, pair
+from quotient_manifolds.symmetries import GL, apply_random_symmetry_, block, pair
 from sharpness.hessian import HessianOperator, hutchpp_trace, largest_eigenvalues
 from sharpness.measures import MEASURES, get_measure
 
@@ -151,7 +151,7 @@ def test_the_scalar_network():
     with torch.no_grad():
         model[0].weight.fill_(h)
         model[1].weight.fill_(g)
-    only = pair([block(model[1], "weight")], [block(model[0], "weight", transpose=True)], Group(1))
+    only = pair([block(model[1], "weight")], [block(model[0], "weight", transpose=True)], GL(1))
     batch = (torch.tensor([[x]]), torch.tensor([[y]]))
 
     def loss(model, batch):

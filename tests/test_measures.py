@@ -214,7 +214,7 @@ def test_directions_at_the_floor_are_counted(trained):
     assert sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1).num_clamped == 0
 
 
-# -- statistic and ball -------------------------------------------------------------------------------------------------
+# -- statistic and ball -----------------------------------------------------------------------------------------------
 
 
 def test_average_case_of_a_quadratic_is_half_the_trace():

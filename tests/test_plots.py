@@ -46,7 +46,7 @@ def test_spectra():
     assert len(qk.lines) == len(vo.lines) == 2
     np.testing.assert_allclose(qk.lines[0].get_ydata(), found[0].product)
     by_label = {line.get_label(): line.get_ydata() for line in last.lines}
-    np.testing.assert_allclose(by_label["G"], [s.weakest_G for s in found])
+    np.testing.assert_allclose(by_label["G"], [s.min_singular_value_G for s in found])
     np.testing.assert_allclose(by_label["GHᵀ"], [s.product[-1] for s in found])
     with pytest.raises(ValueError, match="no pairs to draw"):
         plots.plot_spectra([])

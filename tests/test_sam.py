@@ -98,9 +98,9 @@ def test_the_perturbation_is_the_gradient_on_the_manifold(metric, refresh):
         pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
         points = [p.gather().detach() for p in pairs]
         grads = {p: p.grad for p in model.parameters()}
-        from quotient_manifolds.symmetries import stack
+        from quotient_manifolds.symmetries import PairStack
 
-        covectors = [stack([p]).gather(grads)[0] for p in pairs]
+        covectors = [PairStack([p]).gather(grads)[0] for p in pairs]
         vectors = [p.manifold(metric).egrad2rgrad(x, e) for p, x, e in zip(pairs, points, covectors, strict=True)]
         squares = sum(p.manifold(metric).inner(x, v, v) for p, x, v in zip(pairs, points, vectors, strict=True))
         attention = {b.tensor for p in pairs for b in p.G + p.H}

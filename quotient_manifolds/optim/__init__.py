@@ -1,14 +1,12 @@
 """Optimisers of torch that work on the quotient: the same run whichever equivalent factors it starts from."""
 
 from .adam import QuotientAdam
-from .base import QuotientOptimizer
 from .canonicalize import canonicalize_lora_
 from .create import create_quotient_lora_optimizer, create_quotient_optimizer
 from .sgd import QuotientSGD
 
 __all__ = [
     "QuotientAdam",
-    "QuotientOptimizer",
     "QuotientSGD",
     "canonicalize_lora_",
     "create_quotient_lora_optimizer",

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer, is_number
 from .buckets import PairStep, trace
-from .frames import wide
+from .preconditioner import wide
 
 __all__ = ["QuotientAdam"]
 
@@ -21,16 +21,21 @@ __all__ = ["QuotientAdam"]
 _LEAST = 1e-3
 
 
-def _size(g: Tensor) -> int:
-    """Count the entries of a factor."""
-    return g.shape[-2] * g.shape[-1]
+def _by_pair(numbers: Tensor, like: Tensor) -> Tensor:
+    """Give one number a pair in the precision and the number of dimensions of what they multiply."""
+    return numbers.to(like.device, like.real.dtype).view(-1, *[1] * (like.dim() - 1))
+
+
+def _rows(s: PairStep, like: Tensor) -> Tensor:
+    """Count the rows of G and of H, (2, 1, 1)."""
+    return torch.tensor([s.stack.n, s.stack.m], dtype=like.real.dtype, device=like.device).view(2, 1, 1)
 
 
 class QuotientAdam(QuotientOptimizer):
     r"""Adam for pairs (G, H), the same whichever equivalent factors it starts from; AdamW for everything else.
 
     For each factor, here G, with K the root of its metric's weight, :math:`W = K K^H`, see
-    :mod:`quotient_manifolds.optim.frames`:
+    :mod:`quotient_manifolds.optim.preconditioner`:
 
     .. math::
         \bar g &= \nabla_G K^{-H} \\
@@ -40,8 +45,8 @@ class QuotientAdam(QuotientOptimizer):
         d_i &= \frac{(\hat m\, (\hat C^{1/2} + ε)^{-1})_i}{\sqrt{\hat r_i} + ε}, \qquad
         G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
 
-    Then m and C are carried to the frames of the new point. C is an h × h matrix, r one number a row, both the same for
-    all representatives but for a rotation of the frame that d undoes. ``second_moment="scalar"`` has one number in
+    Then m and C are transported to the new point. C is an h × h matrix, r one number a row, both the same for
+    all representatives but for a rotation of the basis that d undoes. ``second_moment="scalar"`` has one number in
     place of both, the mean of :math:`|\bar g|^2`. A step changes the product by about η in each of its directions, so
     that the learning rates of AdamW carry over.
 
@@ -51,7 +56,8 @@ class QuotientAdam(QuotientOptimizer):
         Parameters or parameter groups, as for any torch optimiser.
     pairs : iterable of SymmetricPair
         ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; for attention with ``key_bias="drop"``, see
-        :func:`create_quotient_optimizer`.
+        :func:`create_quotient_optimizer`. Those without a group are passed over, and those none of whose parameters are
+        among ``params``. More may come later: ``add_param_group({"params": …, "pairs": …})``.
     lr : float
         η.
     betas : (float, float)
@@ -74,26 +80,26 @@ class QuotientAdam(QuotientOptimizer):
     Raises
     ------
     ValueError
-        See :class:`~quotient_manifolds.optim.QuotientOptimizer`.
+        An option out of range; no pair among the parameters; a pair whose parameters lie in several groups or are not
+        all there; a pair with one frozen factor, or with two factors that both lack rank; sharded parameters.
 
     Notes
     -----
     Kingma and Ba (2015); Loshchilov and Hutter (2019) for the decay. LoRA-RITE (Yen et al., 2024) too keeps a matrix
-    second moment in the frame of the other factor and projects it on the next frame; it has no numbers by row, adds
+    second moment in a basis of the other factor and projects it on the next one; it has no numbers by row, adds
     what the projection loses as a multiple of the identity, and takes the mean of directions, not of gradients.
 
-    The first moment is stored as a covector of the parameters' own shape (``exp_avg``); C and r have h² + n numbers in
-    place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step on, also where G = 0. Where
-    gradients lack rank, the directions they leave out hold rounding only; C counts its least eigenvalue as 1e-3 of its
-    largest, lest that be blown up.
+    C and r have h² + n numbers in place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step,
+    also where G = 0. Where gradients lack rank, the directions they leave out hold rounding only; C counts its least
+    eigenvalue as 1e-3 of its largest, lest that be blown up.
 
     Examples
     --------
     >>> import torch
     >>> from quotient_manifolds.optim import QuotientAdam
-    >>> from quotient_manifolds.symmetries import Group, block, pair
+    >>> from quotient_manifolds.symmetries import GL, block, pair
     >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
-    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))
+    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
     >>> optimizer = QuotientAdam([down.weight, up.weight], [p], lr=1e-2)
     >>> loss = up(down(torch.ones(1, 6))).square().sum()
     >>> loss.backward()
@@ -139,48 +145,44 @@ class QuotientAdam(QuotientOptimizer):
                 f"eps must be positive, got {group['eps']!r}: a factor without gradient yet is divided by it"
             )
 
-    def _direction(
-        self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        g, S = s.gradients["GH".index(factor)], s.grams["GH".index(factor)]
-        if factor == "G":
-            self._count(group, s)
-        beta1, beta2 = group["betas"]
-        count = s.read("step").to(K_inv.real.dtype).to(g.device).view(-1, *[1] * (g.dim() - 1))
-        m = torch.lerp(m, g, 1 - beta1)
-        correction = 1 - beta2**count
+    def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
+        if not s.bucket.state:
+            self._make_room(group, s)
+        K_inv = s.preconditioner.inverse_roots
+        count = s.read("step") + 1
+        correction1, correction2 = (_by_pair(1 - beta**count, K_inv) for beta in (beta1, beta2))
+        m = torch.lerp(s.read("moment"), s.gradient, 1 - beta1)
         if group["second_moment"] == "scalar":
-            v = torch.lerp(s.read(factor).to(K_inv.real.dtype), trace(K_inv @ S @ K_inv.mH) / _size(g), 1 - beta2)
-            s.write(factor, v)
-            root = (v[..., None, None] / correction).sqrt() + group["eps"]
-            B = K_inv.mH @ K_inv / root
-            return m @ (B / (1 - beta1**count)).to(m.dtype), m
-        C = torch.lerp(s.read(factor).to(K_inv.dtype), S / g.shape[-2], 1 - beta2)
-        s.write(factor, C)
-        values, vectors = torch.linalg.eigh(K_inv @ (C / correction) @ K_inv.mH)
+            squares = trace(K_inv @ s.grams @ K_inv.mH) / _rows(s, K_inv).view(2) / K_inv.shape[-1]
+            v = torch.lerp(s.read("scalar").to(squares.dtype), squares, 1 - beta2)
+            root = (v[..., None, None] / correction2).sqrt() + eps
+            s.move_(s.times(m, K_inv.mH @ K_inv / root / correction1), lr, weight_decay)
+            s.write(step=count, moment=s.times(m, s.transport()), scalar=v)
+            return
+        # C is kept as a sum of ∇ᴴ∇; between K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
+        C = torch.lerp(s.read("matrix"), s.grams / _rows(s, K_inv), 1 - beta2)
+        values, vectors = torch.linalg.eigh(K_inv @ (C / correction2) @ K_inv.mH)
         values = torch.maximum(values, _LEAST * values[..., -1:]).clamp_min(0)
-        halfway = K_inv.mH @ (vectors / (values.sqrt() + group["eps"]).unsqueeze(-2))  # K⁻ᴴ C^(-1/2), turned
-        rows = (g @ halfway.to(g.dtype)).abs().square().mean(-1, keepdim=True)
-        r = torch.lerp(s.read(factor + " rows"), rows, 1 - beta2)
-        s.write(factor + " rows", r)
-        B = halfway @ (vectors.mH @ K_inv) / (1 - beta1**count)
-        return (m / ((r / correction.to(r.dtype)).sqrt() + group["eps"])) @ B.to(m.dtype), m
+        halfway = K_inv.mH @ (vectors / (values.sqrt() + eps).unsqueeze(-2))  # K⁻ᴴ C^(-1/2), turned
+        squares = s.times(s.gradient, halfway).abs().square().mean(-1, keepdim=True)
+        r = torch.lerp(s.read("rows"), squares, 1 - beta2)
+        d = m / ((r / _by_pair(correction2, r)).sqrt() + eps)
+        s.move_(s.times(d, halfway @ (vectors.mH @ K_inv) / correction1), lr, weight_decay)
+        T = s.transport()
+        s.write(step=count, moment=s.times(m, T), matrix=T.mH @ C @ T, rows=r)
 
-    def _count(self, group: Mapping[str, Any], s: PairStep) -> None:
-        """Count a step of these pairs; the first one makes room for second moments."""
-        small, like = s.bucket.small, s.gradients[0]
-        if not small:
-            batch = (len(s.bucket.stack), *like.shape[1:-2])
-            h = like.shape[-1]
-            for factor in "GH":
-                if group["second_moment"] == "matrix":
-                    n = s.gradients["GH".index(factor)].shape[-2]
-                    small[factor] = wide(like.new_zeros(*batch, h, h))
-                    small[factor + " rows"] = like.real.new_zeros(*batch, n, 1)
-                else:
-                    small[factor] = torch.zeros(batch, dtype=like.real.dtype, device=like.device)
-            small["step"] = torch.zeros(batch[0], dtype=torch.float64)
-        s.write("step", s.read("step") + 1)
+    def _make_room(self, group: Mapping[str, Any], s: PairStep) -> None:
+        """Begin the state of a bucket with zeros."""
+        zeros, state = s.gradient.new_zeros(len(s.bucket.stack), *s.gradient.shape[1:]), s.bucket.state
+        state["step"], state["moment"] = torch.zeros(len(zeros), dtype=torch.float64), zeros
+        *batch, _, h = zeros.shape
+        if group["second_moment"] == "matrix":
+            state["matrix"] = wide(zeros.new_zeros(*batch, 2, h, h))
+            state["rows"] = zeros.real[..., :1].clone()
+        else:
+            state["scalar"] = zeros.real.new_zeros(*batch, 2)
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         for p in params:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..gl.gauge import canonical_gauge
 from ..symmetries import adapter_pairs
-from .frames import wide
+from .preconditioner import wide
 
 __all__ = ["canonicalize_lora_"]
 

@@ -17,14 +17,9 @@ def create_quotient_lora_optimizer(
     model: nn.Module,
     *,
     lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    metric: str = "mix",
-    second_moment: str = "matrix",
     adapter_names: Sequence[str] | None = None,
     other_params_lr: float | None = None,
-    max_grad_norm: float | None = None,
+    **options: Any,
 ) -> QuotientAdam:
     """Create the optimiser of a model with LoRA adapters of peft, in place of AdamW.
 
@@ -32,13 +27,16 @@ def create_quotient_lora_optimizer(
     ----------
     model : nn.Module
         With adapters; plain, DDP-wrapped or compiled.
-    lr, betas, eps, weight_decay, metric, second_moment, max_grad_norm
-        See :class:`QuotientAdam`.
+    lr : float
+        Learning rate.
     adapter_names : sequence of str, optional
         Train these adapters; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
         Learning rate of everything that is no pair: ``modules_to_save``, biases, DoRA's magnitudes; by default ``lr``.
         Vectors and biases do not decay.
+    **options
+        ``betas``, ``eps``, ``weight_decay``, ``metric``, ``second_moment``, ``max_grad_norm`` and the others of
+        :class:`QuotientAdam`.
 
     Returns
     -------
@@ -68,32 +66,24 @@ def create_quotient_lora_optimizer(
     >>> bool(model.base_model.model[0].lora_B.default.weight.any())
     True
     """
-    pairs = list(adapter_pairs(model, adapter_names))
-    if not any(p.group is not None for p in pairs):
+    pairs = adapter_pairs(model, adapter_names)
+    if all(p.group is None for p in pairs):
         why = sorted({p.reason for p in pairs})
         raise ValueError(
             "the model has no LoRA adapter of peft whose two factors are trainable"
             + (f" ({'; '.join(why)})" if why else _no_adapter(model))
         )
-    left = _adapter_parameters(adapter_pairs(model, None), adapter_names is not None) - _adapter_parameters(pairs, True)
-    return _create(
-        model, pairs, left, other_params_lr, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, metric=metric,
-        second_moment=second_moment, max_grad_norm=max_grad_norm,
-    )  # fmt: skip
+    left = set() if adapter_names is None else _parameters(adapter_pairs(model)) - _parameters(pairs)
+    return _create(model, pairs, left, lr, other_params_lr, options)
 
 
 def create_quotient_optimizer(
     model: nn.Module,
     *,
     lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    metric: str = "mix",
-    second_moment: str = "matrix",
     pairs: Sequence[SymmetricPair] | None = None,
     other_params_lr: float | None = None,
-    max_grad_norm: float | None = None,
+    **options: Any,
 ) -> QuotientAdam:
     """Create the optimiser of a model's trainable weights, its attention heads (and adapters) on the quotient.
 
@@ -101,13 +91,13 @@ def create_quotient_optimizer(
     ----------
     model : nn.Module
         Plain, DDP-wrapped or compiled.
-    lr, betas, eps, weight_decay, metric, second_moment, max_grad_norm
-        See :class:`QuotientAdam`.
+    lr : float
+        Learning rate.
     pairs : sequence of SymmetricPair, optional
         By default what ``find_symmetric_pairs(model, key_bias="drop")`` names: the bias of the keys has no effect and
         no gradient but rounding, which Adam would blow up; it stays as it is.
-    other_params_lr : float, optional
-        Learning rate of everything that is no pair; by default ``lr``. Vectors and biases do not decay.
+    other_params_lr, **options
+        As for :func:`create_quotient_lora_optimizer`.
 
     Returns
     -------
@@ -130,10 +120,7 @@ def create_quotient_optimizer(
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
     pairs = find_symmetric_pairs(model, key_bias="drop") if pairs is None else pairs
-    return _create(
-        model, pairs, set(), other_params_lr, lr=lr, betas=betas, eps=eps,
-        weight_decay=weight_decay, metric=metric, second_moment=second_moment, max_grad_norm=max_grad_norm,
-    )  # fmt: skip
+    return _create(model, pairs, set(), lr, other_params_lr, options)
 
 
 def _no_adapter(model: nn.Module) -> str:
@@ -146,24 +133,28 @@ def _no_adapter(model: nn.Module) -> str:
     return "; wrap it with peft.get_peft_model"
 
 
-def _adapter_parameters(pairs: Iterable[SymmetricPair], wanted: bool) -> set[int]:
-    return {id(b.tensor) for p in pairs for b in p.G + p.H} if wanted else set()
+def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
+    return {id(b.tensor) for p in pairs for b in p.G + p.H}
 
 
 def _create(
-    model: nn.Module, pairs: Sequence[SymmetricPair], left: set[int], other_lr: float | None, **options: Any
+    model: nn.Module,
+    pairs: Sequence[SymmetricPair],
+    left: set[int],
+    lr: float,
+    other_lr: float | None,
+    options: dict[str, Any],
 ) -> QuotientAdam:
-    mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in left]
-    rest = [(n, p) for n, p in named if id(p) not in mine]
-    rate = {} if other_lr is None else {"lr": other_lr}
+    """Make three parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
+    mine = _parameters(p for p in pairs if p.group is not None)
+    rate = lr if other_lr is None else other_lr
     groups: list[dict[str, Any]] = [
-        {"params": [p for _, p in named if id(p) in mine]},
-        {"params": [p for n, p in rest if _decays(n, p)], **rate},
-        {"params": [p for n, p in rest if not _decays(n, p)], **rate, "weight_decay": 0.0},
+        {"params": [], "lr": lr},
+        {"params": [], "lr": rate},
+        {"params": [], "lr": rate, "weight_decay": 0.0},
     ]
-    return QuotientAdam([g for g in groups if g["params"]], pairs, **options)
-
-
-def _decays(name: str, p: nn.Parameter) -> bool:
-    return p.dim() > 1 and not name.endswith("bias")
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in left:
+            place = 0 if id(p) in mine else 1 if p.dim() > 1 and not name.endswith("bias") else 2
+            groups[place]["params"].append(p)
+    return QuotientAdam([g for g in groups if g["params"]], pairs, lr, **options)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ..symmetries import PairStack, SymmetricPair
+from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer, is_number
 from .buckets import PairStep
 
@@ -21,14 +21,12 @@ class QuotientSGD(QuotientOptimizer):
     .. math:: m \leftarrow μ m + \nabla_G, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, m W_G^{-1}
 
     with the metric's weight :math:`W_G = H^H H` (mix) or :math:`(G^H G + (H^H H)^{-1})^{-1}` (inv), and H likewise; the
-    covector m is carried along. All of it is the same whichever equivalent factors it starts from.
+    covector m is transported. All of it is the same whichever equivalent factors it starts from.
 
     Parameters
     ----------
-    params : iterable
-        Parameters or parameter groups, as for any torch optimiser.
-    pairs : iterable of SymmetricPair
-        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``.
+    params, pairs, metric, max_grad_norm, maximize, foreach
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η.
     momentum : float
@@ -37,23 +35,15 @@ class QuotientSGD(QuotientOptimizer):
         Step along ∇ + μ m.
     weight_decay : float
         λ, decoupled: the product of a pair becomes (1 - ηλ) times itself, another parameter w becomes (1 - ηλ) w.
-    metric : {"mix", "inv"}
-        W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
-    max_grad_norm : float, optional
-        Clip the norm of the whole gradient, that of pairs in the metric.
-    maximize : bool
-        Ascend.
-    foreach : bool, optional
-        Of torch's SGD, for what belongs to no pair; pairs of one shape always step together.
 
     Raises
     ------
     ValueError
-        See :class:`~quotient_manifolds.optim.QuotientOptimizer`.
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
 
     Notes
     -----
-    Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.frames`.
+    Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.preconditioner`.
 
     Examples
     --------
@@ -61,19 +51,17 @@ class QuotientSGD(QuotientOptimizer):
 
     >>> import torch
     >>> from quotient_manifolds.optim import QuotientSGD
-    >>> from quotient_manifolds.symmetries import Group, block, pair
+    >>> from quotient_manifolds.symmetries import GL, block, pair
     >>> def stepped(scale):
     ...     down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
     ...     down.weight.data, up.weight.data = scale * torch.eye(2, 3), torch.eye(3, 2) / scale
-    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))
+    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
     ...     up(down(torch.ones(1, 3))).square().sum().backward()
     ...     QuotientSGD([up.weight, down.weight], [p], lr=0.1).step()
     ...     return up.weight @ down.weight
     >>> torch.allclose(stepped(1.0), stepped(100.0), atol=1e-5)
     True
     """
-
-    _moment = "momentum_buffer"
 
     def __init__(
         self,
@@ -102,23 +90,22 @@ class QuotientSGD(QuotientOptimizer):
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov needs a momentum above 0")
 
-    def _moments(self, stack: PairStack, group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
-        return super()._moments(stack, group) if group["momentum"] else {}
-
-    def _direction(
-        self, group: Mapping[str, Any], s: PairStep, factor: str, m: Any, K_inv: Tensor
-    ) -> tuple[Tensor, Any]:
-        g = s.gradients["GH".index(factor)]
-        direction = g
-        if m is not None:
-            m = group["momentum"] * m + g
-            direction = g + group["momentum"] * m if group["nesterov"] else m
-        return direction @ (K_inv.mH @ K_inv).to(g.dtype), m
+    def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
+        K_inv, state = s.preconditioner.inverse_roots, s.bucket.state
+        g, momentum = s.gradient, group["momentum"]
+        if momentum:
+            if "moment" not in state:
+                state["moment"] = g.new_zeros(len(s.bucket.stack), *g.shape[1:])
+            m = momentum * s.read("moment") + g
+            g = g + momentum * m if group["nesterov"] else m
+        s.move_(s.times(g, K_inv.mH @ K_inv), float(group["lr"]), group["weight_decay"])
+        if momentum:
+            s.write(moment=s.times(m, s.transport()))
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         for p in params:
             p.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        buffers = [self.state[p].get(self._moment) for p in params]
+        buffers = [self.state[p].get("momentum_buffer") for p in params]
         sgd(
             params,
             gradients,
@@ -133,4 +120,4 @@ class QuotientSGD(QuotientOptimizer):
         )
         for p, buffer in zip(params, buffers, strict=True):
             if buffer is not None:
-                self.state[p][self._moment] = buffer
+                self.state[p]["momentum_buffer"] = buffer

@@ -1,23 +1,23 @@
 """Where networks hide the GL(h) quotient: from a model to its pairs (G, H)."""
 
 from ..batches import default_forward
-from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its adapters)
+from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its handlers)
 from .attention import Projection, attention_pairs
-from .pairs import Block, Group, PairStack, SymmetricPair, block, is_sharded, pair, stack, stacks
-from .registry import PairList, adapter_pairs, find_symmetric_pairs, register_attention, skip
-from .spectrum import PairSpectrum, spectra
-from .verify import UnknownAttentionError, Verification, apply_random_symmetry_, check_coverage, verify
+from .blocks import block
+from .coverage import UnknownAttentionError, check_coverage
+from .groups import GL
+from .pairs import SymmetricPair, pair
+from .registry import adapter_pairs, find_symmetric_pairs, register_attention, skip
+from .spectrum import spectra
+from .stacks import PairStack, stacks
+from .verify import apply_random_symmetry_, verify
 
 __all__ = [
-    "Block",
-    "Group",
-    "PairList",
-    "PairSpectrum",
+    "GL",
     "PairStack",
     "Projection",
     "SymmetricPair",
     "UnknownAttentionError",
-    "Verification",
     "adapter_pairs",
     "apply_random_symmetry_",
     "attention_pairs",
@@ -25,12 +25,10 @@ __all__ = [
     "check_coverage",
     "default_forward",
     "find_symmetric_pairs",
-    "is_sharded",
     "pair",
     "register_attention",
     "skip",
     "spectra",
-    "stack",
     "stacks",
     "verify",
 ]

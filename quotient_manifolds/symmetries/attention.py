@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .pairs import Block, Group, SymmetricPair, block
+from .blocks import Block, block
+from .groups import GL
+from .pairs import SymmetricPair
 from .peft_lora import lora_factors, lora_obstacle
 
 __all__ = ["Projection", "attention_pairs"]
@@ -60,7 +62,9 @@ class Projection:
         first = start + head * (self.stride or size) + offset
         return slice(first, first + count)
 
-    def input_blocks(self, head: int, size: int, offset: int, count: int, rotary: str | None = None) -> list[Block]:
+    def input_blocks(
+        self, head: int, size: int, offset: int, count: int, rotary: str | None = None
+    ) -> tuple[Block, ...]:
         """Give rows of a stack for a projection *into* head space: the weight, and what adds to its output."""
         dims = self._dims(self.start, head, size, offset, count)
         if self.conv1d:
@@ -71,25 +75,42 @@ class Projection:
         found.extend(block(self.module, row, columns=whole, rotary=rotary) for row in self.rows)
         for _, B in lora_factors(self.module):  # (x Aᵀ) Bᵀ: the rows of Bᵀ are further rows of the stack
             found.append(block(*B, dims, transpose=True, rotary=rotary))
-        return found
+        return (*found, *self.bias_blocks(head, size, offset, count, rotary))
 
-    def bias_blocks(self, head: int, size: int, offset: int, count: int, rotary: str | None = None) -> list[Block]:
+    def bias_blocks(
+        self, head: int, size: int, offset: int, count: int, rotary: str | None = None
+    ) -> tuple[Block, ...]:
         """Give the bias as one more row; nothing where there is no bias."""
         owner = self.bias_module or self.module
         if getattr(owner, self.bias, None) is None:
-            return []
+            return ()
         start = self.start if self.bias_start is None else self.bias_start
-        return [block(owner, self.bias, self._dims(start, head, size, offset, count), rotary=rotary)]
+        return (block(owner, self.bias, self._dims(start, head, size, offset, count), rotary=rotary),)
 
-    def output_blocks(self, head: int, size: int) -> list[Block]:
+    def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Give rows of a stack for a projection *out of* head space: the head's slice of the weight."""
         dims = self._dims(self.start, head, size, 0, size)
         if self.conv1d:
-            found = [block(self.module, self.weight, dims, transpose=True)]
+            found = block(self.module, self.weight, dims, transpose=True)
         else:
-            found = [block(self.module, self.weight, columns=dims)]
-        found.extend(block(*A, columns=dims) for A, _ in lora_factors(self.module))
-        return found
+            found = block(self.module, self.weight, columns=dims)
+        return (found, *(block(*A, columns=dims) for A, _ in lora_factors(self.module)))
+
+
+def _qk_pairs(
+    name: str, i: int, j: int, q: Projection, k: Projection, size: int, rotary_size: int, rotary: str, null: bool
+) -> Iterator[SymmetricPair]:
+    """Give the pairs of query head i and key head j: the dimensions that RoPE rotates, and the others."""
+    if rotary_size:
+        dims = (size, 0, rotary_size, rotary)
+        group = GL(rotary_size // 2, diagonal=True, field="complex")
+        yield SymmetricPair(
+            name, "qk", group, q.input_blocks(i, *dims), k.input_blocks(j, *dims), head=i, part="rotary"
+        )
+    if rotary_size < size:
+        rest = (size, rotary_size, size - rotary_size)
+        G, H, bias = q.input_blocks(i, *rest), k.input_blocks(j, *rest), k.bias_blocks(j, *rest)
+        yield SymmetricPair(name, "qk", GL(size - rotary_size), G, H, head=i, null=bias if null else ())
 
 
 def attention_pairs(
@@ -106,8 +127,8 @@ def attention_pairs(
     rotary_size: int = 0,
     rotary: str = "half",
     qk_obstruction: str = "",
-    vo_none: str = "",
-    value_group: Group | None = None,
+    vo_obstruction: str = "",
+    value_group: GL | None = None,
     key_bias_null: bool = True,
 ) -> Iterator[SymmetricPair]:
     r"""Emit the Q–K and V–O pairs of a multi-head attention layer, one of each a query head.
@@ -124,19 +145,17 @@ def attention_pairs(
     q, k, v, o : Projection
         Where the weights lie.
     head_size, value_size : int, optional
-        Dimension of one head's queries and values; by default the rows of the query weight divided by ``heads``. Give
-        it where one matrix holds more than the queries.
+        Dimension of one head's queries and values; to be given where one matrix holds more than the queries.
     rotary_size : int
         Leading head dimensions that RoPE rotates: there one non-zero complex number a frequency is left of GL(h).
     rotary : {"half", "interleaved"}
         Which dimensions RoPE pairs.
-    qk_obstruction, vo_none : str
+    qk_obstruction, vo_obstruction : str
         Reason why there is no symmetry on Q–K or V–O, if so.
-    value_group : Group, optional
+    value_group : GL, optional
         Group on V–O if it is not GL(h).
     key_bias_null : bool
-        The key bias adds the same number to all scores of a query, so that softmax drops it. (Never on dimensions
-        that RoPE rotates.)
+        The key bias adds the same number to all scores of a query, so that softmax drops it (not under RoPE).
 
     Yields
     ------
@@ -145,8 +164,7 @@ def attention_pairs(
 
     Notes
     -----
-    Paper, §4.2 and App. C; in App. C.1 the printed W_iᵒ are rows of Wᵒ. RoPE rotates planes of two dimensions, which
-    commutes with one complex number a plane: the GL(1) quotient over ℂ.
+    Paper, §4.2 and App. C; in App. C.1 the printed W_iᵒ are rows of Wᵒ.
 
     Examples
     --------
@@ -159,36 +177,19 @@ def attention_pairs(
     >>> print(pairs[0].name, pairs[0].group, pairs[1].name, pairs[1].group)
     attention qk head 0 rotary (ℂ*)^1 attention vo head 0 GL(2)
     """
-    kv_heads = kv_heads or heads
     if head_size is None:
-        weight = getattr(q.module, q.weight)
-        head_size = weight.shape[1 if q.conv1d else 0] // heads
+        head_size = getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads
     value_size = value_size or head_size
     qk_obstruction = qk_obstruction or lora_obstacle(q.module) or lora_obstacle(k.module)
-    vo_none = vo_none or lora_obstacle(v.module) or lora_obstacle(o.module)
-
-    def qk(label: str, i: int, j: int, offset: int, count: int, group: Group, pairing: str | None) -> SymmetricPair:
-        size = (head_size, offset, count, pairing)
-        bias = k.bias_blocks(j, *size)
-        null = bias if key_bias_null and pairing is None else []
-        G = [*q.input_blocks(i, *size), *q.bias_blocks(i, *size)]
-        return SymmetricPair(label, "qk", group, tuple(G), (*k.input_blocks(j, *size), *bias), null=tuple(null))
-
+    vo_obstruction = vo_obstruction or lora_obstacle(v.module) or lora_obstacle(o.module)
     for i in range(heads):
-        j = i * kv_heads // heads
-        label = f"{name} qk head {i}"
+        j = i * (kv_heads or heads) // heads
         if qk_obstruction:
-            yield SymmetricPair(label, "qk", None, reason=qk_obstruction)
+            yield SymmetricPair(name, "qk", None, head=i, reason=qk_obstruction)
         else:
-            if rotary_size:
-                group = Group(rotary_size // 2, "scalars", "complex")
-                yield qk(label + " rotary", i, j, 0, rotary_size, group, rotary)
-            if rotary_size < head_size:
-                yield qk(label, i, j, rotary_size, head_size - rotary_size, Group(head_size - rotary_size), None)
-        label = f"{name} vo head {i}"
-        if vo_none:
-            yield SymmetricPair(label, "vo", None, reason=vo_none)
+            yield from _qk_pairs(name, i, j, q, k, head_size, rotary_size, rotary, key_bias_null)
+        if vo_obstruction:
+            yield SymmetricPair(name, "vo", None, head=i, reason=vo_obstruction)
         else:
-            size = (value_size, 0, value_size)
-            G = (*v.input_blocks(j, *size), *v.bias_blocks(j, *size))
-            yield SymmetricPair(label, "vo", value_group or Group(value_size), G, tuple(o.output_blocks(i, value_size)))
+            G, H = v.input_blocks(j, value_size, 0, value_size), o.output_blocks(i, value_size)
+            yield SymmetricPair(name, "vo", value_group or GL(value_size), G, H, head=i)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from .attention import Projection, attention_pairs
 from .pairs import SymmetricPair
@@ -21,47 +20,50 @@ def _classes(*names: str) -> list[str]:
     ]
 
 
-def _four(module: Any, letters: str) -> dict[str, Any]:
-    """Find projections named by a pattern such as ``"{}_proj"``, the output's name after a slash if it differs."""
-    pattern, _, output = letters.partition("/")
-    names = [*(pattern.format(c) for c in "qkv"), output or pattern.format("o")]
+def _projections(module: Any, *names: str) -> dict[str, Any]:
+    """Give the projections q, k, v, o under their names in the module."""
     return {c: Projection(getattr(module, name)) for c, name in zip("qkvo", names, strict=True)}
 
 
-@register_attention(*_classes(
-    "bert.BertAttention", "roberta.RobertaAttention", "electra.ElectraAttention",
-    "xlm_roberta.XLMRobertaAttention", "camembert.CamembertAttention",
-))  # fmt: skip
-def bert(module: Any, name: str) -> Iterator[SymmetricPair]:
+def _bert(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``.self.{query,key,value}`` and the sibling ``.output.dense``."""
     inner = module.self if hasattr(module, "self") else module.attention  # the latter: ViT's before transformers 5.9
     q, k, v, o = map(Projection, (inner.query, inner.key, inner.value, module.output.dense))
     return attention_pairs(name, heads=inner.num_attention_heads, q=q, k=k, v=v, o=o)
 
 
-@register_attention(*_classes("albert.AlbertAttention"))
-def albert(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``query, key, value, dense``; one module for all layers."""
-    q, k, v, o = map(Projection, (module.query, module.key, module.value, module.dense))
-    return attention_pairs(name, heads=module.num_attention_heads, q=q, k=k, v=v, o=o)
+register_attention(*_classes(
+    "bert.BertAttention", "roberta.RobertaAttention", "electra.ElectraAttention",
+    "xlm_roberta.XLMRobertaAttention", "camembert.CamembertAttention",
+))(_bert)  # fmt: skip
 
 
-@register_attention(*_classes("distilbert.DistilBertSelfAttention"))
-def distilbert(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``{q,k,v,out}_lin``."""
-    return attention_pairs(name, heads=module.n_heads, **_four(module, "{}_lin/out_lin"))
+def _register(heads: str, *names: str, classes: Sequence[str]) -> None:
+    """Register classes with the number of heads and four projections under these names.
+
+    The names of the projections follow the order q, k, v, o; layers that lack the first are built as BERT's.
+    """
+
+    @register_attention(*_classes(*classes))
+    def attention(module: Any, name: str) -> Iterator[SymmetricPair]:
+        if not hasattr(module, names[0]):
+            return _bert(module, name)
+        return attention_pairs(name, heads=getattr(module, heads), **_projections(module, *names))
 
 
-@register_attention(*_classes("mpnet.MPNetSelfAttention"))
-def mpnet(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``q, k, v, o``; an additive bias for the position."""
-    return attention_pairs(name, heads=module.num_attention_heads, **_four(module, "{}"))
-
-
-@register_attention(*_classes("t5.T5Attention"))
-def t5(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``q, k, v, o`` without bias, heads of any size; an additive bias for the position."""
-    return attention_pairs(name, heads=module.n_heads, **_four(module, "{}"))
+# Additive biases for the position (MPNet, T5) change nothing; cross-attention has the same layout (T5, BART).
+_register("num_attention_heads", "query", "key", "value", "dense", classes=["albert.AlbertAttention"])
+_register("n_heads", "q_lin", "k_lin", "v_lin", "out_lin", classes=["distilbert.DistilBertSelfAttention"])
+_register("num_attention_heads", "q", "k", "v", "o", classes=["mpnet.MPNetSelfAttention"])
+_register("n_heads", "q", "k", "v", "o", classes=["t5.T5Attention"])
+_register("num_heads", "q_proj", "k_proj", "v_proj", "out_proj", classes=[
+    "bart.BartAttention", "mbart.MBartAttention", "opt.OPTAttention", "clip.CLIPAttention", "siglip.SiglipAttention",
+    "whisper.WhisperAttention",
+])  # fmt: skip
+# Before transformers 5.9 (DINOv2: 5.18) these were built as BERT.
+_register("num_attention_heads", "q_proj", "k_proj", "v_proj", "o_proj", classes=[
+    "vit.ViTAttention", "deit.DeiTAttention", "dinov2.Dinov2Attention", "beit.BeitAttention", "swin.SwinAttention",
+])  # fmt: skip
 
 
 @register_attention(*_classes("deberta_v2.DebertaV2Attention"))
@@ -75,34 +77,12 @@ def deberta(module: Any, name: str) -> Iterator[SymmetricPair]:
         key_bias_null=not inner.pos_att_type,  # the bias meets the positions' queries too
     )  # fmt: skip
     d = inner.attention_head_size
-    for i, pair in enumerate(pairs):
+    for pair in pairs:
         if pair.kind == "qk" and pair.group is not None:
-            place = (i // 2, d, 0, d)
-            rows = {
-                side: () if p is None else (*Projection(p).input_blocks(*place), *Projection(p).bias_blocks(*place))
-                for side, p in positions.items()
-            }
-            yield SymmetricPair(pair.name, "qk", pair.group, pair.G + rows["G"], pair.H + rows["H"], null=pair.null)
-        else:
-            yield pair
-
-
-@register_attention(*_classes(
-    "bart.BartAttention", "mbart.MBartAttention", "opt.OPTAttention", "clip.CLIPAttention", "siglip.SiglipAttention",
-    "whisper.WhisperAttention",
-))  # fmt: skip
-def bart(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``{q,k,v,out}_proj``; cross-attention too."""
-    return attention_pairs(name, heads=module.num_heads, **_four(module, "{}_proj/out_proj"))
-
-
-@register_attention(*_classes("vit.ViTAttention", "deit.DeiTAttention", "dinov2.Dinov2Attention", "beit.BeitAttention",
-                    "swin.SwinAttention"))  # fmt: skip
-def vit(module: Any, name: str) -> Iterable[SymmetricPair]:
-    """``{q,k,v,o}_proj``; before transformers 5.9 (DINOv2: 5.18) as BERT."""
-    if not hasattr(module, "q_proj"):
-        return bert(module, name)
-    return attention_pairs(name, heads=module.num_attention_heads, **_four(module, "{}_proj"))
+            for side, p in positions.items():
+                rows = () if p is None else Projection(p).input_blocks(pair.head or 0, d, 0, d)
+                pair = replace(pair, **{side: getattr(pair, side) + rows})
+        yield pair
 
 
 @register_attention(*_classes("gpt2.GPT2Attention"))
@@ -118,26 +98,15 @@ def gpt2(module: Any, name: str) -> Iterator[SymmetricPair]:
     return attention_pairs(name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=o)
 
 
-def _by_head(module: nn.Module, size: int) -> dict[str, Any]:
-    """One matrix with rows [head][q, k, v][head dimension]."""
-    return {c: Projection(module, start=i * size, stride=3 * size) for i, c in enumerate("qkv")}
-
-
-@register_attention(*_classes("bloom.BloomAttention"))
+@register_attention(*_classes("bloom.BloomAttention", "gpt_neox.GPTNeoXAttention"))
 def bloom(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """``query_key_value`` with rows [head][q, k, v][size], ``dense``; ALiBi adds to the scores."""
-    size = module.head_dim
-    parts = _by_head(module.query_key_value, size)
-    return attention_pairs(name, heads=module.num_heads, head_size=size, o=Projection(module.dense), **parts)
-
-
-@register_attention(*_classes("gpt_neox.GPTNeoXAttention"))
-def gpt_neox(module: Any, name: str) -> Iterator[SymmetricPair]:
-    """As BLOOM; RoPE on the leading dimensions, half pairing."""
-    size = module.head_size
+    """``query_key_value`` with rows [head][q, k, v][size]; ALiBi, or RoPE on the leading dimensions, half pairing."""
+    size = module.head_dim if hasattr(module, "head_dim") else module.head_size
+    heads = module.num_heads if hasattr(module, "num_heads") else module.config.num_attention_heads
+    q, k, v = (Projection(module.query_key_value, start=i * size, stride=3 * size) for i in range(3))
     return attention_pairs(
-        name, heads=module.config.num_attention_heads, head_size=size, o=Projection(module.dense),
-        rotary_size=module.rotary_ndims, **_by_head(module.query_key_value, size),
+        name, heads=heads, head_size=size, rotary_size=getattr(module, "rotary_ndims", 0), q=q, k=k, v=v,
+        o=Projection(module.dense),
     )  # fmt: skip
 
 
@@ -146,7 +115,7 @@ def gptj(module: Any, name: str) -> Iterator[SymmetricPair]:
     """``{q,k,v,out}_proj`` without bias; RoPE on the leading dimensions, interleaved pairing."""
     return attention_pairs(
         name, heads=module.num_attention_heads, rotary_size=module.rotary_dim or module.head_dim, rotary="interleaved",
-        **_four(module, "{}_proj/out_proj"),
+        **_projections(module, "q_proj", "k_proj", "v_proj", "out_proj"),
     )  # fmt: skip
 
 
@@ -163,7 +132,7 @@ def llama(module: Any, name: str) -> Iterator[SymmetricPair]:
     return attention_pairs(
         name, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head_size=module.head_dim,
         rotary_size=module.head_dim, qk_obstruction=_QK_NORM if hasattr(module, "q_norm") else "",
-        **_four(module, "{}_proj"),
+        **_projections(module, "q_proj", "k_proj", "v_proj", "o_proj"),
     )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from .pairs import Group, SymmetricPair, block
+from .blocks import block
+from .groups import GL
+from .pairs import SymmetricPair
 
 __all__ = ["adapter_names", "is_lora", "lora_factors", "lora_obstacle", "lora_pairs"]
 
@@ -43,14 +45,17 @@ def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
     return [(A, B) for _, A, B in _factors(layer, layer.active_adapters)]
 
 
+def _variant(module: Any, adapter: str) -> str:
+    """Name the variant of LoRA that an adapter is, if it is one."""
+    variant = getattr(module, "lora_variant", {}).get(adapter)
+    return "" if variant is None else getattr(variant, "__name__", type(variant).__name__)
+
+
 def lora_obstacle(module: nn.Module) -> str:
     """Say why LoRA on a projection leaves its attention layer no symmetry, or give an empty string."""
-    if is_lora(module) and not _is_off(module):
-        adapters: Any = module.active_adapters
-        for name, variant in getattr(module, "lora_variant", {}).items():
-            if name in adapters:
-                return f"{getattr(variant, '__name__', type(variant).__name__)} scales the projection's rows"
-    return ""
+    layer: Any = module
+    found = [_variant(layer, a) for a in layer.active_adapters] if is_lora(module) and not _is_off(layer) else []
+    return next((f"{variant} scales the projection's rows" for variant in found if variant), "")
 
 
 def adapter_names(module: Any) -> list[str]:
@@ -64,22 +69,21 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
     ``adapters`` names those wanted instead, whether they are active or not.
     """
     for adapter, A, B in _factors(module, module.active_adapters if adapters is None else adapters):
-        label = f"{name} lora {adapter}"
-        variant = getattr(module, "lora_variant", {}).get(adapter)
-        word = "" if variant is None else getattr(variant, "__name__", type(variant).__name__)
+        variant = _variant(module, adapter)
         if module.merged and adapters is None:
-            yield SymmetricPair(label, "lora", None, reason="merged into the base weight; unmerge it")
+            reason = "merged into the base weight; unmerge it"
         elif module.disable_adapters and adapters is None:
-            yield SymmetricPair(label, "lora", None, reason="the adapter is disabled")
-        elif word and not word.startswith(_PRODUCT_VARIANTS):
-            yield SymmetricPair(label, "lora", None, reason=f"no known symmetry of {word}")
+            reason = "the adapter is disabled"
+        elif variant and not variant.startswith(_PRODUCT_VARIANTS):
+            reason = f"no known symmetry of {variant}"
         elif getattr(module, "num_experts", 1) > 1:
-            yield SymmetricPair(label, "lora", None, reason="several experts share one factor")
+            reason = "several experts share one factor"
         elif B[0] is A[0] and A[1] == B[1]:
             continue
         else:
             G, H = block(*B), block(*A, transpose=True)
             if G.size[1] == H.size[1]:
-                yield SymmetricPair(label, "lora", Group(G.size[1]), (G,), (H,))
-            else:
-                yield SymmetricPair(label, "lora", None, reason="a grouped convolution")
+                yield SymmetricPair(name, "lora", GL(G.size[1]), (G,), (H,), part=adapter)
+                continue
+            reason = "a grouped convolution"
+        yield SymmetricPair(name, "lora", None, part=adapter, reason=reason)

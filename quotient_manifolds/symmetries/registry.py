@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
-from .pairs import Block, SymmetricPair, check_model, check_pairs
+from .blocks import Block, check_model
+from .pairs import SymmetricPair, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
 
-Adapter = Callable[[nn.Module, str], Iterable[SymmetricPair]]
-_ADAPTERS: dict[str, Adapter] = {}
+Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
+_HANDLERS: dict[str, Handler] = {}
 
 
 def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def register_attention(*classes: type | str) -> Callable[[Adapter], Adapter]:
-    """Register an adapter for attention modules of exactly these classes.
+def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
+    """Register a handler for attention modules of exactly these classes.
 
     Parameters
     ----------
     classes : type or str
-        Classes, or their qualified names (``"library.file.Class"``), so that an adapter need not import the library.
+        Classes, or their qualified names (``"library.file.Class"``), so that a handler need not import the library.
         Subclasses are not covered: they may compute something else.
 
     Returns
     -------
     callable
-        Decorator for a function ``adapter(module, name) -> iterable of SymmetricPair``. See
+        Decorator for a function ``handler(module, name) -> iterable of SymmetricPair``. See
         :func:`quotient_manifolds.symmetries.attention_pairs` for the usual case.
 
     Examples
@@ -54,10 +55,10 @@ def register_attention(*classes: type | str) -> Callable[[Adapter], Adapter]:
     0 vo    2 × GL(4), 9+8 rows
     """
 
-    def decorate(adapter: Adapter) -> Adapter:
+    def decorate(handler: Handler) -> Handler:
         for cls in classes:
-            _ADAPTERS[cls if isinstance(cls, str) else _qualified(cls)] = adapter
-        return adapter
+            _HANDLERS[cls if isinstance(cls, str) else _qualified(cls)] = handler
+        return handler
 
     return decorate
 
@@ -87,122 +88,74 @@ def skip(*classes: type | str) -> None:
         return [SymmetricPair(name, "attention", None, reason="skipped on request")]
 
 
-def adapter_of(module: nn.Module) -> Adapter | None:
-    """Look up the adapter for the exact class of a module."""
-    return _ADAPTERS.get(_qualified(type(module)))
+def handler_of(module: nn.Module) -> Handler | None:
+    """Look up the handler for the exact class of a module."""
+    return _HANDLERS.get(_qualified(type(module)))
 
 
 class PairList(list[SymmetricPair]):
-    """The pairs of a model: a list that prints as one line for pairs that differ in their head only.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
-    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> layer.self_attn.out_proj.weight.requires_grad = False
-    >>> print(find_symmetric_pairs(layer))
-    self_attn qk    2 × GL(4), 9+9 rows
-    self_attn vo    2 × none (frozen: weight of ...Linear)
-    """
+    """The pairs of a model: a list that prints as one line for pairs that differ in their head only."""
 
     def __str__(self) -> str:
-        lines: dict[tuple[str, str, str], int] = {}
+        lines: dict[tuple[str, str], int] = {}
         for p in self:
-            place = p.name.split(" head ")[0]
-            what = str(p.group) if p.group is not None else f"none ({p.reason})"
-            shape = f"{p.n}+{p.m} rows" if p.group is not None else ""
-            key = (place, what, shape)
-            lines[key] = lines.get(key, 0) + 1
-        if not lines:
-            return "no symmetric pairs"
-        wide = max(len(place) for place, _, _ in lines)
-        return "\n".join(
-            f"{place:<{wide}}  {count:>3} × {what}" + (f", {shape}" if shape else "")
-            for (place, what, shape), count in lines.items()
-        )
+            place = p.name if p.head is None else f"{p.module} {p.kind}"
+            what = f"none ({p.reason})" if p.group is None else f"{p.group}, {p.n}+{p.m} rows"
+            lines[place, what] = lines.get((place, what), 0) + 1
+        wide = max((len(place) for place, _ in lines), default=0)
+        rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
+        return "\n".join(rows) or "no symmetric pairs"
 
 
-@dataclass
-class _Merged:
-    """A pair under construction, with the blocks that others may share."""
-
-    pair: SymmetricPair
-    G: dict[object, Block]
-    H: dict[object, Block]
-    null: dict[object, Block]
+def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
+    """List all blocks, each once."""
+    return tuple({b.key: b for some in blocks for b in some}.values())
 
 
-def _by_key(blocks: Iterable[Block]) -> dict[object, Block]:
-    return {b.key: b for b in blocks}
-
-
-def merge(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
-    """Merge pairs that share a block: grouped queries, shared layers, tied weights.
-
-    Raises
-    ------
-    ValueError
-        If sharing puts one block into both G and H.
-    """
-    groups: list[_Merged | None] = []
+def _merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
+    """Merge pairs that share a block: grouped queries, shared layers, tied weights."""
+    found: dict[int, SymmetricPair] = {}
     home: dict[object, int] = {}
-    out: list[SymmetricPair | int] = []
-    for p in pairs:
+    for i, p in enumerate(pairs):
+        found[i] = p
         if p.group is None:
-            out.append(p)
             continue
-        new = _Merged(p, _by_key(p.G), _by_key(p.H), _by_key(p.null))
-        index = len(groups)
-        groups.append(new)
-        for key in [*new.G, *new.H]:
-            other = home.get(key)
-            if other is not None and other != index and groups[other] is not None:
-                old = groups[other]
-                assert old is not None
-                new = _Merged(old.pair, {**old.G, **new.G}, {**old.H, **new.H}, {**old.null, **new.null})
-                groups[index], groups[other] = None, new
-                home.update((k, other) for k in [*new.G, *new.H])
-                out = [other if o == index else o for o in out]
-                index = other
-            home[key] = index
-        out.append(index)
-    result: list[SymmetricPair] = []
-    seen: set[int] = set()
-    for item in out:
-        if isinstance(item, SymmetricPair):
-            result.append(item)
-        elif item not in seen:
-            seen.add(item)
-            merged = groups[item]
-            assert merged is not None
-            G, H, null = (tuple(blocks.values()) for blocks in (merged.G, merged.H, merged.null))
-            result.append(replace(merged.pair, G=G, H=H, null=null))
-    return result
+        first, *others = sorted({i, *(home[b.key] for b in p.G + p.H if b.key in home)})
+        parts = [found[first], *(found.pop(j) for j in others)]
+        G, H, null = (_union(getattr(q, name) for q in parts) for name in ("G", "H", "null"))
+        found[first] = replace(parts[0], G=G, H=H, null=null)
+        home.update((b.key, first) for b in G + H)
+    return list(found.values())
+
+
+def _refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> SymmetricPair:
+    return replace(pair, group=None, reason=reason, frozen=frozen)
 
 
 def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
     """Take the group from a pair with a parameter that is not trainable."""
-    frozen = sorted(
-        {f"{b.attribute} of {type(b.module).__name__}" for b in pair.G + pair.H if not b.tensor.requires_grad}
-    )
-    return pair.without_group(f"frozen: {', '.join(frozen)}") if frozen and pair.group is not None else pair
+    names = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
+    if pair.group is None or not names:
+        return pair
+    return _refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
+
+
+def _without_null(pair: SymmetricPair) -> SymmetricPair:
+    null = {b.key for b in pair.null}
+    return replace(pair, H=tuple(b for b in pair.H if b.key not in null))
 
 
 def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
+    """Take the group from a pair that cannot be used."""
     if pair.group is None:
         return pair
-    computed = [b for b in pair.G + pair.H if not isinstance(b.tensor, nn.Parameter)]
-    if computed:
-        b = computed[0]
-        return pair.without_group(f"{b.attribute} of {type(b.module).__name__} is computed, not a parameter")
-    if not include_frozen:
-        pair = _without_frozen(pair)
-    if pair.group is None:
-        return pair
-    if pair.group.kind == "GL" and pair.group.h > min(pair.n, pair.m):
-        return pair.without_group(f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
-    return pair
+    for b in pair.G + pair.H:
+        if not isinstance(b.tensor, nn.Parameter):
+            return _refused(pair, f"{b.place} is computed, not a parameter")
+    kept = pair if include_frozen else _without_frozen(pair)
+    if kept.group is not None and not kept.group.diagonal and kept.group.h > min(kept.n, kept.m):
+        return _refused(kept, f"h = {kept.group.h} columns, but factors of {kept.n} and {kept.m} rows")
+    return kept
 
 
 def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
@@ -210,7 +163,7 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
     taken = {id(b.tensor) for p in pairs if p.group is not None and p.kind != "lora" for b in p.G + p.H}
     for p in pairs:
         if p.kind == "lora" and p.group is not None and any(id(b.tensor) in taken for b in p.G + p.H):
-            yield p.without_group("its factors stand in the attention pairs of the trainable base weights")
+            yield _refused(p, "its factors stand in the attention pairs of the trainable base weights")
         else:
             yield p
 
@@ -232,7 +185,7 @@ def find_symmetric_pairs(
     Parameters
     ----------
     model : nn.Module
-        Any model; modules of a class without an adapter are passed over (``sharpness.evaluate`` refuses models in
+        Any model; modules of a class without a handler are passed over (``sharpness.evaluate`` refuses models in
         which such a module computes attention).
     extra : sequence of SymmetricPair
         Pairs of your own.
@@ -277,9 +230,9 @@ def find_symmetric_pairs(
     found: list[SymmetricPair] = []
     for path, module in model.named_modules():
         name = _plain(path)
-        adapter = adapter_of(module)
-        if adapter is not None:
-            found.extend(adapter(module, name))
+        handler = handler_of(module)
+        if handler is not None:
+            found.extend(handler(module, name))
         if is_lora(module):
             found.extend(lora_pairs(module, name))
     taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
@@ -288,7 +241,7 @@ def find_symmetric_pairs(
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
-    merged = [p.drop_null() if key_bias == "drop" else p for p in merge([*found, *extra])]
+    merged = [_without_null(p) if key_bias == "drop" else p for p in _merged([*found, *extra])]
     return PairList(_disjoint([_usable(p, include_frozen) for p in merged]))
 
 
@@ -332,5 +285,5 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     for path, m in layers:
         wanted = [a for a in adapter_names(m) if names is None or a in names]
         found.extend(lora_pairs(m, path, wanted))
-    trainable = [p for p in merge(found) if p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)]
+    trainable = [p for p in _merged(found) if p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)]
     return PairList(_without_frozen(p) for p in trainable)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..gl.gauge import canonical_gauge
 from ..linalg import in_double
-from .pairs import SymmetricPair, check_pairs, stacks
+from .pairs import SymmetricPair, check_pairs
+from .stacks import stacks
 
 __all__ = ["PairSpectrum", "spectra"]
 
@@ -19,34 +20,15 @@ __all__ = ["PairSpectrum", "spectra"]
 class PairSpectrum:
     """Singular values of one pair.
 
-    Attributes
-    ----------
-    name, kind : str
-        Of the pair.
-    product : Tensor
-        Singular values of G Hᴴ in descending order, (h,), float64: the invariants of the orbit. For a group of scalars
-        those of its columns, which are pairs of their own.
-    weakest_G, weakest_H : float
-        Smallest singular value of each factor; these two depend on the representative.
-
-    Examples
-    --------
-    The largest radius at which the mix metric's ball stays on the manifold:
-
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import Group, block, pair, spectra
-    >>> down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
-    >>> down.weight.data, up.weight.data = torch.eye(2, 3), torch.tensor([[4.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    >>> (found,) = spectra([pair([block(up, "weight")], [block(down, "weight", transpose=True)], Group(2))])
-    >>> found.product, found.weakest_G, round(float(found.product[-1]) / 2**0.5, 4)
-    (tensor([4., 2.], dtype=torch.float64), 2.0, 1.4142)
+    ``product`` are those of G Hᴴ in descending order, (h,), float64: the invariants of the orbit; for a diagonal group
+    those of its columns, which are pairs of their own. The smallest ones of the factors depend on the representative.
     """
 
     name: str
     kind: str
     product: Tensor
-    weakest_G: float
-    weakest_H: float
+    min_singular_value_G: float
+    min_singular_value_H: float
 
 
 def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
@@ -63,7 +45,9 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     Returns
     -------
     list of PairSpectrum
-        Computed in float64 on the CPU or GPU the weights are on, and returned on the CPU.
+        With the pair's ``name`` and ``kind``; ``product``, (h,), in descending order, of G Hᴴ; and
+        ``min_singular_value_G``, ``min_singular_value_H``, which depend on the representative. Computed in float64
+        where the weights are, and returned on the CPU.
 
     Notes
     -----
@@ -87,6 +71,5 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
             ends = [torch.linalg.svdvals(X)[..., -1] for X in (G, H)]
             for i, p in enumerate(s.pairs):
                 product = sigma[i].flatten().sort(descending=True).values.cpu()
-                weakest_G, weakest_H = (float(e[i].min()) for e in ends)
-                found[id(p)] = PairSpectrum(p.name, p.kind, product, weakest_G, weakest_H)
+                found[id(p)] = PairSpectrum(p.name, p.kind, product, *(float(end[i].min()) for end in ends))
     return [found[id(p)] for p in used]

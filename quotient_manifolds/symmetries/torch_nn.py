@@ -31,7 +31,7 @@ def multihead_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     q, k, v = (projection(i, letter) for i, letter in enumerate("qkv"))
     return attention_pairs(
         name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.out_proj),
-        qk_obstruction=wrapped, vo_none=wrapped,
+        qk_obstruction=wrapped, vo_obstruction=wrapped,
         # Keys that are appended after the projection do not receive its bias.
         key_bias_null=module.bias_k is None and not module.add_zero_attn,
     )  # fmt: skip

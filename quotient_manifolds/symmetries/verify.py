@@ -1,154 +1,24 @@
-"""Hold what the adapters say against what the model does."""
+"""Hold what the handlers say against what the model does."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ..batches import default_forward, tensors, tree_map
 from ..gl.gauge import canonical_gauge
-from .pairs import Block, SymmetricPair, check_model, check_pairs, stacks
-from .registry import adapter_of, find_symmetric_pairs
+from .blocks import check_model
+from .pairs import SymmetricPair, check_pairs
+from .registry import find_symmetric_pairs
+from .stacks import stacks
 
-__all__ = ["UnknownAttentionError", "Verification", "apply_random_symmetry_", "check_coverage", "verify"]
-
-#: Functions whose call makes a module an attention layer, if no adapter covers it.
-_ATTENTION_CALLS = {
-    "scaled_dot_product_attention",
-    "multi_head_attention_forward",
-    "_native_multi_head_attention",
-    "_transformer_encoder_layer_fwd",
-    "softmax",
-}
-
-
-class UnknownAttentionError(ValueError):
-    """A module computes attention, but no adapter knows which symmetries its weights have.
-
-    Attributes
-    ----------
-    path : str
-        The module's name in the model.
-    cls : type
-        Its class.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage
-    >>> class SelfSimilarity(torch.nn.Module):
-    ...     def forward(self, x):
-    ...         return (x @ x.mT).softmax(-1) @ x
-    >>> model = torch.nn.Sequential(SelfSimilarity())
-    >>> try:
-    ...     check_coverage(model, lambda: model(torch.ones(1, 3, 4)))
-    ... except UnknownAttentionError as error:
-    ...     print(error.path, error.cls.__name__)
-    0 SelfSimilarity
-    """
-
-    def __init__(self, path: str, cls: type, call: str) -> None:
-        self.path, self.cls = path, cls
-        super().__init__(
-            f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
-            "no adapter knows the symmetries of this class; write one with "
-            "quotient_manifolds.symmetries.register_attention, count its weights without symmetry by "
-            'quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
-        )
-
-
-class _Watch(TorchFunctionMode):
-    """Notes which module was running when an attention function was called."""
-
-    def __init__(self, calls: list[tuple[nn.Module, str]], running: list[nn.Module]) -> None:
-        super().__init__()
-        self._calls, self._running = calls, running
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _ATTENTION_CALLS and self._running:
-            # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
-            first = args[0] if args else (kwargs or {}).get("input")
-            if name != "softmax" or (isinstance(first, torch.Tensor) and first.dim() >= 3):
-                self._calls.append((self._running[-1], name))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _watching() -> Iterator[list[tuple[nn.Module, str]]]:
-    calls: list[tuple[nn.Module, str]] = []
-    running: list[nn.Module] = []
-
-    def enter(module: nn.Module, _: Any) -> None:
-        running.append(module)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        while running and running.pop() is not module:
-            pass
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        with _Watch(calls, running):
-            yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
-    """Run a forward pass and refuse attention that no adapter covers.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A compiled one is watched as the eager one that it was compiled from.
-    run : callable
-        Performs one forward pass of the model.
-
-    Returns
-    -------
-    object
-        What ``run`` returns.
-
-    Raises
-    ------
-    UnknownAttentionError
-        A module that is neither registered nor inside a registered one calls softmax (on three or more dimensions),
-        scaled-dot-product attention or torch's own multi-head attention; or TorchScript code, which cannot be watched.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import check_coverage
-    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
-    torch.Size([1, 3, 8])
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
-    # A compiled model is watched as the eager one that it was compiled from.
-    with torch.compiler.set_stance("force_eager"), _watching() as calls:
-        result = run()
-    names: dict[nn.Module, str] = {}
-    covered: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        names[module] = name
-        if adapter_of(module) is not None:
-            covered.update(module.modules())
-    for module, call in calls:
-        if module not in covered:
-            path = names.get(module, "(outside the model)")
-            raise UnknownAttentionError(path or "(the model itself)", type(module), call)
-    return result
+__all__ = ["Verification", "apply_random_symmetry_", "verify"]
 
 
 @torch.no_grad()
@@ -231,27 +101,8 @@ def _random_elements(
 class Verification:
     """What acting on each pair did to the outputs.
 
-    Attributes
-    ----------
-    changes : dict of str to float
-        Largest change of an output relative to the largest output, by the pair's name.
-    tolerance : float
-        Up to which a change counts as rounding.
-    single_precision : bool
-        The model computes in float32 somewhere inside although its weights are float64.
-
-    Examples
-    --------
-    A pair that is no symmetry, for there is a ReLU between its factors:
-
-    >>> import torch
-    >>> from quotient_manifolds.symmetries import Group, block, pair, verify
-    >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
-    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
-    >>> wrong = pair(G, [block(model[2], "weight")], Group(3), name="layers")
-    >>> verification = verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong])
-    >>> verification.ok, verification.failures
-    (False, ['layers'])
+    ``changes`` is the largest change of an output relative to the largest output, by the pair's name; up to
+    ``tolerance`` it counts as rounding, which is larger where a model computes in ``single_precision`` inside.
     """
 
     changes: dict[str, float]
@@ -283,6 +134,19 @@ def _outputs(found: Any) -> list[torch.Tensor]:
     return [t.detach().double() for t in tensors(found) if t.is_floating_point()]
 
 
+def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
+    """Give the largest change of an output that was finite, relative to the largest output."""
+    scale = max(float(t.abs().max()) for t in before)
+    differences = [(a - b)[b.isfinite()].abs() for a, b in zip(after, before, strict=True)]
+    return max(float(d.max()) if d.numel() else 0.0 for d in differences) / max(scale, 1e-300)
+
+
+def _rebound(p: SymmetricPair, copies: Mapping[int, Any]) -> SymmetricPair:
+    """Give a pair of the copy of its model."""
+    G, H = ([replace(b, module=copies.get(id(b.module), b.module)) for b in blocks] for blocks in (p.G, p.H))
+    return replace(p, G=tuple(G), H=tuple(H), null=())
+
+
 class _CastWatch(TorchFunctionMode):
     """Notices float64 tensors that a model narrows to float32 and widens again."""
 
@@ -307,7 +171,7 @@ def verify(
 ) -> Verification:
     """Act on every pair with a random group element and compare the outputs.
 
-    The check runs on a float64 copy of the model in evaluation mode, from the balanced representative of every pair.
+    This is done on a float64 copy of the model in evaluation mode, from the balanced representative of every pair.
 
     Parameters
     ----------
@@ -341,6 +205,15 @@ def verify(
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> print(verify(layer, torch.linspace(-1, 1, 24).reshape(1, 3, 8)))
     4 pairs, largest relative change of an output ...e-1... (rounding is up to 1e-09)
+
+    A pair that is no symmetry, for there is a ReLU between its factors:
+
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
+    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
+    >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
+    >>> verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong]).failures
+    ['layers']
     """
     check_model(model)
     extra = check_pairs(extra)
@@ -348,10 +221,6 @@ def verify(
     twin = copy.deepcopy(model, memo).double().eval()
     wide = tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
 
-    def rebound(b: Block) -> Block:
-        return replace(b, module=memo.get(id(b.module), b.module))
-
-    own = [replace(p, G=tuple(map(rebound, p.G)), H=tuple(map(rebound, p.H)), null=()) for p in extra]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
@@ -360,18 +229,13 @@ def verify(
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
         changes = {}
-        for p in find_symmetric_pairs(twin, extra=own):
-            if p.group is None:
-                continue
-            kept = [(t, t.detach().clone()) for t in p.parameters()]
-            apply_random_symmetry_(twin, condition, seed, [p])
-            after = _outputs(forward(twin, wide))
-            for t, value in kept:
-                t.copy_(value)
-            scale = max(float(t.abs().max()) for t in before)
-            finite = [(a, b, b.isfinite()) for a, b in zip(after, before, strict=True)]
-            differences = [float((a - b)[ok].abs().max()) if bool(ok.any()) else 0.0 for a, b, ok in finite]
-            changes[p.name] = max(differences) / max(scale, 1e-300)
+        for p in find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra]):
+            if p.group is not None:
+                kept = [(t, t.detach().clone()) for t in p.parameters()]
+                apply_random_symmetry_(twin, condition, seed, [p])
+                changes[p.name] = _change(before, _outputs(forward(twin, wide)))
+                for t, value in kept:
+                    t.copy_(value)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     return Verification(changes, 1e-5 if casts.seen else 1e-9, casts.seen)

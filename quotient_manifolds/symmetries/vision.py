@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from .attention import Projection, attention_pairs
-from .pairs import Group, SymmetricPair
+from .groups import GL
+from .pairs import SymmetricPair
 from .registry import register_attention
 
 _QK_NORM = "queries and keys are normalised: no continuous symmetry"
@@ -29,7 +30,7 @@ def open_clip_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     inner = not isinstance(module.ln_inner, nn.Identity)
     return attention_pairs(
         name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.out_proj),
-        qk_obstruction=_QK_NORM if normalised else "", vo_none=_INNER_NORM if inner else "",
+        qk_obstruction=_QK_NORM if normalised else "", vo_obstruction=_INNER_NORM if inner else "",
     )  # fmt: skip
 
 
@@ -42,8 +43,8 @@ def timm_attention(module: Any, name: str) -> Iterator[SymmetricPair]:
     gated = getattr(module, "gate", None) is not None
     return attention_pairs(
         name, heads=module.num_heads, head_size=module.head_dim, q=q, k=k, v=v, o=Projection(module.proj),
-        qk_obstruction=_QK_NORM if normalised else "", vo_none=_INNER_NORM if inner else "",
-        value_group=Group(module.head_dim, "scalars") if gated else None,  # a gate of its own on every dimension
+        qk_obstruction=_QK_NORM if normalised else "", vo_obstruction=_INNER_NORM if inner else "",
+        value_group=GL(module.head_dim, diagonal=True) if gated else None,  # a gate of its own on every dimension
     )  # fmt: skip
 
 

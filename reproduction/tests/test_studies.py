@@ -8,7 +8,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds import GLQuotientInv, RescaleQuotient
-from quotient_manifolds.symmetries import Group, block, pair
+from quotient_manifolds.symmetries import GL, block, pair
 from reproduction import cli, diagonal, toy
 from reproduction.trust_region import maximise_quadratic
 
@@ -138,7 +138,7 @@ def test_maxima_against_the_library(trained, measure):
         u, v = np.linspace(0.7, 1.5, 20), np.linspace(1.2, 0.6, 20) * sign
     model = Diagonal(u, v)
     batch = (torch.from_numpy(problem.X), torch.from_numpy(problem.y))
-    own = [pair([block(model, "u")], [block(model, "v")], Group(20, "scalars"))]
+    own = [pair([block(model, "u")], [block(model, "v")], GL(20, diagonal=True))]
     found = sharpness.evaluate(
         model, [batch], lambda m, b: (m(b[0]) - b[1]).square().sum(), measure=measure, rho=rho, steps=300, restarts=4,
         pairs=own,

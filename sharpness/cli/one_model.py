@@ -155,7 +155,7 @@ def _about(model: Any, batches: Any) -> str:
     from quotient_manifolds.symmetries import find_symmetric_pairs
 
     pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
-    layers = len({p.name.split(" head ")[0].rsplit(" ", 1)[0] for p in pairs})
+    layers = len({p.module for p in pairs})
     examples = sum(next((len(t) for t in tensors(b) if t.dim()), 1) for b in batches)
     return (
         f"measuring {type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} weights, {len(pairs)} "

@@ -17,7 +17,7 @@ from .look import COLOURS, figure
 if TYPE_CHECKING:
     from torch import nn
 
-    from quotient_manifolds.symmetries import PairSpectrum
+    from quotient_manifolds.symmetries.spectrum import PairSpectrum
 
     from ..layers import LayerShares
     from ..losses import LossFunction
@@ -164,12 +164,14 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
             axes.set_ylim(bottom=low / 2)
         panels[0].set_ylabel("singular value")
         for label, marker, colour, values in (
-            ("G", "o", COLOURS["adaptive"], [s.weakest_G for s in found]),
-            ("H", "^", COLOURS["geodesic-mix"], [s.weakest_H for s in found]),
+            ("G", "o", COLOURS["adaptive"], [s.min_singular_value_G for s in found]),
+            ("H", "^", COLOURS["geodesic-mix"], [s.min_singular_value_H for s in found]),
             ("GHᵀ", "s", COLOURS["geodesic-inv"], [float(s.product[-1]) for s in found]),
         ):
             last.semilogy(range(1, len(found) + 1), np.maximum(values, 1e-300), marker, color=colour, label=label, ms=4)
-        smallest = [v for s in found for v in (s.weakest_G, s.weakest_H, float(s.product[-1])) if v > 0]
+        smallest = [
+            v for s in found for v in (s.min_singular_value_G, s.min_singular_value_H, float(s.product[-1])) if v > 0
+        ]
         last.set_ylim(bottom=min(smallest, default=1e-12) / 2)
         last.set(xlabel="pair, in the order of the layers", title="smallest singular values")
         last.legend()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import sharpness
-from quotient_manifolds.symmetries import Group, block, find_symmetric_pairs, pair, stack
+from quotient_manifolds.symmetries import GL, PairStack, block, find_symmetric_pairs, pair
 from sharpness.layers import LayerShare, LayerShares, _layer, layer_shares
 
-from . import networks
+from .. import networks
 
 
 def by_hand(model, result, metric):
@@ -21,7 +21,7 @@ def by_hand(model, result, metric):
             for name, p in model.named_parameters()}  # fmt: skip
     names = {p: name for name, p in model.named_parameters()}
     for p in find_symmetric_pairs(model):
-        one = stack([p])
+        one = PairStack([p])
         found[p.name] = float(one.manifold(metric).norm(one.gather().detach(), one.gather(tensors)) ** 2) / total
         mask = {p: torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
         one.mark_(mask)
@@ -94,7 +94,7 @@ def test_names_that_collide_make_no_difference():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(4)))
     pairs = [
-        pair([block(model[i], "weight", transpose=True)], [block(model[i + 1], "weight")], Group(4), name=name)
+        pair([block(model[i], "weight", transpose=True)], [block(model[i + 1], "weight")], GL(4), name=name)
         for i, name in ((0, "pair"), (2, "3.weight"))
     ]
     batch = torch.randn(8, 4), torch.arange(8) % 4

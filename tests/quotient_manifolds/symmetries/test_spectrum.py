@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, spectra
+from quotient_manifolds.symmetries import (
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+    spectra,
+)
 
-from .architectures import TRANSFORMERS
-from .networks import vit
+from ...architectures import TRANSFORMERS
+from ...networks import vit
 
 
 def test_against_dense_products():
@@ -15,8 +19,8 @@ def test_against_dense_products():
     for p, s in zip(pairs, spectra(pairs), strict=True):
         G, H = p.manifold().unpack_tensor(p.gather().detach())
         torch.testing.assert_close(s.product, torch.linalg.svdvals(G @ H.mT)[: p.group.h])
-        assert s.weakest_G == pytest.approx(float(torch.linalg.svdvals(G)[-1]))
-        assert s.weakest_H == pytest.approx(float(torch.linalg.svdvals(H)[-1]))
+        assert s.min_singular_value_G == pytest.approx(float(torch.linalg.svdvals(G)[-1]))
+        assert s.min_singular_value_H == pytest.approx(float(torch.linalg.svdvals(H)[-1]))
         assert (s.name, s.kind) == (p.name, p.kind)
 
 
@@ -26,7 +30,7 @@ def test_what_an_orbit_keeps():
     apply_random_symmetry_(model, condition=20)
     for a, b in zip(before, spectra(find_symmetric_pairs(model)), strict=True):
         torch.testing.assert_close(a.product, b.product)
-        assert a.weakest_G != pytest.approx(b.weakest_G, rel=1e-2)
+        assert a.min_singular_value_G != pytest.approx(b.min_singular_value_G, rel=1e-2)
 
 
 def test_groups_of_scalars_and_pairs_without_a_group():

@@ -1,0 +1,49 @@
+"""The gradients of an optimiser's parameters, as a step takes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..linalg import at_least_float32
+
+__all__ = ["all_finite", "collect_gradients"]
+
+
+def collect_gradients(param_groups: Iterable[Mapping[str, Any]], scale: Tensor | None) -> dict[Tensor, Tensor]:
+    """Give the gradients that are to be descended, without the scale of a ``GradScaler``."""
+    found = {}
+    for group in param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build "
+                    "the embedding with sparse=False"
+                )
+            # In float32: the scale is beyond the range of half precision, and so is what it saved.
+            g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
+            found[p] = -g if group.get("maximize", False) else g
+    return found
+
+
+def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> bool:
+    """Tell whether all gradients are finite; if not, warn under a ``GradScaler`` (it has ``found_inf``), raise else."""
+    if found_inf is not None:
+        if float(found_inf) == 0:
+            return True
+        warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
+        return False
+    device = next(iter(gradients)).device
+    if bool(torch.stack([g.isfinite().all().to(device) for g in gradients.values()]).all()):
+        return True
+    bad = next(p for p, g in gradients.items() if not bool(g.isfinite().all()))
+    raise ValueError(
+        f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
+        "changed; look at the loss, lower the learning rate, or train in bfloat16 or float32"
+    )

@@ -1,0 +1,87 @@
+r"""The metrics as the optimisers use them: where they are floored, and how moments are transported.
+
+Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`, σ the singular values of
+:math:`G H^H`. Both metrics break down at :math:`G = 0`, where LoRA starts. Here M is replaced by
+
+.. math:: \hat M = M + N^{-1},
+
+which an element A of the group turns into :math:`A^{-H} \hat M A^{-1}`, as it does M: the floor depends on the orbit
+only. In the gauge in which H has orthonormal columns it makes :math:`σ_i^2 + 1` of every :math:`σ_i^2`. A step of
+length η thus moves G by about η where σ is small, in both metrics, as AdamW would, and H in proportion to σ; the part
+of second order in the change of the product, :math:`ξ_G ξ_H^H`, is of the order of η², however small σ.
+
+N stands as it is: the *anchor* H has full column rank, and where it has not (peft's embeddings start with A = 0) the
+two factors change roles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..linalg import in_double
+
+__all__ = ["Preconditioner", "gram", "wide"]
+
+
+def wide(X: Tensor) -> Tensor:
+    """Widen to double precision, in which the small matrices are worked out, where the device has it."""
+    return X if X.device.type == "mps" else in_double(X)
+
+
+def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:
+    """Return Xᴴ Y in double precision, (…, h, h)."""
+    X = wide(X)
+    return X.mH @ (X if Y is None else wide(Y))
+
+
+class _Factorised:
+    """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
+
+    def __init__(self, S: Tensor) -> None:
+        diagonal = S.diagonal(dim1=-2, dim2=-1).real
+        rounding = torch.finfo(S.dtype).eps * S.shape[-1]
+        self.L, _ = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
+        eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
+        self.L_inv = torch.linalg.solve_triangular(self.L, eye, upper=False)
+        self.inverse = self.L_inv.mH @ self.L_inv
+
+
+class Preconditioner:
+    r"""The metric at a stack of points: what turns a gradient into a step.
+
+    The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (N, \hat M)` for mix
+    and :math:`(\hat M^{-1}, N^{-1})` for inv. With :math:`W = K K^H`, a covector ∇ has the coordinates
+    :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G
+    along the orbit rotates the basis; nothing that is computed in it and turned back depends on the rotation. G is
+    (…, n, h), H (…, m, h) of full column rank.
+    """
+
+    def __init__(self, metric: str, G: Tensor, H: Tensor) -> None:
+        self._metric, self._G, self._H = metric, G, H
+        self._N = _Factorised(gram(H))
+        self._M = _Factorised(gram(G) + self._N.inverse)
+
+    def is_sound(self) -> Tensor:
+        """Tell where H has full column rank, and everything is finite; (…)."""
+        return self._N.L_inv.isfinite().all(-1).all(-1) & self._M.L_inv.isfinite().all(-1).all(-1)
+
+    @property
+    def inverse_roots(self) -> Tensor:
+        """K⁻¹ of G and of H, (…, 2, h, h)."""
+        roots = (self._N.L_inv, self._M.L_inv) if self._metric == "mix" else (self._M.L.mH, self._N.L.mH)
+        return torch.stack(roots, dim=-3)
+
+    def transport_covectors(self, to: Preconditioner) -> Tensor:
+        r"""Return (T_G, T_H), (…, 2, h, h): covectors here become :math:`\nabla_G T_G, \nabla_H T_H` at another point.
+
+        The coordinates of a covector are projected from the span of the old basis on that of the new one. The bases are
+        those of the column spaces of H, and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M`.
+        """
+        across_H = gram(self._H, to._H)
+        across_G = gram(self._G, to._G) + self._N.inverse @ across_H @ to._N.inverse
+        if self._metric == "mix":
+            T = self._N.inverse @ across_H, self._M.inverse @ across_G
+        else:
+            T = across_G @ to._M.inverse, across_H @ to._N.inverse
+        return torch.stack(T, dim=-3)

@@ -1,0 +1,78 @@
+"""The groups that act on the columns of a pair."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["GL"]
+
+
+@dataclass(frozen=True)
+class GL:
+    """The group of invertible matrices, or of the diagonal ones among them, that acts on the columns of a pair.
+
+    Attributes
+    ----------
+    h : int
+        Number of columns of G and H, over the field at hand.
+    diagonal : bool
+        Every column is multiplied by a non-zero number of its own.
+    field : {"real", "complex"}
+        Over the complex numbers a column is a pair of real columns, as the planes that RoPE rotates.
+
+    Raises
+    ------
+    ValueError
+        No such group.
+
+    Examples
+    --------
+    An attention head of size 64, and the same under RoPE:
+
+    >>> from quotient_manifolds.symmetries import GL
+    >>> for group in (GL(64), GL(32, diagonal=True, field="complex")):
+    ...     print(group, group.dimension)
+    GL(64) 4096
+    (ℂ*)^32 64
+    """
+
+    h: int
+    _: KW_ONLY
+    diagonal: bool = False
+    field: str = "real"
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.h, int) and not isinstance(self.h, bool)
+        known = isinstance(self.diagonal, bool) and self.field in ("real", "complex")
+        if not known or not whole or self.h < 1:
+            raise ValueError(f"no such group: {self.h} columns, diagonal {self.diagonal!r}, field {self.field!r}")
+
+    def __str__(self) -> str:
+        if self.diagonal:
+            return f"({'ℂ' if self.field == 'complex' else 'ℝ'}*)^{self.h}"
+        return f"GL({self.h}, ℂ)" if self.field == "complex" else f"GL({self.h})"
+
+    @property
+    def dimension(self) -> int:
+        """Number of real parameters of the group."""
+        return (self.h if self.diagonal else self.h**2) * (2 if self.field == "complex" else 1)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Shape of one row of a block on which the group acts: (h,), or (h, 2) for complex columns."""
+        return (self.h, 2) if self.field == "complex" else (self.h,)
+
+    def to_point(self, rows: Tensor) -> Tensor:
+        """Turn real rows (pairs, n + m, h[, 2]) into points: (pairs, n + m, h), or (pairs, h, n + m, 1) if diagonal."""
+        if self.field == "complex":  # there are no complex numbers of half precision worth having
+            rows = torch.view_as_complex(rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous())
+        return rows.transpose(1, 2).unsqueeze(-1) if self.diagonal else rows
+
+    def from_point(self, x: Tensor) -> Tensor:
+        """Turn points back into real rows."""
+        if self.diagonal:
+            x = x.squeeze(-1).transpose(1, 2)
+        return torch.view_as_real(x) if self.field == "complex" else x

@@ -1,0 +1,135 @@
+"""Pairs of equal shape as one batched point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..gl import GLQuotientInv, GLQuotientMix
+from .blocks import BlockStack
+from .groups import GL
+from .pairs import MANIFOLDS, SymmetricPair, check_pairs
+
+__all__ = ["PairStack", "coverage", "stacks"]
+
+
+class PairStack:
+    """Pairs of equal shape, group and block layout as one batched point; :func:`stacks` sorts a mixed list first.
+
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        In the order of the point's first dimension.
+
+    Attributes
+    ----------
+    pairs : tuple of SymmetricPair
+    group : GL
+    n, m : int
+        Rows of every G and H.
+
+    Raises
+    ------
+    ValueError
+        No pair at all, pairs that differ, or one without a symmetry.
+
+    Examples
+    --------
+    The Riemannian gradients of all heads at once:
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> qk, vo = stacks(find_symmetric_pairs(layer))
+    >>> layer(torch.ones(1, 3, 8)).square().sum().backward()
+    >>> gradients = vo.gather({p: p.grad for p in vo.parameters()})
+    >>> vo.manifold("mix").egrad2rgrad(vo.gather(), gradients).shape
+    torch.Size([2, 17, 4])
+    """
+
+    def __init__(self, pairs: Iterable[SymmetricPair]) -> None:
+        self.pairs = tuple(check_pairs(pairs))
+        if not self.pairs:
+            raise ValueError("a PairStack needs at least one pair")
+        first = self.pairs[0]
+        self.group: GL = first.usable_group()
+        for p in self.pairs:
+            if (p.group, p.layout) != (first.group, first.layout):
+                raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape or group; see stacks()")
+        self.n, self.m = first.n, first.m
+        self._rows = BlockStack([p.G + p.H for p in self.pairs])
+        self._dropped = BlockStack([[b] for p in self.pairs for b in p.dropped])
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def manifold(self, metric: str = "inv", **options: float) -> GLQuotientInv | GLQuotientMix:
+        """Give the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``, options are the manifold's own."""
+        return MANIFOLDS[metric](self.n, self.m, **options)
+
+    def parameters(self) -> list[Tensor]:
+        """List the parameters involved, each once, those of dropped blocks included."""
+        runs = self._rows.runs + self._dropped.runs
+        return list({id(r.first.tensor): r.first.tensor for r in runs}.values())
+
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Copy the blocks into one point, differentiably.
+
+        ``tensors`` gives what to read in place of each parameter, gradients for example; those absent count as zero.
+        ``out`` is contiguous real memory that the result may use; it is not differentiable then. The point is
+        (pairs, n + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field is.
+        """
+        shape = self._rows.shape
+        room = None if out is None else out.view(-1)[: math.prod(shape)].view(shape)
+        return self.group.to_point(self._rows.gather(tensors, room))
+
+    def scatter_(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Write a point of :meth:`gather`'s shape, rounded to their dtype, into the parameters or ``tensors``."""
+        self._rows.scatter_(self.group.from_point(x), tensors)
+
+    def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
+        """Set what ``tensors`` gives for each parameter to True wherever a block lies, dropped ones included."""
+        self._rows.mark_(tensors)
+        self._dropped.mark_(tensors)
+
+
+def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
+    """Sort the usable pairs by group, shape, block layout, dtype and device, and stack each kind.
+
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        Those without a group are left out.
+
+    Returns
+    -------
+    list of PairStack
+        In the order in which the kinds first occur.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> [(len(s), str(s.group), s.n, s.m) for s in stacks(find_symmetric_pairs(layer))]
+    [(2, 'GL(4)', 9, 9), (2, 'GL(4)', 9, 8)]
+    """
+    alike: dict[object, list[SymmetricPair]] = {}
+    for p in check_pairs(pairs):
+        if p.group is not None:
+            like = p.G[0].tensor
+            alike.setdefault((p.group, p.layout, like.dtype, like.device), []).append(p)
+    return [PairStack(found) for found in alike.values()]
+
+
+def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
+    """Tell, entry by entry of every parameter that pairs touch, which of them belong to pairs, or were dropped."""
+    masks: dict[Tensor, Tensor] = {}
+    for s in found:
+        for p in s.parameters():
+            masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
+        s.mark_(masks)
+    return masks

@@ -1,0 +1,267 @@
+"""What every optimiser does: equivalent starts train alike, decay, clipping, state, mixed precision."""
+
+import copy
+import io
+import pickle
+import time
+
+import peft
+import peft.optimizers
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.optim import (
+    QuotientAdam,
+    QuotientSGD,
+    create_quotient_lora_optimizer,
+)
+from quotient_manifolds.symmetries import (
+    GL,
+    block,
+    find_symmetric_pairs,
+    pair,
+)
+
+from ...training import (
+    ADAMS,
+    KINDS,
+    X,
+    apart,
+    lora,
+    loss_of,
+    moved,
+    optimizer_of,
+    train,
+    trainable,
+)
+
+
+@pytest.mark.parametrize("full_rank", [True, False], ids=["full-rank", "B=0"])
+@pytest.mark.parametrize(("kind", "metric", "second"), KINDS)
+def test_equivalent_starts_train_alike(kind, metric, second, full_rank):
+    one = lora(full_rank)
+    two = moved(one)
+    assert torch.allclose(one(X), two(X), atol=1e-10)
+    for model in (one, two):
+        losses = train(model, optimizer_of(model, kind, metric, second, weight_decay=0.1, max_grad_norm=0.3))
+    assert apart(one, two) < 1e-8
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "peft"])
+def test_other_optimisers_do_not(name):
+    if name == "peft" and not hasattr(peft.optimizers, "create_riemannian_optimizer"):
+        pytest.skip("this peft has no Riemannian optimiser")
+    one = lora()
+    two = moved(one)
+    for model in (one, two):
+        if name == "AdamW":
+            optimizer = torch.optim.AdamW(trainable(model), 1e-2, weight_decay=0.1)
+        else:
+            optimizer = peft.optimizers.create_riemannian_optimizer(model, torch.optim.AdamW, lr=1e-2)
+        train(model, optimizer)
+    assert apart(one, two) > 1e-2
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e-3, 1e-2, 1e-1])
+@pytest.mark.parametrize(("kind", "metric", "second"), KINDS)
+def test_the_loss_falls_from_step_one(kind, metric, second, lr):
+    model = lora(full_rank=False)
+    options = {"second": second} if second else {}
+    losses = train(model, optimizer_of(model, kind, metric, lr=lr, **options), steps=12, schedule=False)
+    assert losses[1] < losses[0]
+    assert min(losses) == min(losses[2:])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("kind", "metric", "second"), KINDS)
+def test_a_zero_learning_rate_does_nothing(kind, metric, second, dtype):
+    """Warm-up starts with one."""
+    model = lora(full_rank=False, dtype=dtype)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = optimizer_of(model, kind, metric, second, lr=0.0)
+    train(model, optimizer, steps=3, schedule=False)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    optimizer.param_groups[0].update(lr=1e-2, initial_lr=1e-2)
+    losses = train(model, optimizer, steps=5, schedule=False)
+    assert losses[-1] < losses[0]
+
+
+def test_decay_shrinks_the_product_and_spares_biases():
+    torch.manual_seed(0)
+    first, second = nn.Linear(5, 3), nn.Linear(3, 4)
+    p = pair([block(first, "weight", transpose=True), block(first, "bias")], [block(second, "weight")], GL(3))
+    bias, product = first.bias.detach().clone(), second.weight.detach() @ first.weight.detach()
+    optimizer = QuotientAdam([*first.parameters(), second.weight], [p], 0.1, weight_decay=0.5)
+    for q in (*first.parameters(), second.weight):
+        q.grad = torch.zeros_like(q)
+    for _ in range(3):
+        optimizer.step()
+    assert torch.allclose(second.weight @ first.weight, product * 0.95**3)
+    assert torch.equal(first.bias, bias)
+
+
+def test_clipping_bounds_the_norm_in_the_metric():
+    model = lora()
+    steps = []
+    for bound in (None, 1e-3):
+        again = copy.deepcopy(model)
+        optimizer = QuotientSGD(trainable(again), find_symmetric_pairs(again), 1.0, max_grad_norm=bound)
+        before = [q.gather().detach() for q in find_symmetric_pairs(again)]
+        loss_of(again).backward()
+        optimizer.step()
+        lengths = []
+        for x, q in zip(before, find_symmetric_pairs(again), strict=True):
+            (G, H), (dG, dH) = x.split([q.n, q.m]), (q.gather().detach() - x).split([q.n, q.m])
+            N, M = H.T @ H, G.T @ G + torch.linalg.inv(H.T @ H)
+            lengths.append((torch.trace(N @ dG.T @ dG) + torch.trace(M @ dH.T @ dH)).sqrt())
+        steps.append(float(torch.stack(lengths).norm()))
+    assert steps[0] > 1e-2
+    assert abs(steps[1] - 1e-3) < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "metric", "second"), [*ADAMS[:2], ("sgd", "mix", None)])
+def test_resuming_is_exact(kind, metric, second, dtype):
+    straight = lora(full_rank=False, dtype=dtype)
+    broken = copy.deepcopy(straight)
+    train(straight, optimizer_of(straight, kind, metric, second), 12, schedule=False)
+    optimizer = optimizer_of(broken, kind, metric, second)
+    train(broken, optimizer, 5, schedule=False)
+    file = io.BytesIO()
+    torch.save({"model": broken.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = lora(full_rank=False, dtype=dtype)
+    resumed.load_state_dict(saved["model"])
+    again = optimizer_of(resumed, kind, metric, second)
+    again.load_state_dict(saved["optimizer"])
+    train(resumed, again, 7, schedule=False)
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_pickled_and_copied_optimisers_go_on():
+    model = lora()
+    optimizer = optimizer_of(model, "adam")
+    train(model, optimizer, 3, schedule=False)
+    for clone in (pickle.loads(pickle.dumps((model, optimizer))), copy.deepcopy((model, optimizer))):
+        train(*clone, 3, schedule=False)
+        other = copy.deepcopy((model, optimizer))
+        train(*other, 3, schedule=False)
+        assert apart(clone[0], other[0]) == 0
+
+
+def test_state_of_others_is_refused():
+    model = lora()
+    optimizer = optimizer_of(model, "adam")
+    with pytest.raises(ValueError, match=r"saved by an optimiser without pairs, such as AdamW.*; to switch, load"):
+        optimizer.load_state_dict(torch.optim.AdamW(trainable(model)).state_dict())
+    with pytest.raises(ValueError, match="saved by QuotientSGD, not by QuotientAdam"):
+        optimizer.load_state_dict(optimizer_of(model, "sgd").state_dict())
+    other = lora(targets=("0",))
+    with pytest.raises(ValueError, match="belongs to other pairs"):
+        optimizer.load_state_dict(optimizer_of(other, "adam").state_dict())
+    wide = lora(r=5)
+    wider = optimizer_of(wide, "adam")
+    train(wide, wider, 1)
+    with pytest.raises(ValueError, match="another rank, or another model"):
+        optimizer.load_state_dict(wider.state_dict())
+
+
+def test_state_saved_under_compile_resumes_without():
+    model = lora()
+    compiled = torch.compile(model, backend="eager")
+    saved = create_quotient_lora_optimizer(compiled, lr=1e-2).state_dict()
+    create_quotient_lora_optimizer(model, lr=1e-2).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_train_in_float32_geometry(dtype):
+    model = lora(full_rank=False, dtype=dtype)
+    optimizer = optimizer_of(model, "adam")
+    losses = train(model, optimizer, 30)
+    assert losses[-1] < 0.8 * losses[0]
+    assert {p.dtype for p in trainable(model)} == {dtype}
+    assert {b["state"]["moment"].dtype for b in optimizer.state_dict()["buckets"]} == {torch.float32}
+
+
+def test_a_compiled_model_trains_alike():
+    one, two = lora(), lora()
+    train(one, optimizer_of(one, "adam"), 5)
+    compiled = torch.compile(two, backend="eager")
+    optimizer = create_quotient_lora_optimizer(compiled, lr=1e-2)
+    train(compiled, optimizer, 5)
+    assert apart(one, two) < 1e-12
+
+
+def test_ddp(tmp_path):
+    model, alone = lora(), lora()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        train(wrapped, create_quotient_lora_optimizer(wrapped, lr=1e-2), 5)
+    finally:
+        time.sleep(0.1)  # as in sharpness.distributed.torchrun
+        torch.distributed.destroy_process_group()
+    train(alone, optimizer_of(alone, "adam"), 5)
+    assert apart(alone, model) < 1e-12
+
+
+def test_a_parameter_that_belongs_to_a_pair_in_part():
+    """The rest of it steps as AdamW would."""
+    torch.manual_seed(0)
+    fused, up = nn.Linear(5, 6, bias=False), nn.Linear(3, 4, bias=False)
+    p = pair([block(up, "weight")], [block(fused, "weight", rows=slice(0, 3), transpose=True)], GL(3))
+    optimizer = QuotientAdam([fused.weight, up.weight], [p], 1e-2, weight_decay=0.1)
+    twin = fused.weight.detach()[3:].clone().requires_grad_(True)
+    other = torch.optim.AdamW([twin], 1e-2, weight_decay=0.1)
+    x = torch.randn(8, 5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        other.zero_grad()
+        first, second = fused(x).split(3, dim=1)
+        (up(first).square().sum() + torch.sin(second).sum()).backward()
+        torch.sin(x @ twin.T).sum().backward()
+        optimizer.step()
+        other.step()
+    assert torch.allclose(fused.weight.detach()[3:], twin, atol=1e-12)
+
+
+def test_every_parameter_group_is_checked():
+    """Each of these stepped, some of them uphill."""
+    model = lora()
+    for name, wrong, words in (
+        ("metric", "zzz", 'metric must be "mix" or "inv"'), ("lr", -3, "lr must be a number that is not negative"),
+        ("lr", "fast", "lr must be a number"), ("betas", (2, 3), r"betas must be two numbers in \[0, 1\)"),
+        ("betas", 0.9, "betas must be two numbers"), ("eps", -1, "eps must be positive"),
+        ("eps", 0, "eps must be positive"), ("weight_decay", float("nan"), "weight_decay must be a number"),
+        ("second_moment", "cube", "second_moment must be"), ("maximize", 1, "maximize must be True or False"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            QuotientAdam([{"params": trainable(model), name: wrong}], find_symmetric_pairs(model))
+        with pytest.raises(ValueError, match=words):
+            QuotientAdam(trainable(model), find_symmetric_pairs(model), **{name: wrong})
+    with pytest.raises(ValueError, match="momentum must be a number in"):
+        QuotientSGD([{"params": trainable(model), "momentum": 1.5}], find_symmetric_pairs(model))
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_maximize_is_minimising_the_negative(kind):
+    ends = []
+    for sign, options in ((1, {"maximize": True, "foreach": False}), (-1, {"foreach": True})):
+        torch.manual_seed(0)
+        model = lora()
+        make = QuotientAdam if kind == "adam" else QuotientSGD
+        optimizer = make(trainable(model), find_symmetric_pairs(model), lr=1e-2, **options)
+        torch.manual_seed(1)
+        x = torch.randn(5, 12)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (sign * model(x).sin().sum()).backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in trainable(model)])
+    for one, other in zip(*ends, strict=True):
+        assert torch.allclose(one, other)

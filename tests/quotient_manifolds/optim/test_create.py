@@ -1,0 +1,172 @@
+"""Optimisers for adapters of every kind."""
+
+import peft
+import peft.optimizers
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.optim import (
+    create_quotient_lora_optimizer,
+)
+from quotient_manifolds.symmetries import (
+    adapter_pairs,
+)
+
+from ...networks import shake
+from ...training import (
+    Y,
+    apart,
+    lora,
+    moved,
+    optimizer_of,
+    train,
+)
+
+
+class Words(nn.Module):
+    """An embedding, a convolution and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 12)
+        self.across = nn.Conv2d(1, 12, (1, 12))
+        self.out = nn.Linear(12, 9)
+
+    def forward(self, ids):
+        return self.out(self.across(self.words(ids)[:, None]).mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank_pattern": {"out": 2}, "alpha_pattern": {"out": 3}},
+        {"use_dora": True, "targets": ["across", "out"]},
+        {"lora_bias": True, "targets": ["across", "out"]},
+    ],
+    ids=["plain", "rslora", "patterns", "dora", "bias"],
+)
+def test_embeddings_convolutions_and_variants(options):
+    """peft starts embeddings with A = 0: the roles of the factors change there."""
+    options = {"targets": ["words", "across", "out"], **options}
+    targets = options.pop("targets")
+    torch.manual_seed(0)
+    net = shake(Words())
+    one = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=targets, **options)).double()
+    ids = torch.randint(11, (20, 5))
+    labels = torch.arange(20) % 9
+    two = moved(one)
+    for model in (one, two):
+        losses = []
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2, weight_decay=0.01, max_grad_norm=1.0)
+        for _ in range(15):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[1] < losses[0]
+    assert apart(one, two) < 1e-8
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_fused_and_conv1d_targets():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)).double()
+    one = peft.get_peft_model(
+        net, peft.LoraConfig(r=3, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    ).double()
+    one.eval()  # without dropout
+    two = moved(one)
+    ids = torch.randint(20, (4, 8))
+    for model in (one, two):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    assert apart(one, two) < 1e-6  # the library computes this loss in float32
+
+
+def test_a_quantised_base_stays_as_it_is():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    net = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32), nn.Tanh(), nn.Linear(64, 9))
+    net.is_loaded_in_4bit = True
+    model = peft.get_peft_model(net.to("cpu"), peft.LoraConfig(r=4, target_modules=["0"]))
+    base = model.base_model.model[0].get_base_layer().weight
+    before = base.detach().clone()
+    assert "bnb" in type(model.base_model.model[0]).__module__
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    x = torch.randn(48, 64)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - Y.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert base.dtype == torch.uint8
+    assert torch.equal(base, before)
+
+
+def test_adapters_switched_and_added_later():
+    model = lora()
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+    model.double()
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.requires_grad_(True)
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    alone = lora()
+    train(alone, optimizer_of(alone, "adam"), 4, schedule=False)
+    still = [p.gather().detach() for p in adapter_pairs(model, ["second"])]
+    train(model, optimizer, 4, schedule=False)
+    for p, q in zip(adapter_pairs(model, ["default"]), adapter_pairs(alone), strict=True):
+        assert torch.allclose(p.gather(), q.gather(), atol=1e-12)
+    for p, before in zip(adapter_pairs(model, ["second"]), still, strict=True):
+        assert torch.equal(p.gather(), before)
+    model.set_adapter("second")
+    optimizer.zero_grad()
+    losses = train(model, optimizer, 4, schedule=False)
+    assert losses[-1] < losses[0]
+    model.add_adapter("third", peft.LoraConfig(r=2, target_modules=["0"]))
+    model.set_adapter("third")
+    model.double()
+    optimizer.zero_grad()
+    new = adapter_pairs(model, ["third"])
+    optimizer.add_param_group({"params": [b.tensor for p in new for b in p.G + p.H], "pairs": new, "lr": 3e-2})
+    losses = train(model, optimizer, 6, schedule=False)
+    assert losses[-1] < losses[0]
+
+
+def test_groups_of_the_lora_optimiser():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 9))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1", "2"]))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["0"]))
+    for name, p in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:  # a second adapter freezes these too before peft 0.21
+            p.requires_grad_(True)
+    optimizer = create_quotient_lora_optimizer(
+        model, lr=1e-3, weight_decay=0.1, other_params_lr=1e-4, adapter_names=["default"]
+    )
+    pairs, decayed, plain = optimizer.param_groups
+    assert [(g["lr"], g["weight_decay"]) for g in (pairs, decayed, plain)] == [(1e-3, 0.1), (1e-4, 0.1), (1e-4, 0.0)]
+    assert len(pairs["params"]) == 2
+    assert [p.dim() for p in decayed["params"]] == [2]
+    assert [p.dim() for p in plain["params"]] == [1, 1, 1]
+
+
+def test_other_adapters_are_named():
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(target_modules=["0"], feedforward_modules=["0"])
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
+    with pytest.raises(ValueError, match="its adapters are of the kind IA3, whose weights form no such pair"):
+        create_quotient_lora_optimizer(model, lr=1e-3)

@@ -1,0 +1,122 @@
+"""Every architecture of transformers that is known: outputs stay along the orbits, and only then."""
+
+import dataclasses
+
+import pytest
+
+from quotient_manifolds.symmetries import (
+    Projection,
+    attention_pairs,
+    check_coverage,
+    find_symmetric_pairs,
+    verify,
+)
+from quotient_manifolds.symmetries.registry import _HANDLERS
+
+from ... import architectures
+from ...architectures import without_first_row
+
+CASES = [
+    (name, attention)
+    for name in architectures.TRANSFORMERS
+    for attention in ("eager", "sdpa")
+    if attention == "eager" or name not in architectures.NO_SDPA
+]
+
+#: Which symmetries there are: groups of the Q–K pairs and of the V–O pairs.
+ROTARY = {"gpt_neox", "gptj", "llama", "mistral", "qwen2", "gemma2", "phi3", "phi3-partial"}
+
+NORMALISED = {"qwen3", "gemma3"}
+
+#: Libraries that cast to float32 inside: RMSNorm, eager softmax, rotary embeddings.
+SINGLE = ROTARY | NORMALISED | {"t5", "opt", "clip", "bloom", "vit", "deit", "swin", "beit"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_transformers(name, attention):
+    if (name, attention) in {("swin", "sdpa"), ("t5", "sdpa")}:
+        import transformers
+
+        if not {"swin": transformers.SwinModel, "t5": transformers.T5Model}[name]._supports_sdpa:
+            pytest.skip("Swin knows sdpa from transformers 5.9, T5 from 5.15")
+    model, batch = architectures.transformers_model(name, attention)
+    pairs = find_symmetric_pairs(model)
+    check_coverage(model, lambda: model(**batch))  # nothing is left out
+    qk = {(p.group.diagonal, p.group.field) if p.group else None for p in pairs if p.kind == "qk"}
+    partial = name in {"gpt_neox", "gptj", "phi3-partial"}
+    expected = {None} if name in NORMALISED else {(True, "complex")} if name in ROTARY else {(False, "real")}
+    assert qk == expected | ({(False, "real")} if partial else set())
+    assert {(p.group.diagonal, p.group.field) for p in pairs if p.kind == "vo"} == {(False, "real")}
+    report = verify(model, batch)
+    assert len(report.changes) == sum(p.group is not None for p in pairs)
+    assert max(report.changes.values()) < (1e-6 if name in SINGLE else 1e-9), str(report)
+
+
+def other_pairing(p):
+    """RoPE's planes read as neighbouring dimensions in place of halves, or the other way round."""
+
+    def swap(b):
+        _rows, h, _ = b.size
+        interleaved = b.stride[1] == 2 * b.stride[2]
+        one = b.stride[2] if interleaved else b.stride[1]
+        return dataclasses.replace(
+            b, stride=(b.stride[0], one, h * one) if interleaved else (b.stride[0], 2 * one, one)
+        )
+
+    if p.group.field != "complex" or p.group.h < 2:
+        return p
+    return dataclasses.replace(p, G=tuple(map(swap, p.G)), H=tuple(map(swap, p.H)), null=())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", architectures.TRANSFORMERS)
+def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
+    """The check of ``test_transformers`` can fail: forget a row, or take another pairing, and the outputs move."""
+    model, batch = architectures.transformers_model(name, "eager")
+    for damage in (without_first_row, other_pairing):
+        if damage is other_pairing and name not in ROTARY:
+            continue
+        with monkeypatch.context() as patch:
+            for cls, handler in list(_HANDLERS.items()):
+
+                def damaged(module, path, handler=handler, damage=damage):
+                    return [p if p.group is None else damage(p) for p in handler(module, path)]
+
+                patch.setitem(_HANDLERS, cls, damaged)
+            changes = verify(model, batch).changes
+        kinds = {"qk": [], "vo": []}
+        for pair, change in changes.items():
+            kinds["vo" if " vo " in pair else "qk"].append(change)
+        if damage is other_pairing:
+            assert max(v for k, v in changes.items() if "rotary" in k) > 1e-2
+        else:
+            assert max(kinds["vo"]) > 1e-2
+            # Swin's first heads have four dimensions and small scores, which a bias hardly moves.
+            assert name in NORMALISED or max(kinds["qk"]) > (1e-4 if name == "swin" else 1e-2)
+
+
+@pytest.mark.parametrize("forgotten", ["positions", "heads"])
+def test_deberta_and_bert_wrong_as_they_would_be(forgotten, monkeypatch):
+    def no_positions(module, name):
+        inner = module.self
+        q, k, v = map(Projection, (inner.query_proj, inner.key_proj, inner.value_proj))
+        return attention_pairs(name, heads=2, q=q, k=k, v=v, o=Projection(module.output.dense))
+
+    def square(module, name):
+        """W_o transposed: raises no shape error."""
+        inner = module.self
+        q, k, v = map(Projection, (inner.query, inner.key, inner.value))
+        return attention_pairs(name, heads=2, q=q, k=k, v=v, o=Projection(module.output.dense, conv1d=True))
+
+    name, handler = ("deberta_v2", no_positions) if forgotten == "positions" else ("bert", square)
+    cls = {
+        "bert": "bert.modeling_bert.BertAttention",
+        "deberta_v2": "deberta_v2.modeling_deberta_v2.DebertaV2Attention",
+    }
+    model, batch = architectures.transformers_model(name, "eager")
+    monkeypatch.setitem(_HANDLERS, "transformers.models." + cls[name], handler)
+    report = verify(model, batch)
+    assert not report.ok
+    assert max(report.changes.values()) > 1e-2
+    assert "NOT A SYMMETRY" in str(report)

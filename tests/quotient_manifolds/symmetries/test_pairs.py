@@ -1,0 +1,97 @@
+"""Pairs: what makes one, and those of one's own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import sharpness
+from quotient_manifolds.symmetries import (
+    GL,
+    Projection,
+    SymmetricPair,
+    apply_random_symmetry_,
+    block,
+    find_symmetric_pairs,
+    pair,
+    verify,
+)
+
+
+def test_tied_and_doubled_blocks_are_errors():
+    layer = nn.Linear(4, 4)
+    q = Projection(layer).input_blocks(0, 2, 0, 2)
+    with pytest.raises(ValueError, match="stands in G and in H"):
+        SymmetricPair("tied", "qk", GL(2), q, q)
+    k = Projection(layer).input_blocks(1, 2, 0, 2)
+    pair = SymmetricPair("twice", "qk", GL(2), q, k)
+    with pytest.raises(ValueError, match="belongs to pair"):
+        find_symmetric_pairs(layer, extra=[pair, pair])
+    assert find_symmetric_pairs(layer, extra=[pair])[0] == pair
+    with pytest.raises(ValueError, match="acts on"):
+        SymmetricPair("narrow", "qk", GL(3), q, k)
+    with pytest.raises(ValueError, match="give the reason"):
+        SymmetricPair("nothing", "qk", None)
+
+
+class TwoLinear(nn.Module):
+    """x ↦ W₂(W₁x + b₁): the paper's Example A.2."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Diagonal(nn.Module):
+    """x ↦ (u ⊙ v)ᵀ x."""
+
+    def __init__(self):
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.rand(6) + 0.5), nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, x):
+        return x @ (self.u * self.v)
+
+
+def own_pair(model):
+    if isinstance(model, Diagonal):
+        return pair([block(model, "u")], [block(model, "v")], GL(6, diagonal=True), name="diagonal")
+    G = [block(model.first, "weight", transpose=True), block(model.first, "bias")]
+    return pair(G, [block(model.second, "weight")], GL(3), name="linear")
+
+
+@pytest.mark.parametrize("cls", [TwoLinear, Diagonal])
+@pytest.mark.parametrize("measure", ["geodesic-inv", "geodesic-mix"])
+def test_pairs_of_ones_own(cls, measure):
+    model = cls()
+    x = torch.randn(20, 5 if cls is TwoLinear else 6)
+    y = torch.randn_like(model(x).detach())
+    p = own_pair(model)
+    assert verify(model, x, extra=[p]).ok
+    wrong = pair(p.G[:1], p.H, p.group, name="wrong") if cls is TwoLinear else None
+    if wrong is not None:
+        assert verify(model, x, extra=[wrong]).failures == ["wrong"]
+    twin = copy.deepcopy(model)
+    assert apply_random_symmetry_(twin, 30.0, pairs=[own_pair(twin)]) == 1
+    torch.testing.assert_close(twin(x), model(x))
+
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def value(model, **options):
+        return sharpness.evaluate(model, [(x, y)], loss, rho=0.05, **options)
+
+    one = value(model, measure=measure, pairs=find_symmetric_pairs(model, extra=[own_pair(model)]))
+    two = value(twin, measure=measure, pairs=find_symmetric_pairs(twin, extra=[own_pair(twin)]))
+    assert abs(float(one) - float(two)) < 1e-8 * float(one)
+    with sharpness.perturbed(model, one.direction(0)):
+        assert float(loss(model, (x, y)).detach()) == pytest.approx(one.batches[0].worst_loss, rel=1e-9)
+    plain = [float(value(m, measure="adaptive")) for m in (model, twin)]
+    if cls is TwoLinear:
+        assert abs(plain[0] - plain[1]) > 0.05 * plain[0]
+    else:  # elementwise rescaling is what adaptive sharpness divides out
+        assert abs(plain[0] - plain[1]) < 1e-8 * plain[0]

@@ -1,0 +1,117 @@
+"""From a model to its pairs."""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import sharpness
+from quotient_manifolds.symmetries import (
+    PairStack,
+    Projection,
+    attention_pairs,
+    check_coverage,
+    find_symmetric_pairs,
+    register_attention,
+    registry,
+    skip,
+    stacks,
+    verify,
+)
+from quotient_manifolds.symmetries.registry import _HANDLERS, PairList
+
+from ... import networks
+from .test_coverage import Mystery
+
+
+def test_pairs_that_share_a_block_are_merged():
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(6, 8), nn.Linear(6, 4)
+            self.v, self.o = nn.Linear(6, 4), nn.Linear(8, 6)
+
+    @register_attention(Grouped)
+    def grouped(module, name):
+        q, k, v, o = map(Projection, (module.q, module.k, module.v, module.o))
+        return attention_pairs(name, heads=4, kv_heads=2, q=q, k=k, v=v, o=o)
+
+    model = nn.Sequential(Grouped(), Grouped())
+    model[1] = model[0]  # shared: named once by named_modules
+    pairs = find_symmetric_pairs(model)
+    assert [(p.kind, p.n, p.m) for p in pairs] == [("qk", 14, 7), ("vo", 7, 12)] * 2
+    assert sorted(p.name for p in pairs) == ["0 qk head 0", "0 qk head 2", "0 vo head 0", "0 vo head 2"]
+
+
+def test_frozen_parameters_are_listed_with_the_reason():
+    model = networks.bert()
+    model.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
+    pairs = find_symmetric_pairs(model)
+    frozen = [p for p in pairs if p.group is None]
+    assert [p.name for p in frozen] == [f"bert.encoder.layer.0.attention qk head {i}" for i in range(2)]
+    assert "frozen: weight of Linear" in frozen[0].reason
+    assert len(stacks(pairs)) == 2
+    with pytest.raises(ValueError, match="no symmetry"):
+        PairStack(frozen)
+
+
+def test_print_groups_by_layer():
+    lines = str(find_symmetric_pairs(networks.vit(layers=24, heads=4))).splitlines()
+    assert len(lines) == 48
+    path, *rest = lines[0].split()
+    assert path in ("vit.layers.0.attention", "vit.encoder.layer.0.attention")  # the latter before transformers 5.9
+    assert rest == ["qk", "4", "×", "GL(4),", "17+17", "rows"]
+    assert str(PairList()) == "no symmetric pairs"
+
+
+def test_find_is_fast_on_a_large_model():
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=8)
+    with torch.device("meta"):
+        model = ViTModel(config)
+    start = time.perf_counter()
+    assert len(find_symmetric_pairs(model)) == 24 * 16 * 2
+    # Measured at 0.06 s: the bound only catches a change of order.
+    assert time.perf_counter() - start < 2
+
+
+def test_a_skipped_class_counts_without_symmetry(monkeypatch):
+    monkeypatch.setattr(registry, "_HANDLERS", dict(_HANDLERS))
+    skip(Mystery)
+    model = Mystery()
+    assert [p.reason for p in find_symmetric_pairs(model)] == ["skipped on request"]
+    x = torch.randn(2, 3, 4)
+    check_coverage(model, lambda: model(x))
+    batch = [(x, x)]
+
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    values = [float(sharpness.evaluate(model, batch, loss, measure=m, rho=0.1)) for m in ("geodesic-inv", "adaptive")]
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
+def test_key_bias_can_be_quotiented_out():
+    model, batch = networks.bert(), networks.text()
+    keep, drop = find_symmetric_pairs(model), find_symmetric_pairs(model, key_bias="drop")
+    assert next(p.m for p in keep if p.kind == "qk") == 17
+    assert next(p.m for p in drop if p.kind == "qk") == 16
+    assert max(verify(model, batch).changes.values()) < 1e-9
+    shifted = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in shifted.bert.encoder.layer:
+            layer.attention.self.key.bias.add_(torch.randn(16))
+    torch.testing.assert_close(model(**batch).loss, shifted(**batch).loss)
+    for key_bias, moves in (("keep", True), ("drop", False)):
+        one, two = (
+            float(sharpness.evaluate(m, [batch], rho=0.1, steps=5, pairs=find_symmetric_pairs(m, key_bias=key_bias)))
+            for m in (model, shifted)
+        )
+        assert (abs(one - two) > 1e-3 * one) == moves
+        if not moves:
+            assert abs(one - two) < 1e-8 * one
+    with pytest.raises(ValueError, match="key_bias must be"):
+        find_symmetric_pairs(model, key_bias="forget")

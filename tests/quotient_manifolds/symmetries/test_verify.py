@@ -1,0 +1,79 @@
+"""Outputs do not change along the orbits."""
+
+import copy
+
+import pytest
+import torch
+
+from quotient_manifolds.symmetries import (
+    GL,
+    Projection,
+    SymmetricPair,
+    attention_pairs,
+    block,
+    check_coverage,
+    find_symmetric_pairs,
+    verify,
+)
+from quotient_manifolds.symmetries.registry import _HANDLERS
+
+from ... import networks
+from ...architectures import change, without_first_row
+
+NETWORKS = {
+    "vit": (networks.vit, lambda m: m(networks.images()[0]).logits),
+    "bert": (networks.bert, lambda m: m(**networks.text()).logits),
+    "encoder": (lambda: networks.shake(networks.Encoder()), lambda m: m(networks.tokens()[0])),
+}
+
+
+def wrong_heads(module, name):
+    """Heads taken with stride, as a transposed layout would have them."""
+    linear = networks.projections(module)
+    for p in attention_pairs(name, heads=2, **dict(zip("qkvo", map(Projection, linear), strict=True))):
+        if p.kind == "qk":
+            i = p.head
+            rows = slice(i, None, 2)
+            G = (block(linear[0], "weight", rows, transpose=True), block(linear[0], "bias", rows))
+            yield SymmetricPair(name, "qk", GL(8), G, p.H, head=p.head)
+        else:
+            yield p
+
+
+def no_bias(module, name):
+    projections = [Projection(linear, bias="absent") for linear in networks.projections(module)]
+    return attention_pairs(name, heads=2, **dict(zip("qkvo", projections, strict=True)))
+
+
+@pytest.mark.parametrize("handler", [wrong_heads, no_bias])
+def test_a_wrong_handler_is_seen(handler, monkeypatch):
+    model, run = networks.vit(), NETWORKS["vit"][1]
+    cls = type(networks.vit_layers(model)[0].attention)
+    monkeypatch.setitem(_HANDLERS, f"{cls.__module__}.{cls.__qualname__}", handler)
+    assert change(model, run) > 1e-2
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_outputs_do_not_change_along_the_orbits(name):
+    make, run = NETWORKS[name]
+    model = make()
+    pairs = find_symmetric_pairs(model)
+    layers, heads = (1, 2) if name == "encoder" else (2, 2)
+    assert [p.kind for p in pairs] == ["qk", "vo"] * heads * layers
+    assert change(model, run) < 1e-12
+    assert check_coverage(model, lambda: run(model)) is not None
+
+
+def test_verify_leaves_the_model_alone_and_sees_what_is_no_symmetry(monkeypatch):
+    model, batch = networks.vit(), networks.images()
+    before = copy.deepcopy(model.state_dict())
+    model.train()
+    assert verify(model, batch).ok
+    assert model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    cls = "transformers.models.vit.modeling_vit.ViTAttention"
+    right = _HANDLERS[cls]
+    monkeypatch.setitem(_HANDLERS, cls, lambda m, n: [without_first_row(p) for p in right(m, n)])
+    report = verify(model, batch)
+    assert not report.ok
+    assert "NOT A SYMMETRY" in str(report)

@@ -1,0 +1,99 @@
+"""Training LoRA factors, and what tells whether two runs are the same."""
+
+import copy
+
+import peft
+import peft.optimizers
+import torch
+from torch import nn
+
+from quotient_manifolds.optim import (
+    QuotientAdam,
+    QuotientSGD,
+)
+from quotient_manifolds.symmetries import (
+    adapter_pairs,
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+)
+
+X = torch.randn(48, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+Y = torch.sin(2 * X[:, :9])
+
+
+def lora(full_rank=True, targets=("0", "2"), r=4, dtype=torch.float64, **options):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9)).to(dtype)
+    config = peft.LoraConfig(r=r, target_modules=list(targets), init_lora_weights=not full_rank, **options)
+    return peft.get_peft_model(net, config).to(dtype)
+
+
+def loss_of(model, x=X, y=Y):
+    p = next(model.parameters())
+    return (model(x.to(p.dtype)) - y.to(p.dtype)).square().mean()
+
+
+def products(model):
+    found = [p for p in adapter_pairs(model) if p.group is not None]
+    return [p.manifold().product(p.gather().detach()) for p in found]
+
+
+def apart(one, two):
+    return max(float((a - b).norm() / a.norm()) for a, b in zip(products(one), products(two), strict=True))
+
+
+def moved(model, condition=100.0):
+    """The same function with other factors."""
+    model = copy.deepcopy(model)
+    if all(bool(p.any()) for p in products(model)):
+        apply_random_symmetry_(model, condition, seed=3)
+        return model
+    generator = torch.Generator().manual_seed(3)
+    for p in adapter_pairs(model):  # the zero factor stays zero
+        x = p.gather().detach()
+        U, _, Vh = torch.linalg.svd(torch.randn(p.group.h, p.group.h, generator=generator, dtype=x.dtype))
+        A = (U * torch.logspace(0, 2, p.group.h, dtype=x.dtype)) @ Vh
+        G, H = x.split([p.n, p.m])
+        p.scatter_(torch.cat([G @ torch.linalg.inv(A), H @ A.mH]))
+    return model
+
+
+def train(model, optimizer, steps=50, schedule=True):
+    warm = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / 5, (steps - t) / steps) if schedule else 1.0
+    )
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        warm.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+ADAMS = [("adam", metric, second) for metric in ("mix", "inv") for second in ("matrix", "scalar")]
+
+KINDS = [*ADAMS, ("sgd", "mix", None), ("sgd", "inv", None), ("nesterov", "mix", None)]
+
+
+def optimizer_of(model, kind, metric="mix", second="matrix", lr=1e-2, **options):
+    if kind == "adam":
+        return QuotientAdam(
+            trainable(model), find_symmetric_pairs(model), lr, metric=metric, second_moment=second, **options
+        )
+    return QuotientSGD(
+        trainable(model),
+        find_symmetric_pairs(model),
+        10 * lr,
+        0.9,
+        metric=metric,
+        nesterov=kind == "nesterov",
+        **options,
+    )
