@@ -60,7 +60,7 @@ def one(options: argparse.Namespace, measure: str, rho: float) -> dict[str, Any]
 
 def products(direction: sharpness.Direction) -> torch.Tensor:
     """What the network sees of all pairs."""
-    return torch.cat([p.manifold().product(p.gather()).flatten() for p in direction.pairs])
+    return torch.cat([p.manifold().to_matrix(p.gather()).flatten() for p in direction.pairs])
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

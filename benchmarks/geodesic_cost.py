@@ -26,7 +26,7 @@ def main() -> None:
             torch.manual_seed(0)
             manifold = cls(options.rows, options.rows)
             x = 0.05 * torch.randn(options.heads, 2 * options.rows, options.width)
-            space = manifold.at(x)
+            space = manifold.tangent_space_at(x)
             u = space.proju(torch.randn_like(x))
             scale = length if cls is GLQuotientInv else length * space.gauge.sigma[:, -1]
             u = u * (scale / space.norm(u))[:, None, None]

@@ -31,8 +31,8 @@ def is_differentiated(x: Tensor) -> bool:
 class TangentSpace(ABC):
     r"""The horizontal space at one point, with the point's factorisation done once.
 
-    Obtained from :meth:`QuotientManifold.at`. Vectors are tensors of the point's shape (batch dimensions broadcast).
-    The manifold's own methods are ``manifold.at(x).…``: use this class when many vectors share a point.
+    Obtained from :meth:`QuotientManifold.tangent_space_at`. Vectors are tensors of the point's shape (batch dimensions broadcast).
+    The manifold's own methods are ``manifold.tangent_space_at(x).…``: use this class when many vectors share a point.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class TangentSpace(ABC):
     >>> import torch
     >>> from quotient_manifolds import GLQuotientMix
     >>> manifold = GLQuotientMix(4, 3)
-    >>> space = manifold.at(manifold.origin(4 + 3, 2))
+    >>> space = manifold.tangent_space_at(manifold.origin(4 + 3, 2))
     >>> u = space.proju(torch.arange(14.0).reshape(7, 2))
     >>> space.norm(u), space.norm(space.proju(u) - u)
     (tensor(26.2679), tensor(0.))
@@ -97,10 +97,10 @@ class QuotientManifold(geoopt.Manifold):
 
     Notes
     -----
-    Abstract; a subclass gives :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`product`, :meth:`canonical`,
+    Abstract; a subclass gives :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`, :meth:`canonical`,
     ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
 
-    Inside :class:`geoopt.Scaled` everything works except :meth:`at`, whose vectors would silently escape the scaling.
+    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, whose vectors would silently escape the scaling.
     geoopt's ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
 
     Examples
@@ -112,10 +112,10 @@ class QuotientManifold(geoopt.Manifold):
     >>> manifold = GLQuotientMix(4, 3)
     >>> x = geoopt.ManifoldParameter(manifold.origin(4 + 3, 2), manifold=manifold)
     >>> optimizer = geoopt.optim.RiemannianAdam([x], lr=0.1)
-    >>> loss = (manifold.product(x) - torch.ones(4, 3)).square().mean()
+    >>> loss = (manifold.to_matrix(x) - torch.ones(4, 3)).square().mean()
     >>> loss.backward()
     >>> optimizer.step()
-    >>> bool((manifold.product(x) - torch.ones(4, 3)).square().mean() < loss)
+    >>> bool((manifold.to_matrix(x) - torch.ones(4, 3)).square().mean() < loss)
     True
     """
 
@@ -143,7 +143,7 @@ class QuotientManifold(geoopt.Manifold):
         """Give the vertical vector at x that the Lie algebra element L generates; shape of x."""
 
     @abstractmethod
-    def product(self, x: Tensor) -> Tensor:
+    def to_matrix(self, x: Tensor) -> Tensor:
         """Compute what the network sees of x, the same for the whole orbit."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class QuotientManifold(geoopt.Manifold):
     # -- geometry ----------------------------------------------------------------------------------------------
 
     @__scaling__(ScalingInfo.NotCompatible)
-    def at(self, x: Tensor) -> TangentSpace:
+    def tangent_space_at(self, x: Tensor) -> TangentSpace:
         """Factorise the point x once, for many vectors.
 
         Parameters
@@ -395,13 +395,13 @@ class QuotientManifold(geoopt.Manifold):
 
     def _vector_space(self, x: Tensor, u: Tensor) -> TangentSpace:
         self._check_vector(x, u)
-        return self.at(x)
+        return self.tangent_space_at(x)
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
         self._check_vector(x, u)
-        space = self.at(x)
+        space = self.tangent_space_at(x)
         off = space.norm(u - space.proju(u))
         bound = atol + rtol * space.norm(u)
         if holds(off <= bound):

@@ -21,7 +21,7 @@ class _RescaleTangentSpace(TangentSpace):
     def __init__(self, manifold: RescaleQuotient, x: Tensor) -> None:
         self.manifold: RescaleQuotient = manifold
         self.x = x
-        self.beta = manifold.product(x)
+        self.beta = manifold.to_matrix(x)
 
     def _scale(self) -> Tensor:
         """Write the metric as the sum of (scale · η/x)²: 1 (inv) or |β| (mix)."""
@@ -97,7 +97,7 @@ class RescaleQuotient(QuotientManifold):
     >>> from quotient_manifolds import RescaleQuotient
     >>> manifold = RescaleQuotient("inv")
     >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> manifold.product(manifold.expmap(x, x * torch.tensor([0.5, 0.0])))
+    >>> manifold.to_matrix(manifold.expmap(x, x * torch.tensor([0.5, 0.0])))
     tensor([8.1548, 8.0000])
     """
 
@@ -167,7 +167,7 @@ class RescaleQuotient(QuotientManifold):
             mix, if 1 + 2Bt ≤ 0 somewhere at a time asked for.
         """
         self._check_vector(x, u)
-        self.at(x)
+        self.tangent_space_at(x)
         B = (u / x).mean(dim=-2, keepdim=True)
         t = torch.as_tensor(t, dtype=x.dtype, device=x.device)
         t = t.reshape(*t.shape, *(1,) * B.dim())
@@ -217,8 +217,8 @@ class RescaleQuotient(QuotientManifold):
     def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
         self._check_vector(x, y, "y")
         for point in (x, y):
-            self.at(point)  # the checks
-        ratio = self.product(y) / self.product(x)
+            self.tangent_space_at(point)  # the checks
+        ratio = self.to_matrix(y) / self.to_matrix(x)
         if not holds(ratio > 0):
             raise ValueError(
                 f"{self}: no geodesic joins points of shape {tuple(x.shape)} whose products u ⊙ v differ in sign; "
@@ -251,7 +251,7 @@ class RescaleQuotient(QuotientManifold):
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises as :meth:`logmap`."""
         ratio = self._ratio(x, y)
-        step = ratio.log() if self.metric == "inv" else self.product(y) - self.product(x)
+        step = ratio.log() if self.metric == "inv" else self.to_matrix(y) - self.to_matrix(x)
         result = torch.linalg.vector_norm(step, dim=-1) / 2**0.5  # whose derivative at 0 is 0, not NaN
         return result[..., None, None] if keepdim else result
 
@@ -275,15 +275,15 @@ class RescaleQuotient(QuotientManifold):
         """Draw α = exp λ, (…, d)."""
         return self.random_algebra(x, generator).exp()
 
-    def product(self, x: Tensor) -> Tensor:
+    def to_matrix(self, x: Tensor) -> Tensor:
         """Compute β = u ⊙ v, (…, d)."""
         self.unpack_tensor(x)  # the checks
         return x[..., 0, :] * x[..., 1, :]
 
     def canonical(self, x: Tensor) -> Tensor:
         """Give the representative with u = √abs(β) and v = sign(β) √abs(β); (…, 2, d)."""
-        self.at(x)
-        beta = self.product(x)
+        self.tangent_space_at(x)
+        beta = self.to_matrix(x)
         root = beta.abs().sqrt()
         return torch.stack([root, root * beta.sign()], dim=-2)
 

@@ -128,7 +128,7 @@ class _Point:
         self._generator = torch.Generator().manual_seed(seed)
         self.A = manifold.random_element(x, self._generator)
         self.y = manifold.act(x, self.A)
-        like = manifold.product(x)
+        like = manifold.to_matrix(x)
         self._slope, self._bend = self._gaussian(like), self._gaussian(like)
 
     def _gaussian(self, like: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class _Point:
 
     def function(self, z: Tensor) -> Tensor:
         """Evaluate a smooth function of the orbit."""
-        product = self.manifold.product(z)
+        product = self.manifold.to_matrix(z)
         linear = (self._slope.conj() * product).real.sum()
         return linear + 0.5 * (self._bend.conj() * product).real.square().sum()
 
@@ -234,14 +234,14 @@ def _checks(p: _Point, order: int) -> Iterator[ManifoldCheck]:
     )
     yield ManifoldCheck(
         "product is invariant",
-        _relative(manifold.product(y), manifold.product(x)),
+        _relative(manifold.to_matrix(y), manifold.to_matrix(x)),
         tight,
         "error",
-        "product(act(x, A)) differs from product(x): act is no symmetry of what the network sees",
+        "to_matrix(act(x, A)) differs from to_matrix(x): act is no symmetry of what the network sees",
     )
     vertical, ambient = p.vertical(), p.ambient()
     vertical = vertical / manifold.norm(x, vertical, keepdim=True)
-    along, across = (jvp(manifold.product, (x,), (v,))[1] for v in (vertical, ambient))
+    along, across = (jvp(manifold.to_matrix, (x,), (v,))[1] for v in (vertical, ambient))
     yield ManifoldCheck(
         "vertical vectors keep the product",
         float(along.abs().max() / across.abs().max()),
@@ -251,7 +251,7 @@ def _checks(p: _Point, order: int) -> Iterator[ManifoldCheck]:
     )
     yield ManifoldCheck(
         "canonical is one of the orbit",
-        _relative(manifold.product(manifold.canonical(x)), manifold.product(x)),
+        _relative(manifold.to_matrix(manifold.canonical(x)), manifold.to_matrix(x)),
         tight,
         "error",
         "canonical(x) lies in another orbit",
@@ -318,7 +318,7 @@ def _checks(p: _Point, order: int) -> Iterator[ManifoldCheck]:
         "error",
         "projecting and moving along the orbit do not commute",
     )
-    drawn = manifold.at(x).random(torch.Generator().manual_seed(0))
+    drawn = manifold.tangent_space_at(x).random(torch.Generator().manual_seed(0))
     yield ManifoldCheck(
         "random vectors are horizontal",
         _relative(manifold.proju(x, drawn), drawn) if bool(drawn.any()) else math.inf,
@@ -378,13 +378,13 @@ def _checks(p: _Point, order: int) -> Iterator[ManifoldCheck]:
         "error",
         "equivalent points move to different orbits",
     )
-    unit = float(manifold.product(x).abs().max())
+    unit = float(manifold.to_matrix(x).abs().max())
     for name, step in (("retraction", manifold.retr), ("exponential", manifold.expmap)):
         yield ManifoldCheck(
             f"{name}: slope of the error",
             _slope(
                 lambda t, step=step: (  # type: ignore[misc]
-                    manifold.product(step(x, t * u)) - manifold.product(_integrated(manifold, x, t * u))
+                    manifold.to_matrix(step(x, t * u)) - manifold.to_matrix(_integrated(manifold, x, t * u))
                 ),
                 unit,
             ),
@@ -460,7 +460,7 @@ def check_manifold(
 ) -> ManifoldReport:
     r"""Check that a quotient manifold does what it says, at one point and in random directions.
 
-    The group: :meth:`act` leaves :meth:`product` as it is, and :meth:`vertical` is tangent to the orbit. The metric: it
+    The group: :meth:`act` leaves :meth:`to_matrix` as it is, and :meth:`vertical` is tangent to the orbit. The metric: it
     is an inner product, the same for all representatives. The projection: idempotent, orthogonal, equivariant. The
     gradient: it represents the derivative, and :math:`f(R_x(tu)) - f(x) - t \langle \mathrm{grad} f, u \rangle` falls
     as :math:`t^2`. Geodesics: the acceleration is the metric's,

@@ -43,7 +43,7 @@ def test_the_metric_and_its_projection(cls, dtype):
     r = space.random(torch.Generator().manual_seed(0))
     torch.testing.assert_close(space.proju(r), r)
     # It is not the metric without relaxation, and tends to it.
-    exact = manifold.at(x)
+    exact = manifold.tangent_space_at(x)
     assert (exact.proju(u) - p).abs().max() > 1e-3
     near = additive_tangent_space(manifold, x, 1e-12)
     for name in ("proju", "egrad2rgrad", "acceleration"):

@@ -184,7 +184,7 @@ def test_relaxation(trained, metric):
 def test_directions_at_the_floor_are_counted(trained):
     model, _, batch = trained
     sigma = [
-        torch.linalg.svdvals(p.manifold().product(p.gather().detach()))[: p.group.h]
+        torch.linalg.svdvals(p.manifold().to_matrix(p.gather().detach()))[: p.group.h]
         for p in find_symmetric_pairs(model)
     ]
     expected = sum(int((s < 0.2 * s[0]).sum()) for s in sigma)

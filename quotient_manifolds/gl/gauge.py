@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..linalg import holds, own_precision, pack, real_dtype
 
-__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_product"]
+__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix"]
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0
@@ -147,7 +147,7 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
 
 
 @own_precision
-def from_product(X: Tensor, h: int) -> Tensor:
+def from_matrix(X: Tensor, h: int) -> Tensor:
     r"""Give the point whose product is the best approximation of rank h to a matrix.
 
     .. math:: X \approx U Σ V^H, \qquad G = U Σ^{1/2},\; H = V Σ^{1/2}
@@ -178,9 +178,9 @@ def from_product(X: Tensor, h: int) -> Tensor:
     Start a LoRA adapter of rank 2 from a change of the full weight:
 
     >>> import torch
-    >>> from quotient_manifolds import GLQuotientMix, from_product
-    >>> x = from_product(torch.diag(torch.tensor([4.0, 1.0, 0.25])), 2)
-    >>> GLQuotientMix(3, 3).product(x).diagonal().abs()
+    >>> from quotient_manifolds import GLQuotientMix, from_matrix
+    >>> x = from_matrix(torch.diag(torch.tensor([4.0, 1.0, 0.25])), 2)
+    >>> GLQuotientMix(3, 3).to_matrix(x).diagonal().abs()
     tensor([4., 1., 0.])
     """
     _check_matrix("X", X)

@@ -27,9 +27,9 @@ __all__ = ["ConvergenceError", "align", "compressed", "distance", "logmap", "mea
 class GLManifold(Protocol):
     """What is asked of a GL(h) quotient here: its points' products and tangent spaces, at other row counts too."""
 
-    def at(self, x: Tensor) -> Any: ...
+    def tangent_space_at(self, x: Tensor) -> Any: ...
     def at_gauge(self, gauge: Gauge) -> GLTangentSpace: ...
-    def product(self, x: Tensor) -> Tensor: ...
+    def to_matrix(self, x: Tensor) -> Tensor: ...
     def pack_point(self, *tensors: Tensor) -> Tensor: ...
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
     def row_split(self) -> list[int]: ...
@@ -140,7 +140,7 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_
     equation. It starts from the canonical gauges of both points.
     """
     y = torch.broadcast_to(y, torch.broadcast_shapes(x.shape, y.shape))
-    space = manifold.at(x.expand_as(y))
+    space = manifold.tangent_space_at(x.expand_as(y))
     flat = manifold.at_gauge(space.gauge)
     result, size = _aligned(flat, _gauge_start(flat, y), tol, max_iter)
     if bool((size > max(tol, 1e-5)).any()):
@@ -172,14 +172,14 @@ def logmap(
         ``residual`` is :math:`\|z - y\| / \|y - x\|` of the products :math:`G H^H` (‖y − x‖ at least 0.01 ‖y‖).
     """
     shape = torch.broadcast_shapes(x.shape, y.shape)
-    full = manifold.at(x.expand(shape))
+    full = manifold.tangent_space_at(x.expand(shape))
     manifold, (x, y), back = compressed(manifold, full.gauge.x, y.expand(shape))
-    start = manifold.at(x)
+    start = manifold.tangent_space_at(x)
     space = manifold.at_gauge(start.gauge)
     y, _ = _aligned(space, _gauge_start(space, y), 1e-3, 50)
-    target = manifold.product(y)
+    target = manifold.to_matrix(y)
     size = torch.linalg.matrix_norm(target)
-    size = torch.linalg.matrix_norm(target - manifold.product(x)).clamp(0.01 * size, size)
+    size = torch.linalg.matrix_norm(target - manifold.to_matrix(x)).clamp(0.01 * size, size)
     straight = _path_length(manifold, space.x, y)
     c = space.coordinates(space.proju(y - space.x))
     real = (lambda v: torch.view_as_real(v).flatten(-3)) if c.is_complex() else (lambda v: v.flatten(-2))
@@ -191,7 +191,7 @@ def logmap(
         stalled += 1
         try:
             z = space.expmap(space.from_coordinates(c))
-            there = manifold.at(z)
+            there = manifold.tangent_space_at(z)
         except GeodesicExitError as error:
             times = torch.full_like(size, error.time) if error.times is None else error.times
             keep = torch.where(times.isfinite(), 0.8 * times, torch.ones_like(times))
@@ -199,7 +199,7 @@ def logmap(
             continue
         except (ValueError, RuntimeError):  # not a point, not finite, no end
             break
-        residual = torch.linalg.matrix_norm(manifold.product(z) - target) / size
+        residual = torch.linalg.matrix_norm(manifold.to_matrix(z) - target) / size
         improved = residual < best_residual
         if bool((improved & (best_residual > tol)).any()):
             stalled = 0
@@ -248,13 +248,13 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, manifold: GLManifold, x: Tensor, y: Tensor) -> Tensor:
         u = logmap(manifold, x, y)
-        space = manifold.at(x)
+        space = manifold.tangent_space_at(x)
         d = space.norm(u)
         if any(ctx.needs_input_grad):
             end, velocity = space.geodesic(u)
             apart = d > 1e-10 * space.norm(x)  # else rounding, of which no direction is worth anything
             unit = torch.where(apart, 1 / d, torch.zeros_like(d))[..., None, None]
-            P, R = space.split(manifold.at(end).to_covector(velocity * unit))
+            P, R = space.split(manifold.tangent_space_at(end).to_covector(velocity * unit))
             # From the end of the geodesic to y, on its orbit: y_G = end_G B, y_H = end_H B⁻ᴴ.
             B = torch.linalg.lstsq(space.split(end)[0], space.split(y)[0]).solution
             at_y = manifold.pack_point(torch.linalg.solve(B.mH, P, left=False), R @ B)
@@ -280,7 +280,7 @@ def _path_length(manifold: GLManifold, x: Tensor, y: Tensor, nodes: int = 12) ->
     rule = np.polynomial.legendre.leggauss(nodes)
     points, weights = (torch.as_tensor(a, dtype=real_dtype(x.dtype), device=x.device) for a in rule)
     path = x + column((points + 1) / 2, x) * (y - x)
-    space = manifold.at(path)
+    space = manifold.tangent_space_at(path)
     return (column(weights / 2, x[..., 0, 0]) * space.norm(space.proju((y - x).expand_as(path)))).sum(0)
 
 
@@ -289,7 +289,7 @@ def mean(manifold: GLManifold, points: Tensor, *, tol: float = 1e-10, max_iter: 
     m = points[0]
     for _ in range(max_iter):
         u = logmap(manifold, m.expand_as(points), points).mean(0)
-        space = manifold.at(m)
+        space = manifold.tangent_space_at(m)
         size = space.norm(u)
         if bool((size <= tol).all()):
             return m

@@ -89,7 +89,7 @@ class GLQuotient(QuotientManifold):
 
         Notes
         -----
-        Unlike :meth:`at` it accepts rank-deficient points, whose missing directions count as absent.
+        Unlike :meth:`tangent_space_at` it accepts rank-deficient points, whose missing directions count as absent.
         """
         if x is None:
             x, at_canonical = gauge.x, True
@@ -153,14 +153,14 @@ class GLQuotient(QuotientManifold):
             )
         self._check_same(x, A, "the point x", "the matrix")
 
-    def product(self, x: Tensor) -> Tensor:
+    def to_matrix(self, x: Tensor) -> Tensor:
         r"""Compute :math:`G H^H`, (…, n, m)."""
         G, H = self.unpack_tensor(x)
         return G @ H.mH
 
     def canonical(self, x: Tensor) -> Tensor:
         """Give the representative in canonical gauge, where GᴴG = HᴴH = Σ, (…, n + m, h); see :class:`Gauge`."""
-        self.at(x)  # the checks
+        self.tangent_space_at(x)  # the checks
         G, H = self.unpack_tensor(x)
         return canonical_gauge(G, H).x
 
@@ -453,7 +453,7 @@ class GLQuotientInv(GLQuotient):
     >>> x = manifold.random(5 + 4, 2, dtype=torch.float64)
     >>> A = torch.tensor([[2.0, 1.0], [0.0, 0.5]], dtype=torch.float64)
     >>> y = manifold.act(x, A)
-    >>> torch.allclose(manifold.product(x), manifold.product(y))
+    >>> torch.allclose(manifold.to_matrix(x), manifold.to_matrix(y))
     True
     >>> u = manifold.proju(x, torch.ones_like(x))
     >>> torch.allclose(manifold.norm(x, u), manifold.norm(y, manifold.act(x + u, A) - y))

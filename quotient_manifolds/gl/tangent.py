@@ -107,7 +107,7 @@ class GLTangentSpace(TangentSpace):
 
     Notes
     -----
-    Made by ``manifold.at(x)``, or from a known gauge by :meth:`GLQuotientInv.at_gauge
+    Made by ``manifold.tangent_space_at(x)``, or from a known gauge by :meth:`GLQuotientInv.at_gauge
     <quotient_manifolds.GLQuotientInv.at_gauge>`. The paper relaxes Gram matrices to GᴴG + εI (§5.2), which depends on
     the representative; see :func:`quotient_manifolds.additive.additive_tangent_space`.
 
@@ -118,7 +118,7 @@ class GLTangentSpace(TangentSpace):
     >>> import torch
     >>> from quotient_manifolds import GLQuotientInv
     >>> manifold = GLQuotientInv(4, 3)
-    >>> space = manifold.at(manifold.origin(4 + 3, 2))
+    >>> space = manifold.tangent_space_at(manifold.origin(4 + 3, 2))
     >>> gradient = space.egrad2rgrad(torch.ones(7, 2))
     >>> space.norm(gradient), space.coordinates(gradient).norm()
     (tensor(3.7417), tensor(3.7417))
