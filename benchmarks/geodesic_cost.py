@@ -10,6 +10,7 @@ import torch
 from _common import write
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix
+from reproduction.rk4 import rk4
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
             for _ in range(options.repeats if cls is GLQuotientInv else 1):
                 for name, f in (
                     ("retr", lambda space=space, u=u: space.retr(u)),
-                    ("rk4", lambda space=space, u=u: space.rk4(u, 4)),
+                    ("rk4", lambda space=space, u=u: rk4(space, u, 4)),
                     ("expmap", lambda space=space, u=u: space.expmap(u)),
                 ):
                     start = time.perf_counter()

@@ -31,8 +31,8 @@ def is_differentiated(x: Tensor) -> bool:
 class TangentSpace(ABC):
     r"""The horizontal space at one point, with the point's factorisation done once.
 
-    Obtained from :meth:`QuotientManifold.tangent_space_at`. Vectors are tensors of the point's shape (batch dimensions broadcast).
-    The manifold's own methods are ``manifold.tangent_space_at(x).…``: use this class when many vectors share a point.
+    Obtained from :meth:`QuotientManifold.tangent_space_at`, for many vectors that share a point; they are tensors of
+    its shape (batch dimensions broadcast). The manifold's own methods are ``manifold.tangent_space_at(x).…``.
 
     Attributes
     ----------
@@ -100,8 +100,8 @@ class QuotientManifold(geoopt.Manifold):
     Abstract; a subclass gives :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`, :meth:`canonical`,
     ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
 
-    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, whose vectors would silently escape the scaling.
-    geoopt's ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
+    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, whose vectors would silently escape
+    the scaling. ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
 
     Examples
     --------

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import geoopt
 import torch
 from torch import Tensor, nn
 
 from quotient_manifolds import GLTangentSpace, canonical_gauge
-from quotient_manifolds.additive import additive_tangent_space
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.pairs import check_pairs
+from reproduction.additive import AdditiveTangentSpace
 
 from .adaptive_norm import AdaptiveNorm
 from .measures import Measure
@@ -115,7 +116,7 @@ def build_pair_block(s: PairStack, measure: Measure, dtype: torch.dtype, start: 
         present, back = gauge.present(tolerance), None
         frame: GLTangentSpace | AdaptiveNorm
         if not floor:
-            frame = tangent = additive_tangent_space(manifold, x, measure.relaxation)
+            frame = tangent = cast(GLTangentSpace, AdditiveTangentSpace(manifold, x, measure.relaxation))
         elif measure.norm == "adaptive":
             tangent = manifold.at_gauge(gauge, x, tolerance=tolerance)
             frame = AdaptiveNorm(tangent)

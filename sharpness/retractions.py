@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import GLTangentSpace
+from reproduction.rk4 import rk4
 
 from .measures import Measure
 
@@ -15,7 +16,7 @@ __all__ = ["RETRACTIONS"]
 
 
 def _rk4(t: GLTangentSpace, u: Tensor, measure: Measure) -> Tensor:
-    return t.rk4(u, measure.substeps)
+    return rk4(t, u, measure.substeps)
 
 
 #: Share of its way to the manifold's boundary to which a geodesic is shortened that would leave.

@@ -102,15 +102,6 @@ def test_error_of_the_second_order_retraction(name):
     np.testing.assert_allclose(ratios, 8, atol=0.5)
 
 
-@metric
-@field
-def test_runge_kutta_is_of_fourth_order(name, dtype):
-    manifold, x, u = problem(name, dtype=dtype, length=0.3)
-    space, exact = manifold.tangent_space_at(x), manifold.expmap(x, u)
-    errors = np.array([float((space.rk4(u, k) - exact).norm()) for k in (4, 8, 16)])
-    np.testing.assert_allclose(errors[:-1] / errors[1:], 16, rtol=0.15)
-
-
 def test_scalar_closed_forms():
     """Paper, Appendix D and §5.1: (g eᴮᵗ, h eᴮᵗ) and (g, h) √(1 + 2Bt)."""
     g, h, B = 1.3, -0.4, 0.35

@@ -505,7 +505,7 @@ def test_vmap_gives_what_a_batch_gives(manifold):
     for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "acceleration"):
         method = getattr(manifold, name)
         assert torch.allclose(torch.func.vmap(method)(x, u), method(x, u)), name
-    for name in ("product", "canonical", "projx"):
+    for name in ("to_matrix", "canonical", "projx"):
         method = getattr(manifold, name)
         assert torch.allclose(torch.func.vmap(method)(x), method(x)), name
     if manifold is not ALL[1]:  # mix follows its geodesics by an adaptive solver

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..linalg import real_dtype
+from .coordinates import row_power
 from .gauge import Gauge, canonical_gauge
 from .geodesic import GeodesicExitError
 from .geodesic_ode import column
 from .tangent import GLTangentSpace
 
-__all__ = ["ConvergenceError", "align", "compressed", "distance", "logmap", "mean"]
+__all__ = ["ConvergenceError", "align", "distance", "logmap", "mean", "restrict_to_span"]
 
 
 class GLManifold(Protocol):
@@ -33,7 +34,7 @@ class GLManifold(Protocol):
     def pack_point(self, *tensors: Tensor) -> Tensor: ...
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
     def row_split(self) -> list[int]: ...
-    def resized(self, n: int, m: int) -> Any: ...
+    def resized(self, n: int, m: int, relaxation: float | None = None) -> Any: ...
 
 
 class ConvergenceError(ArithmeticError):
@@ -64,7 +65,9 @@ class ConvergenceError(ArithmeticError):
         self.residual = residual
 
 
-def compressed(manifold: GLManifold, *points: Tensor) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
+def restrict_to_span(
+    manifold: GLManifold, *points: Tensor
+) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
     """Express points in orthonormal bases of the spans of their factors; the last result undoes it.
 
     Geodesics between the points stay in these spans: a reflection that fixes them is an isometry.
@@ -73,14 +76,14 @@ def compressed(manifold: GLManifold, *points: Tensor) -> tuple[GLManifold, list[
     bases = [torch.linalg.qr(torch.cat(torch.broadcast_tensors(*f), dim=-1))[0] for f in factors]
     rows = [Q.shape[-1] for Q in bases]
     small = manifold.resized(*rows)
-    compressed = [
+    restricted = [
         small.pack_point(*(Q.mH @ X for Q, X in zip(bases, x, strict=True))) for x in zip(*factors, strict=True)
     ]
 
     def back(u: Tensor) -> Tensor:
         return manifold.pack_point(*(Q @ X for Q, X in zip(bases, u.split(rows, dim=-2), strict=True)))
 
-    return small, compressed, back
+    return small, restricted, back
 
 
 def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
@@ -91,8 +94,8 @@ def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
     :math:`\tilde M = W^{-1/2} M W^{-1/2}`, :math:`Λ = W^{-1/2} \tilde Λ W^{-1/2}`.
     """
     G, H = space.split(y)
-    r_G, r_H = G - space.G, H - space.H
-    w = space.scale(-2 * space.scale_exponent)
+    r_G, r_H = space.split(y - space.x)
+    w = row_power(space.sigma_hat, space.present, -2 * space.metric.scale_exponent)
     f = w.rsqrt()
     c, C = torch.linalg.eigh((G * f).mH @ (G * f))
     d, D = torch.linalg.eigh((H * f).mH @ (H * f))
@@ -151,8 +154,9 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_
 def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
     """Take y to the representative whose first-order mismatch in both factors is balanced."""
     g = canonical_gauge(*flat.split(y))
+    G, H = flat.split(flat.x)
     # The unitary between the two canonical gauges, from both factors together.
-    P, _, Qh = torch.linalg.svd(g.G.mH @ flat.G + g.H.mH @ flat.H)
+    P, _, Qh = torch.linalg.svd(g.G.mH @ G + g.H.mH @ H)
     rotation = P @ Qh
     return torch.cat([g.G @ rotation, g.H @ rotation], dim=-2)
 
@@ -173,7 +177,7 @@ def logmap(
     """
     shape = torch.broadcast_shapes(x.shape, y.shape)
     full = manifold.tangent_space_at(x.expand(shape))
-    manifold, (x, y), back = compressed(manifold, full.gauge.x, y.expand(shape))
+    manifold, (x, y), back = restrict_to_span(manifold, full.gauge.x, y.expand(shape))
     start = manifold.tangent_space_at(x)
     space = manifold.at_gauge(start.gauge)
     y, _ = _aligned(space, _gauge_start(space, y), 1e-3, 50)

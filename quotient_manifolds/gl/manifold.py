@@ -14,7 +14,7 @@ from ..base import QuotientManifold, as_count, as_shape, check_tensors, standard
 from ..linalg import column_rank_ratio, holds, in_double, in_own_precision, pack
 from . import logarithm, transport
 from .gauge import Gauge, canonical_gauge
-from .metrics import InvTangentSpace, MixTangentSpace
+from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
 
 __all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix"]
@@ -28,7 +28,7 @@ class GLQuotient(QuotientManifold):
     """What the inv and the mix metric share."""
 
     __scaling__ = _scaled
-    space_class: type[GLTangentSpace]
+    metric: Metric
     n: int
     m: int
     relaxation: float
@@ -62,7 +62,7 @@ class GLQuotient(QuotientManifold):
             if not ok or gauge is None:
                 raise ValueError(reason)
         assert gauge is not None
-        return self.space_class(self, x, gauge, relaxation=self.relaxation, differentiable=differentiable)
+        return GLTangentSpace(self, self.metric, x, gauge, relaxation=self.relaxation, differentiable=differentiable)
 
     def at_gauge(
         self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
@@ -91,18 +91,15 @@ class GLQuotient(QuotientManifold):
         -----
         Unlike :meth:`tangent_space_at` it accepts rank-deficient points, whose missing directions count as absent.
         """
-        if x is None:
-            x, at_canonical = gauge.x, True
-        else:
-            at_canonical = False
-        return self.space_class(
-            self, x, gauge, relaxation=self.relaxation, at_canonical=at_canonical, tolerance=tolerance,
+        x, at_canonical = (gauge.x, True) if x is None else (x, False)
+        return GLTangentSpace(
+            self, self.metric, x, gauge, relaxation=self.relaxation, at_canonical=at_canonical, tolerance=tolerance,
             differentiable=moved,
         )  # fmt: skip
 
-    def resized(self, n: int, m: int) -> GLQuotient:
-        """Give the manifold of the same metric and floor for factors of other row counts."""
-        return type(self)(n, m, relaxation=self.relaxation)
+    def resized(self, n: int, m: int, relaxation: float | None = None) -> GLQuotient:
+        """Give the manifold of the same metric, and unless one is given of the same floor, for other row counts."""
+        return type(self)(n, m, relaxation=self.relaxation if relaxation is None else relaxation)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`.
@@ -172,7 +169,7 @@ class GLQuotient(QuotientManifold):
     # -- exact geodesics ---------------------------------------------------------------------------------------------
 
     @_scaled(ScalingInfo(u=-1))
-    def expmap(self, x: Tensor, u: Tensor, *, tol: float | None = None) -> Tensor:
+    def expmap(self, x: Tensor, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
         """Follow the exact geodesic from x with horizontal velocity u for unit time.
 
         inv: closed form; mix: an adaptive solver. Differentiable. :meth:`retr` is the cheaper second-order
@@ -182,7 +179,7 @@ class GLQuotient(QuotientManifold):
         ----------
         x, u : Tensor
             Point and horizontal vector, (…, n + m, h).
-        tol : float, optional
+        relative_tol : float, optional
             Relative tolerance of the solver for mix; by default 1e-12 in float64, 2e-6 in float32.
 
         Returns
@@ -195,10 +192,10 @@ class GLQuotient(QuotientManifold):
         GeodesicExitError
             A mix geodesic reaches a rank-deficient matrix before that time (``time``, and ``times`` item by item).
         """
-        return self._gl_space(x, u).expmap(u, tol=tol)
+        return self._gl_space(x, u).expmap(u, relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
-    def geodesic(self, x: Tensor, u: Tensor, t: Any, *, tol: float | None = None) -> tuple[Tensor, Tensor]:
+    def geodesic(self, x: Tensor, u: Tensor, t: Any, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
         """Give points and velocities at many times of the geodesic from x with velocity u.
 
         Parameters
@@ -207,7 +204,7 @@ class GLQuotient(QuotientManifold):
             Point and horizontal vector, (…, n + m, h).
         t : float or Tensor
             Times of any shape (k…) and sign.
-        tol : float, optional
+        relative_tol : float, optional
             See :meth:`expmap`.
 
         Returns
@@ -220,7 +217,7 @@ class GLQuotient(QuotientManifold):
         GeodesicExitError
             A mix geodesic reaches a rank-deficient matrix before the last time.
         """
-        return self._gl_space(x, u).geodesic(u, t, tol=tol)
+        return self._gl_space(x, u).geodesic(u, t, relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
     def exit_time(self, x: Tensor, u: Tensor, until: float = 1.0) -> Tensor:
@@ -462,7 +459,7 @@ class GLQuotientInv(GLQuotient):
 
     name = "GLQuotientInv"
     __scaling__ = GLQuotient.__scaling__.copy()
-    space_class = InvTangentSpace
+    metric = INV
 
 
 class GLQuotientMix(GLQuotient):
@@ -498,4 +495,4 @@ class GLQuotientMix(GLQuotient):
 
     name = "GLQuotientMix"
     __scaling__ = GLQuotient.__scaling__.copy()
-    space_class = MixTangentSpace
+    metric = MIX
