@@ -29,6 +29,7 @@ __all__ = [
     "sylvester",
     "symmetric_part_doubled",
     "trace_product",
+    "weighted_sylvester",
 ]
 
 
@@ -241,3 +242,15 @@ def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     """
     result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
     return result
+
+
+def weighted_sylvester(M: Tensor, N: Tensor, R_H: Tensor, R_G: Tensor) -> Callable[[Tensor], Tensor]:
+    r"""Return the solver B ↦ X of :math:`M X W_G + W_H X N = B`, given roots :math:`R R^H = W^{-1}` of the weights.
+
+    M and N are Hermitian and not both singular, everything is (…, h, h). With the eigenvalues and eigenvectors of
+    :math:`R_H^H M R_H = Q d Q^H`, :math:`P = R_H Q`, and likewise for N: :math:`X = P (P^H B P' / (d_i + d'_j)) P'^H`.
+    """
+    d, Q = torch.linalg.eigh(R_H.mH @ M @ R_H)
+    e, S = torch.linalg.eigh(R_G.mH @ N @ R_G)
+    left, right, denominator = R_H @ Q, R_G @ S, d.unsqueeze(-1) + e.unsqueeze(-2)
+    return lambda B: left @ ((left.mH @ B @ right) / denominator) @ right.mH

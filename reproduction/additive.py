@@ -13,7 +13,7 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, TangentSpace
 from quotient_manifolds.base import standard_normal
 from quotient_manifolds.gl.local_metric import LocalMetric
 from quotient_manifolds.gl.metrics import Gram, Pair
-from quotient_manifolds.linalg import hermitian_power, in_double, pack, real_dtype
+from quotient_manifolds.linalg import hermitian_power, in_double, pack, real_dtype, weighted_sylvester
 
 __all__ = ["AdditiveTangentSpace"]
 
@@ -73,13 +73,9 @@ class AdditiveTangentSpace(TangentSpace):
             grams.append(Gram(M, M_hat, torch.linalg.inv(M_hat)))
         self.sigma = torch.linalg.svdvals(hermitian_power(grams[0].exact, 0.5) @ hermitian_power(grams[1].exact, 0.5))
         W_G, W_H = LocalMetric(manifold.metric, self.split(self.x), (grams[0], grams[1])).weights()
-        # W^{1/2} and W^{-1/2}, and the bases in which the equation for Λ is diagonal.
-        roots, rises = ([hermitian_power(W, p) for W in (W_G, W_H)] for p in (0.5, -0.5))
-        d1, Q1 = torch.linalg.eigh(rises[0] @ grams[1].exact @ rises[0])
-        d2, Q2 = torch.linalg.eigh(rises[1] @ grams[0].exact @ rises[1])
-        self._denominator = (d1.unsqueeze(-1) + d2.unsqueeze(-2)).to(real)
-        self._left, self._right = (rises[0] @ Q1).to(cast), (rises[1] @ Q2).to(cast)
-        self._roots, self._rises = ([W.to(cast) for W in Ws] for Ws in (roots, rises))
+        roots, inverse_roots = ([hermitian_power(W, p) for W in (W_G, W_H)] for p in (0.5, -0.5))
+        self._solve = weighted_sylvester(grams[0].exact, grams[1].exact, inverse_roots[1], inverse_roots[0])
+        self._roots, self._inverse_roots = ([W.to(cast) for W in Ws] for Ws in (roots, inverse_roots))
         narrow_M, narrow_N = (Gram(*(X.to(cast) for X in gram)) for gram in grams)
         self._local = LocalMetric(manifold.metric, self.split(self.x), (narrow_M, narrow_N))
 
@@ -95,16 +91,15 @@ class AdditiveTangentSpace(TangentSpace):
 
     def proju(self, u: Tensor) -> Tensor:
         """Project on the horizontal space; shape of u."""
-        # W_G X M + N X W_H = Hᴴ ξ_H W_H − W_G ξ_Gᴴ G with X = Λᴴ, in the bases that make all four diagonal.
+        # M Λ W_G + W_H Λ N = W_H ξ_Hᴴ H − Gᴴ ξ_G W_G, solved in float64
         (xi, eta), (G, H), (W_G, W_H) = self.split(u), self._local.factors, self._local.weights()
         G_xi, H_eta = self._local.against_point((xi, eta))
-        B = H_eta @ W_H - W_G @ G_xi.mH
-        L_H = self._left @ ((self._left.mH @ B @ self._right) / self._denominator) @ self._right.mH
-        return pack(xi + G @ L_H.mH, eta - H @ L_H)
+        L = self._solve(in_double(W_H @ H_eta.mH - G_xi @ W_G)).to(u.dtype)
+        return pack(xi + G @ L, eta - H @ L.mH)
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
         """Turn a Euclidean gradient into the Riemannian one; shape of u."""
-        return self.proju(pack(*(P @ W @ W for P, W in zip(self.split(u), self._rises, strict=True))))
+        return self.proju(pack(*(P @ W @ W for P, W in zip(self.split(u), self._inverse_roots, strict=True))))
 
     def acceleration(self, u: Tensor) -> Tensor:
         """Evaluate the geodesic equation with the relaxed inverses; shape of u."""
@@ -124,7 +119,7 @@ class AdditiveTangentSpace(TangentSpace):
 
     def from_coordinates(self, c: Tensor) -> Tensor:
         """Invert :meth:`coordinates`."""
-        return pack(*(X @ W for X, W in zip(self.split(c), self._rises, strict=True)))
+        return pack(*(X @ W for X, W in zip(self.split(c), self._inverse_roots, strict=True)))
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
         """Give the coordinates of a Euclidean gradient."""

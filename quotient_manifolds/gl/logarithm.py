@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..linalg import real_dtype
+from ..linalg import real_dtype, weighted_sylvester
 from .coordinates import row_power
 from .gauge import Gauge, canonical_gauge
 from .geodesic import GeodesicExitError
@@ -34,7 +34,7 @@ class GLManifold(Protocol):
     def pack_point(self, *tensors: Tensor) -> Tensor: ...
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
     def row_split(self) -> list[int]: ...
-    def resized(self, n: int, m: int, relaxation: float | None = None) -> Any: ...
+    def resized(self, n: int, m: int) -> Any: ...
 
 
 class ConvergenceError(ArithmeticError):
@@ -90,17 +90,12 @@ def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
     r"""Compute the Λ of a Gauss–Newton step of :func:`align` at y = (G, H), in canonical gauge.
 
     Minimises :math:`\|(r_G + GΛ) W^{1/2}\|^2 + \|(r_H - HΛ^H) W^{1/2}\|^2`, r = y − x:
-    :math:`\tilde M \tilde Λ + \tilde Λ \tilde N = W^{-1/2} (W r_H^H H - G^H r_G W) W^{-1/2}` with
-    :math:`\tilde M = W^{-1/2} M W^{-1/2}`, :math:`Λ = W^{-1/2} \tilde Λ W^{-1/2}`.
+    :math:`M Λ W + W Λ N = W r_H^H H - G^H r_G W`.
     """
-    G, H = space.split(y)
-    r_G, r_H = space.split(y - space.x)
+    (G, H), (r_G, r_H) = space.split(y), space.split(y - space.x)
     w = row_power(space.sigma_hat, space.present, -2 * space.metric.scale_exponent)
-    f = w.rsqrt()
-    c, C = torch.linalg.eigh((G * f).mH @ (G * f))
-    d, D = torch.linalg.eigh((H * f).mH @ (H * f))
-    right = (w.mT * (r_H.mH @ H) - (G.mH @ r_G) * w) * f * f.mT
-    return (C @ ((C.mH @ right @ D) / (c.unsqueeze(-1) + d.unsqueeze(-2))) @ D.mH) * f * f.mT
+    root = torch.diag_embed(w.squeeze(-2).rsqrt()).to(y.dtype)
+    return weighted_sylvester(G.mH @ G, H.mH @ H, root, root)(w.mT * (r_H.mH @ H) - (G.mH @ r_G) * w)
 
 
 def _moved(space: GLTangentSpace, y: Tensor, L: Tensor) -> Tensor:

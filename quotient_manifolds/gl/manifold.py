@@ -97,9 +97,9 @@ class GLQuotient(QuotientManifold):
             differentiable=moved,
         )  # fmt: skip
 
-    def resized(self, n: int, m: int, relaxation: float | None = None) -> GLQuotient:
-        """Give the manifold of the same metric, and unless one is given of the same floor, for other row counts."""
-        return type(self)(n, m, relaxation=self.relaxation if relaxation is None else relaxation)
+    def resized(self, n: int, m: int) -> GLQuotient:
+        """Give the manifold of the same metric and floor for factors of other row counts."""
+        return type(self)(n, m, relaxation=self.relaxation)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`.

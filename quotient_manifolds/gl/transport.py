@@ -6,36 +6,55 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from ..linalg import pack
+from ..linalg import pack, weighted_sylvester
+from ..linalg import symmetric_part_doubled as sym2
 from .geodesic import raise_on_exit
 from .geodesic_ode import integrate
+from .local_metric import LocalMetric
 from .logarithm import GLManifold, restrict_to_span
+from .metrics import Gram, Metric, Pair
 from .tangent import GLTangentSpace
 
 __all__ = ["parallel_transport"]
 
 
-def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Transport v along the geodesic with velocity u, for unit time, with the connection of the quotient.
+def _local(metric: Metric, X: Pair, M: Tensor, N: Tensor) -> LocalMetric:
+    return LocalMetric(metric, X, (Gram(M, M, torch.linalg.inv(M)), Gram(N, N, torch.linalg.inv(N))))
 
-    For horizontal lifts the horizontal part of :math:`\dot v` is that of :math:`-Γ(\dot x, v)`, Γ that of the total
-    space, and :math:`v = P_x v` along the way gives the rest:
 
-    .. math:: \dot v = (D P_x[\dot x]) v - P_x Γ(\dot x, v), \qquad
-              Γ(u, v) = \tfrac14 \big( Γ(u + v, u + v) - Γ(u - v, u - v) \big)
+def _derivatives(metric: Metric, x: Pair, u: Pair, v: Pair) -> tuple[Pair, Pair]:
+    r"""Give (ẍ, v̇) at x, where u = ẋ: :math:`\dot v = -Γ(\dot x, v) + (GΛ, -HΛ^H)`, Γ that of the total space.
 
-    Returns the end point and the transported vector.
+    Λ is such that v stays horizontal: the derivative of :math:`S = G^H v_G W_G - W_H v_H^H H` vanishes, that is
+    :math:`M Λ W_G + W_H Λ N = -\dot S_0`, with Ṡ₀ the derivative for Λ = 0.
     """
+    (G, H), (p, q), (a, b) = x, u, v
+    M, N = G.mH @ G, H.mH @ H
+    here = _local(metric, x, M, N)
+    plus, minus = here.acceleration((p + a, q + b)), here.acceleration((p - a, q - b))
+    da, db = (plus[0] - minus[0]) / 4, (plus[1] - minus[1]) / 4  # −Γ(ẋ, v), by polarisation
+
+    def moment(M: Tensor, N: Tensor, K: Tensor, J: Tensor) -> Tensor:
+        W_G, W_H = _local(metric, x, M, N).weights()
+        return K @ W_G - W_H @ J
+
+    changes = sym2(G.mH @ p), sym2(H.mH @ q), p.mH @ a + G.mH @ da, db.mH @ H + b.mH @ q
+    dS = jvp(moment, (M, N, G.mH @ a, b.mH @ H), changes)[1]
+    V_G, V_H = here.inverse_weights()
+    L = weighted_sylvester(M, N, torch.linalg.cholesky(V_H), torch.linalg.cholesky(V_G))(-dS)
+    return here.acceleration(u), (da + G @ L, db - H @ L.mH)
+
+
+def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Transport v along the geodesic with velocity u, for unit time; end point and transported vector."""
     raise_on_exit(space.exit_time(u), 1.0)
     shape = torch.broadcast_shapes(space.x.shape, u.shape, v.shape)
     parts = (space.gauge.x, pack(*space.to_gauge(u)), pack(*space.to_gauge(v)))
     small, restricted, back = restrict_to_span(manifold, *(a.expand(shape) for a in parts))
-    n, m = small.row_split()
-    small = small.resized(n, m, relaxation=0.0)
+    rows, is_complex = small.row_split(), restricted[0].is_complex()
     # Columns of unit size for the error control.
-    power = space.gauge.sigma.unsqueeze(-2)
-    scale = torch.stack([power**0.5, *(2 * (power**space.metric.scale_exponent,))])
-    is_complex = restricted[0].is_complex()
+    sigma = space.gauge.sigma.unsqueeze(-2)
+    scale = torch.stack([sigma**0.5, *(2 * (sigma**space.metric.scale_exponent,))])
 
     # The batch first, for the norm that looks at the worst item.
     def flat(y: Tensor) -> Tensor:
@@ -48,11 +67,9 @@ def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v
         return y.reshape(*y.shape[:-1], 3, -1, shape[-1]).movedim(-3, 0) * scale
 
     def derivative(_t: Tensor, y: Tensor) -> Tensor:
-        x, velocity, w = unflat(y).unbind(0)
-        here = small.tangent_space_at(x)
-        turning = jvp(lambda z: small.proju(z, w), (x,), (velocity,))[1]
-        bending = (here.acceleration(velocity + w) - here.acceleration(velocity - w)) / 4
-        return flat(torch.stack([velocity, here.acceleration(velocity), turning + here.proju(bending)]))
+        x, velocity, w = unflat(y)
+        ends = _derivatives(space.metric, *(k.split(rows, dim=-2) for k in (x, velocity, w)))
+        return flat(torch.stack([velocity, *(torch.cat(k, dim=-2) for k in ends)]))
 
     end = unflat(integrate(derivative, flat(torch.stack(restricted)), 1.0, 1e-11))
     x1, v1 = (space.from_gauge(*space.split(back(k))) for k in (end[0], end[2]))
