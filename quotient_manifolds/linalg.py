@@ -190,24 +190,9 @@ class _LiftedSpectrum(torch.autograd.Function):
 
 
 def lifted_spectrum(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
-    r"""Give diag(σ̂/σ) for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
+    r"""Give diag(σ̂/σ), (…, h, h), for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
 
-    Parameters
-    ----------
-    K : Tensor
-        M N, (…, h, h), in value diag(σ²).
-    sigma : Tensor
-        (…, h), descending, positive.
-    floor : float
-        ε.
-
-    Returns
-    -------
-    Tensor
-        (…, h, h), so that :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every gauge.
-
-    Notes
-    -----
+    K is M N, in value diag(σ²), σ descending: :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every gauge.
     Daleckii and Krein 1965, for the derivative of a matrix function.
     """
     found: Tensor = _LiftedSpectrum.apply(K, sigma, floor)
@@ -215,30 +200,13 @@ def lifted_spectrum(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
 
 
 def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
-    r"""Solve a Sylvester equation whose coefficients are diagonal up to rounding.
+    r"""Solve a Sylvester equation whose coefficients are diagonal up to rounding, with non-negative entries.
 
     .. math:: A_1 X + X A_2 = B, \qquad X_{ij} = B_{ij} / (A_{1,ii} + A_{2,jj})
 
     The canonical gauge makes the coefficients diagonal in value, so the solve is one division, batched and on any
-    device. Their *derivatives* need not be diagonal: differentiation (to any order, forward or reverse mode) is that
-    of the general equation.
-
-    Parameters
-    ----------
-    A1, A2 : Tensor
-        Shape (…, h, h), numerically diagonal with non-negative entries.
-    B : Tensor
-        Shape (…, h, h). Entries with a zero denominator give 0.
-
-    Returns
-    -------
-    Tensor
-        X, shape (…, h, h).
-
-    Notes
-    -----
-    Paper, §5.2, prints AΛ + ΛAᵀ = B for the projection of the inv metric, which is right only for h = 1; the equation
-    in X = Λᴴ is AX + XA = B with the same A and B.
+    device; entries with a zero denominator give 0. The *derivatives* of the coefficients need not be diagonal:
+    differentiation (to any order, forward or reverse mode) is that of the general equation.
     """
     result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
     return result

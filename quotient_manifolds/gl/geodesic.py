@@ -6,9 +6,8 @@ orthonormal columns in X and Y, and a tangent vector is
 .. math:: ξ_G = ξ Σ^{1/2},\; ξ_H = η Σ^{1/2} \;\text{(inv)}, \qquad
           ξ_G = ξ Σ^{-1/2},\; ξ_H = η Σ^{-1/2} \;\text{(mix)},
 
-which makes the metric the identity, :math:`\|(ξ, η)\|_F`. The functions below take X, ξ, Y, η, σ. They use that
-:math:`X^H X` is well conditioned, not that it is the identity: with X a differentiable function of the point (and Σ a
-constant scale) their derivatives are exact.
+which makes the metric the identity, :math:`\|(ξ, η)\|_F`. Used is that :math:`X^H X` is well conditioned, not that it
+is the identity: with X a differentiable function of the point (and Σ a constant scale) derivatives are exact.
 
 Along every geodesic G(t) stays in span[X, ξ], so everything happens on 2h × h coefficient matrices. The basis is
 [X, E/s] with :math:`E = ξ - X C`, :math:`C = (X^H X)^{-1} X^H ξ`, Gram matrix

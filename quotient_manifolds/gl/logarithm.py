@@ -20,6 +20,7 @@ from .coordinates import row_power
 from .gauge import Gauge, canonical_gauge
 from .geodesic import GeodesicExitError
 from .geodesic_ode import column
+from .metrics import Pair
 from .tangent import GLTangentSpace
 
 __all__ = ["ConvergenceError", "align", "distance", "logmap", "mean", "restrict_to_span"]
@@ -131,7 +132,7 @@ def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tup
     return y, size
 
 
-def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_iter: int = 500) -> Tensor:
+def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Tensor:
     r"""Give the representative of y's orbit nearest to x in the metric at x.
 
     A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Gauss–Newton with step halving; every step is one Sylvester
@@ -140,9 +141,9 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_
     y = torch.broadcast_to(y, torch.broadcast_shapes(x.shape, y.shape))
     space = manifold.tangent_space_at(x.expand_as(y))
     flat = manifold.at_gauge(space.gauge)
-    result, size = _aligned(flat, _gauge_start(flat, y), tol, max_iter)
-    if bool((size > max(tol, 1e-5)).any()):
-        raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after {max_iter} iterations", size)
+    result, size = _aligned(flat, _gauge_start(flat, y), relative_tol, 500)
+    if bool((size > max(relative_tol, 1e-5)).any()):
+        raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after 500 iterations", size)
     return space.from_gauge(*space.split(result))
 
 
@@ -156,19 +157,43 @@ def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
     return torch.cat([g.G @ rotation, g.H @ rotation], dim=-2)
 
 
-def logmap(
-    manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-11, max_iter: int = 200, memory: int = 10
-) -> Tensor:
+#: Of the way that may be missing at the end of a logarithm, and the most shots.
+_RESIDUAL, _SHOTS = 1e-11, 200
+
+
+class _Anderson:
+    """Anderson's acceleration of a fixed-point iteration c ← c + f, over the last ten steps of every batch item."""
+
+    def __init__(self, c: Tensor) -> None:
+        self._real = (lambda v: torch.view_as_real(v).flatten(-3)) if c.is_complex() else (lambda v: v.flatten(-2))
+        self._memory = min(10, self._real(c).shape[-1])
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._history: list[tuple[Tensor, Tensor]] = []
+
+    def step(self, c: Tensor, f: Tensor) -> Tensor:
+        """Give the accelerated step from c, where the plain one is f."""
+        self._history = [*self._history, (c, f)][-self._memory :]
+        if len(self._history) == 1:
+            return f
+        dF = torch.stack([self._real(f - old) for _, old in self._history[:-1]], dim=-1)
+        both = torch.stack([c - old_c + f - old for old_c, old in self._history[:-1]], dim=-1)
+        q, r = torch.linalg.qr(dF)
+        identity = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device)
+        r = r + 1e-14 * torch.linalg.matrix_norm(r)[..., None, None] * identity
+        gamma = torch.linalg.solve_triangular(r, q.mT @ self._real(f).unsqueeze(-1), upper=True).to(c.dtype)
+        return f - (both @ gamma.unsqueeze(-3)).squeeze(-1)
+
+
+def logmap(manifold: GLManifold, x: Tensor, y: Tensor) -> Tensor:
     r"""Give the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
 
     Shooting: from the aligned difference, :math:`u \leftarrow u + P_x(r)`, r the horizontal part of what is missing at
     the end point z = exp_x(u) to the representative of y aligned with z; accelerated by Anderson's method. The result
-    is *a* geodesic; one that is longer than the straight path between the aligned representatives is rejected.
-
-    Raises
-    ------
-    ConvergenceError
-        ``residual`` is :math:`\|z - y\| / \|y - x\|` of the products :math:`G H^H` (‖y − x‖ at least 0.01 ‖y‖).
+    is *a* geodesic; one that is longer than the straight path between the aligned representatives is rejected. The
+    residual is :math:`\|z - y\| / \|y - x\|` of the products :math:`G H^H` (‖y − x‖ at least 0.01 ‖y‖).
     """
     shape = torch.broadcast_shapes(x.shape, y.shape)
     full = manifold.tangent_space_at(x.expand(shape))
@@ -176,15 +201,24 @@ def logmap(
     start = manifold.tangent_space_at(x)
     space = manifold.at_gauge(start.gauge)
     y, _ = _aligned(space, _gauge_start(space, y), 1e-3, 50)
+    straight = _path_length(manifold, space.x, y)
+    best, residual = _shoot(manifold, space, manifold.to_matrix(x), y)
+    length = best.abs().square().sum((-2, -1)).sqrt()
+    if bool((length > straight * 1.001 + 1e-6).any()):
+        raise ConvergenceError("logmap: found a geodesic longer than the straight path; not the shortest", residual)
+    u = start.from_gauge(*space.split(space.from_coordinates(best)))
+    return full.from_gauge(*full.split(back(u)))
+
+
+def _shoot(manifold: GLManifold, space: GLTangentSpace, origin: Tensor, y: Tensor) -> Pair:
+    """Give coordinates and residual of the vector at ``space``, of product ``origin``, that leads to the aligned y."""
     target = manifold.to_matrix(y)
     size = torch.linalg.matrix_norm(target)
-    size = torch.linalg.matrix_norm(target - manifold.to_matrix(x)).clamp(0.01 * size, size)
-    straight = _path_length(manifold, space.x, y)
+    size = torch.linalg.matrix_norm(target - origin).clamp(0.01 * size, size)
     c = space.coordinates(space.proju(y - space.x))
-    real = (lambda v: torch.view_as_real(v).flatten(-3)) if c.is_complex() else (lambda v: v.flatten(-2))
-    history: list[tuple[Tensor, Tensor]] = []
+    anderson = _Anderson(c)
     best, best_residual, stalled = c, torch.full_like(size, torch.inf), 0
-    for _ in range(max_iter):
+    for _ in range(_SHOTS):
         if stalled >= 15:
             break
         stalled += 1
@@ -193,52 +227,31 @@ def logmap(
             there = manifold.tangent_space_at(z)
         except GeodesicExitError as error:
             times = torch.full_like(size, error.time) if error.times is None else error.times
-            keep = torch.where(times.isfinite(), 0.8 * times, torch.ones_like(times))
-            c, history = c * keep[..., None, None], []
+            c = c * torch.where(times.isfinite(), 0.8 * times, torch.ones_like(times))[..., None, None]
+            anderson.forget()
             continue
         except (ValueError, RuntimeError):  # not a point, not finite, no end
             break
         residual = torch.linalg.matrix_norm(manifold.to_matrix(z) - target) / size
         improved = residual < best_residual
-        if bool((improved & (best_residual > tol)).any()):
+        if bool((improved & (best_residual > _RESIDUAL)).any()):
             stalled = 0
         best = torch.where(improved[..., None, None], c, best)
         best_residual = torch.where(improved, residual, best_residual)
-        if bool((best_residual <= tol).all()):
+        if bool((best_residual <= _RESIDUAL).all()):
             break
         flat = manifold.at_gauge(there.gauge)
-        moved = torch.cat(there.to_gauge(y), -2)
-        moved, _ = _aligned(flat, moved, 1e-12, 3)
+        moved, _ = _aligned(flat, torch.cat(there.to_gauge(y), -2), 1e-12, 3)
         y = there.from_gauge(*flat.split(moved))
         missing = there.from_gauge(*flat.split(flat.proju(moved - flat.x)))
-        f = space.coordinates(space.proju(missing))
-        history = [*history, (c, f)][-min(memory, real(f).shape[-1]) :]
-        step = f
-        if len(history) > 1:
-            dF = torch.stack([real(f - old) for _, old in history[:-1]], dim=-1)
-            dC = torch.stack([c - old for old, _ in history[:-1]], dim=-1)
-            dFull = dC + torch.stack([f - old for _, old in history[:-1]], dim=-1)
-            q, r = torch.linalg.qr(dF)
-            r = r + 1e-14 * torch.linalg.matrix_norm(r)[..., None, None] * torch.eye(
-                r.shape[-1], dtype=r.dtype, device=r.device
-            )
-            gamma = torch.linalg.solve_triangular(r, q.mT @ real(f).unsqueeze(-1), upper=True).to(c.dtype)
-            step = f - (dFull @ gamma.unsqueeze(-3)).squeeze(-1)
-        limit = (best_residual > tol)[..., None, None]
-        c = torch.where(limit, c + step, c)
-        c = space.project_coordinates(c)
-    if bool((best_residual > 10 * tol).any()):
+        step = anderson.step(c, space.coordinates(space.proju(missing)))
+        c = space.project_coordinates(torch.where((best_residual > _RESIDUAL)[..., None, None], c + step, c))
+    if bool((best_residual > 10 * _RESIDUAL).any()):
         worst = best_residual.max().item()
         raise ConvergenceError(
             f"logmap: {worst:.1e} of the way is missing; the points are too far apart", best_residual
         )
-    length = best.abs().square().sum((-2, -1)).sqrt()
-    if bool((length > straight * 1.001 + 1e-6).any()):
-        raise ConvergenceError(
-            "logmap: found a geodesic longer than the straight path; not the shortest", best_residual
-        )
-    u = start.from_gauge(*space.split(space.from_coordinates(best)))
-    return full.from_gauge(*full.split(back(u)))
+    return best, best_residual
 
 
 class _Distance(torch.autograd.Function):
@@ -283,14 +296,14 @@ def _path_length(manifold: GLManifold, x: Tensor, y: Tensor, nodes: int = 12) ->
     return (column(weights / 2, x[..., 0, 0]) * space.norm(space.proju((y - x).expand_as(path)))).sum(0)
 
 
-def mean(manifold: GLManifold, points: Tensor, *, tol: float = 1e-10, max_iter: int = 50) -> Tensor:
+def mean(manifold: GLManifold, points: Tensor) -> Tensor:
     """Give the Fréchet mean over the first dimension: m ← exp_m(mean of log_m(points)), started from the first."""
-    m = points[0]
-    for _ in range(max_iter):
+    m, steps = points[0], 50
+    for _ in range(steps):
         u = logmap(manifold, m.expand_as(points), points).mean(0)
         space = manifold.tangent_space_at(m)
         size = space.norm(u)
-        if bool((size <= tol).all()):
+        if bool((size <= 1e-10).all()):
             return m
         m = space.expmap(u)
-    raise ConvergenceError(f"mean: gradient of {size.max().item():.1e} after {max_iter} steps", size)
+    raise ConvergenceError(f"mean: gradient of {size.max().item():.1e} after {steps} steps", size)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..base import QuotientManifold, check_tensors
+from ..base import QuotientManifold
+from ..checks import check_tensors
 from .properties import PROPERTIES
 from .random_point import RandomPoint, relative_error
 from .report import ManifoldCheck, ManifoldReport
