@@ -164,21 +164,13 @@ class QuotientManifold(geoopt.Manifold):
     def tangent_space_at(self, x: Tensor) -> TangentSpace:
         """Factorise the point x once, for many vectors.
 
-        Parameters
-        ----------
-        x : Tensor
-            Point, float32, float64 or their complex counterparts.
-
-        Returns
-        -------
-        TangentSpace
-            On x's device, in its dtype. Differentiable with respect to x if x requires gradients.
+        The result is differentiable with respect to x if x requires gradients, on its device and in its dtype: float32,
+        float64 or their complex counterparts.
 
         Raises
         ------
         ValueError
-            Wrong shape or dtype, NaN or infinite entries, a rank-deficient point. The message names the manifold,
-            the shape and the fix.
+            Wrong shape or dtype, NaN or infinite entries, a rank-deficient point.
         """
         check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")

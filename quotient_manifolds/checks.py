@@ -10,7 +10,16 @@ from torch import Tensor
 
 from .linalg import holds
 
-__all__ = ["as_count", "as_shape", "check_dtype", "check_same", "check_tensors", "check_vector", "dtype_fault", "fault"]
+__all__ = [
+    "as_count",
+    "as_shape",
+    "check_dtype",
+    "check_same",
+    "check_square",
+    "check_tensors",
+    "check_vector",
+    "fault",
+]
 
 _REAL_DTYPES = (torch.float32, torch.float64)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
@@ -98,3 +107,12 @@ def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:
             f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
             "gradient, look at the loss, or lower the learning rate"
         )
+
+
+def check_square(who: object, x: Tensor, A: Tensor) -> None:
+    """Raise for what is no stack of h × h matrices beside a point with h columns."""
+    check_tensors(who, A=A)
+    h = x.shape[-1]
+    if A.dim() < 2 or A.shape[-2:] != (h, h):
+        raise ValueError(f"{who}: a point of shape {tuple(x.shape)} needs matrices (…, {h}, {h}), got {tuple(A.shape)}")
+    check_same(who, x, A, "the point x", "the matrix")

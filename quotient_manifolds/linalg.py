@@ -107,7 +107,7 @@ def trace_product(W: Tensor, X: Tensor, Y: Tensor) -> Tensor:
 def column_rank_ratio(X: Tensor) -> Tensor:
     """Return σ_min(X) / σ_max(X), 0 for a zero matrix; X is (…, n, h) with n ≥ h."""
     s = torch.linalg.svdvals(X)
-    return torch.where(s[..., 0] > 0, s[..., -1] / s[..., 0], torch.zeros_like(s[..., 0]))
+    return torch.where(s[..., 0] > 0, s[..., -1] / s[..., 0], 0)
 
 
 def hermitian_power(S: Tensor, exponent: float) -> Tensor:
@@ -128,8 +128,7 @@ class _NearDiagonalSylvester(torch.autograd.Function):
         denominator = d1.unsqueeze(-1) + d2.unsqueeze(-2)
         # 0/0 := 0: a direction that the point lacks (σ_i = σ_j = 0) has no vertical part to remove.
         present = denominator > 0
-        safe = torch.where(present, denominator, torch.ones_like(denominator))
-        return torch.where(present, B / safe, torch.zeros_like(B))
+        return torch.where(present, B / torch.where(present, denominator, 1), 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -134,17 +134,12 @@ class RescaleQuotient(QuotientManifold):
         x, u : Tensor
             Point and horizontal vector, (…, 2, d).
         t : float or Tensor
-            Times of any shape (k…) and sign.
-
-        Returns
-        -------
-        tuple of Tensor
-            Both (k…, …, 2, d).
+            Times of any shape (k…) and sign; both results are (k…, …, 2, d).
 
         Raises
         ------
         GeodesicExitError
-            mix, if 1 + 2Bt ≤ 0 somewhere at a time asked for.
+            mix, if 1 + 2Bt ≤ 0 somewhere at a time asked for; ``time`` says when.
         """
         check_vector(self, x, u)
         self.tangent_space_at(x)

@@ -155,23 +155,15 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
     Parameters
     ----------
     X : Tensor
-        (…, n, m), float or complex.
+        (…, n, m), float or complex; its rank is at least h.
     h : int
         Rank, at most min(n, m).
 
     Returns
     -------
     Tensor
-        (…, n + m, h), in canonical gauge up to column phases.
-
-    Raises
-    ------
-    ValueError
-        h out of range, or a matrix of lower rank.
-
-    Notes
-    -----
-    Eckart and Young (1936): no matrix of rank h is nearer in the Frobenius norm.
+        (…, n + m, h), in canonical gauge up to column phases. No matrix of rank h is nearer in the Frobenius norm
+        (Eckart and Young 1936).
 
     Examples
     --------
@@ -206,4 +198,4 @@ def _check_matrix(name: str, X: Tensor) -> None:
 
 def _inverse(s: Tensor) -> Tensor:
     """1/s, and 0 for 0."""
-    return torch.where(s > 0, torch.where(s > 0, s, torch.ones_like(s)).reciprocal(), torch.zeros_like(s))
+    return torch.where(s > 0, 1 / torch.where(s > 0, s, 1), 0)

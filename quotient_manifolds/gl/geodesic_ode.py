@@ -51,8 +51,7 @@ class Frame:
 
 def nonzero(size: Tensor) -> Tensor:
     """Use a size as a unit: constant to autograd (results do not depend on it), and 1 where it is zero."""
-    size = size.detach()
-    return torch.where(size > 0, size, torch.ones_like(size))
+    return torch.where(size > 0, size, 1).detach()
 
 
 def block_matrix(rows: list[list[Tensor]]) -> Tensor:

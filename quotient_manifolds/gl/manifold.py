@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from geoopt.manifolds.base import ScalingInfo
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ..base import QuotientManifold, standard_normal
-from ..checks import as_count, as_shape, check_dtype, check_same, check_tensors, check_vector, fault
+from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
 from ..linalg import column_rank_ratio, holds, in_double, in_own_precision, pack
 from . import logarithm, transport
 from .gauge import Gauge, canonical_gauge
@@ -53,16 +54,12 @@ class GLQuotient(QuotientManifold):
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
         G, H = x.detach().split(self.row_split(), dim=-2)
         gauge = None
-        try:
+        with contextlib.suppress(ValueError, LinAlgError):  # NaN or inf
             gauge = canonical_gauge(G, H)
-            suspect = not holds(gauge.present()[..., -1])
-        except (ValueError, LinAlgError):  # NaN or inf
-            suspect = True
-        if suspect:  # only then is it worth to factorise each factor on its own
+        if gauge is None or not holds(gauge.present()[..., -1]):  # only then is each factor worth a factorisation
             ok, reason = self._check_point_on_manifold(x.detach())
             if not ok or gauge is None:
                 raise ValueError(reason)
-        assert gauge is not None
         return GLTangentSpace(self, self.metric, x, gauge, relaxation=self.relaxation, differentiable=differentiable)
 
     def at_gauge(
@@ -99,7 +96,7 @@ class GLQuotient(QuotientManifold):
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`, (…, n + m, h); A is (…, h, h), invertible."""
         G, H = self.unpack_tensor(x)
-        self._check_algebra(x, A)
+        check_square(self, x, A)
         try:
             return pack(torch.linalg.solve(A, G, left=False), H @ A.mH)
         except LinAlgError as error:
@@ -108,24 +105,14 @@ class GLQuotient(QuotientManifold):
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
         r"""Give the vertical vector :math:`(GΛ, -HΛ^H)`, (…, n + m, h); L is Λ, (…, h, h)."""
         G, H = self.unpack_tensor(x)
-        self._check_algebra(x, L)
+        check_square(self, x, L)
         return pack(G @ L, -H @ L.mH)
 
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw Λ with Gaussian entries of variance 1/h, (…, h, h)."""
         self.unpack_tensor(x)  # the checks
         check_dtype(self, x)
-        h = x.shape[-1]
-        return standard_normal((*x.shape[:-2], h, h), x, generator) / h**0.5
-
-    def _check_algebra(self, x: Tensor, A: Tensor) -> None:
-        check_tensors(self, A=A)
-        h = x.shape[-1]
-        if A.dim() < 2 or A.shape[-2:] != (h, h):
-            raise ValueError(
-                f"{self}: a point of shape {tuple(x.shape)} needs matrices (…, {h}, {h}), got {tuple(A.shape)}"
-            )
-        check_same(self, x, A, "the point x", "the matrix")
+        return standard_normal((*x.shape[:-2], x.shape[-1], x.shape[-1]), x, generator) / x.shape[-1] ** 0.5
 
     def to_matrix(self, x: Tensor) -> Tensor:
         r"""Compute :math:`G H^H`, (…, n, m)."""
@@ -139,9 +126,7 @@ class GLQuotient(QuotientManifold):
         return canonical_gauge(G, H).x
 
     def _gl_space(self, x: Tensor, u: Tensor) -> GLTangentSpace:
-        space = self._vector_space(x, u)
-        assert isinstance(space, GLTangentSpace)
-        return space
+        return cast(GLTangentSpace, self._vector_space(x, u))
 
     # -- exact geodesics ---------------------------------------------------------------------------------------------
 
@@ -220,10 +205,7 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
-        """Interpolate along the geodesic from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …).
-
-        Differentiable in t alone.
-        """
+        """Interpolate from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …), differentiable in t."""
         check_tensors(self, x=x, y=y)
         x, y = x.detach(), y.detach()
         return self.geodesic(x, self.logmap(x, y), t)[0]

@@ -91,13 +91,7 @@ class ManifoldReport:
         return not self.failures
 
     def raise_if_failed(self) -> None:
-        """Raise the report if a property does not hold.
-
-        Raises
-        ------
-        AssertionError
-            With one line for each property.
-        """
+        """Raise an AssertionError with one line for each property if one does not hold."""
         if not self.ok:
             raise AssertionError(str(self))
 
