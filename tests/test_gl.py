@@ -1,3 +1,7 @@
+import pkgutil
+import re
+from pathlib import Path
+
 import geoopt
 import numpy as np
 import pytest
@@ -579,3 +583,11 @@ def test_a_divergent_run_gets_advice_that_helps():
             assert "lower the learning rate" in str(error) or "learning rate is too high" in str(error)  # noqa: PT017
             return
     pytest.fail("it did not diverge")
+
+
+def test_every_formula_stands_where_the_page_says():
+    page = (Path(__file__).parents[1] / "docs" / "math" / "geometry.md").read_text()
+    names = re.findall(r"`(quotient_manifolds\.[\w.]+)`", page)
+    assert len(names) > 12
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None

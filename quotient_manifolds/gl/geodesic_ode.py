@@ -139,17 +139,16 @@ class Reduced:
 
 
 def flat_state(state: State) -> Tensor:
-    """Write the coefficients of both factors and their velocities as one real vector, for a solver."""
-    y = torch.cat(torch.broadcast_tensors(*state), dim=-2)
-    y = y.flatten(-2)
+    """Write tensors with equal columns, the batch first, as one real vector for a solver, (…, features)."""
+    y = torch.cat(torch.broadcast_tensors(*state), dim=-2).flatten(-2)
     return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
 
 
-def unflat_state(y: Tensor, h: int, is_complex: bool) -> State:
-    """Invert :func:`flat_state`."""
+def unflat_state(y: Tensor, h: int, is_complex: bool, count: int = 4) -> State:
+    """Invert :func:`flat_state` for so many tensors with h columns."""
     if is_complex:
-        y = torch.complex(*y.unflatten(-1, (y.shape[-1] // 2, 2)).unbind(-1))
-    return y.reshape(*y.shape[:-1], 8 * h, h).split(2 * h, dim=-2)
+        y = torch.complex(*y.unflatten(-1, (-1, 2)).unbind(-1))
+    return y.unflatten(-1, (-1, h)).chunk(count, dim=-2)
 
 
 def _worst_item(error: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.func import jvp
@@ -9,7 +11,7 @@ from torch.func import jvp
 from ..linalg import pack, weighted_sylvester
 from ..linalg import symmetric_part_doubled as sym2
 from .geodesic import raise_on_exit
-from .geodesic_ode import integrate
+from .geodesic_ode import flat_state, integrate, unflat_state
 from .local_metric import LocalMetric
 from .logarithm import GLManifold, restrict_to_span
 from .metrics import Gram, Metric, Pair
@@ -51,26 +53,22 @@ def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v
     shape = torch.broadcast_shapes(space.x.shape, u.shape, v.shape)
     parts = (space.gauge.x, pack(*space.to_gauge(u)), pack(*space.to_gauge(v)))
     small, restricted, back = restrict_to_span(manifold, *(a.expand(shape) for a in parts))
-    rows, is_complex = small.row_split(), restricted[0].is_complex()
     # Columns of unit size for the error control.
     sigma = space.gauge.sigma.unsqueeze(-2)
-    scale = torch.stack([sigma**0.5, *(2 * (sigma**space.metric.scale_exponent,))])
+    scale = (sigma**0.5, *(2 * (sigma**space.metric.scale_exponent,)))
 
-    # The batch first, for the norm that looks at the worst item.
-    def flat(y: Tensor) -> Tensor:
-        y = (y / scale).movedim(0, -3).flatten(-3)
-        return torch.view_as_real(y).flatten(-2) if is_complex else y
+    def flat(state: Iterable[Tensor]) -> Tensor:
+        return flat_state(tuple(k / s for k, s in zip(state, scale, strict=True)))
 
-    def unflat(y: Tensor) -> Tensor:
-        if is_complex:
-            y = torch.complex(*y.reshape(*y.shape[:-1], -1, 2).unbind(-1))
-        return y.reshape(*y.shape[:-1], 3, -1, shape[-1]).movedim(-3, 0) * scale
+    def unflat(y: Tensor) -> list[Tensor]:
+        state = unflat_state(y, shape[-1], restricted[0].is_complex(), 3)
+        return [k * s for k, s in zip(state, scale, strict=True)]
 
     def derivative(_t: Tensor, y: Tensor) -> Tensor:
         x, velocity, w = unflat(y)
-        ends = _derivatives(space.metric, *(k.split(rows, dim=-2) for k in (x, velocity, w)))
-        return flat(torch.stack([velocity, *(torch.cat(k, dim=-2) for k in ends)]))
+        ends = _derivatives(space.metric, *(k.split(small.row_split(), dim=-2) for k in (x, velocity, w)))
+        return flat((velocity, *(torch.cat(k, dim=-2) for k in ends)))
 
-    end = unflat(integrate(derivative, flat(torch.stack(restricted)), 1.0, 1e-11))
+    end = unflat(integrate(derivative, flat(restricted), 1.0, 1e-11))
     x1, v1 = (space.from_gauge(*space.split(back(k))) for k in (end[0], end[2]))
     return x1, v1
