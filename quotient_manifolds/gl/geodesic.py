@@ -262,7 +262,7 @@ def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> State:
     if bool((t < 0).any()):
         forward = _mix_geodesic(start, t.clamp_min(0), tol)
         back = _mix_geodesic(start.backward(), (-t).clamp_min(0), tol)
-        negative = column(t, start.X) < 0
+        negative = column(t, forward[0][0]) < 0
         signs = (1, -1, 1, -1)
         return tuple(torch.where(negative, s * b, f) for s, b, f in zip(signs, back, forward, strict=True))
     problem = Reduced.of(frame(start.X, start.xi), frame(start.Y, start.eta), start.sigma)
