@@ -85,7 +85,7 @@ def in_double(X: Tensor) -> Tensor:
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype of the same precision."""
-    return torch.empty((), dtype=dtype).real.dtype
+    return dtype.to_real()
 
 
 def pack(G: Tensor, H: Tensor) -> Tensor:

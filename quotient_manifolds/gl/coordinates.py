@@ -51,19 +51,15 @@ class Coordinates:
     sigma_hat: Tensor
     present: Tensor
 
-    def scale(self, exponent: float) -> Tensor:
-        """Give σ̂^exponent as a row (…, 1, h), zero for directions that the point does not have."""
-        return row_power(self.sigma_hat, self.present, exponent)
-
     @property
     def to_vector(self) -> Tensor:
         """The row by which coordinates become a vector of the canonical gauge."""
-        return self.scale(self.local.metric.scale_exponent)
+        return row_power(self.sigma_hat, self.present, self.local.metric.scale_exponent)
 
     @property
     def from_vector(self) -> Tensor:
         """The row by which a vector of the canonical gauge becomes coordinates."""
-        return self.scale(-self.local.metric.scale_exponent)
+        return row_power(self.sigma_hat, self.present, -self.local.metric.scale_exponent)
 
     def retract(self, c: Pair, out: Pair) -> None:
         """Write the point that the second-order retraction reaches."""

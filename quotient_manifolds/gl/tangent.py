@@ -179,32 +179,14 @@ class GLTangentSpace(TangentSpace):
         .. math:: \nabla_u \ell(R_x(u)) = P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P,
                   \qquad P = \nabla \ell \text{ at } R_x(u)
 
-        Parameters
-        ----------
-        u : Tensor
-            Tangent vector, (…, n + m, h).
-        egrad : Tensor
-            Euclidean gradient at ``retr(u)``, same shape.
-
-        Returns
-        -------
-        Tensor
-            Euclidean gradient with respect to u, same shape; :meth:`egrad2rgrad` turns it into a tangent vector.
+        Both are (…, n + m, h); :meth:`egrad2rgrad` turns the result into a tangent vector.
         """
         return self._dual_from_gauge(*self._local.pullback(self.to_gauge(u), self._dual_to_gauge(egrad)))
 
     def along_gradient(self, egrad: Tensor) -> tuple[Tensor, Callable[[float], Tensor]]:
-        """Give the squared length of a gradient, and where the retraction leads along it.
+        """Give the squared length (…) of a gradient, and t ↦ ``retr(t * egrad2rgrad(egrad))`` in half the products.
 
-        Parameters
-        ----------
-        egrad : Tensor
-            Euclidean gradient of a function of G Hᴴ, (…, n + m, h); its Riemannian gradient is horizontal as it is.
-
-        Returns
-        -------
-        (Tensor, callable)
-            Squared length (…); and t ↦ ``retr(t * egrad2rgrad(egrad))``, in half the products that this takes.
+        ``egrad`` is the Euclidean gradient of a function of G Hᴴ: its Riemannian gradient is horizontal as it is.
         """
         ways = (None, None) if self._at_canonical else (self.gauge.A, self.gauge.A_inv.mH)
         return along_gradient(self._local, self.present, self.split(self.x), self._dual_to_gauge(egrad), ways)
