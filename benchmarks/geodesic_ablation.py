@@ -26,7 +26,7 @@ WAYS = ("first-order", "second-order", "rk4", "exact")
 def along(measure: str, way: str) -> sharpness.Measure:
     """Give a measure whose pairs move in one of the ways."""
     if way == "rk4":
-        return get_measure(measure, pair_block="reproduction.runge_kutta:RungeKuttaBlock")
+        return get_measure(measure, pair_block="reproduction.rk4:RungeKuttaBlock")
     return get_measure(measure, geodesic=way)
 
 
@@ -64,7 +64,7 @@ def one(options: argparse.Namespace, measure: str, rho: float) -> dict[str, Any]
 
 def products(direction: sharpness.Direction) -> torch.Tensor:
     """What the network sees of all pairs."""
-    return torch.cat([p.manifold().product(p.gather()).flatten() for p in direction.pairs])
+    return torch.cat([p.manifold().to_matrix(p.gather()).flatten() for p in direction.pairs])
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

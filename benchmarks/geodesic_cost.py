@@ -10,6 +10,7 @@ import torch
 from _common import write
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix
+from reproduction.rk4 import rk4
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
             torch.manual_seed(0)
             manifold = cls(options.rows, options.rows)
             x = 0.05 * torch.randn(options.heads, 2 * options.rows, options.width)
-            space = manifold.at(x)
+            space = manifold.tangent_space_at(x)
             u = space.proju(torch.randn_like(x))
             scale = length if cls is GLQuotientInv else length * space.gauge.sigma[:, -1]
             u = u * (scale / space.norm(u))[:, None, None]
@@ -34,7 +35,7 @@ def main() -> None:
             for _ in range(options.repeats if cls is GLQuotientInv else 1):
                 for name, f in (
                     ("retr", lambda space=space, u=u: space.retr(u)),
-                    ("rk4", lambda space=space, u=u: space.rk4(u, 4)),
+                    ("rk4", lambda space=space, u=u: rk4(space, u, 4)),
                     ("expmap", lambda space=space, u=u: space.expmap(u)),
                 ):
                     start = time.perf_counter()

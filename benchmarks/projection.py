@@ -60,7 +60,7 @@ def main() -> None:
             for there, v, o in zip(flat, w.split(10), out.split(10), strict=True):
                 there.project_coordinates(v, out=o)
             times["coordinates"].append(time.perf_counter() - start)
-            space = manifold.at(x)
+            space = manifold.tangent_space_at(x)
             start = time.perf_counter()
             fast = space.proju(u)
             times["projection"].append(time.perf_counter() - start)

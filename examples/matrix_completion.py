@@ -37,7 +37,7 @@ def complete(run: str, imbalance: float, lr: float, steps: list[int], seed: int)
     """Complete a matrix; give the relative error on the unknown entries after so many steps, infinite if diverged."""
     generator = torch.Generator().manual_seed(seed)
     manifold = GLQuotientMix(N, M)
-    truth = manifold.product(torch.randn(N + M, RANK, generator=generator, dtype=torch.float64))
+    truth = manifold.to_matrix(torch.randn(N + M, RANK, generator=generator, dtype=torch.float64))
     known = torch.rand(N, M, generator=generator) < KNOWN
     start = torch.randn(N + M, RANK, generator=generator, dtype=torch.float64) / 2
     start[:N] *= imbalance
@@ -49,7 +49,7 @@ def complete(run: str, imbalance: float, lr: float, steps: list[int], seed: int)
     errors = []
     for step in range(1, max(steps) + 1):
         optimizer.zero_grad()
-        loss = (((manifold.product(x) - truth) * known) ** 2).sum() * (0.5 / KNOWN)
+        loss = (((manifold.to_matrix(x) - truth) * known) ** 2).sum() * (0.5 / KNOWN)
         if not loss.isfinite():
             break
         loss.backward()
@@ -59,7 +59,7 @@ def complete(run: str, imbalance: float, lr: float, steps: list[int], seed: int)
             break
         if step in steps:
             with torch.no_grad():
-                wrong = (manifold.product(x) - truth) * ~known
+                wrong = (manifold.to_matrix(x) - truth) * ~known
             errors.append(float(wrong.norm() / (truth * ~known).norm()))
     return [e if math.isfinite(e) else math.inf for e in errors] + [math.inf] * (len(steps) - len(errors))
 

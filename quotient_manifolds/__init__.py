@@ -21,7 +21,7 @@ from .gl import (
     GLQuotientMix,
     GLTangentSpace,
     canonical_gauge,
-    from_product,
+    from_matrix,
 )
 from .rescale import RescaleQuotient
 
@@ -36,6 +36,6 @@ __all__ = [
     "RescaleQuotient",
     "TangentSpace",
     "canonical_gauge",
-    "from_product",
+    "from_matrix",
 ]
 __version__ = "0.1.0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -12,12 +11,10 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
 from .linalg import holds, in_own_precision, real_dtype
 
 __all__ = ["QuotientManifold", "TangentSpace"]
-
-_REAL_DTYPES = (torch.float32, torch.float64)
-_COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -31,8 +28,8 @@ def is_differentiated(x: Tensor) -> bool:
 class TangentSpace(ABC):
     r"""The horizontal space at one point, with the point's factorisation done once.
 
-    Obtained from :meth:`QuotientManifold.at`. Vectors are tensors of the point's shape (batch dimensions broadcast).
-    The manifold's own methods are ``manifold.at(x).…``: use this class when many vectors share a point.
+    Obtained from :meth:`QuotientManifold.tangent_space_at`, for many vectors that share a point; they are tensors of
+    its shape (batch dimensions broadcast). The manifold's own methods are ``manifold.tangent_space_at(x).…``.
 
     Attributes
     ----------
@@ -49,7 +46,7 @@ class TangentSpace(ABC):
     >>> import torch
     >>> from quotient_manifolds import GLQuotientMix
     >>> manifold = GLQuotientMix(4, 3)
-    >>> space = manifold.at(manifold.origin(4 + 3, 2))
+    >>> space = manifold.tangent_space_at(manifold.origin(4 + 3, 2))
     >>> u = space.proju(torch.arange(14.0).reshape(7, 2))
     >>> space.norm(u), space.norm(space.proju(u) - u)
     (tensor(26.2679), tensor(0.))
@@ -97,11 +94,11 @@ class QuotientManifold(geoopt.Manifold):
 
     Notes
     -----
-    Abstract; a subclass gives :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`product`, :meth:`canonical`,
+    Abstract; a subclass gives :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`, :meth:`canonical`,
     ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
 
-    Inside :class:`geoopt.Scaled` everything works except :meth:`at`, whose vectors would silently escape the scaling.
-    geoopt's ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
+    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, whose vectors would silently escape
+    the scaling. ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
 
     Examples
     --------
@@ -112,10 +109,10 @@ class QuotientManifold(geoopt.Manifold):
     >>> manifold = GLQuotientMix(4, 3)
     >>> x = geoopt.ManifoldParameter(manifold.origin(4 + 3, 2), manifold=manifold)
     >>> optimizer = geoopt.optim.RiemannianAdam([x], lr=0.1)
-    >>> loss = (manifold.product(x) - torch.ones(4, 3)).square().mean()
+    >>> loss = (manifold.to_matrix(x) - torch.ones(4, 3)).square().mean()
     >>> loss.backward()
     >>> optimizer.step()
-    >>> bool((manifold.product(x) - torch.ones(4, 3)).square().mean() < loss)
+    >>> bool((manifold.to_matrix(x) - torch.ones(4, 3)).square().mean() < loss)
     True
     """
 
@@ -143,7 +140,7 @@ class QuotientManifold(geoopt.Manifold):
         """Give the vertical vector at x that the Lie algebra element L generates; shape of x."""
 
     @abstractmethod
-    def product(self, x: Tensor) -> Tensor:
+    def to_matrix(self, x: Tensor) -> Tensor:
         """Compute what the network sees of x, the same for the whole orbit."""
 
     @abstractmethod
@@ -164,28 +161,20 @@ class QuotientManifold(geoopt.Manifold):
     # -- geometry ----------------------------------------------------------------------------------------------
 
     @__scaling__(ScalingInfo.NotCompatible)
-    def at(self, x: Tensor) -> TangentSpace:
+    def tangent_space_at(self, x: Tensor) -> TangentSpace:
         """Factorise the point x once, for many vectors.
 
-        Parameters
-        ----------
-        x : Tensor
-            Point, float32, float64 or their complex counterparts.
-
-        Returns
-        -------
-        TangentSpace
-            On x's device, in its dtype. Differentiable with respect to x if x requires gradients.
+        The result is differentiable with respect to x if x requires gradients, on its device and in its dtype: float32,
+        float64 or their complex counterparts.
 
         Raises
         ------
         ValueError
-            Wrong shape or dtype, NaN or infinite entries, a rank-deficient point. The message names the manifold,
-            the shape and the fix.
+            Wrong shape or dtype, NaN or infinite entries, a rank-deficient point.
         """
         check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")
-        self._check_dtype_of(x)
+        check_dtype(self, x, self._complex_allowed)
         return self._tangent_space(x, is_differentiated(x))
 
     @__scaling__(ScalingInfo(u=-1))
@@ -196,21 +185,11 @@ class QuotientManifold(geoopt.Manifold):
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """Compute the metric's inner product ⟨u, v⟩ at x (v = u if omitted).
 
-        Parameters
-        ----------
-        x, u, v : Tensor
-            Point and vectors of the point's shape.
-        keepdim : bool
-            Give shape (…, 1, 1) instead of (…).
-
-        Returns
-        -------
-        Tensor
-            (…) or (…, 1, 1), real, also for complex points.
+        Real, also for complex points; (…), or (…, 1, 1) with ``keepdim``.
         """
         space = self._vector_space(x, u)
         if v is not None:
-            self._check_vector(x, v, "v")
+            check_vector(self, x, v, "v")
         return space.inner(u, v, keepdim=keepdim)
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
@@ -227,17 +206,7 @@ class QuotientManifold(geoopt.Manifold):
 
     @__scaling__(ScalingInfo(u=-1))
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """Retract by the second-order geodesic x + u + ½ acceleration(x, u).
-
-        Parameters
-        ----------
-        x, u : Tensor
-            Point and horizontal vector of the point's shape; batch dimensions broadcast.
-
-        Returns
-        -------
-        Tensor
-            A representative of the point reached, shape of x + u.
+        """Retract by the second-order geodesic x + u + ½ acceleration(x, u); shape of x + u.
 
         Notes
         -----
@@ -260,16 +229,6 @@ class QuotientManifold(geoopt.Manifold):
     def projx(self, x: Tensor) -> Tensor:
         """Project an ambient tensor on the manifold: the identity on valid points.
 
-        Parameters
-        ----------
-        x : Tensor
-            Of a point's shape.
-
-        Returns
-        -------
-        Tensor
-            x itself if it is a point.
-
         Raises
         ------
         ValueError
@@ -277,10 +236,8 @@ class QuotientManifold(geoopt.Manifold):
         """
         check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")
-        ok, reason = self._check_dtype(x)
-        if ok:
-            ok, reason = self._check_finite(x)
-        if not ok:
+        reason = fault(self, x, self._complex_allowed)
+        if reason is not None:
             raise ValueError(reason)
         return self._projx(x)
 
@@ -291,17 +248,7 @@ class QuotientManifold(geoopt.Manifold):
     # -- points ------------------------------------------------------------------------------------------------
 
     def pack_point(self, *tensors: Tensor) -> Tensor:
-        """Stack the factors (G, H) along the rows into one point.
-
-        Parameters
-        ----------
-        *tensors : Tensor
-            G (…, n, h) and H (…, m, h); batch dimensions broadcast.
-
-        Returns
-        -------
-        Tensor
-            (…, n + m, h).
+        """Stack the factors G (…, n, h) and H (…, m, h) along the rows into one point, (…, n + m, h).
 
         Raises
         ------
@@ -314,7 +261,7 @@ class QuotientManifold(geoopt.Manifold):
         if len(tensors) != len(rows) or any(len(s) < 2 or s[-2] != r for s, r in zip(shapes, rows, strict=True)):
             raise ValueError(f"{self} packs {len(rows)} factors with {rows} rows, but got shapes {shapes}")
         for other in tensors[1:]:
-            self._check_same(tensors[0], other, "first factor", "second factor")
+            check_same(self, tensors[0], other, "first factor", "second factor")
         if len({s[-1] for s in shapes}) > 1:
             raise ValueError(f"{self}: the factors need the same number of columns, but have shapes {shapes}")
         batch = torch.broadcast_shapes(*(s[:-2] for s in shapes))
@@ -327,81 +274,22 @@ class QuotientManifold(geoopt.Manifold):
         return tensor.split(self.row_split(), dim=-2)
 
     def random(self, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
-        """Draw a point with standard Gaussian entries (full rank with probability one).
+        """Draw a point of shape ``size`` with standard Gaussian entries (full rank with probability one).
 
-        Parameters
-        ----------
-        size : int or tuple of int
-            Shape of the point, batch dimensions first.
-        dtype, device, **kwargs
-            As in :func:`torch.randn`, ``generator`` among them.
-
-        Returns
-        -------
-        Tensor
-            Of shape ``size``.
+        dtype, device and further arguments are those of :func:`torch.randn`, ``generator`` among them.
         """
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
         return torch.randn(shape, dtype=dtype, device=device, **kwargs)
 
-    # -- checks ------------------------------------------------------------------------------------------------
-
-    def _check_dtype(self, x: Tensor) -> tuple[bool, str | None]:
-        allowed = _REAL_DTYPES + (_COMPLEX_DTYPES if self._complex_allowed else ())
-        if x.dtype in allowed:
-            return True, None
-        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        return False, (
-            f"{self}: a point of shape {tuple(x.shape)} has dtype {str(x.dtype).removeprefix('torch.')}, which has no "
-            f"linear algebra here; convert it to one of {names}"
-        )
-
-    def _check_dtype_of(self, x: Tensor) -> None:
-        ok, reason = self._check_dtype(x)
-        if not ok:
-            raise ValueError(reason)
-
-    def _check_finite(self, x: Tensor) -> tuple[bool, str | None]:
-        if holds(x.isfinite()):
-            return True, None
-        return False, (
-            f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the learning "
-            "rate is too high"
-        )
-
-    def _check_same(self, x: Tensor, u: Tensor, x_name: str, u_name: str) -> None:
-        for what in ("dtype", "device"):
-            a, b = getattr(x, what), getattr(u, what)
-            if a != b:
-                raise ValueError(
-                    f"{self}: {x_name} of shape {tuple(x.shape)} has {what} {a} but {u_name} of shape "
-                    f"{tuple(u.shape)} has {what} {b}; move one of them with .to()"
-                )
-
-    def _check_vector(self, x: Tensor, u: Tensor, name: str = "u") -> None:
-        check_tensors(self, x=x, **{name: u})
-        if u.shape[-2:] != x.shape[-2:]:
-            raise ValueError(
-                f"{self}: the vector {name} of shape {tuple(u.shape)} does not fit the point x of shape "
-                f"{tuple(x.shape)}; their last two dimensions must agree"
-            )
-        self._check_same(x, u, "the point x", f"the vector {name}")
-        if not holds(u.isfinite()):
-            raise ValueError(
-                f"{self}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
-                "gradient, look at the loss, or lower the learning rate"
-            )
-
     def _vector_space(self, x: Tensor, u: Tensor) -> TangentSpace:
-        self._check_vector(x, u)
-        return self.at(x)
+        check_vector(self, x, u)
+        return self.tangent_space_at(x)
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        self._check_vector(x, u)
-        space = self.at(x)
+        space = self._vector_space(x, u)
         off = space.norm(u - space.proju(u))
         bound = atol + rtol * space.norm(u)
         if holds(off <= bound):
@@ -410,33 +298,6 @@ class QuotientManifold(geoopt.Manifold):
             f"the vector is not horizontal: its vertical part has norm {off.max().item():.3g} in the metric, more "
             f"than atol = {atol}, rtol = {rtol} allow; use proju"
         )
-
-
-def check_tensors(who: object, **arguments: Any) -> None:
-    """Raise for an argument that is no tensor."""
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
-
-
-def as_count(name: str, value: Any, who: str) -> int:
-    """Check a number of rows: a positive integer, of Python or numpy."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 1:
-        raise ValueError(f"{who}: {name} must be a positive integer, got {value!r}")
-    return number
-
-
-def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """Accept a shape as one tuple or as separate numbers, as torch does."""
-    if len(size) == 1 and not isinstance(size[0], int):
-        size = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
-    if not all(isinstance(s, int) and not isinstance(s, bool) for s in size):
-        raise TypeError(f"a size must be one or several whole numbers, got {size!r}")
-    return size
 
 
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:

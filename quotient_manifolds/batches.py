@@ -23,18 +23,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def tree_map(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Apply a function to every tensor of a batch.
-
-    Parameters
-    ----------
-    change : callable
-        From a tensor to what takes its place.
-    batch : object
-        Any mapping becomes a dict; lists, tuples and named tuples stay what they are; anything else stays itself.
-
-    Returns
-    -------
-    object
+    """Apply a function to every tensor of a batch: any mapping becomes a dict, what is no container stays itself.
 
     Examples
     --------

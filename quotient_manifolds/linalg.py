@@ -29,6 +29,7 @@ __all__ = [
     "sylvester",
     "symmetric_part_doubled",
     "trace_product",
+    "weighted_sylvester",
 ]
 
 
@@ -84,7 +85,7 @@ def in_double(X: Tensor) -> Tensor:
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype of the same precision."""
-    return torch.empty((), dtype=dtype).real.dtype
+    return dtype.to_real()
 
 
 def pack(G: Tensor, H: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def trace_product(W: Tensor, X: Tensor, Y: Tensor) -> Tensor:
 def column_rank_ratio(X: Tensor) -> Tensor:
     """Return σ_min(X) / σ_max(X), 0 for a zero matrix; X is (…, n, h) with n ≥ h."""
     s = torch.linalg.svdvals(X)
-    return torch.where(s[..., 0] > 0, s[..., -1] / s[..., 0], torch.zeros_like(s[..., 0]))
+    return torch.where(s[..., 0] > 0, s[..., -1] / s[..., 0], 0)
 
 
 def hermitian_power(S: Tensor, exponent: float) -> Tensor:
@@ -127,8 +128,7 @@ class _NearDiagonalSylvester(torch.autograd.Function):
         denominator = d1.unsqueeze(-1) + d2.unsqueeze(-2)
         # 0/0 := 0: a direction that the point lacks (σ_i = σ_j = 0) has no vertical part to remove.
         present = denominator > 0
-        safe = torch.where(present, denominator, torch.ones_like(denominator))
-        return torch.where(present, B / safe, torch.zeros_like(B))
+        return torch.where(present, B / torch.where(present, denominator, 1), 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -189,24 +189,9 @@ class _LiftedSpectrum(torch.autograd.Function):
 
 
 def lifted_spectrum(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
-    r"""Give diag(σ̂/σ) for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
+    r"""Give diag(σ̂/σ), (…, h, h), for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
 
-    Parameters
-    ----------
-    K : Tensor
-        M N, (…, h, h), in value diag(σ²).
-    sigma : Tensor
-        (…, h), descending, positive.
-    floor : float
-        ε.
-
-    Returns
-    -------
-    Tensor
-        (…, h, h), so that :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every gauge.
-
-    Notes
-    -----
+    K is M N, in value diag(σ²), σ descending: :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every gauge.
     Daleckii and Krein 1965, for the derivative of a matrix function.
     """
     found: Tensor = _LiftedSpectrum.apply(K, sigma, floor)
@@ -214,30 +199,25 @@ def lifted_spectrum(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
 
 
 def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
-    r"""Solve a Sylvester equation whose coefficients are diagonal up to rounding.
+    r"""Solve a Sylvester equation whose coefficients are diagonal up to rounding, with non-negative entries.
 
     .. math:: A_1 X + X A_2 = B, \qquad X_{ij} = B_{ij} / (A_{1,ii} + A_{2,jj})
 
     The canonical gauge makes the coefficients diagonal in value, so the solve is one division, batched and on any
-    device. Their *derivatives* need not be diagonal: differentiation (to any order, forward or reverse mode) is that
-    of the general equation.
-
-    Parameters
-    ----------
-    A1, A2 : Tensor
-        Shape (…, h, h), numerically diagonal with non-negative entries.
-    B : Tensor
-        Shape (…, h, h). Entries with a zero denominator give 0.
-
-    Returns
-    -------
-    Tensor
-        X, shape (…, h, h).
-
-    Notes
-    -----
-    Paper, §5.2, prints AΛ + ΛAᵀ = B for the projection of the inv metric, which is right only for h = 1; the equation
-    in X = Λᴴ is AX + XA = B with the same A and B.
+    device; entries with a zero denominator give 0. The *derivatives* of the coefficients need not be diagonal:
+    differentiation (to any order, forward or reverse mode) is that of the general equation.
     """
     result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
     return result
+
+
+def weighted_sylvester(M: Tensor, N: Tensor, R_H: Tensor, R_G: Tensor) -> Callable[[Tensor], Tensor]:
+    r"""Return the solver B ↦ X of :math:`M X W_G + W_H X N = B`, given roots :math:`R R^H = W^{-1}` of the weights.
+
+    M and N are Hermitian and not both singular, everything is (…, h, h). With the eigenvalues and eigenvectors of
+    :math:`R_H^H M R_H = Q d Q^H`, :math:`P = R_H Q`, and likewise for N: :math:`X = P (P^H B P' / (d_i + d'_j)) P'^H`.
+    """
+    d, Q = torch.linalg.eigh(R_H.mH @ M @ R_H)
+    e, S = torch.linalg.eigh(R_G.mH @ N @ R_G)
+    left, right, denominator = R_H @ Q, R_G @ S, d.unsqueeze(-1) + e.unsqueeze(-2)
+    return lambda B: left @ ((left.mH @ B @ right) / denominator) @ right.mH

@@ -8,57 +8,53 @@ import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
-from .base import QuotientManifold, TangentSpace, as_shape, check_tensors, standard_normal
+from .base import QuotientManifold, TangentSpace, standard_normal
+from .checks import as_shape, check_dtype, check_tensors, check_vector, fault
 from .gl.geodesic import GeodesicExitError
+from .gl.metrics import METRICS, Motion
 from .linalg import holds
 
 __all__ = ["RescaleQuotient"]
 
 
 class _RescaleTangentSpace(TangentSpace):
-    r"""Horizontal vectors are (u ⊙ B, v ⊙ B): :math:`η_u/u = η_v/v = B`."""
+    r"""Horizontal vectors are (u ⊙ B, v ⊙ B): :math:`η_u/u = η_v/v = B`.
+
+    In units of the point, η/x, every coordinate is a GL(1) pair with the Gram matrices 1, and the metric is (scale ·
+    η/x)² with scale 1 (inv) or |β| (mix).
+    """
+
+    manifold: RescaleQuotient
 
     def __init__(self, manifold: RescaleQuotient, x: Tensor) -> None:
-        self.manifold: RescaleQuotient = manifold
-        self.x = x
-        self.beta = manifold.product(x)
-
-    def _scale(self) -> Tensor:
-        """Write the metric as the sum of (scale · η/x)²: 1 (inv) or |β| (mix)."""
-        return torch.ones_like(self.beta) if self.manifold.metric == "inv" else self.beta.abs()
-
-    def _rate(self, u: Tensor) -> Tensor:
-        """Give B of the horizontal part, the mean of η_u/u and η_v/v."""
-        return (u / self.x).mean(dim=-2)
+        self.manifold, self.x, self.beta = manifold, x, manifold.to_matrix(x)
+        self._metric = METRICS[manifold.metric]
+        self._scale = self.beta.abs().unsqueeze(-2) ** (0.5 - self._metric.scale_exponent)
 
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """Compute Σ scale² (η_u ν_u/u² + η_v ν_v/v²), with scale 1 (inv) or |β| (mix); (…) or (…, 1, 1)."""
-        scale = (self._scale() ** 2).unsqueeze(-2)
         v = u if v is None else v
-        return ((u / self.x) * (v / self.x) * scale).sum(dim=(-2, -1), keepdim=keepdim)
+        return ((u / self.x) * (v / self.x) * self._scale**2).sum(dim=(-2, -1), keepdim=keepdim)
 
     def proju(self, u: Tensor) -> Tensor:
         """Project on (u ⊙ B, v ⊙ B) with B = ½(η_u/u + η_v/v); (…, 2, d)."""
-        return self.x * self._rate(u).unsqueeze(-2)
+        return self.x * (u / self.x).mean(dim=-2, keepdim=True)
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
         """Give the horizontal part of ∇ ⊙ (x/scale)², with scale 1 (inv) or |β| (mix); (…, 2, d)."""
-        return self.proju(u * (self.x / self._scale().unsqueeze(-2)) ** 2)
+        return self.proju(u * (self.x / self._scale) ** 2)
 
     def acceleration(self, u: Tensor) -> Tensor:
         """Give (u ⊙ B², v ⊙ B²) for inv, its negative for mix; (…, 2, d). Any vector: B_u, B_v apart."""
-        b = u / self.x
-        return self.x * b**2 if self.manifold.metric == "inv" else self._mix_acceleration(b)
-
-    def _mix_acceleration(self, b: Tensor) -> Tensor:
-        # G̈ = G Ḣ²/H² − 2 Ġ Ḣ/H for scalars; with a = Ġ/G, b = Ḣ/H: G (b² − 2ab), H (a² − 2ab).
-        other = b.flip(-2)
-        return self.x * (other**2 - 2 * b * other)
+        b = (u / self.x)[..., None, None]
+        one = torch.ones_like(b)
+        a, c = self._metric.equation(Motion(one, b, b**2), Motion(one, b.flip(-4), b.flip(-4) ** 2))
+        return self.x * (a + b * c)[..., 0, 0]
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw B from a Gaussian with unit variance in the metric, ‖η‖² = 2‖scale ⊙ B‖²; (…, 2, d)."""
         draw = standard_normal(tuple(self.beta.shape), self.x, generator)
-        return self.x * (draw / (2**0.5 * self._scale())).unsqueeze(-2)
+        return self.x * (draw.unsqueeze(-2) / (2**0.5 * self._scale))
 
 
 _scaled = QuotientManifold.__scaling__.copy()
@@ -97,7 +93,7 @@ class RescaleQuotient(QuotientManifold):
     >>> from quotient_manifolds import RescaleQuotient
     >>> manifold = RescaleQuotient("inv")
     >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> manifold.product(manifold.expmap(x, x * torch.tensor([0.5, 0.0])))
+    >>> manifold.to_matrix(manifold.expmap(x, x * torch.tensor([0.5, 0.0])))
     tensor([8.1548, 8.0000])
     """
 
@@ -126,23 +122,7 @@ class RescaleQuotient(QuotientManifold):
         return _RescaleTangentSpace(self, x)
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        r"""Follow the geodesic: :math:`x e^B` (inv) or :math:`x \sqrt{1 + 2B}` (mix).
-
-        Parameters
-        ----------
-        x, u : Tensor
-            Point and horizontal vector, (…, 2, d).
-
-        Returns
-        -------
-        Tensor
-            (…, 2, d).
-
-        Raises
-        ------
-        GeodesicExitError
-            mix, if 1 + 2B ≤ 0 somewhere: the geodesic leaves the manifold; ``time`` says when.
-        """
+        r"""Follow the geodesic to :math:`x e^B` (inv) or :math:`x \sqrt{1 + 2B}` (mix); see :meth:`geodesic`."""
         return self.geodesic(x, u, 1.0)[0]
 
     @_scaled(ScalingInfo.NotCompatible)
@@ -154,20 +134,15 @@ class RescaleQuotient(QuotientManifold):
         x, u : Tensor
             Point and horizontal vector, (…, 2, d).
         t : float or Tensor
-            Times of any shape (k…) and sign.
-
-        Returns
-        -------
-        tuple of Tensor
-            Both (k…, …, 2, d).
+            Times of any shape (k…) and sign; both results are (k…, …, 2, d).
 
         Raises
         ------
         GeodesicExitError
-            mix, if 1 + 2Bt ≤ 0 somewhere at a time asked for.
+            mix, if 1 + 2Bt ≤ 0 somewhere at a time asked for; ``time`` says when.
         """
-        self._check_vector(x, u)
-        self.at(x)
+        check_vector(self, x, u)
+        self.tangent_space_at(x)
         B = (u / x).mean(dim=-2, keepdim=True)
         t = torch.as_tensor(t, dtype=x.dtype, device=x.device)
         t = t.reshape(*t.shape, *(1,) * B.dim())
@@ -193,20 +168,7 @@ class RescaleQuotient(QuotientManifold):
     def mean(self, points: Tensor) -> Tensor:
         """Give the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β.
 
-        Parameters
-        ----------
-        points : Tensor
-            (k, …, 2, d); products of one sign.
-
-        Returns
-        -------
-        Tensor
-            (…, 2, d), at the representative of the first point.
-
-        Raises
-        ------
-        ValueError
-            If the products differ in sign.
+        At the representative of the first of the points, (k, …, 2, d), whose products need one sign.
         """
         check_tensors(self, points=points)
         if points.dim() < 3 or len(points) == 0:
@@ -215,10 +177,10 @@ class RescaleQuotient(QuotientManifold):
         return self.expmap(first, self.logmap(first.expand_as(points), points).mean(0))
 
     def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
-        self._check_vector(x, y, "y")
+        check_vector(self, x, y, "y")
         for point in (x, y):
-            self.at(point)  # the checks
-        ratio = self.product(y) / self.product(x)
+            self.tangent_space_at(point)  # the checks
+        ratio = self.to_matrix(y) / self.to_matrix(x)
         if not holds(ratio > 0):
             raise ValueError(
                 f"{self}: no geodesic joins points of shape {tuple(x.shape)} whose products u ⊙ v differ in sign; "
@@ -228,16 +190,6 @@ class RescaleQuotient(QuotientManifold):
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         r"""Give the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
-
-        Parameters
-        ----------
-        x, y : Tensor
-            Points, (…, 2, d).
-
-        Returns
-        -------
-        Tensor
-            (…, 2, d).
 
         Raises
         ------
@@ -251,7 +203,7 @@ class RescaleQuotient(QuotientManifold):
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises as :meth:`logmap`."""
         ratio = self._ratio(x, y)
-        step = ratio.log() if self.metric == "inv" else self.product(y) - self.product(x)
+        step = ratio.log() if self.metric == "inv" else self.to_matrix(y) - self.to_matrix(x)
         result = torch.linalg.vector_norm(step, dim=-1) / 2**0.5  # whose derivative at 0 is 0, not NaN
         return result[..., None, None] if keepdim else result
 
@@ -268,22 +220,22 @@ class RescaleQuotient(QuotientManifold):
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw λ with standard Gaussian entries, (…, d)."""
         self.unpack_tensor(x)  # the checks
-        self._check_dtype_of(x)
+        check_dtype(self, x, False)
         return standard_normal((*x.shape[:-2], x.shape[-1]), x, generator)
 
     def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw α = exp λ, (…, d)."""
         return self.random_algebra(x, generator).exp()
 
-    def product(self, x: Tensor) -> Tensor:
+    def to_matrix(self, x: Tensor) -> Tensor:
         """Compute β = u ⊙ v, (…, d)."""
         self.unpack_tensor(x)  # the checks
         return x[..., 0, :] * x[..., 1, :]
 
     def canonical(self, x: Tensor) -> Tensor:
         """Give the representative with u = √abs(β) and v = sign(β) √abs(β); (…, 2, d)."""
-        self.at(x)
-        beta = self.product(x)
+        self.tangent_space_at(x)
+        beta = self.to_matrix(x)
         root = beta.abs().sqrt()
         return torch.stack([root, root * beta.sign()], dim=-2)
 
@@ -304,11 +256,9 @@ class RescaleQuotient(QuotientManifold):
         return True, None
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
-        ok, reason = self._check_dtype(x)
-        if ok:
-            ok, reason = self._check_finite(x)
-        if not ok or holds(x != 0):
-            return ok, reason
+        reason = fault(self, x, False)
+        if reason is not None or holds(x != 0):
+            return reason is None, reason
         return False, (
             f"{self}: the point of shape {tuple(x.shape)} has zero entries, where the quotient has no metric; drop "
             "these coordinates"

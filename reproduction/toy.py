@@ -112,7 +112,7 @@ def riemannian_hessian_trace(manifold: QuotientManifold, f: Loss, x: Tensor) -> 
     The retraction agrees with the geodesic to second order, and so does this derivative. The quotient of two
     parameters by GL(1) has one dimension, hence one unit direction up to sign.
     """
-    space = manifold.at(x)
+    space = manifold.tangent_space_at(x)
     u = space.proju(x)
     u = u / space.norm(u, keepdim=True)
     acceleration = space.acceleration(u)

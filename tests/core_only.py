@@ -36,7 +36,7 @@ def check_manifolds():
         check_manifold(manifold, x).raise_if_failed()
         point = geoopt.ManifoldParameter(x, manifold=manifold)
         optimizer = geoopt.optim.RiemannianAdam([point], lr=1e-2)
-        manifold.product(point).square().sum().backward()
+        manifold.to_matrix(point).square().sum().backward()
         optimizer.step()
 
 

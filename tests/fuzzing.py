@@ -563,7 +563,7 @@ def manifolds(rng, world):
         for m in dir(manifold)
         if m[0] != "_" and m not in dir(nn.Module) and callable(getattr(manifold, m))
     ]
-    method = pick(rng, [*own, qm.canonical_gauge, qm.from_product, testing.check_manifold])
+    method = pick(rng, [*own, qm.canonical_gauge, qm.from_matrix, testing.check_manifold])
     wanted = inspect.signature(method).parameters.values()
     names = [p.name for p in wanted if (p.name in known and p.default is p.empty) or p.name == "v"]
     if not names:

@@ -12,7 +12,6 @@ PUBLIC = [
     "reproduction.pretrain",
     "reproduction.zoo",
     "quotient_manifolds",
-    "quotient_manifolds.gl.geodesic",
     "quotient_manifolds.optim",
     "quotient_manifolds.symmetries",
     "quotient_manifolds.testing",

@@ -606,7 +606,7 @@ def test_dead_units_of_a_head_count_as_absent(measure):
 def test_mix_reports_when_its_ball_leaves_the_manifold():
     model, batch = networks.vit(), networks.images()
     sigma = min(
-        torch.linalg.svdvals(s.manifold().product(s.gather().detach()))[:, 7].min()
+        torch.linalg.svdvals(s.manifold().to_matrix(s.gather().detach()))[:, 7].min()
         for s in stacks(find_symmetric_pairs(model))
     )
     result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=float(sigma), steps=1)

@@ -1,3 +1,7 @@
+import pkgutil
+import re
+from pathlib import Path
+
 import geoopt
 import numpy as np
 import pytest
@@ -78,7 +82,7 @@ def test_every_operation_is_equivariant(case):
     y = manifold.act(x, A)
     u, v, e = vector(), vector(), vector()
     moved = carry(manifold, u, A)
-    close(manifold.product(y), manifold.product(x))
+    close(manifold.to_matrix(y), manifold.to_matrix(x))
     close(manifold.inner(y, moved, carry(manifold, v, A)), manifold.inner(x, u, v))
     close(manifold.norm(y, moved), manifold.norm(x, u))
     close(manifold.proju(y, moved), carry(manifold, manifold.proju(x, u), A))
@@ -194,7 +198,7 @@ def test_derivatives_where_singular_values_coincide(metric):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_pullback_is_the_derivative_of_the_retraction(metric, dtype):
     manifold = MANIFOLDS[metric](5, 4)
-    space = manifold.at(manifold.random(2, 9, 3, dtype=dtype))
+    space = manifold.tangent_space_at(manifold.random(2, 9, 3, dtype=dtype))
     u = torch.randn(2, 9, 3, dtype=dtype, requires_grad=True)
     P = torch.randn(2, 9, 3, dtype=dtype)
     (expected,) = torch.autograd.grad((P.conj() * space.retr(u)).real.sum(), u)
@@ -206,7 +210,7 @@ def test_pullback_is_the_derivative_of_the_retraction(metric, dtype):
 def test_coordinates_make_the_metric_the_identity(metric, dtype):
     manifold = MANIFOLDS[metric](5, 4)
     x = manifold.random(2, 9, 3, dtype=dtype)
-    space = manifold.at(x)
+    space = manifold.tangent_space_at(x)
     u, e = (torch.randn(2, 9, 3, dtype=dtype) for _ in range(2))
     c = space.coordinates(u)
     close(c.abs().square().sum((-2, -1)), space.inner(u), 1e-10)
@@ -230,8 +234,8 @@ def test_tangent_space_at_a_known_gauge(metric):
 def test_random_vectors_depend_on_the_orbit_alone(case):
     manifold, x, A, _, _ = case
     y = manifold.act(x, A)
-    one = manifold.at(x).random(torch.Generator().manual_seed(3))
-    two = manifold.at(y).random(torch.Generator().manual_seed(3))
+    one = manifold.tangent_space_at(x).random(torch.Generator().manual_seed(3))
+    two = manifold.tangent_space_at(y).random(torch.Generator().manual_seed(3))
     close(two, carry(manifold, one, A))
     assert manifold.check_vector_on_tangent(x, one)
 
@@ -239,7 +243,7 @@ def test_random_vectors_depend_on_the_orbit_alone(case):
 @metrics
 def test_random_vectors_are_standard_gaussian(metric):
     manifold = MANIFOLDS[metric](5, 4)
-    space = manifold.at(manifold.random(9, 2).expand(4000, 9, 2))
+    space = manifold.tangent_space_at(manifold.random(9, 2).expand(4000, 9, 2))
     square = space.inner(space.random(torch.Generator().manual_seed(0)))
     dimension = 9 * 2 - 4
     assert abs(square.mean() - dimension) < 5 * (2 * dimension / 4000) ** 0.5
@@ -249,7 +253,7 @@ def test_random_vectors_are_standard_gaussian(metric):
 def test_canonical_representative(case):
     manifold, x, A, _, _ = case
     c = manifold.canonical(x)
-    close(manifold.product(c), manifold.product(x))
+    close(manifold.to_matrix(c), manifold.to_matrix(x))
     G, H = manifold.unpack_tensor(c)
     M, N = G.mH @ G, H.mH @ H
     close(M, N)
@@ -421,7 +425,7 @@ def test_coordinates_to_points_and_back_at_once(metric, dtype, shape):
 def test_vertical_moment(metric):
     manifold = MANIFOLDS[metric](7, 5)
     x = manifold.random(12, 3)
-    space = manifold.at(x)
+    space = manifold.tangent_space_at(x)
     u, L = torch.randn_like(x), torch.randn(3, 3)
     A = space.gauge.A
     vertical = manifold.vertical(x, space.gauge.A_inv @ L @ A)  # (GΛ, −HΛᴴ) of the canonical representative
@@ -496,7 +500,7 @@ def test_vectors_that_are_not_finite_are_one_error_everywhere(manifold, bad):
     with pytest.raises(TypeError, match="u must be a tensor, got dict"):
         manifold.proju(x, {})
     with pytest.raises(TypeError, match="x must be a tensor, got list"):
-        manifold.product([1.0])
+        manifold.to_matrix([1.0])
 
 
 @pytest.mark.parametrize("manifold", ALL, ids=str)
@@ -505,7 +509,7 @@ def test_vmap_gives_what_a_batch_gives(manifold):
     for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "acceleration"):
         method = getattr(manifold, name)
         assert torch.allclose(torch.func.vmap(method)(x, u), method(x, u)), name
-    for name in ("product", "canonical", "projx"):
+    for name in ("to_matrix", "canonical", "projx"):
         method = getattr(manifold, name)
         assert torch.allclose(torch.func.vmap(method)(x), method(x)), name
     if manifold is not ALL[1]:  # mix follows its geodesics by an adaptive solver
@@ -518,7 +522,7 @@ def test_autocast_does_not_round(manifold):
     u = torch.randn_like(x)
     names = ("inner", "proju", "egrad2rgrad", "retr", "acceleration")
     expected = [getattr(manifold, name)(x, u) for name in names]
-    canonical, product = manifold.canonical(x), manifold.product(x)
+    canonical, product = manifold.canonical(x), manifold.to_matrix(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (u.mT @ x).dtype == torch.bfloat16  # it is on
         for name, value in zip(names, expected, strict=True):
@@ -526,8 +530,10 @@ def test_autocast_does_not_round(manifold):
             assert found.dtype == torch.float32
             assert torch.equal(found, value), name
         assert torch.equal(manifold.canonical(x), canonical)
-        assert torch.equal(manifold.product(x), product)
-        assert torch.equal(manifold.at(x).coordinates(u), manifold.at(x).coordinates(u).float())
+        assert torch.equal(manifold.to_matrix(x), product)
+        assert torch.equal(
+            manifold.tangent_space_at(x).coordinates(u), manifold.tangent_space_at(x).coordinates(u).float()
+        )
 
 
 @pytest.mark.parametrize("manifold", ALL[:2], ids=str)
@@ -570,10 +576,18 @@ def test_a_divergent_run_gets_advice_that_helps():
     optimizer = geoopt.optim.RiemannianSGD([x], lr=1e12)
     for _ in range(20):
         optimizer.zero_grad()
-        (manifold.product(x) - 1).square().sum().backward()
+        (manifold.to_matrix(x) - 1).square().sum().backward()
         try:
             optimizer.step()
         except ValueError as error:
             assert "lower the learning rate" in str(error) or "learning rate is too high" in str(error)  # noqa: PT017
             return
     pytest.fail("it did not diverge")
+
+
+def test_every_formula_stands_where_the_page_says():
+    page = (Path(__file__).parents[1] / "docs" / "math" / "geometry.md").read_text()
+    names = re.findall(r"`(quotient_manifolds\.[\w.]+)`", page)
+    assert len(names) > 12
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None

@@ -18,7 +18,7 @@ def test_logarithm_inverts_the_exponential(name, dtype, shape):
     found = manifold.logmap(x, y)
     torch.testing.assert_close(found, u, rtol=1e-7, atol=1e-8)
     assert manifold.norm(x, found - manifold.proju(x, found)).max() < 1e-10
-    end, target = manifold.product(manifold.expmap(x, found)), manifold.product(y)
+    end, target = manifold.to_matrix(manifold.expmap(x, found)), manifold.to_matrix(y)
     assert (end - target).abs().max() < 1e-8 * target.abs().max()
     torch.testing.assert_close(manifold.dist(x, y), manifold.norm(x, u), rtol=1e-8, atol=0)
     assert manifold.dist(x, y, keepdim=True).shape == (2, 1, 1)
@@ -60,7 +60,7 @@ def test_align_finds_the_nearest_representative(name):
     x = manifold.random(11, 2)
     y = manifold.act(x + 0.2 * torch.randn_like(x), torch.randn(2, 2))
     found = manifold.align(x, y)
-    torch.testing.assert_close(manifold.product(found), manifold.product(y))
+    torch.testing.assert_close(manifold.to_matrix(found), manifold.to_matrix(y))
     value = float(manifold.norm(x, found - x))
 
     def distance(a):
@@ -94,9 +94,9 @@ def test_interpolation_and_means(name):
     t = torch.tensor([0.0, 0.5, 1.0])
     path = manifold.geodesic_between(x, y, t)
     torch.testing.assert_close(path[0], x)
-    torch.testing.assert_close(manifold.product(path[2]), manifold.product(y), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(manifold.to_matrix(path[2]), manifold.to_matrix(y), rtol=1e-8, atol=1e-8)
     middle = manifold.mean(torch.stack([x, y]))
-    torch.testing.assert_close(manifold.product(middle), manifold.product(path[1]), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(manifold.to_matrix(middle), manifold.to_matrix(path[1]), rtol=1e-7, atol=1e-7)
     # Of three points: the sum of logarithms vanishes, whatever the representatives.
     z = manifold.expmap(x, 0.4 * manifold.proju(x, torch.randn_like(x)) * manifold.norm(x, u) / 3)
     points = torch.stack([x, y, z])
@@ -104,9 +104,9 @@ def test_interpolation_and_means(name):
     total = manifold.logmap(mean.expand_as(points), points).sum(0)
     assert manifold.norm(mean, total) < 1e-8
     moved = manifold.mean(torch.stack([manifold.act(p, torch.randn(3, 3)) for p in points]))
-    torch.testing.assert_close(manifold.product(moved), manifold.product(mean), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(manifold.to_matrix(moved), manifold.to_matrix(mean), rtol=1e-7, atol=1e-7)
     # The mean of the factors themselves is another matrix, which depends on the representatives.
-    plain = [manifold.product(torch.stack([x, manifold.act(y, torch.randn(3, 3))]).mean(0)) for _ in range(2)]
+    plain = [manifold.to_matrix(torch.stack([x, manifold.act(y, torch.randn(3, 3))]).mean(0)) for _ in range(2)]
     assert (plain[0] - plain[1]).norm() > 0.1 * plain[0].norm()
 
 
@@ -126,7 +126,7 @@ def test_single_precision_in_single_precision_out(cls):
     mean = manifold.mean(torch.stack([narrow_x, narrow_y]))
     assert mean.dtype == manifold.align(narrow_x, narrow_y).dtype == torch.float32
     middle = manifold.geodesic_between(narrow_x, narrow_y, 0.5)
-    torch.testing.assert_close(manifold.product(mean), manifold.product(middle), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(manifold.to_matrix(mean), manifold.to_matrix(middle), rtol=1e-3, atol=1e-3)
     end, carried = manifold.parallel_transport(narrow_x, u.float(), u.float())
     assert end.dtype == carried.dtype == torch.float32
 

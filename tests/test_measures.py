@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
-from reproduction.runge_kutta import RungeKuttaBlock
+from reproduction.rk4 import RungeKuttaBlock
 from sharpness import MEASURES, Measure, get_measure
 
 from . import networks
 
 #: Blocks of one's own, as ablations have them.
 ADAPTIVE = "reproduction.adaptive_norm:AdaptiveNormBlock"
-ADDITIVE = "reproduction.relaxation:AdditiveBlock"
-RK4 = "reproduction.runge_kutta:RungeKuttaBlock"
+ADDITIVE = "reproduction.additive:AdditiveBlock"
+RK4 = "reproduction.rk4:RungeKuttaBlock"
 FINE, COARSE = f"{__name__}:FineBlock", f"{__name__}:CoarseBlock"
 
 
@@ -202,7 +202,7 @@ def test_relaxation(trained, metric):
 def test_directions_at_the_floor_are_counted(trained):
     model, _, batch = trained
     sigma = [
-        torch.linalg.svdvals(p.manifold().product(p.gather().detach()))[: p.group.h]
+        torch.linalg.svdvals(p.manifold().to_matrix(p.gather().detach()))[: p.group.h]
         for p in find_symmetric_pairs(model)
     ]
     expected = sum(int((s < 0.2 * s[0]).sum()) for s in sigma)

@@ -36,7 +36,7 @@ def loss_of(model, x=X, y=Y):
 
 def products(model):
     found = [p for p in adapter_pairs(model) if p.group is not None]
-    return [p.manifold().product(p.gather().detach()) for p in found]
+    return [p.manifold().to_matrix(p.gather().detach()) for p in found]
 
 
 def apart(one, two):

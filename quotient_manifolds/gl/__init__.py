@@ -9,7 +9,7 @@ vectors are carried there by the (constant) group element, and the result is car
 exact, and it keeps the condition number of the representative out of every inverse.
 """
 
-from .gauge import Gauge, canonical_gauge, from_product
+from .gauge import Gauge, canonical_gauge, from_matrix
 from .geodesic import GeodesicExitError
 from .logarithm import ConvergenceError
 from .manifold import GLQuotientInv, GLQuotientMix
@@ -23,5 +23,5 @@ __all__ = [
     "Gauge",
     "GeodesicExitError",
     "canonical_gauge",
-    "from_product",
+    "from_matrix",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..linalg import holds, own_precision, pack, real_dtype
 
-__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_product"]
+__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix"]
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0
@@ -147,7 +147,7 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
 
 
 @own_precision
-def from_product(X: Tensor, h: int) -> Tensor:
+def from_matrix(X: Tensor, h: int) -> Tensor:
     r"""Give the point whose product is the best approximation of rank h to a matrix.
 
     .. math:: X \approx U Σ V^H, \qquad G = U Σ^{1/2},\; H = V Σ^{1/2}
@@ -155,32 +155,24 @@ def from_product(X: Tensor, h: int) -> Tensor:
     Parameters
     ----------
     X : Tensor
-        (…, n, m), float or complex.
+        (…, n, m), float or complex; its rank is at least h.
     h : int
         Rank, at most min(n, m).
 
     Returns
     -------
     Tensor
-        (…, n + m, h), in canonical gauge up to column phases.
-
-    Raises
-    ------
-    ValueError
-        h out of range, or a matrix of lower rank.
-
-    Notes
-    -----
-    Eckart and Young (1936): no matrix of rank h is nearer in the Frobenius norm.
+        (…, n + m, h), in canonical gauge up to column phases. No matrix of rank h is nearer in the Frobenius norm
+        (Eckart and Young 1936).
 
     Examples
     --------
     Start a LoRA adapter of rank 2 from a change of the full weight:
 
     >>> import torch
-    >>> from quotient_manifolds import GLQuotientMix, from_product
-    >>> x = from_product(torch.diag(torch.tensor([4.0, 1.0, 0.25])), 2)
-    >>> GLQuotientMix(3, 3).product(x).diagonal().abs()
+    >>> from quotient_manifolds import GLQuotientMix, from_matrix
+    >>> x = from_matrix(torch.diag(torch.tensor([4.0, 1.0, 0.25])), 2)
+    >>> GLQuotientMix(3, 3).to_matrix(x).diagonal().abs()
     tensor([4., 1., 0.])
     """
     _check_matrix("X", X)
@@ -206,4 +198,4 @@ def _check_matrix(name: str, X: Tensor) -> None:
 
 def _inverse(s: Tensor) -> Tensor:
     """1/s, and 0 for 0."""
-    return torch.where(s > 0, torch.where(s > 0, s, torch.ones_like(s)).reciprocal(), torch.zeros_like(s))
+    return torch.where(s > 0, 1 / torch.where(s > 0, s, 1), 0)

@@ -6,9 +6,8 @@ orthonormal columns in X and Y, and a tangent vector is
 .. math:: ξ_G = ξ Σ^{1/2},\; ξ_H = η Σ^{1/2} \;\text{(inv)}, \qquad
           ξ_G = ξ Σ^{-1/2},\; ξ_H = η Σ^{-1/2} \;\text{(mix)},
 
-which makes the metric the identity, :math:`\|(ξ, η)\|_F`. The functions below take X, ξ, Y, η, σ. They use that
-:math:`X^H X` is well conditioned, not that it is the identity: with X a differentiable function of the point (and Σ a
-constant scale) their derivatives are exact.
+which makes the metric the identity, :math:`\|(ξ, η)\|_F`. Used is that :math:`X^H X` is well conditioned, not that it
+is the identity: with X a differentiable function of the point (and Σ a constant scale) derivatives are exact.
 
 Along every geodesic G(t) stays in span[X, ξ], so everything happens on 2h × h coefficient matrices. The basis is
 [X, E/s] with :math:`E = ξ - X C`, :math:`C = (X^H X)^{-1} X^H ξ`, Gram matrix
@@ -18,12 +17,13 @@ hence differentiable at ξ = 0 and at vertical ξ. The number s = ‖ξ‖ only 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .coordinates import row_power
 from .geodesic_ode import (
     Reduced,
     State,
@@ -36,8 +36,13 @@ from .geodesic_ode import (
     nonzero,
     unflat_state,
 )
+from .local_metric import LocalMetric
+from .metrics import Metric, Pair
 
-__all__ = ["GeodesicExitError", "exit_time", "inv_geodesic", "mix_geodesic", "rk4"]
+__all__ = ["GeodesicExitError", "Whitened", "exit_time", "geodesic", "raise_on_exit"]
+
+#: Give up after this length of the path in the inv metric.
+_MAX_LENGTH = 1000
 
 
 class GeodesicExitError(ValueError):
@@ -69,10 +74,62 @@ class GeodesicExitError(ValueError):
         self.time, self.times = time, times
 
 
-# -- inv: closed form -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Whitened:
+    """A point and a tangent vector, whitened."""
+
+    metric: Metric
+    X: Tensor
+    xi: Tensor
+    Y: Tensor
+    eta: Tensor
+    sigma: Tensor  # (…, h), descending, 0 for directions that the point lacks
+    present: Tensor
+    lacking: Pair  # what stays put
+
+    @classmethod
+    def of(cls, local: LocalMetric, u: Pair, sigma: Tensor, present: Tensor) -> Whitened:
+        """Whiten, in canonical gauge."""
+        (G, H), still = local.factors, ~present.unsqueeze(-2)
+        inverse, scale = (row_power(sigma, present, -p) for p in (0.5, local.metric.scale_exponent))
+        sigma, lacking = torch.where(present, sigma, 0), (G * still, H * still)
+        return cls(local.metric, G * inverse, u[0] * scale, H * inverse, u[1] * scale, sigma, present, lacking)
+
+    def undo(self, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor) -> tuple[Pair, Pair]:
+        """Give point and velocity, in the canonical gauge of the start."""
+        root, scale = (row_power(self.sigma, self.present, p) for p in (0.5, self.metric.scale_exponent))
+        return (X * root + self.lacking[0], Y * root + self.lacking[1]), (xi * scale, eta * scale)
+
+    def backward(self) -> Whitened:
+        """Turn the vector round."""
+        return replace(self, xi=-self.xi, eta=-self.eta)
+
+    def certainly_inside(self, until: float) -> bool:
+        """Tell whether ρ < σ_h/√2, which keeps the geodesic on the manifold, holds for all items with a margin."""
+        rho = (torch.linalg.matrix_norm(self.xi).square() + torch.linalg.matrix_norm(self.eta).square()).sqrt()
+        lowest = torch.where(self.present, self.sigma, torch.inf).amin(-1)
+        return bool((until * rho.detach() < lowest / 4).all())
 
 
-def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
+def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair, Pair]:
+    """Give points and velocities at times t of any shape (k…), each (k…, …, rows, h), in canonical gauge."""
+    t = as_times(t, start.X)
+    if start.metric.complete:
+        return start.undo(*_inv_geodesic(start.X, start.xi, t), *_inv_geodesic(start.Y, start.eta, t))
+    found = _mix_geodesic(start, t.reshape(-1), relative_tol or _default_tolerance(start.X))
+    return start.undo(*(r.reshape(*t.shape, *r.shape[1:]) for r in found))
+
+
+def exit_time(start: Whitened, until: float = 1.0) -> Tensor:
+    """Give the time in (0, until] at which every geodesic leaves the manifold, inf where it stays; (…)."""
+    with torch.no_grad():
+        if start.metric.complete or start.certainly_inside(until):
+            return torch.full_like(torch.linalg.matrix_norm(start.xi), torch.inf)
+        problem = Reduced.of(frame(start.X, start.xi), frame(start.Y, start.eta), start.sigma)
+        return _follow(problem, start.sigma, as_times(until, start.X), _default_tolerance(start.X))[1]
+
+
+def _inv_geodesic(X: Tensor, xi: Tensor, t: Tensor) -> Pair:
     r"""Follow the geodesic of one factor for the inv metric (the factors decouple).
 
     With :math:`Ω = ξ P^{-1} X^H - X P^{-1} ξ^H`, :math:`P = X^H X` and :math:`W = P^{-1} ξ^H X`
@@ -81,40 +138,12 @@ def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
 
     and :math:`Ω [X, E/s] = [X, E/s] K` with
     :math:`K = \begin{pmatrix} C - W & -P^{-1} E^H E / s \\ s I & 0 \end{pmatrix}`, so one exponential of size 2h and
-    one of size h suffice. The metric is complete: it exists for all t.
-
-    Parameters
-    ----------
-    X, xi : Tensor
-        Factor and tangent vector, (…, n, h); a common right multiplication by an invertible matrix may have been
-        applied (whitening), and the result carries it too.
-    t : float or Tensor
-        Times, of any shape (k…).
-
-    Returns
-    -------
-    tuple of Tensor
-        X(t) and its velocity, (k…, …, n, h); dtype and device of X. Differentiable.
-
-    Notes
-    -----
-    The paper (§5.2) says that neither metric has analytic geodesics; the inv metric has. It is the image of the
-    right-invariant Frobenius metric on GL(n) under taking h columns.
-
-    Examples
-    --------
-    On vectors the metric is :math:`|ξ|^2/|X|^2`, and unit circles are geodesics:
-
-    >>> import math, torch
-    >>> from quotient_manifolds.gl.geodesic import inv_geodesic
-    >>> X, xi = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
-    >>> torch.cat(inv_geodesic(X, xi, math.pi / 3), dim=-1)
-    tensor([[ 0.5000, -0.8660],
-            [ 0.8660,  0.5000]])
+    one of size h suffice. The paper (§5.2) says that neither metric has analytic geodesics; this one is the image of
+    those of the right-invariant Frobenius metric on GL(n) under taking h columns.
     """
     f = frame(X, xi)
     h = X.shape[-1]
-    t = column(as_times(t, X), f.gram)
+    t = column(t, f.gram)
     P, S = f.gram[..., :h, :h], f.gram[..., h:, h:]  # S = EᴴE/s²
     C, s = f.velocity[..., :h, :], f.velocity[..., h:, :]
     W = torch.linalg.solve(P, C.mH @ P)
@@ -122,56 +151,6 @@ def inv_geodesic(X: Tensor, xi: Tensor, t: Any = 1.0) -> tuple[Tensor, Tensor]:
     rotation = torch.linalg.matrix_exp(t * K)
     right = torch.linalg.matrix_exp(t * W)
     return f @ (rotation[..., :h] @ right), f @ (rotation @ f.velocity @ right)
-
-
-def rk4(
-    metric: str, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor, sigma: Tensor, t: Any = 1.0, steps: int = 4
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follow the geodesic by the classical Runge–Kutta method with ``steps`` equal steps.
-
-    Never raises: after an exit the result is not finite or meaningless.
-
-    Parameters
-    ----------
-    metric : {"inv", "mix"}
-    X, xi, Y, eta : Tensor
-        Whitened factors and tangent vectors, (…, n, h) and (…, m, h).
-    sigma : Tensor
-        Scale of the columns, (…, h); only mix uses it.
-    t : float or Tensor
-        Times of any shape (k…), of either sign.
-    steps : int
-        Equal steps for every time.
-
-    Returns
-    -------
-    tuple of Tensor
-        X(t), ξ(t), Y(t), η(t), each (k…, …, rows, h).
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.gl.geodesic import mix_geodesic, rk4
-    >>> one = torch.ones(1, 1)
-    >>> start = one, one, one, one, torch.ones(1)
-    >>> [round(rk4("mix", *start, steps=n)[0].item(), 3) for n in (1, 2, 8)], round(mix_geodesic(*start)[0].item(), 3)
-    ([1.694, 1.729, 1.732], 1.732)
-    """
-    problem = Reduced.of(metric, X, xi, Y, eta, sigma)
-    step = column(as_times(t, X), problem.G.gram) / steps
-
-    def shifted(state: State, slope: State, factor: Any) -> State:
-        return tuple(y + factor * k for y, k in zip(state, slope, strict=True))
-
-    state: State = tuple(torch.broadcast_tensors(y, step)[0] for y in problem.start())
-    for _ in range(steps):
-        k1, _v = problem.derivative(state)
-        k2, _v = problem.derivative(shifted(state, k1, step / 2))
-        k3, _v = problem.derivative(shifted(state, k2, step / 2))
-        k4, _v = problem.derivative(shifted(state, k3, step))
-        total: State = tuple(a + 2 * b + 2 * c + d for a, b, c, d in zip(k1, k2, k3, k4, strict=True))
-        state = shifted(state, total, step / 6)
-    return problem.end(state)
 
 
 @dataclass(frozen=True)
@@ -225,28 +204,20 @@ class _Waypoint:
         )
 
 
-def _follow(
-    problem: Reduced, sigma: Tensor, until: Tensor, tol: float, max_length: int
-) -> tuple[list[_Waypoint], Tensor]:
+def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple[list[_Waypoint], Tensor]:
     r"""Follow mix geodesics until they have passed the time ``until`` or left the manifold.
 
     The independent variable is r with :math:`dr = \sqrt{v^2 + \mathrm{until}^{-2}}\,dt`, v the speed in the *inv*
     metric. That metric is complete: where the rank falls at T, v grows like 1/(T − t), T is approached exponentially
     in r and never crossed, and the batch items advance at equal relative rates whatever their singular values are.
     Every unit of r is one leg, after which the point reached is brought to its own canonical gauge: conditions do not
-    build up.
-
-    Returns
-    -------
-    list of _Waypoint
-    Tensor
-        Exit times (…), inf where there is none.
+    build up. The second result holds the exit times (…), inf where there is none.
     """
     here = _Waypoint.start(problem, sigma)
     h, is_complex = here.L.shape[-1], here.L.is_complex()
 
     def inv_speed(w: _Waypoint) -> Tensor:
-        return problem.scaled(w.sigma).derivative(unflat_state(w.y, h, is_complex))[1].sqrt()
+        return Reduced.of(problem.G, problem.H, w.sigma).derivative(unflat_state(w.y, h, is_complex))[1].sqrt()
 
     with torch.no_grad():
         speed = inv_speed(here)
@@ -254,8 +225,8 @@ def _follow(
     waypoints = [here]
     exit_time = torch.full_like(here.time, torch.inf)
     active = torch.ones_like(exit_time, dtype=torch.bool)
-    for _ in range(max_length):
-        leg, moving = problem.scaled(here.sigma), active.unsqueeze(-1)
+    for _ in range(_MAX_LENGTH):
+        leg, moving = Reduced.of(problem.G, problem.H, here.sigma), active.unsqueeze(-1)
         unit = (slowest + speed).unsqueeze(-1)
 
         def slope(_r: Tensor, y: Tensor, leg: Reduced = leg, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
@@ -279,149 +250,27 @@ def _follow(
             active = active & ~near & (here.time < until)
         if not bool(active.any()):
             return waypoints, exit_time
-    raise RuntimeError(f"mix geodesic: {int(active.sum())} still under way after {max_length} units of inv length")
+    raise RuntimeError(f"mix geodesic: {int(active.sum())} still under way after {_MAX_LENGTH} units of inv length")
 
 
 def _default_tolerance(x: Tensor) -> float:
     return 1e-12 if torch.finfo(x.dtype).bits == 64 else 2e-6
 
 
-def _certainly_inside(xi: Tensor, eta: Tensor, sigma: Tensor, until: float) -> bool:
-    """Tell whether ρ < σ_h/√2, which keeps the geodesic on the manifold, holds for all items with a margin."""
-    rho = (torch.linalg.matrix_norm(xi).square() + torch.linalg.matrix_norm(eta).square()).sqrt()
-    lowest = torch.where(sigma > 0, sigma, torch.inf).amin(-1)
-    return bool((until * rho < lowest / 4).all())
-
-
-def exit_time(
-    X: Tensor,
-    xi: Tensor,
-    Y: Tensor,
-    eta: Tensor,
-    sigma: Tensor,
-    until: float = 1.0,
-    *,
-    tol: float | None = None,
-    max_length: int = 1000,
-) -> Tensor:
-    """Give the time at which every mix geodesic leaves the manifold.
-
-    Parameters
-    ----------
-    X, xi, Y, eta : Tensor
-        Whitened factors and tangent vectors, (…, n, h) and (…, m, h).
-    sigma : Tensor
-        Scale of the columns, (…, h), descending.
-    until : float
-        Look no further than this time, > 0.
-    tol : float, optional
-        Relative tolerance of a step; by default 1e-12 in float64 and 2e-6 in float32.
-    max_length : int
-        Give up after this length of the path in the inv metric.
-
-    Returns
-    -------
-    Tensor
-        (…), in (0, until], inf where the geodesic stays; not differentiable.
-
-    Raises
-    ------
-    RuntimeError
-        A geodesic is longer than ``max_length``.
-
-    Notes
-    -----
-    The metric is not complete: for a scalar pair the product is :math:`β_0 (1 + 2Bt)`, see
-    :class:`~quotient_manifolds.RescaleQuotient`. A geodesic of length ρ stays while ρ < σ_h/√2.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.gl.geodesic import exit_time
-    >>> one = torch.ones(3, 1, 1)
-    >>> velocity = torch.tensor([-1.0, -0.1, 1.0]).reshape(3, 1, 1)
-    >>> exit_time(one, velocity, one, velocity, torch.ones(3, 1))
-    tensor([0.5000,    inf,    inf])
-    """
-    with torch.no_grad():
-        if _certainly_inside(xi, eta, sigma, until):
-            return torch.full_like(torch.linalg.matrix_norm(xi), torch.inf)
-        problem = Reduced.of("mix", X, xi, Y, eta, sigma)
-        return _follow(problem, sigma, as_times(until, X), tol or _default_tolerance(X), max_length)[1]
-
-
-def mix_geodesic(
-    X: Tensor,
-    xi: Tensor,
-    Y: Tensor,
-    eta: Tensor,
-    sigma: Tensor,
-    t: Any = 1.0,
-    *,
-    tol: float | None = None,
-    max_length: int = 1000,
-) -> State:
-    r"""Follow the geodesic of a pair for the mix metric.
-
-    Integrates the equation of :class:`Reduced` with an adaptive Runge–Kutta pair (Dormand–Prince, of order 8 for
-    tolerances below 1e-8, else 5), see :func:`_follow`.
-
-    Parameters
-    ----------
-    X, xi, Y, eta : Tensor
-        Whitened factors and tangent vectors, (…, n, h) and (…, m, h).
-    sigma : Tensor
-        (…, h), the constant scale of the columns, descending; 0 for directions that the point lacks.
-    t : float or Tensor
-        Times of any shape (k…), of either sign.
-    tol : float, optional
-        Relative tolerance of a step, held by every batch item; by default 1e-12 in float64 and 2e-6 in float32.
-    max_length : int
-        Give up after this length of the path in the inv metric.
-
-    Returns
-    -------
-    tuple of Tensor
-        X(t), ξ(t), Y(t), η(t), each (k…, …, rows, h).
-
-    Raises
-    ------
-    GeodesicExitError
-        The rank falls before a time asked for. ``time`` is the first such time of the batch, ``times`` (…) holds them
-        all (inf: none).
-    RuntimeError
-        A geodesic is longer than ``max_length``.
-
-    Notes
-    -----
-    The paper (§5.2) follows this equation to second order only. Where n = m = h and the start is horizontal,
-    X(t) Σ Y(t)ᴴ moves on a straight line.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from quotient_manifolds.gl.geodesic import mix_geodesic
-    >>> one = torch.ones(1, 1)
-    >>> X, _, Y, _ = mix_geodesic(one, one / 2, one, one / 2, torch.ones(1), torch.tensor([0.0, 1.0, 2.0]))
-    >>> (X * Y).flatten()
-    tensor([1.0000, 2.0000, 3.0000])
-    """
-    shape = as_times(t, X).shape
-    t = as_times(t, X).reshape(-1)
+def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> State:
+    """Integrate the equation of :class:`Reduced` to the times t, (k,), of either sign: X(t), ξ(t), Y(t), η(t)."""
     if bool((t < 0).any()):
-        forward = mix_geodesic(X, xi, Y, eta, sigma, t.clamp_min(0), tol=tol, max_length=max_length)
-        back = mix_geodesic(X, -xi, Y, -eta, sigma, (-t).clamp_min(0), tol=tol, max_length=max_length)
+        forward = _mix_geodesic(start, t.clamp_min(0), tol)
+        back = _mix_geodesic(start.backward(), (-t).clamp_min(0), tol)
         negative = column(t, forward[0][0]) < 0
-        pairs = zip((1, -1, 1, -1), back, forward, strict=True)
-        result = tuple(torch.where(negative, sign * b, f) for sign, b, f in pairs)
-        return tuple(r.reshape(*shape, *r.shape[1:]) for r in result)
-    tol = tol or _default_tolerance(X)
-    problem = Reduced.of("mix", X, xi, Y, eta, sigma)
+        signs = (1, -1, 1, -1)
+        return tuple(torch.where(negative, s * b, f) for s, b, f in zip(signs, back, forward, strict=True))
+    problem = Reduced.of(frame(start.X, start.xi), frame(start.Y, start.eta), start.sigma)
     last = t.detach().amax()
-    if _certainly_inside(xi.detach(), eta.detach(), sigma, last.item()):
-        waypoints = [_Waypoint.start(problem, sigma)]
+    if start.certainly_inside(last.item()):
+        waypoints = [_Waypoint.start(problem, start.sigma)]
     else:
-        waypoints, times = _follow(problem, sigma, last, tol, max_length)
+        waypoints, times = _follow(problem, start.sigma, last, tol)
         raise_on_exit(times, last.item())
     # For every time asked for the last way-point before it.
     goal = column(t, waypoints[0].time)
@@ -434,15 +283,13 @@ def mix_geodesic(
         return values.gather(0, i.expand(*index.shape, *values.shape[index.dim() :]))
 
     here = _Waypoint(pick("y"), pick("sigma"), pick("L"), pick("R"), pick("time"))
-    h, is_complex = X.shape[-1], X.is_complex()
-    leg, span = problem.scaled(here.sigma), (goal - here.time).unsqueeze(-1)
+    h, is_complex = start.X.shape[-1], start.X.is_complex()
+    leg, span = Reduced.of(problem.G, problem.H, here.sigma), (goal - here.time).unsqueeze(-1)
 
     def slope(_theta: Tensor, y: Tensor) -> Tensor:
         return flat_state(leg.derivative(unflat_state(y, h, is_complex))[0]) * span
 
-    y = integrate(slope, here.y, 1.0, tol)
-    result = problem.end(here.at_start_gauge(y))
-    return tuple(r.reshape(*shape, *r.shape[1:]) for r in result)
+    return problem.end(here.at_start_gauge(integrate(slope, here.y, 1.0, tol)))
 
 
 def raise_on_exit(times: Tensor, until: float) -> None:

@@ -1,4 +1,4 @@
-r"""The geodesic equations on :math:`2h \times h` coefficients, and their integration.
+r"""The geodesic equation of mix on :math:`2h \times h` coefficients, and their integration.
 
 Notation of :mod:`quotient_manifolds.gl.geodesic`.
 """
@@ -6,7 +6,7 @@ Notation of :mod:`quotient_manifolds.gl.geodesic`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import real_dtype
-from ..linalg import symmetric_part_doubled as sym2
+from .metrics import MIX, Motion
 
 __all__ = [
     "Frame",
@@ -31,11 +31,8 @@ __all__ = [
 ]
 
 
-#: (a, p, b, q), see :class:`Reduced`; a tuple of four tensors.
+#: Four tensors, (a, p, b, q) of :class:`Reduced` or (X, ξ, Y, η) of a geodesic.
 State = tuple[Tensor, ...]
-
-
-# -- the frame in which a factor moves ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,7 @@ class Frame:
 
 def nonzero(size: Tensor) -> Tensor:
     """Use a size as a unit: constant to autograd (results do not depend on it), and 1 where it is zero."""
-    size = size.detach()
-    return torch.where(size > 0, size, torch.ones_like(size))
+    return torch.where(size > 0, size, 1).detach()
 
 
 def block_matrix(rows: list[list[Tensor]]) -> Tensor:
@@ -95,92 +91,64 @@ def column(t: Tensor, like: Tensor) -> Tensor:
     return t.reshape(*t.shape, *(1,) * like.dim())
 
 
-# -- right-hand sides of the geodesic equation on coefficients, shared by the solvers -------------------------------
-
-
 @dataclass(frozen=True)
 class Reduced:
-    r"""The geodesic equation of one pair on coefficients: :math:`G = [X, E/s]\, a\, Σ^{1/2}`, likewise b for H.
+    r"""The geodesic equation of mix on coefficients: :math:`G = [X, E/s]\, a\, Σ^{1/2}`, likewise b for H.
 
-    The velocities p, q are those of the whitened tangent vectors:
-    inv :math:`\dot a = p,\ \dot b = q`; mix :math:`\dot a = p Σ^{-1},\ \dot b = q Σ^{-1}`. With
-    :math:`M = a^H J_G a,\ N = b^H J_H b`, :math:`B_G = a^H J_G p`, :math:`A_G = p^H J_G p`, …
-
-    - inv: :math:`\dot p = p M^{-1} (B_G + B_G^H) - a M^{-1} A_G`, likewise q with N;
-    - mix: :math:`\dot p = [a A_H Σ^{-1} - p (Σ^{-1} B_H^H + B_H Σ^{-1})] N^{-1}`, likewise q with the roles exchanged.
-
-    Written with p Σ^{-1} instead of ȧ no entry is multiplied by a ratio of singular values.
+    The velocities are those of the whitened tangent vectors, :math:`\dot a = p Σ^{-1},\ \dot b = q Σ^{-1}`. With
+    :math:`N = b^H J_H b`, :math:`B_H = b^H J_H q`, :math:`A_H = q^H J_H q` the equation of the metric reads
+    :math:`\dot p = [a A_H Σ^{-1} - p (Σ^{-1} B_H^H + B_H Σ^{-1})] N^{-1}`, likewise q with the roles exchanged: written
+    with p Σ^{-1} instead of ȧ no entry is multiplied by a ratio of singular values.
     """
 
     G: Frame
     H: Frame
-    inverse_sigma: Tensor | None  # (…, h), 0 for directions that the point lacks; None for inv
+    inverse_sigma: Tensor  # (…, 1, h), 0 for directions that the point lacks
 
     @classmethod
-    def of(cls, metric: str, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor, sigma: Tensor) -> Reduced:
-        """Set up the equation of a metric at a point with a vector."""
-        problem = cls(frame(X, xi), frame(Y, eta), None)
-        return problem if metric == "inv" else problem.scaled(sigma)
-
-    def scaled(self, sigma: Tensor) -> Reduced:
-        """Give the same equation (mix) for another scale σ of the columns."""
-        inverse = torch.where(sigma > 0, 1 / torch.where(sigma > 0, sigma, 1), 0.0)
-        return replace(self, inverse_sigma=inverse)
+    def of(cls, G: Frame, H: Frame, sigma: Tensor) -> Reduced:
+        """Set up the equation for the scale σ of the columns, (…, h)."""
+        return cls(G, H, torch.where(sigma > 0, 1 / torch.where(sigma > 0, sigma, 1), 0.0).unsqueeze(-2))
 
     def start(self) -> State:
         """Give the coefficients (a, p, b, q) at t = 0."""
-        a, b = self.G.point, self.H.point
-        if self.inverse_sigma is not None:
-            present = (self.inverse_sigma > 0).unsqueeze(-2)
-            a, b = a * present, b * present
-        return a, self.G.velocity, b, self.H.velocity
+        present = self.inverse_sigma > 0
+        return self.G.point * present, self.G.velocity, self.H.point * present, self.H.velocity
 
-    def _grams(self, f: Frame, a: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give M⁻¹, B, A of one factor."""
+    def _motion(self, f: Frame, a: Tensor, p: Tensor) -> tuple[Motion, Tensor]:
+        """Give the products of one factor as the metric's equation takes them, and A."""
         Ja, Jp = f.gram @ a, f.gram @ p
-        M = a.mH @ Ja
-        if self.inverse_sigma is not None:
-            M = M + torch.diag_embed((self.inverse_sigma == 0).to(M.dtype))
-        return torch.linalg.inv(M), Ja.mH @ p, p.mH @ Jp
+        M, A = a.mH @ Ja, p.mH @ Jp
+        M = M + torch.diag_embed((self.inverse_sigma.squeeze(-2) == 0).to(M.dtype))
+        return Motion(torch.linalg.inv(M), (Ja.mH @ p * self.inverse_sigma).mH, A * self.inverse_sigma), A
 
     def derivative(self, state: State) -> tuple[State, Tensor]:
         """Give the time derivative of (a, p, b, q), and the squared speed (…) in the inv metric."""
         a, p, b, q = state
-        M1, B_G, A_G = self._grams(self.G, a, p)
-        N1, B_H, A_H = self._grams(self.H, b, q)
-        if self.inverse_sigma is None:
-            w = torch.ones_like(M1[..., :1, :].real)
-            dp = p @ (M1 @ sym2(B_G)) - a @ (M1 @ A_G)
-            dq = q @ (N1 @ sym2(B_H)) - b @ (N1 @ A_H)
-        else:
-            w = self.inverse_sigma.unsqueeze(-2)  # ⋅ w is right multiplication by Σ⁻¹
-            dp = a @ ((A_H * w) @ N1) - p @ (sym2(B_H * w) @ N1)
-            dq = b @ ((A_G * w) @ M1) - q @ (sym2(B_G * w) @ M1)
+        w = self.inverse_sigma
+        (G, A_G), (H, A_H) = self._motion(self.G, a, p), self._motion(self.H, b, q)
+        (of_a, of_p), (of_b, of_q) = MIX.equation(G, H), MIX.equation(H, G)
         # Tr(M⁻¹ ȧᴴJȧ) + Tr(N⁻¹ ḃᴴJḃ)
-        speed2 = ((M1.mT * A_G + N1.mT * A_H) * w * w.mT).real.sum((-2, -1))
-        return (p * w, dp, q * w, dq), speed2
+        speed2 = ((G.inverse.mT * A_G + H.inverse.mT * A_H) * w * w.mT).real.sum((-2, -1))
+        return (p * w, a @ of_a + p @ of_p, q * w, b @ of_b + q @ of_q), speed2
 
-    def end(self, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def end(self, state: State) -> State:
         """Give the factors X(t), ξ(t), Y(t), η(t): whitened, as they came in."""
         a, p, b, q = state
         return self.G @ a, self.G @ p, self.H @ b, self.H @ q
 
 
-# -- mix: reduced equation, adaptive solver -------------------------------------------------------------------------
-
-
 def flat_state(state: State) -> Tensor:
-    """Write the coefficients of both factors and their velocities as one real vector, for a solver."""
-    y = torch.cat(torch.broadcast_tensors(*state), dim=-2)
-    y = y.flatten(-2)
+    """Write tensors with equal columns, the batch first, as one real vector for a solver, (…, features)."""
+    y = torch.cat(torch.broadcast_tensors(*state), dim=-2).flatten(-2)
     return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
 
 
-def unflat_state(y: Tensor, h: int, is_complex: bool) -> State:
-    """Invert :func:`flat_state`."""
+def unflat_state(y: Tensor, h: int, is_complex: bool, count: int = 4) -> State:
+    """Invert :func:`flat_state` for so many tensors with h columns."""
     if is_complex:
-        y = torch.complex(*y.unflatten(-1, (y.shape[-1] // 2, 2)).unbind(-1))
-    return y.reshape(*y.shape[:-1], 8 * h, h).split(2 * h, dim=-2)
+        y = torch.complex(*y.unflatten(-1, (-1, 2)).unbind(-1))
+    return y.unflatten(-1, (-1, h)).chunk(count, dim=-2)
 
 
 def _worst_item(error: Tensor) -> Tensor:

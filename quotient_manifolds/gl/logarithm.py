@@ -15,21 +15,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..linalg import real_dtype
+from ..linalg import real_dtype, weighted_sylvester
+from .coordinates import row_power
 from .gauge import Gauge, canonical_gauge
 from .geodesic import GeodesicExitError
 from .geodesic_ode import column
+from .metrics import Pair
 from .tangent import GLTangentSpace
 
-__all__ = ["ConvergenceError", "align", "compressed", "distance", "logmap", "mean"]
+__all__ = ["ConvergenceError", "align", "distance", "logmap", "mean", "restrict_to_span"]
 
 
 class GLManifold(Protocol):
     """What is asked of a GL(h) quotient here: its points' products and tangent spaces, at other row counts too."""
 
-    def at(self, x: Tensor) -> Any: ...
+    def tangent_space_at(self, x: Tensor) -> Any: ...
     def at_gauge(self, gauge: Gauge) -> GLTangentSpace: ...
-    def product(self, x: Tensor) -> Tensor: ...
+    def to_matrix(self, x: Tensor) -> Tensor: ...
     def pack_point(self, *tensors: Tensor) -> Tensor: ...
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
     def row_split(self) -> list[int]: ...
@@ -64,7 +66,9 @@ class ConvergenceError(ArithmeticError):
         self.residual = residual
 
 
-def compressed(manifold: GLManifold, *points: Tensor) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
+def restrict_to_span(
+    manifold: GLManifold, *points: Tensor
+) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
     """Express points in orthonormal bases of the spans of their factors; the last result undoes it.
 
     Geodesics between the points stay in these spans: a reflection that fixes them is an isometry.
@@ -73,31 +77,26 @@ def compressed(manifold: GLManifold, *points: Tensor) -> tuple[GLManifold, list[
     bases = [torch.linalg.qr(torch.cat(torch.broadcast_tensors(*f), dim=-1))[0] for f in factors]
     rows = [Q.shape[-1] for Q in bases]
     small = manifold.resized(*rows)
-    compressed = [
+    restricted = [
         small.pack_point(*(Q.mH @ X for Q, X in zip(bases, x, strict=True))) for x in zip(*factors, strict=True)
     ]
 
     def back(u: Tensor) -> Tensor:
         return manifold.pack_point(*(Q @ X for Q, X in zip(bases, u.split(rows, dim=-2), strict=True)))
 
-    return small, compressed, back
+    return small, restricted, back
 
 
 def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
     r"""Compute the Λ of a Gauss–Newton step of :func:`align` at y = (G, H), in canonical gauge.
 
     Minimises :math:`\|(r_G + GΛ) W^{1/2}\|^2 + \|(r_H - HΛ^H) W^{1/2}\|^2`, r = y − x:
-    :math:`\tilde M \tilde Λ + \tilde Λ \tilde N = W^{-1/2} (W r_H^H H - G^H r_G W) W^{-1/2}` with
-    :math:`\tilde M = W^{-1/2} M W^{-1/2}`, :math:`Λ = W^{-1/2} \tilde Λ W^{-1/2}`.
+    :math:`M Λ W + W Λ N = W r_H^H H - G^H r_G W`.
     """
-    G, H = space.split(y)
-    r_G, r_H = G - space.G, H - space.H
-    w = space.scale(-2 * space.scale_exponent)
-    f = w.rsqrt()
-    c, C = torch.linalg.eigh((G * f).mH @ (G * f))
-    d, D = torch.linalg.eigh((H * f).mH @ (H * f))
-    right = (w.mT * (r_H.mH @ H) - (G.mH @ r_G) * w) * f * f.mT
-    return (C @ ((C.mH @ right @ D) / (c.unsqueeze(-1) + d.unsqueeze(-2))) @ D.mH) * f * f.mT
+    (G, H), (r_G, r_H) = space.split(y), space.split(y - space.x)
+    w = row_power(space.sigma_hat, space.present, -2 * space.metric.scale_exponent)
+    root = torch.diag_embed(w.squeeze(-2).rsqrt()).to(y.dtype)
+    return weighted_sylvester(G.mH @ G, H.mH @ H, root, root)(w.mT * (r_H.mH @ H) - (G.mH @ r_G) * w)
 
 
 def _moved(space: GLTangentSpace, y: Tensor, L: Tensor) -> Tensor:
@@ -133,113 +132,126 @@ def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tup
     return y, size
 
 
-def align(manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-7, max_iter: int = 500) -> Tensor:
+def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Tensor:
     r"""Give the representative of y's orbit nearest to x in the metric at x.
 
     A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Gauss–Newton with step halving; every step is one Sylvester
     equation. It starts from the canonical gauges of both points.
     """
     y = torch.broadcast_to(y, torch.broadcast_shapes(x.shape, y.shape))
-    space = manifold.at(x.expand_as(y))
+    space = manifold.tangent_space_at(x.expand_as(y))
     flat = manifold.at_gauge(space.gauge)
-    result, size = _aligned(flat, _gauge_start(flat, y), tol, max_iter)
-    if bool((size > max(tol, 1e-5)).any()):
-        raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after {max_iter} iterations", size)
+    result, size = _aligned(flat, _gauge_start(flat, y), relative_tol, 500)
+    if bool((size > max(relative_tol, 1e-5)).any()):
+        raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after 500 iterations", size)
     return space.from_gauge(*space.split(result))
 
 
 def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
     """Take y to the representative whose first-order mismatch in both factors is balanced."""
     g = canonical_gauge(*flat.split(y))
+    G, H = flat.split(flat.x)
     # The unitary between the two canonical gauges, from both factors together.
-    P, _, Qh = torch.linalg.svd(g.G.mH @ flat.G + g.H.mH @ flat.H)
+    P, _, Qh = torch.linalg.svd(g.G.mH @ G + g.H.mH @ H)
     rotation = P @ Qh
     return torch.cat([g.G @ rotation, g.H @ rotation], dim=-2)
 
 
-def logmap(
-    manifold: GLManifold, x: Tensor, y: Tensor, *, tol: float = 1e-11, max_iter: int = 200, memory: int = 10
-) -> Tensor:
+#: Of the way that may be missing at the end of a logarithm, and the most shots.
+_RESIDUAL, _SHOTS = 1e-11, 200
+
+
+class _Anderson:
+    """Anderson's acceleration of a fixed-point iteration c ← c + f, over the last ten steps of every batch item."""
+
+    def __init__(self, c: Tensor) -> None:
+        self._real = (lambda v: torch.view_as_real(v).flatten(-3)) if c.is_complex() else (lambda v: v.flatten(-2))
+        self._memory = min(10, self._real(c).shape[-1])
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._history: list[tuple[Tensor, Tensor]] = []
+
+    def step(self, c: Tensor, f: Tensor) -> Tensor:
+        """Give the accelerated step from c, where the plain one is f."""
+        self._history = [*self._history, (c, f)][-self._memory :]
+        if len(self._history) == 1:
+            return f
+        dF = torch.stack([self._real(f - old) for _, old in self._history[:-1]], dim=-1)
+        both = torch.stack([c - old_c + f - old for old_c, old in self._history[:-1]], dim=-1)
+        q, r = torch.linalg.qr(dF)
+        identity = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device)
+        r = r + 1e-14 * torch.linalg.matrix_norm(r)[..., None, None] * identity
+        gamma = torch.linalg.solve_triangular(r, q.mT @ self._real(f).unsqueeze(-1), upper=True).to(c.dtype)
+        return f - (both @ gamma.unsqueeze(-3)).squeeze(-1)
+
+
+def logmap(manifold: GLManifold, x: Tensor, y: Tensor) -> Tensor:
     r"""Give the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
 
     Shooting: from the aligned difference, :math:`u \leftarrow u + P_x(r)`, r the horizontal part of what is missing at
     the end point z = exp_x(u) to the representative of y aligned with z; accelerated by Anderson's method. The result
-    is *a* geodesic; one that is longer than the straight path between the aligned representatives is rejected.
-
-    Raises
-    ------
-    ConvergenceError
-        ``residual`` is :math:`\|z - y\| / \|y - x\|` of the products :math:`G H^H` (‖y − x‖ at least 0.01 ‖y‖).
+    is *a* geodesic; one that is longer than the straight path between the aligned representatives is rejected. The
+    residual is :math:`\|z - y\| / \|y - x\|` of the products :math:`G H^H` (‖y − x‖ at least 0.01 ‖y‖).
     """
     shape = torch.broadcast_shapes(x.shape, y.shape)
-    full = manifold.at(x.expand(shape))
-    manifold, (x, y), back = compressed(manifold, full.gauge.x, y.expand(shape))
-    start = manifold.at(x)
+    full = manifold.tangent_space_at(x.expand(shape))
+    manifold, (x, y), back = restrict_to_span(manifold, full.gauge.x, y.expand(shape))
+    start = manifold.tangent_space_at(x)
     space = manifold.at_gauge(start.gauge)
     y, _ = _aligned(space, _gauge_start(space, y), 1e-3, 50)
-    target = manifold.product(y)
-    size = torch.linalg.matrix_norm(target)
-    size = torch.linalg.matrix_norm(target - manifold.product(x)).clamp(0.01 * size, size)
     straight = _path_length(manifold, space.x, y)
+    best, residual = _shoot(manifold, space, manifold.to_matrix(x), y)
+    length = best.abs().square().sum((-2, -1)).sqrt()
+    if bool((length > straight * 1.001 + 1e-6).any()):
+        raise ConvergenceError("logmap: found a geodesic longer than the straight path; not the shortest", residual)
+    u = start.from_gauge(*space.split(space.from_coordinates(best)))
+    return full.from_gauge(*full.split(back(u)))
+
+
+def _shoot(manifold: GLManifold, space: GLTangentSpace, origin: Tensor, y: Tensor) -> Pair:
+    """Give coordinates and residual of the vector at ``space``, of product ``origin``, that leads to the aligned y."""
+    target = manifold.to_matrix(y)
+    size = torch.linalg.matrix_norm(target)
+    size = torch.linalg.matrix_norm(target - origin).clamp(0.01 * size, size)
     c = space.coordinates(space.proju(y - space.x))
-    real = (lambda v: torch.view_as_real(v).flatten(-3)) if c.is_complex() else (lambda v: v.flatten(-2))
-    history: list[tuple[Tensor, Tensor]] = []
+    anderson = _Anderson(c)
     best, best_residual, stalled = c, torch.full_like(size, torch.inf), 0
-    for _ in range(max_iter):
+    for _ in range(_SHOTS):
         if stalled >= 15:
             break
         stalled += 1
         try:
             z = space.expmap(space.from_coordinates(c))
-            there = manifold.at(z)
+            there = manifold.tangent_space_at(z)
         except GeodesicExitError as error:
             times = torch.full_like(size, error.time) if error.times is None else error.times
-            keep = torch.where(times.isfinite(), 0.8 * times, torch.ones_like(times))
-            c, history = c * keep[..., None, None], []
+            c = c * torch.where(times.isfinite(), 0.8 * times, torch.ones_like(times))[..., None, None]
+            anderson.forget()
             continue
         except (ValueError, RuntimeError):  # not a point, not finite, no end
             break
-        residual = torch.linalg.matrix_norm(manifold.product(z) - target) / size
+        residual = torch.linalg.matrix_norm(manifold.to_matrix(z) - target) / size
         improved = residual < best_residual
-        if bool((improved & (best_residual > tol)).any()):
+        if bool((improved & (best_residual > _RESIDUAL)).any()):
             stalled = 0
         best = torch.where(improved[..., None, None], c, best)
         best_residual = torch.where(improved, residual, best_residual)
-        if bool((best_residual <= tol).all()):
+        if bool((best_residual <= _RESIDUAL).all()):
             break
         flat = manifold.at_gauge(there.gauge)
-        moved = torch.cat(there.to_gauge(y), -2)
-        moved, _ = _aligned(flat, moved, 1e-12, 3)
+        moved, _ = _aligned(flat, torch.cat(there.to_gauge(y), -2), 1e-12, 3)
         y = there.from_gauge(*flat.split(moved))
         missing = there.from_gauge(*flat.split(flat.proju(moved - flat.x)))
-        f = space.coordinates(space.proju(missing))
-        history = [*history, (c, f)][-min(memory, real(f).shape[-1]) :]
-        step = f
-        if len(history) > 1:
-            dF = torch.stack([real(f - old) for _, old in history[:-1]], dim=-1)
-            dC = torch.stack([c - old for old, _ in history[:-1]], dim=-1)
-            dFull = dC + torch.stack([f - old for _, old in history[:-1]], dim=-1)
-            q, r = torch.linalg.qr(dF)
-            r = r + 1e-14 * torch.linalg.matrix_norm(r)[..., None, None] * torch.eye(
-                r.shape[-1], dtype=r.dtype, device=r.device
-            )
-            gamma = torch.linalg.solve_triangular(r, q.mT @ real(f).unsqueeze(-1), upper=True).to(c.dtype)
-            step = f - (dFull @ gamma.unsqueeze(-3)).squeeze(-1)
-        limit = (best_residual > tol)[..., None, None]
-        c = torch.where(limit, c + step, c)
-        c = space.project_coordinates(c)
-    if bool((best_residual > 10 * tol).any()):
+        step = anderson.step(c, space.coordinates(space.proju(missing)))
+        c = space.project_coordinates(torch.where((best_residual > _RESIDUAL)[..., None, None], c + step, c))
+    if bool((best_residual > 10 * _RESIDUAL).any()):
         worst = best_residual.max().item()
         raise ConvergenceError(
             f"logmap: {worst:.1e} of the way is missing; the points are too far apart", best_residual
         )
-    length = best.abs().square().sum((-2, -1)).sqrt()
-    if bool((length > straight * 1.001 + 1e-6).any()):
-        raise ConvergenceError(
-            "logmap: found a geodesic longer than the straight path; not the shortest", best_residual
-        )
-    u = start.from_gauge(*space.split(space.from_coordinates(best)))
-    return full.from_gauge(*full.split(back(u)))
+    return best, best_residual
 
 
 class _Distance(torch.autograd.Function):
@@ -248,13 +260,13 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, manifold: GLManifold, x: Tensor, y: Tensor) -> Tensor:
         u = logmap(manifold, x, y)
-        space = manifold.at(x)
+        space = manifold.tangent_space_at(x)
         d = space.norm(u)
         if any(ctx.needs_input_grad):
             end, velocity = space.geodesic(u)
             apart = d > 1e-10 * space.norm(x)  # else rounding, of which no direction is worth anything
             unit = torch.where(apart, 1 / d, torch.zeros_like(d))[..., None, None]
-            P, R = space.split(manifold.at(end).to_covector(velocity * unit))
+            P, R = space.split(manifold.tangent_space_at(end).to_covector(velocity * unit))
             # From the end of the geodesic to y, on its orbit: y_G = end_G B, y_H = end_H B⁻ᴴ.
             B = torch.linalg.lstsq(space.split(end)[0], space.split(y)[0]).solution
             at_y = manifold.pack_point(torch.linalg.solve(B.mH, P, left=False), R @ B)
@@ -280,18 +292,18 @@ def _path_length(manifold: GLManifold, x: Tensor, y: Tensor, nodes: int = 12) ->
     rule = np.polynomial.legendre.leggauss(nodes)
     points, weights = (torch.as_tensor(a, dtype=real_dtype(x.dtype), device=x.device) for a in rule)
     path = x + column((points + 1) / 2, x) * (y - x)
-    space = manifold.at(path)
+    space = manifold.tangent_space_at(path)
     return (column(weights / 2, x[..., 0, 0]) * space.norm(space.proju((y - x).expand_as(path)))).sum(0)
 
 
-def mean(manifold: GLManifold, points: Tensor, *, tol: float = 1e-10, max_iter: int = 50) -> Tensor:
+def mean(manifold: GLManifold, points: Tensor) -> Tensor:
     """Give the Fréchet mean over the first dimension: m ← exp_m(mean of log_m(points)), started from the first."""
-    m = points[0]
-    for _ in range(max_iter):
+    m, steps = points[0], 50
+    for _ in range(steps):
         u = logmap(manifold, m.expand_as(points), points).mean(0)
-        space = manifold.at(m)
+        space = manifold.tangent_space_at(m)
         size = space.norm(u)
-        if bool((size <= tol).all()):
+        if bool((size <= 1e-10).all()):
             return m
         m = space.expmap(u)
-    raise ConvergenceError(f"mean: gradient of {size.max().item():.1e} after {max_iter} steps", size)
+    raise ConvergenceError(f"mean: gradient of {size.max().item():.1e} after {steps} steps", size)

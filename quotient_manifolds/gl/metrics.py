@@ -1,98 +1,122 @@
 r"""The two metrics of the GL(h) quotient: every formula in which they differ, once.
 
-Notation of :mod:`quotient_manifolds.gl`. A metric is its weights, the vertical part of a vector, and the geodesic
-equation with its adjoint, all at the canonical representative, where the Gram matrices are diagonal.
+Notation of :mod:`quotient_manifolds.gl`. A formula is written for one factor, ``own``, beside the ``other`` one, whose
+own formula is the same with the two exchanged. Everything is a function of h × h matrices.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
 from torch import Tensor
 
-from ..linalg import sylvester
 from ..linalg import symmetric_part_doubled as sym2
-from .tangent import GLTangentSpace, Products
 
-__all__ = ["InvTangentSpace", "MixTangentSpace"]
+__all__ = ["INV", "METRICS", "MIX", "Gram", "Metric", "Motion", "Pair", "Pull"]
+
+#: One tensor for each of the two factors.
+Pair = tuple[Tensor, Tensor]
 
 
-class InvTangentSpace(GLTangentSpace):
-    r"""The horizontal space of the inv metric.
+class Gram(NamedTuple):
+    """The Gram matrix of a factor; as the metric sees it, floored; and the inverse of that."""
 
-    .. math:: W_G = M^{-1},\; W_H = N^{-1}, \qquad
-              MN\,Λ^H + Λ^H MN = M H^H ξ_H - ξ_G^H G N, \qquad
-              \mathrm{grad} = (\nabla_G M, \nabla_H N),
-    .. math:: \ddot G = \dot G M^{-1} (\dot G^H G + G^H \dot G) - G M^{-1} \dot G^H \dot G
-              \quad\text{(H likewise with N)}
+    exact: Tensor
+    floored: Tensor
+    inverse: Tensor
 
-    Notes
-    -----
-    Paper, §5.2 and App. B. The paper prints AΛ + ΛAᵀ = B, which is right only for h = 1.
+
+class Motion(NamedTuple):
+    """The products of a factor X, floored inverse Gram matrix ``inverse``, that moves with velocity v."""
+
+    inverse: Tensor
+    vX: Tensor  # vᴴX
+    vv: Tensor  # vᴴv
+
+
+class Pull(NamedTuple):
+    """The products of such a factor with a covector p, which an adjoint takes; vᴴv, a large product, is not needed."""
+
+    inverse: Tensor
+    vX: Tensor
+    pX: Tensor  # pᴴX
+    pv: Tensor  # pᴴv
+
+
+class Metric(ABC):
+    r"""A metric :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ζ_G + W_H ξ_H^H ζ_H)`."""
+
+    name: ClassVar[str]
+    #: p of the column scale σ̂^p that makes the metric the identity in canonical gauge.
+    scale_exponent: ClassVar[float]
+    #: Whether all geodesics exist for all times. Those of inv do, in closed form.
+    complete: ClassVar[bool]
+
+    @abstractmethod
+    def weight(self, own: Gram, other: Gram) -> Tensor:
+        """Give W of the factor."""
+
+    @abstractmethod
+    def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
+        """Give W⁻¹ of the factor: a covector P is represented by the vector P W⁻¹."""
+
+    @abstractmethod
+    def equation(self, own: Motion, other: Motion) -> Pair:
+        """State the geodesic equation: (a, b) with Ẍ = X a + Ẋ b."""
+
+    @abstractmethod
+    def adjoint(self, own: Pull, other: Pull) -> tuple[Tensor, Tensor, Tensor]:
+        """Give (e, a, b): the factor's part of (D equation)ᴴ(P, Q) is P e + X a + Ẋ b.
+
+        By hand: only so do the pull-back and the projection that follows it come down to one sum of three products of
+        the size of the weights. Automatic differentiation would take eight.
+        """
+
+
+class _Inv(Metric):
+    r"""Paper, §5.2 and App. B; the factors do not meet.
+
+    .. math:: W_G = M^{-1}, \qquad \mathrm{grad}_G = \nabla_G M, \qquad
+              \ddot G = \dot G M^{-1} (\dot G^H G + G^H \dot G) - G M^{-1} \dot G^H \dot G
     """
 
-    metric = "inv"
-    scale_exponent = 0.5
+    name, scale_exponent, complete = "inv", 0.5, True
 
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        return self.M_inv, self.N_inv
+    def weight(self, own: Gram, other: Gram) -> Tensor:
+        return own.inverse
 
-    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
-        return self.M_hat, self.N_hat
+    def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
+        return own.floored
 
-    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
-        # (M̂N) X + X (MN̂) = M̂ Hᴴ ξ_H − ξ_Gᴴ G N̂ with X = Λᴴ
-        B = self.M_hat @ H_eta - G_xi.mH @ self.N_hat
-        return sylvester(self.M_hat @ self.N, self.M @ self.N_hat, B).mH
+    def equation(self, own: Motion, other: Motion) -> Pair:
+        return -own.inverse @ own.vv, own.inverse @ sym2(own.vX)
 
-    def _acceleration_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def one(s: Products, gram_inv: Tensor) -> tuple[Tensor, Tensor]:
-            return -gram_inv @ s.vv, gram_inv @ sym2(s.vX)
-
-        return one(G, self.M_inv), one(H, self.N_inv)
-
-    def _adjoint_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        def one(s: Products, gram_inv: Tensor) -> tuple[Tensor, ...]:
-            return sym2(s.vX) @ gram_inv, sym2(s.pv @ gram_inv), -sym2(s.pX @ gram_inv)
-
-        return one(G, self.M_inv), one(H, self.N_inv)
+    def adjoint(self, own: Pull, other: Pull) -> tuple[Tensor, Tensor, Tensor]:
+        return sym2(own.vX) @ own.inverse, sym2(own.pv @ own.inverse), -sym2(own.pX @ own.inverse)
 
 
-class MixTangentSpace(GLTangentSpace):
-    r"""The horizontal space of the mix metric.
+class _Mix(Metric):
+    r"""Paper, §5.2 and Eq. 12; each factor weighs the other.
 
-    .. math:: W_G = N,\; W_H = M, \qquad
-              Λ = \tfrac12 \big( ξ_H^H H N^{-1} - M^{-1} G^H ξ_G \big), \qquad
-              \mathrm{grad} = (\nabla_G N^{-1}, \nabla_H M^{-1}),
-    .. math:: \ddot G = \big[ G \dot H^H \dot H - \dot G (\dot H^H H + H^H \dot H) \big] N^{-1}
-              \quad\text{(H likewise with M)}
-
-    Notes
-    -----
-    Paper, §5.2 and Eq. 12.
+    .. math:: W_G = N, \qquad \mathrm{grad}_G = \nabla_G N^{-1}, \qquad
+              \ddot G = \big[ G \dot H^H \dot H - \dot G (\dot H^H H + H^H \dot H) \big] N^{-1}
     """
 
-    metric = "mix"
-    scale_exponent = -0.5
+    name, scale_exponent, complete = "mix", -0.5, False
 
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        return self.N_hat, self.M_hat
+    def weight(self, own: Gram, other: Gram) -> Tensor:
+        return other.floored
 
-    def _inverse_weights(self) -> tuple[Tensor, Tensor]:
-        return self.N_inv, self.M_inv
+    def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
+        return other.inverse
 
-    def _vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
-        # MΛN̂ + M̂ΛN = M̂ ξ_Hᴴ H − Gᴴ ξ_G N̂, divided by M̂ on the left and N̂ on the right.
-        B = H_eta.mH @ self.N_inv - self.M_inv @ G_xi
-        return sylvester(self.M_inv @ self.M, self.N @ self.N_inv, B)
+    def equation(self, own: Motion, other: Motion) -> Pair:
+        return other.vv @ other.inverse, -sym2(other.vX) @ other.inverse
 
-    def _acceleration_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def one(other: Products, gram_inv: Tensor) -> tuple[Tensor, Tensor]:
-            return other.vv @ gram_inv, -sym2(other.vX) @ gram_inv
+    def adjoint(self, own: Pull, other: Pull) -> tuple[Tensor, Tensor, Tensor]:
+        return -other.inverse @ sym2(other.vX), -sym2(own.inverse @ other.pv), sym2(own.inverse @ other.pX)
 
-        return one(H, self.N_inv), one(G, self.M_inv)
 
-    def _adjoint_matrices(self, G: Products, H: Products) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        def one(other: Products, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
-            # i is the inverse Gram matrix of the other factor, j that of the factor itself.
-            return -i @ sym2(other.vX), -sym2(j @ other.pv), sym2(j @ other.pX)
-
-        return one(H, self.N_inv, self.M_inv), one(G, self.M_inv, self.N_inv)
+INV, MIX = _Inv(), _Mix()
+METRICS: dict[str, Metric] = {m.name: m for m in (INV, MIX)}

@@ -2,88 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.func import jvp
 
-from ..linalg import pack
+from ..linalg import pack, weighted_sylvester
 from ..linalg import symmetric_part_doubled as sym2
 from .geodesic import raise_on_exit
-from .geodesic_ode import integrate
-from .logarithm import GLManifold, compressed
+from .geodesic_ode import flat_state, integrate, unflat_state
+from .local_metric import LocalMetric
+from .logarithm import GLManifold, restrict_to_span
+from .metrics import Gram, Metric, Pair
 from .tangent import GLTangentSpace
 
 __all__ = ["parallel_transport"]
 
 
-def _acceleration(metric: str, G: Tensor, H: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the geodesic acceleration in any gauge, of any ambient velocity."""
-
-    def one(X: Tensor, v: Tensor, Y: Tensor, w: Tensor) -> Tensor:
-        if metric == "inv":
-            M = X.mH @ X
-            return v @ torch.linalg.solve(M, sym2(X.mH @ v)) - X @ torch.linalg.solve(M, v.mH @ v)
-        return torch.linalg.solve(Y.mH @ Y, X @ (w.mH @ w) - v @ sym2(Y.mH @ w), left=False)
-
-    return one(G, p, H, q), one(H, q, G, p)
+def _local(metric: Metric, X: Pair, M: Tensor, N: Tensor) -> LocalMetric:
+    return LocalMetric(metric, X, (Gram(M, M, torch.linalg.inv(M)), Gram(N, N, torch.linalg.inv(N))))
 
 
-def parallel_transport(
-    manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor, *, tol: float = 1e-11
-) -> tuple[Tensor, Tensor]:
-    r"""Transport v along the geodesic with velocity u, for unit time, with the connection of the quotient.
+def _derivatives(metric: Metric, x: Pair, u: Pair, v: Pair) -> tuple[Pair, Pair]:
+    r"""Give (ẍ, v̇) at x, where u = ẋ: :math:`\dot v = -Γ(\dot x, v) + (GΛ, -HΛ^H)`, Γ that of the total space.
 
-    For horizontal lifts: :math:`\dot v = -Γ(\dot x, v) + (GΛ, -HΛ^H)`, Γ that of the total space, and Λ such that v
-    stays horizontal: the derivative of the horizontality condition :math:`c(x, v) = 0` vanishes,
-
-    - mix :math:`c = G^H v_G N - M v_H^H H`: :math:`2 M Λ N = -\dot c_0`;
-    - inv :math:`c = v_G^H G N - M H^H v_H`: :math:`Λ^H M N + M N Λ^H = -\dot c_0`,
-
-    with ċ₀ the derivative for Λ = 0. Returns the end point and the transported vector.
+    Λ is such that v stays horizontal: the derivative of :math:`S = G^H v_G W_G - W_H v_H^H H` vanishes, that is
+    :math:`M Λ W_G + W_H Λ N = -\dot S_0`, with Ṡ₀ the derivative for Λ = 0.
     """
-    metric = space.metric
+    (G, H), (p, q), (a, b) = x, u, v
+    M, N = G.mH @ G, H.mH @ H
+    here = _local(metric, x, M, N)
+    plus, minus = here.acceleration((p + a, q + b)), here.acceleration((p - a, q - b))
+    da, db = (plus[0] - minus[0]) / 4, (plus[1] - minus[1]) / 4  # −Γ(ẋ, v), by polarisation
+
+    def moment(M: Tensor, N: Tensor, K: Tensor, J: Tensor) -> Tensor:
+        W_G, W_H = _local(metric, x, M, N).weights()
+        return K @ W_G - W_H @ J
+
+    changes = sym2(G.mH @ p), sym2(H.mH @ q), p.mH @ a + G.mH @ da, db.mH @ H + b.mH @ q
+    dS = jvp(moment, (M, N, G.mH @ a, b.mH @ H), changes)[1]
+    V_G, V_H = here.inverse_weights()
+    L = weighted_sylvester(M, N, torch.linalg.cholesky(V_H), torch.linalg.cholesky(V_G))(-dS)
+    return here.acceleration(u), (da + G @ L, db - H @ L.mH)
+
+
+def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Transport v along the geodesic with velocity u, for unit time; end point and transported vector."""
     raise_on_exit(space.exit_time(u), 1.0)
     shape = torch.broadcast_shapes(space.x.shape, u.shape, v.shape)
-    base = space.gauge.x
-    parts = [base, pack(*space.to_gauge(u)), pack(*space.to_gauge(v))]
-    small, parts, back = compressed(manifold, *(a.expand(shape) for a in parts))
+    parts = (space.gauge.x, pack(*space.to_gauge(u)), pack(*space.to_gauge(v)))
+    small, restricted, back = restrict_to_span(manifold, *(a.expand(shape) for a in parts))
     # Columns of unit size for the error control.
-    root = space.gauge.sigma.sqrt().unsqueeze(-2)
-    scale = torch.stack([root, *(2 * (root if metric == "inv" else 1 / root,))], 0)
-    y = torch.stack(parts) / scale
-    is_complex = y.is_complex()
+    sigma = space.gauge.sigma.unsqueeze(-2)
+    scale = (sigma**0.5, *(2 * (sigma**space.metric.scale_exponent,)))
 
-    def derivative(y: Tensor) -> Tensor:
-        (G, p, a), (H, q, b) = (k.unbind(0) for k in (y * scale).split(small.row_split(), dim=-2))
-        dp, dq = _acceleration(metric, G, H, p, q)
-        plus, minus = (_acceleration(metric, G, H, p + k * a, q + k * b) for k in (1, -1))
-        da, db = (plus[0] - minus[0]) / 4, (plus[1] - minus[1]) / 4  # −Γ(ẋ, v), by polarisation
-        M, N, dM, dN = G.mH @ G, H.mH @ H, sym2(G.mH @ p), sym2(H.mH @ q)
-        if metric == "mix":
-            K, J = G.mH @ a, b.mH @ H
-            dK, dJ = p.mH @ a + G.mH @ da, db.mH @ H + b.mH @ q
-            dc = dK @ N + K @ dN - dM @ J - M @ dJ
-            L = -torch.linalg.solve(N, torch.linalg.solve(M, dc), left=False) / 2
-        else:
-            K, J = a.mH @ G, H.mH @ b
-            dK, dJ = da.mH @ G + a.mH @ p, q.mH @ b + H.mH @ db
-            dc = dK @ N + K @ dN - dM @ J - M @ dJ
-            R = torch.linalg.cholesky(M)  # M N = R (Rᴴ N R) R⁻¹
-            s, W = torch.linalg.eigh(R.mH @ N @ R)
-            T = W.mH @ torch.linalg.solve(R, dc @ R) @ W / (s.unsqueeze(-1) + s.unsqueeze(-2))
-            L = -(torch.linalg.solve(R, R @ W @ T @ W.mH, left=False)).mH
-        da, db = da + G @ L, db - H @ L.mH
-        return torch.stack([torch.cat(k, -2) for k in ((p, q), (dp, dq), (da, db))]) / scale
+    def flat(state: Iterable[Tensor]) -> Tensor:
+        return flat_state(tuple(k / s for k, s in zip(state, scale, strict=True)))
 
-    # The batch first, for the norm that looks at the worst item.
-    def flat(y: Tensor) -> Tensor:
-        y = y.movedim(0, -3).flatten(-3)
-        return torch.view_as_real(y).flatten(-2) if is_complex else y
+    def unflat(y: Tensor) -> list[Tensor]:
+        state = unflat_state(y, shape[-1], restricted[0].is_complex(), 3)
+        return [k * s for k, s in zip(state, scale, strict=True)]
 
-    def unflat(y: Tensor) -> Tensor:
-        if is_complex:
-            y = torch.complex(*y.reshape(*y.shape[:-1], -1, 2).unbind(-1))
-        return y.reshape(*y.shape[:-1], 3, -1, shape[-1]).movedim(-3, 0)
+    def derivative(_t: Tensor, y: Tensor) -> Tensor:
+        x, velocity, w = unflat(y)
+        ends = _derivatives(space.metric, *(k.split(small.row_split(), dim=-2) for k in (x, velocity, w)))
+        return flat((velocity, *(torch.cat(k, dim=-2) for k in ends)))
 
-    end = unflat(integrate(lambda _t, y: flat(derivative(unflat(y))), flat(y), 1.0, tol)) * scale
+    end = unflat(integrate(derivative, flat(restricted), 1.0, 1e-11))
     x1, v1 = (space.from_gauge(*space.split(back(k))) for k in (end[0], end[2]))
     return x1, v1

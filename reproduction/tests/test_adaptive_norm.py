@@ -14,7 +14,7 @@ def test_projection_against_least_squares(cls, dtype):
     torch.manual_seed(0)
     manifold = cls(4, 3)
     x = manifold.random(7, 2, dtype=dtype)
-    frame = AdaptiveNorm(manifold.at(x))
+    frame = AdaptiveNorm(manifold.tangent_space_at(x))
     size = to_real(x).numel()
     horizontal = torch.stack([to_real(manifold.proju(x, from_real(e, x))) for e in torch.eye(size)])
     basis = torch.linalg.svd(horizontal / to_real(x))  # rows: coordinates of horizontal vectors
@@ -35,7 +35,7 @@ def test_random_vectors_and_zero_weights():
     manifold = GLQuotientInv(5, 4)
     x = manifold.random(3, 9, 2)
     x[:, 1, 0] = 0
-    frame = AdaptiveNorm(manifold.at(x))
+    frame = AdaptiveNorm(manifold.tangent_space_at(x))
     u = frame.random(torch.Generator().manual_seed(0))
     torch.testing.assert_close(manifold.proju(x, u), u, rtol=1e-7, atol=1e-7)
     assert (u[:, 1, 0] == 0).all()

@@ -24,7 +24,7 @@ def test_gather_and_scatter_are_inverse_and_differentiable():
         s.scatter_(x)
         for p, one in zip(s.pairs, x, strict=True):
             torch.testing.assert_close(p.gather(), one)
-            assert p.manifold("mix").product(one).shape == (p.n, p.m)
+            assert p.manifold("mix").to_matrix(one).shape == (p.n, p.m)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     # The gradient of a stack is the stack of gradients.

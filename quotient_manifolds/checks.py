@@ -1,0 +1,118 @@
+"""Checks of what manifolds are given: one sentence that names the shape, and the fix."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .linalg import holds
+
+__all__ = [
+    "as_count",
+    "as_shape",
+    "check_dtype",
+    "check_same",
+    "check_square",
+    "check_tensors",
+    "check_vector",
+    "fault",
+]
+
+_REAL_DTYPES = (torch.float32, torch.float64)
+_COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+
+
+def check_tensors(who: object, **arguments: Any) -> None:
+    """Raise for an argument that is no tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
+
+
+def as_count(name: str, value: Any, who: str) -> int:
+    """Check a number of rows: a positive integer, of Python or numpy."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 1:
+        raise ValueError(f"{who}: {name} must be a positive integer, got {value!r}")
+    return number
+
+
+def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """Accept a shape as one tuple or as separate numbers, as torch does."""
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
+    if not all(isinstance(s, int) and not isinstance(s, bool) for s in size):
+        raise TypeError(f"a size must be one or several whole numbers, got {size!r}")
+    return size
+
+
+def dtype_fault(who: object, x: Tensor, allow_complex: bool = True) -> str | None:
+    """Say what is wrong with the dtype of a point, if anything."""
+    allowed = _REAL_DTYPES + (_COMPLEX_DTYPES if allow_complex else ())
+    if x.dtype in allowed:
+        return None
+    names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+    return (
+        f"{who}: a point of shape {tuple(x.shape)} has dtype {str(x.dtype).removeprefix('torch.')}, which has no "
+        f"linear algebra here; convert it to one of {names}"
+    )
+
+
+def fault(who: object, x: Tensor, allow_complex: bool = True) -> str | None:
+    """Say what is wrong with the dtype or the entries of a point, if anything."""
+    reason = dtype_fault(who, x, allow_complex)
+    if reason is not None or holds(x.isfinite()):
+        return reason
+    return (
+        f"{who}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the learning "
+        "rate is too high"
+    )
+
+
+def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:
+    """Raise for a dtype without linear algebra."""
+    reason = dtype_fault(who, x, allow_complex)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def check_same(who: object, x: Tensor, u: Tensor, x_name: str, u_name: str) -> None:
+    """Raise for tensors of different dtype or device."""
+    for what in ("dtype", "device"):
+        a, b = getattr(x, what), getattr(u, what)
+        if a != b:
+            raise ValueError(
+                f"{who}: {x_name} of shape {tuple(x.shape)} has {what} {a} but {u_name} of shape "
+                f"{tuple(u.shape)} has {what} {b}; move one of them with .to()"
+            )
+
+
+def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:
+    """Raise for a vector that does not fit a point, or is not finite."""
+    check_tensors(who, x=x, **{name: u})
+    if u.shape[-2:] != x.shape[-2:]:
+        raise ValueError(
+            f"{who}: the vector {name} of shape {tuple(u.shape)} does not fit the point x of shape "
+            f"{tuple(x.shape)}; their last two dimensions must agree"
+        )
+    check_same(who, x, u, "the point x", f"the vector {name}")
+    if not holds(u.isfinite()):
+        raise ValueError(
+            f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
+            "gradient, look at the loss, or lower the learning rate"
+        )
+
+
+def check_square(who: object, x: Tensor, A: Tensor) -> None:
+    """Raise for what is no stack of h × h matrices beside a point with h columns."""
+    check_tensors(who, A=A)
+    h = x.shape[-1]
+    if A.dim() < 2 or A.shape[-2:] != (h, h):
+        raise ValueError(f"{who}: a point of shape {tuple(x.shape)} needs matrices (…, {h}, {h}), got {tuple(A.shape)}")
+    check_same(who, x, A, "the point x", "the matrix")
