@@ -105,9 +105,9 @@ def add_pretrain(commands: Any) -> None:
 
 
 def _pretrain(options: argparse.Namespace) -> int:
+    from reproduction.folders import check_replaceable
     from reproduction.pretrain import pretrain
     from sharpness.data.text import read_texts
-    from sharpness.files import check_replaceable
 
     check_replaceable(options.out)
 

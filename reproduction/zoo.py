@@ -21,11 +21,12 @@ from torch import nn
 from sharpness.data import DataChoice
 from sharpness.data.examples import choose
 from sharpness.data.loading import load_examples
-from sharpness.files import atomic_write, atomic_write_folder, check_folder, write_json
+from sharpness.files import atomic_write, check_folder, write_json
 from sharpness.models import ImageFormat, LoadedModel, load
 from sharpness.progress import bar
 
 from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
+from .folders import atomic_write_folder
 
 __all__ = ["train_zoo"]
 
