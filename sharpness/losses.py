@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from quotient_manifolds.batches import default_forward, tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
 
-__all__ = ["LossFunction", "default_loss", "normalized_logits"]
+__all__ = ["LossFunction", "normalized_logits"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -65,36 +65,8 @@ def normalized_logits(scores: Tensor) -> Tensor:
 def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -> Outcome:
     """Run a model and take its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Its modes and gradients are left as they are.
-    batch : mapping, or pair (x, y)
-        Inputs and labels of a transformers model by name; or inputs, and labels as
-        ``torch.nn.functional.cross_entropy`` takes them.
-    normalize_logits : bool
-        Pass the logits through :func:`normalized_logits` first; for classification only.
-
-    Returns
-    -------
-    Outcome
-        ``loss``, a scalar on the model's device, with its graph; of a classification ``wrong``, the number of examples
-        that are classified wrongly, of ``counted`` ones.
-
-    Raises
-    ------
-    ValueError
-        Another kind of batch, no loss or logits, or labels or token ids that the model does not have.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch import nn
-    >>> from torch.nn import functional as F
-    >>> model = nn.Linear(2, 3)
-    >>> batch = torch.eye(2), torch.tensor([0, 2])
-    >>> torch.equal(default_loss(model, batch).loss, F.cross_entropy(model(batch[0]), batch[1]))
-    True
+    A batch is a mapping, inputs and labels of a transformers model by name, or a pair (x, y), with labels as
+    ``torch.nn.functional.cross_entropy`` takes them. Labels or token ids that the model does not have are a ValueError.
     """
     try:
         return _default_loss(model, batch, normalize_logits)
