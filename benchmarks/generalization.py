@@ -23,7 +23,8 @@ from reproduction.finetune import Recipe
 from reproduction.pretrain import pretrain
 from reproduction.zoo import train_zoo
 from sharpness.comparison import compare, formatted, label
-from sharpness.data import DataChoice, TextColumns, read_table, read_texts
+from sharpness.data import DataChoice, TextColumns
+from sharpness.data.text import read_table, read_texts
 from sharpness.files import write_json, write_text
 from sharpness.plots import plot_ablations, plot_study
 from sharpness.rows import Row, read_results, targets, write_csv
@@ -50,12 +51,12 @@ ABLATIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 #: Text: inv and adaptive at their default radii with other steps, batches and numbers of points.
 SENSITIVITY: dict[str, dict[str, Any]] = {
-    "64 points": {"examples": 64, "batch_size": 64},
-    "128 points": {"examples": 128, "batch_size": 128},
-    "256 points, batches of 64": {"examples": 256, "batch_size": 64},
-    "64 points, 2 steps": {"examples": 64, "batch_size": 64, "steps": 2, "relative_tol": 0},
-    "64 points, 5 steps": {"examples": 64, "batch_size": 64, "steps": 5, "relative_tol": 0},
-    "64 points, 20 steps": {"examples": 64, "batch_size": 64, "steps": 20, "relative_tol": 0},
+    "64 points": {"num_examples": 64, "batch_size": 64},
+    "128 points": {"num_examples": 128, "batch_size": 128},
+    "256 points, batches of 64": {"num_examples": 256, "batch_size": 64},
+    "64 points, 2 steps": {"num_examples": 64, "batch_size": 64, "steps": 2, "relative_tol": 0},
+    "64 points, 5 steps": {"num_examples": 64, "batch_size": 64, "steps": 5, "relative_tol": 0},
+    "64 points, 20 steps": {"num_examples": 64, "batch_size": 64, "steps": 20, "relative_tol": 0},
 }
 
 
@@ -91,7 +92,7 @@ def sweeps(kind: str, zoo: Path, measured: dict[str, Any]) -> dict[str, dict[str
     base["data"] |= measured
     base |= {"measures": MEASURES, "rho": RADII[kind], "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
-    few = base["data"] | {"examples": 64, "batch_size": 64}
+    few = base["data"] | {"num_examples": 64, "batch_size": 64}
     # The adaptive norm solves a system of size h² a head: half a minute for the heads of the small BERT.
     switches = [a for a in ABLATIONS if kind == "vision" or "norm" not in a]
     found = {
@@ -215,8 +216,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     zoo = options.out / "zoo"
     if options.kind == "vision":
-        data = DataChoice(f"{options.images}:cifar10/train", examples=2000, seed=0)
-        test = replace(data, source=f"{options.images}:cifar10/test", examples=None, seed=None)
+        data = DataChoice(f"{options.images}:cifar10/train", num_examples=2000, subset_seed=0)
+        test = replace(data, source=f"{options.images}:cifar10/test", num_examples=None, subset_seed=None)
         model = "reproduction.vision:vit_cifar10"
         train_zoo(model, data, zoo, checkpoint=str(options.weights), models=options.models, test=test, shard=shard)
         measure("vision", options.out, {}, shard)
@@ -224,11 +225,13 @@ def main() -> None:
     bert = options.bert or options.out / "bert"
     small_bert(options.data, bert)
     train, held = sst2(options.data / "sst2", options.out)
-    data = DataChoice(str(train), examples=8000, seed=0, columns=TextColumns(names={"0": 0, "1": 1}, length=64))
-    test = replace(data, source=str(held), examples=None, seed=None)
+    data = DataChoice(
+        str(train), num_examples=8000, subset_seed=0, columns=TextColumns(label_map={"0": 0, "1": 1}, max_length=64)
+    )
+    test = replace(data, source=str(held), num_examples=None, subset_seed=None)
     recipes = [Recipe(5e-4, epochs=3, batch=32, seed=seed) for seed in range(options.models)]
     train_zoo(str(bert), data, zoo, recipes=recipes, test=test, shard=shard)
-    measure("text", options.out, {"length": 32}, shard)
+    measure("text", options.out, {"max_length": 32}, shard)
 
 
 if __name__ == "__main__":

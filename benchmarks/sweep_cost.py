@@ -32,7 +32,7 @@ def main() -> None:
     torch.backends.mha.set_fastpath_enabled(False)
     start = time.perf_counter()
     found = load("reproduction.vision:vit_cifar10", str(options.weights))
-    data = DataChoice(f"{options.images}:cifar10/train", examples=256 * options.batches, seed=0)
+    data = DataChoice(f"{options.images}:cifar10/train", num_examples=256 * options.batches, subset_seed=0)
     batches = data.load(found)
     reading = time.perf_counter() - start
     net = found.model

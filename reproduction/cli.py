@@ -47,18 +47,18 @@ def add_finetune(commands: Any) -> None:
     zoo.add_argument("--out", type=place, required=True, help="folder for the models")
     zoo.add_argument("--quiet", action="store_true", help="no progress bar")
     # Class folders are in the order of their classes: a part of them is chosen at random.
-    zoo.set_defaults(run=_finetune, batch_size=256, batches=None, choose_seed=0)
+    zoo.set_defaults(run=_finetune, batch_size=256, batches=None, subset_seed=0)
 
 
 def _finetune(options: argparse.Namespace) -> int:
     from reproduction.finetune import Recipe, random_recipe
     from reproduction.zoo import train_zoo
-    from sharpness.data import source_files_or_raise
+    from sharpness.data.loading import check_source
 
     checked_device(options.device)
     data = data_choice(options)
     if options.test is not None:
-        source_files_or_raise(options.test)
+        check_source(options.test)
     given: dict[str, Any] = {"lr": options.lr, "epochs": options.epochs, "batch": options.batch}
     if options.vary == "seed":
         one = {k: v[0] if isinstance(v, list) else v for k, v in given.items() if v is not None}
@@ -68,7 +68,7 @@ def _finetune(options: argparse.Namespace) -> int:
             k: (v[0], v[-1]) if isinstance(v, list) else v for k, v in given.items() if v is not None
         }
         recipes = [random_recipe(seed, images=not data.is_text, **ranges) for seed in range(options.models)]
-    test = None if options.test is None else replace(data, source=options.test, examples=None, seed=None)
+    test = None if options.test is None else replace(data, source=options.test, num_examples=None, subset_seed=None)
     config = train_zoo(
         options.model, data, options.out, checkpoint=options.checkpoint, recipes=recipes, test=test,
         points=options.points, shard=shard(options.shard), device=options.device, progress=not options.quiet,
@@ -94,7 +94,7 @@ def add_pretrain(commands: Any) -> None:
     pretraining.add_argument("--depth", type=count, default=4, help="layers")
     pretraining.add_argument("--heads", type=count, default=4, help="attention heads")
     pretraining.add_argument("--vocabulary", type=count, default=8000, help="entries of the vocabulary")
-    pretraining.add_argument("--length", type=count, default=64, help="longest input in tokens")
+    pretraining.add_argument("--max-length", type=count, default=64, help="longest input in tokens")
     pretraining.add_argument("--steps", type=count, default=9000, help="steps of training")
     pretraining.add_argument("--batch", type=count, default=64, help="texts a step")
     pretraining.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
@@ -105,17 +105,17 @@ def add_pretrain(commands: Any) -> None:
 
 
 def _pretrain(options: argparse.Namespace) -> int:
+    from reproduction.folders import check_replaceable
     from reproduction.pretrain import pretrain
-    from sharpness.data import read_texts
-    from sharpness.files import check_replaceable
+    from sharpness.data.text import read_texts
 
     check_replaceable(options.out)
 
     texts = [t for path in options.texts for t in read_texts(path, options.text.split(","), not options.no_header)]
     losses = pretrain(
         texts, options.out, width=options.width, depth=options.depth, heads=options.heads,
-        vocabulary=options.vocabulary, length=options.length, steps=options.steps, batch=options.batch, lr=options.lr,
-        seed=options.seed, progress=not options.quiet,
+        vocabulary=options.vocabulary, length=options.max_length, steps=options.steps, batch=options.batch,
+        lr=options.lr, seed=options.seed, progress=not options.quiet,
     )  # fmt: skip
     if not options.quiet:
         tail = losses[-max(1, len(losses) // 20) :]

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from sharpness.extras import require_extra
-from sharpness.files import atomic_write_folder
+
+from .folders import atomic_write_folder
 
 __all__ = ["bert_from_tensorflow", "read_tensorflow"]
 

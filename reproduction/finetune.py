@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sharpness.data import Examples
+from sharpness.data.examples import Examples
 from sharpness.extras import require_extra
 from sharpness.models import ImageFormat
 
@@ -213,7 +213,7 @@ class TrainingImages:
     Mix-up makes every target a mixture of two labels:
 
     >>> import torch
-    >>> from sharpness.data import Examples
+    >>> from sharpness.data.examples import Examples
     >>> from sharpness.models import ImageFormat
     >>> x, y = torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
     >>> examples = Examples("random", 6, lambda chosen: (x[chosen], y[chosen]))
@@ -260,7 +260,7 @@ class TrainingTexts:
     Examples
     --------
     >>> import torch
-    >>> from sharpness.data import Examples
+    >>> from sharpness.data.examples import Examples
     >>> texts = ([5, 7, 6], [5, 6], [5, 8, 9, 6], [5, 9, 6])
     >>> def batch(chosen):
     ...     ids = torch.tensor([texts[i] for i in chosen])
@@ -339,7 +339,7 @@ def finetune(
     Random labels can be memorised:
 
     >>> import torch
-    >>> from sharpness.data import Examples
+    >>> from sharpness.data.examples import Examples
     >>> from sharpness.models import ImageFormat
     >>> _ = torch.manual_seed(0)
     >>> x, y = torch.rand(32, 1, 8, 8), torch.randint(2, (32,))

@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from sharpness.extras import require_extra
-from sharpness.files import atomic_write_folder, check_replaceable
 from sharpness.progress import bar
+
+from .folders import atomic_write_folder, check_replaceable
 
 __all__ = ["pretrain", "wordpiece"]
 

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sharpness.data import DataChoice, choose, load_examples
-from sharpness.files import atomic_write, atomic_write_folder, check_folder, write_json
+from sharpness.data import DataChoice
+from sharpness.data.examples import choose
+from sharpness.data.loading import load_examples
+from sharpness.files import atomic_write, check_folder, write_json
 from sharpness.models import ImageFormat, LoadedModel, load
 from sharpness.progress import bar
 
 from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
+from .folders import atomic_write_folder
 
 __all__ = ["train_zoo"]
 
@@ -196,16 +199,18 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
 def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | TrainingTexts, dict[str, int]]:
     """Read examples to train on, and for texts the names of the classes."""
     if data.is_text:
-        examples = load_examples(data.source, text=data.columns, tokenizer=loaded.tokenizer, labels=loaded.labels)
+        examples = data.open(loaded)
         texts = TrainingTexts(
-            examples, choose(len(examples), data.examples, data.seed), loaded.tokenizer.pad_token_id or 0, 0
+            examples, choose(len(examples), data.num_examples, data.subset_seed), loaded.tokenizer.pad_token_id or 0, 0
         )
-        named = data.columns.names or dict(zip(examples.classes or (), range(10**6), strict=False)) or loaded.labels
+        named = data.columns.label_map or dict(zip(examples.classes or (), range(10**6), strict=False)) or loaded.labels
         # Several spellings may stand for one class; a class has one name in the configuration.
         by_number = {v: k for k, v in reversed(list(named.items()))}
-        found = sorted({*texts.labels.tolist(), *(data.columns.names.values())})
+        found = sorted({*texts.labels.tolist(), *(data.columns.label_map.values())})
         if found != list(range(len(found))):
-            raise ValueError(f"the labels of {data.source} are the numbers {found}; map them to 0, 1, … with --map")
+            raise ValueError(
+                f"the labels of {data.source} are the numbers {found}; map them to 0, 1, … with --label-map"
+            )
         texts.classes = len(found)
         return texts, {by_number.get(i, str(i)): i for i in found}
     how = data.image_format(loaded.images)
@@ -217,7 +222,9 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
     examples = load_examples(data.source, images=plain, text=data.columns)
     if examples.classes is None:
         raise ValueError(f"{data.source} holds neither a table of text nor images with classes; zoos are of these")
-    images = TrainingImages(examples, choose(len(examples), data.examples, data.seed), how, len(examples.classes))
+    images = TrainingImages(
+        examples, choose(len(examples), data.num_examples, data.subset_seed), how, len(examples.classes)
+    )
     with torch.no_grad():
         width = scores_of(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]
     if width < images.classes:
@@ -236,10 +243,10 @@ def _config(
         return {k: v for k, v in found.items() if k != "columns" and v not in (None, {})}
 
     # What is measured was trained on: the first of the same random choice, or, of all examples, any.
-    measured = {"examples": points if data.examples is None else min(points, data.examples)}
-    measured["batch_size"] = min(256, measured["examples"])
-    if data.examples is None and data.seed is None:
-        measured["seed"] = 0
+    measured = {"num_examples": points if data.num_examples is None else min(points, data.num_examples)}
+    measured["batch_size"] = min(256, measured["num_examples"])
+    if data.num_examples is None and data.subset_seed is None:
+        measured["subset_seed"] = 0
     folders = loaded.source == "transformers"
     checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
     config: dict[str, Any] = {

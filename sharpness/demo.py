@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric
 from .evaluation import evaluate
 from .extras import require_extra
 from .files import check_file, write_json
-from .plots import check_figure, plot_symmetry_demo
-from .profiles import profile
+from .plots.look import COLOURS, MARKERS, check_figure, figure
+from .profiles import Profile, profile
 from .progress import bar
 from .results import SharpnessResult
 
-__all__ = ["Demo", "digits", "run", "train"]
+__all__ = ["digits", "run", "train", "vision_transformer"]
 
 RADII = {
     "geodesic-inv": (0.05, 0.1, 0.2, 0.4),
@@ -33,44 +33,6 @@ RADII = {
     "adaptive": (0.1, 0.2, 0.5, 1.0),
     "euclidean": (0.02, 0.05, 0.1, 0.2),
 }
-
-
-@dataclass(frozen=True)
-class Demo:
-    """What the demo found: accuracies, and the results of the network and of its equivalent, by measure."""
-
-    train_accuracy: float
-    test_accuracy: float
-    pairs: int
-    condition: float
-    output_change: float
-    before: dict[str, SharpnessResult]
-    after: dict[str, SharpnessResult]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Give one row a measure and radius: sharpness, that of the equivalent network, relative change."""
-        found = []
-        for name, result in self.before.items():
-            for rho in result.rhos:
-                one, two = result.mean(rho), self.after[name].mean(rho)
-                found.append(
-                    {"measure": name, "rho": rho, "sharpness": one, "equivalent": two, "change": two / one - 1}
-                )
-        return found
-
-    def table(self) -> str:
-        """Write the rows as a table."""
-        lines = [f"{'measure':<14}{'rho':>6}{'sharpness':>13}{'equivalent network':>21}{'relative change':>18}"]
-        lines += [
-            f"{r['measure']:<14}{r['rho']:>6g}{r['sharpness']:>13.5f}{r['equivalent']:>21.5f}{r['change']:>18.1e}"
-            for r in self.rows()
-        ]
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give everything but the results themselves as plain data."""
-        names = ("train_accuracy", "test_accuracy", "pairs", "condition", "output_change")
-        return {**{name: getattr(self, name) for name in names}, "rows": self.rows()}
 
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -134,41 +96,24 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def run(
     *, seed: int = 0, out: Path = Path("sharpness-demo.png"), condition: float = 30.0, progress: bool = True
-) -> Demo:
-    """Train, measure, move along the symmetry, measure again; print a table and draw a figure.
+) -> None:
+    """Train, measure, move along the symmetry, measure again; print a table, draw a figure, and write a JSON beside it.
 
-    Parameters
-    ----------
-    seed : int
-        Of the split of the data, the training and the group elements.
-    out : Path
-        Where the figure goes; a JSON file with the numbers lies beside it.
-    condition : float
-        Condition number of the random group elements.
-    progress : bool
-        Show progress bars.
-
-    Returns
-    -------
-    Demo
-
-    Raises
-    ------
-    ValueError, FileNotFoundError, ImportError
-        A condition number below 1; no place for the figure, or no such kind of one; the extra ``demo`` is not
-        installed.
+    The seed is that of the split of the data, of the training and of the group elements, whose condition number is
+    ``condition``.
     """
     if not 1 <= condition < math.inf:
         raise ValueError(f"a condition number is at least 1, got {condition}")
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
     model = vision_transformer()
+    numbers = out.with_suffix(".json")
     check_figure(out)
-    check_file(out.with_suffix(".json"))
+    check_file(numbers)
     train(model, x_train, y_train, seed=seed, progress=progress)
-    accuracies = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
-    print(f"a vision transformer on {len(y_train)} scanned digits: {accuracies[0]:.1%} of them right, "
-          f"{accuracies[1]:.1%} of {len(y_test)} test digits")  # fmt: skip
+    right, right_in_test = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
+    print(f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them right, "
+          f"{right_in_test:.1%} of {len(y_test)} test digits")  # fmt: skip
     twin = copy.deepcopy(model)
     pairs = apply_random_symmetry_(twin, condition, seed)
     change = float((_logits(twin, x_test) - _logits(model, x_test)).abs().max())
@@ -176,17 +121,43 @@ def run(
           f"{condition:g}; largest change of a score {change:.1e}\n")  # fmt: skip
     print(find_symmetric_pairs(model), "\n", sep="")
     batches = [(x_train[i : i + 128], y_train[i : i + 128]) for i in (0, 128)]
-    before, after, profiles = {}, {}, {}
+    results, lines = {}, {}
     for name, radii in RADII.items():
-        before[name] = evaluate(model, batches, measure=name, rho=radii, seed=seed, progress=progress)
-        after[name] = evaluate(
-            twin, batches, measure=name, rho=radii, seed=seed, progress=progress, keep_directions=False
-        )
-        worst = before[name].direction(0, radii[-1])
-        profiles[name] = profile(model, batches[0], worst, ways=(worst.measure.geodesic,), reach=1)
-    demo = Demo(*accuracies, pairs, condition, change, before, after)
-    print(demo.table())
-    plot_symmetry_demo(before, after, profiles, out)
-    write_json(out.with_suffix(".json"), demo.to_dict())
-    print(f"\nthe picture is in {out}, the numbers in {out.with_suffix('.json')}")
-    return demo
+        how: dict[str, Any] = {"measure": name, "rho": radii, "seed": seed, "progress": progress}
+        before = evaluate(model, batches, **how)
+        results[name] = before, evaluate(twin, batches, **how, keep_directions=False)
+        worst = before.direction(0, radii[-1])
+        lines[name] = profile(model, batches[0], worst, ways=(worst.measure.geodesic,), reach=1)
+    rows = [_row(name, rho, *two) for name, two in results.items() for rho in RADII[name]]
+    print(f"{'measure':<14}{'rho':>6}{'sharpness':>13}{'equivalent network':>21}{'relative change':>18}")
+    for r in rows:
+        print(f"{r['measure']:<14}{r['rho']:>6g}{r['sharpness']:>13.5f}{r['equivalent']:>21.5f}{r['change']:>18.1e}")
+    _draw(rows, lines, out)
+    about = {"train_accuracy": right, "test_accuracy": right_in_test, "pairs": pairs, "condition": condition}
+    write_json(numbers, {**about, "output_change": change, "rows": rows})
+    print(f"\nthe picture is in {out}, the numbers in {numbers}")
+
+
+def _row(name: str, rho: float, before: SharpnessResult, after: SharpnessResult) -> dict[str, Any]:
+    one, two = before.mean(rho), after.mean(rho)
+    return {"measure": name, "rho": rho, "sharpness": one, "equivalent": two, "change": two / one - 1}
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Profile], path: Path) -> None:
+    """Draw the loss along the worst direction of each measure, and what a symmetry does to the sharpness."""
+    with figure(path, (12.5, 4.4), 1, 3) as (_, ((left, middle, right),)):
+        for name, line in lines.items():
+            look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name], "label": name}
+            (losses,) = line.losses.values()
+            left.plot(line.lengths, losses, markevery=8, **look)
+            rhos, one, two, change = (
+                [r[key] for r in rows if r["measure"] == name] for key in ("rho", "sharpness", "equivalent", "change")
+            )
+            middle.loglog(rhos, one, **look)
+            middle.loglog(rhos, two, "x--", color=COLOURS[name], markersize=8)
+            right.loglog(rhos, [max(abs(v), 1e-8) for v in change], **look)
+        left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")
+        left.legend()
+        middle.set(xlabel="radius ρ", ylabel="sharpness", title="The network, and an equivalent one (×)")
+        right.set(xlabel="radius ρ", ylabel="relative change", title="What the symmetry changes")
+        right.axhline(1e-3, color="0.7", linewidth=1)

@@ -22,26 +22,14 @@ class RemoteError(RuntimeError):
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Turn whatever other code raises over a user's file, model or function into one sentence.
+    """Turn what other code raises over a user's file, model or function into one sentence, which begins with ``what``.
 
-    Parameters
-    ----------
-    what : str
-        The sentence's beginning: what is wrong, with the name of the thing.
+    A missing library or a lack of memory stays what it is.
 
-    Raises
-    ------
-    ValueError
-        In place of every error but a missing library or a lack of memory; that error is its cause.
-
-    Examples
-    --------
-    >>> try:
-    ...     with naming("the settings cannot be read"):
-    ...         {}["steps"]
-    ... except ValueError as error:
-    ...     print(error)
-    the settings cannot be read: KeyError: 'steps'
+    >>> with naming("the settings cannot be read"):
+    ...     {}["steps"]
+    Traceback (most recent call last):
+    ValueError: the settings cannot be read: KeyError: 'steps'
     """
     try:
         yield

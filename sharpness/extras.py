@@ -10,19 +10,9 @@ __all__ = ["require_extra"]
 
 @contextmanager
 def require_extra(what: str, extra: str) -> Iterator[None]:
-    """Turn a failing import in the block into one line: what needs which library, and what installs it.
+    """Turn a failing import in the block into one line: what needs which library, and which extra installs it.
 
-    Parameters
-    ----------
-    what : str
-        As ``"figures need matplotlib"``.
-    extra : str
-        Of this project.
-
-    Raises
-    ------
-    ImportError
-        ``figures need matplotlib: pip install 'quotient-manifolds[plot]'``.
+    As ``figures need matplotlib: pip install 'quotient-manifolds[plot]'``.
     """
     try:
         yield

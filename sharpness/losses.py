@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from quotient_manifolds.batches import default_forward, tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
 
-__all__ = ["LossFunction", "Objective", "Outcome", "default_loss", "normalized_logits", "scores_and_labels"]
+__all__ = ["LossFunction", "normalized_logits"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -24,24 +24,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Outcome:
-    """One forward pass.
-
-    Attributes
-    ----------
-    loss : Tensor
-        Scalar, with its graph.
-    wrong, counted : int or None
-        Examples that are classified wrongly, and all examples; None where labels or scores are not known.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch import nn
-    >>> scores, labels = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])
-    >>> found = default_loss(nn.Identity(), (scores, labels))
-    >>> found.loss, found.wrong / found.counted
-    (tensor(1.1269), 0.5)
-    """
+    """One forward pass: its loss, a scalar with its graph; of a classification, how many are wrong of how many."""
 
     loss: Tensor
     wrong: int | None = None
@@ -82,35 +65,8 @@ def normalized_logits(scores: Tensor) -> Tensor:
 def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -> Outcome:
     """Run a model and take its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Its modes and gradients are left as they are.
-    batch : mapping, or pair (x, y)
-        Inputs and labels of a transformers model by name; or inputs, and labels as
-        ``torch.nn.functional.cross_entropy`` takes them.
-    normalize_logits : bool
-        Pass the logits through :func:`normalized_logits` first; for classification only.
-
-    Returns
-    -------
-    Outcome
-        On the model's device.
-
-    Raises
-    ------
-    ValueError
-        Another kind of batch, no loss or logits, or labels or token ids that the model does not have.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch import nn
-    >>> from torch.nn import functional as F
-    >>> model = nn.Linear(2, 3)
-    >>> batch = torch.eye(2), torch.tensor([0, 2])
-    >>> torch.equal(default_loss(model, batch).loss, F.cross_entropy(model(batch[0]), batch[1]))
-    True
+    A batch is a mapping, inputs and labels of a transformers model by name, or a pair (x, y), with labels as
+    ``torch.nn.functional.cross_entropy`` takes them. Labels or token ids that the model does not have are a ValueError.
     """
     try:
         return _default_loss(model, batch, normalize_logits)
@@ -130,107 +86,65 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
 
 
 def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outcome:
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-        loss = getattr(output, "loss", None)
-        if loss is None:
-            raise ValueError(
-                f"{type(model).__name__} returned no loss for a dict with the keys {sorted(batch)}; "
-                "add the labels, or pass loss_fn"
-            )
-        scores, labels = getattr(output, "logits", None), batch.get("labels")
-    elif isinstance(batch, Sequence) and len(batch) == 2:
-        x, labels = batch
-        output = model(x)
-        scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-        if scores is None:
-            raise ValueError(f"{type(model).__name__} returned {type(output).__name__} without logits; pass loss_fn")
-        if scores.dim() > 1 and scores.shape[1] == 1:
-            raise ValueError(
-                f"{type(model).__name__} returned one score an example, for which cross-entropy is always 0; "
-                "pass loss_fn for a regression"
-            )
-        loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
-    else:
+    by_name, name = isinstance(batch, Mapping), type(model).__name__
+    if not by_name and not (isinstance(batch, (list, tuple)) and len(batch) == 2):
         raise ValueError(
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
             "pass loss_fn(model, batch) for anything else, and wrap a single batch in a list"
         )
-    if not (isinstance(scores, Tensor) and isinstance(labels, Tensor) and _is_classification(scores, labels)):
-        if normalize_logits:
+    output = default_forward(model, batch)
+    scores, labels = _scores(output), batch.get("labels") if by_name else batch[1]
+    loss: Any = getattr(output, "loss", None)
+    if by_name:
+        if loss is None:
             raise ValueError(
-                "normalize_logits needs one label and one row of scores an example, as in classification; leave it out"
+                f"{name} returned no loss for a dict with the keys {sorted(batch)}; add the labels, or pass loss_fn"
             )
+    elif scores is None:
+        raise ValueError(f"{name} returned {type(output).__name__} without logits; pass loss_fn")
+    elif scores.dim() > 1 and scores.shape[1] == 1:
+        raise ValueError(
+            f"{name} returned one score an example, for which cross-entropy is always 0; pass loss_fn for a regression"
+        )
+    classification = _is_classification(scores, labels)
+    if normalize_logits and not classification:
+        raise ValueError(
+            "normalize_logits needs one label and one row of scores an example, as in classification; leave it out"
+        )
+    if normalize_logits or not by_name:
+        loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
+    if not classification:
         return Outcome(loss)
-    if normalize_logits and isinstance(batch, Mapping):
-        loss = F.cross_entropy(normalized_logits(scores), labels)
     return Outcome(loss, int((scores.detach().argmax(1) != labels).sum()), len(labels))
 
 
 def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
-    """Run a classifier for its scores.
+    """Run a classifier: scores (examples, classes), with their graph, and labels; None where it is no classification.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Its output is the scores, or has them as ``.logits``.
-    batch : mapping, or pair (x, y)
-        As for :func:`default_loss`; the labels of a mapping are its ``"labels"``.
-
-    Returns
-    -------
-    (Tensor, Tensor) or None
-        Scores (examples, classes), with their graph, and labels (examples,); None where it is no classification.
-
-    Examples
-    --------
-    The accuracy of a model on a batch:
-
-    >>> import torch
-    >>> from torch import nn
-    >>> batch = torch.eye(3), torch.tensor([0, 1, 1])
-    >>> scores, labels = scores_and_labels(nn.Identity(), batch)
-    >>> (scores.argmax(1) == labels).float().mean()
-    tensor(0.6667)
+    The batch is as for :func:`default_loss`; the output is the scores, or has them as ``.logits``.
     """
-    output = default_forward(model, batch)
-    scores, labels = output if isinstance(output, Tensor) else getattr(output, "logits", None), _labels(batch)
-    if not (isinstance(scores, Tensor) and labels is not None and _is_classification(scores, labels)):
-        return None
-    return scores, labels
+    scores, labels = _scores(default_forward(model, batch)), _labels(batch)
+    return (scores, labels) if labels is not None and _is_classification(scores, labels) else None
 
 
-def _is_classification(scores: Tensor, labels: Tensor) -> bool:
+def _scores(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", None)
+
+
+def _is_classification(scores: Any, labels: Any) -> bool:
+    if not (isinstance(scores, Tensor) and isinstance(labels, Tensor)):
+        return False
     return scores.dim() == 2 and labels.dim() == 1 and scores.shape[1] >= 2 and not labels.is_floating_point()
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is maximised on a batch.
+    """What is maximised on a batch: ``loss_fn(model, batch)``, or by default :func:`default_loss`.
 
-    Attributes
-    ----------
-    loss_fn : callable or None
-        ``loss_fn(model, batch)`` → scalar tensor; None is :func:`default_loss`.
-    normalize_logits : bool
-        See :func:`default_loss`.
-    micro_batch : int or None
-        Examples a piece; None takes a batch whole.
+    With ``micro_batch`` a batch is divided into pieces of so many examples, which need less memory:
 
-    Raises
-    ------
-    ValueError
-        A module in place of ``loss_fn``, ``normalize_logits`` with a ``loss_fn``, a micro-batch below 1.
-
-    Examples
-    --------
-    The loss of a batch from passes of two examples at a time; a padded label, −100, has no weight:
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from torch.nn import functional as F
     >>> objective, model = Objective(micro_batch=2), nn.Linear(2, 3)
-    >>> batch = torch.randn(4, 2), torch.tensor([0, 2, 1, -100])
+    >>> batch = torch.randn(4, 2), torch.tensor([0, 2, 1, -100])  # a padded label, −100, has no weight
     >>> parts = objective.pieces(model, batch)
     >>> whole = F.cross_entropy(model(batch[0]), batch[1])
     >>> torch.allclose(sum(weight * objective(model, part).loss for weight, part in parts), whole)
@@ -261,13 +175,7 @@ class Objective:
             raise ValueError(f"loss_fn must be a function (model, batch) -> loss, got {self.loss_fn!r}")
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """Run the model on a batch, or on a piece of one.
-
-        Raises
-        ------
-        ValueError
-            The loss is no scalar tensor; and as :func:`default_loss`.
-        """
+        """Run the model on a batch, or on a piece of one."""
         if self.loss_fn is None:
             found = default_loss(model, batch, self.normalize_logits)
         else:
@@ -280,25 +188,7 @@ class Objective:
         return found
 
     def pieces(self, model: nn.Module, batch: Any) -> list[tuple[float, Any]]:
-        """Split a batch into pieces and the weights of their losses: the shares of the labels that count.
-
-        Parameters
-        ----------
-        model : nn.Module
-            Tells whether it predicts next tokens, of which the first label has none.
-        batch : tuple, dict or other
-            With the examples along the first dimension of every tensor.
-
-        Returns
-        -------
-        list of (float, batch)
-            Weights, which add up to 1, and pieces.
-
-        Raises
-        ------
-        ValueError
-            A batch that cannot be split, or has no label that counts.
-        """
+        """Split a batch into pieces, with the weights of their losses: the shares of the labels that count."""
         if self.micro_batch is None:
             return [(1.0, batch)]
         count = _examples(batch)
@@ -312,20 +202,9 @@ class Objective:
     def check_pieces(self, model: nn.Module, batch: Any, *, all_of_them: bool = True) -> None:
         """Raise if the weighted losses of the parts of a piece are not the loss of the piece.
 
-        Every piece is held against two halves of it, by class where classes are known; where pieces are single
-        examples, neighbours are taken together.
-
-        Parameters
-        ----------
-        model : nn.Module
-        batch : tuple, dict or other
-        all_of_them : bool
-            All pieces, or the first one alone, which costs as much as its own pass.
-
-        Raises
-        ------
-        ValueError
-            A loss that is no mean over examples or labels, or is random, or a layer that mixes examples.
+        That is so for a loss that is no mean over examples or labels, or is random, and for a layer that mixes
+        examples. Every piece (or the first one alone, which costs as much as its own pass) is held against two halves
+        of it, by class where classes are known; where pieces are single examples, neighbours are taken together.
         """
         if self.micro_batch is None:
             return

@@ -107,17 +107,6 @@ def preserve_model_state(model: nn.Module, work: Callable[[], T]) -> T:
 
     An interrupt that falls into the clean-up is raised after it: what it cuts short is done again. (A ``with``
     statement could not promise that: an interrupt may fall into contextlib's own code.)
-
-    Parameters
-    ----------
-    model : nn.Module
-    work : callable
-        Without arguments.
-
-    Returns
-    -------
-    object
-        What the work returns.
     """
     state = _State(model)
     try:

@@ -23,27 +23,7 @@ class _Lines:
 
 
 def bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
-    """Give a progress bar of tqdm.
-
-    Parameters
-    ----------
-    total : int or None
-        Steps, if they are known.
-    what, unit : str
-        What is done, and what a step is.
-    progress : bool
-        Whether to show it: on a terminal as a bar, in a file or pipe as a line a minute, the first after a minute.
-
-    Returns
-    -------
-    tqdm.tqdm
-
-    Examples
-    --------
-    >>> with bar(2, "measuring", "step") as shown:
-    ...     for _ in range(2):
-    ...         _ = shown.update()
-    """
+    """Give tqdm's bar on a terminal; in a file or pipe one that writes a line a minute, the first after a minute."""
     if not progress or (sys.stderr is not None and sys.stderr.isatty()):
         return tqdm(total=total, desc=what, unit=unit, disable=not progress)
     form = "{desc}: {n_fmt}" + ("" if total is None else " of {total_fmt}") + " {unit}s in {elapsed}{postfix}"

@@ -82,7 +82,7 @@ def build(folder):
     )
     for name in ("one", "two", "three"):
         shutil.copytree(folder / "path/to/bert", folder / "berts" / name)
-    data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32, "examples": 32}
+    data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32, "num_examples": 32}
     sweep = {"checkpoints": "berts/*", "data": data, "test": data, "measures": ["adaptive"], "rho": [0.1, 0.2],
              "steps": 2}  # fmt: skip
     (folder / "sweep.json").write_text(json.dumps(sweep))

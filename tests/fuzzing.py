@@ -37,6 +37,7 @@ import sharpness
 from quotient_manifolds import optim, symmetries, testing
 from reproduction import cli as laboratory
 from sharpness import cli, comparison, data, measures, models, rows, sweep
+from sharpness.data import text
 
 from . import docs_world, networks
 
@@ -54,7 +55,7 @@ PLACES = ["", ".", "nope", "bert", "vit", "file", "folder", "nope:model", "mine:
           "done",
           "zoo/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
 WORDS = {"device": ["cuda", "nope", "meta", "", "cpu:9"], "shard": ["0/0", "2/1", "x", "1/0", "-1/2", "/", "1/2"],
-         "map": ["junk", "a=1", "a=x", "=", "0=0,0=1", "0=0,1=1", "0=5,1=-1"],
+         "label_map": ["junk", "a=1", "a=x", "=", "0=0,0=1", "0=0,1=1", "0=5,1=-1"],
          "measure": ["junk", "", *measures.MEASURES]}
 #: Small enough to be quick; a command that stands here twice comes twice as often.
 COMMANDS = [line.split() for line in (7 * """
@@ -66,7 +67,7 @@ symmetries bert
 table done
 demo --condition 0 --quiet --out out.png
 demo --quiet --out missing/out.png
-finetune bert dev.tsv --text sentence --models 1 --epochs 1 --batch 8 --points 4 --examples 8 --length 8 --out out
+finetune bert dev.tsv --text sentence --models 1 --epochs 1 --batch 8 --points 4 --num-examples 8 --out out
 pretrain dev.tsv --text sentence --width 8 --depth 1 --heads 2 --vocabulary 40 --steps 1 --batch 2 --quiet --out out
 """ + """
 plot done --out out
@@ -75,7 +76,7 @@ diagonal --n 4 --d 6 --models 3 --seeds 1 --rho 0.1 --workers 1 --quiet --out ou
 convert bert-tf bert out
 """).split("\n") if line]
 SWEEP = {"checkpoints": [{"path": "zoo/*.pt", "model": "mine:model"}], "data": {"source": "xy.pt", "batch_size": 4,
-                                                                                "seed": 3},
+                                                                                "subset_seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
          "ablations": [{}, {"p": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
@@ -399,7 +400,8 @@ def datasets(rng, world):
         )
         more = ["--text", "sentence", *pick(rng, [[], [], ["--no-header"], ["--label", "1", "--text", "0",
                                                                             "--no-header"],
-                ["--map", "0=0,1=1"], ["--pair", "sentence"], ["--label", "nope"], ["--length", "4"]])]  # fmt: skip
+                ["--label-map", "0=0,1=1"], ["--pair", "sentence"], ["--label", "nope"],
+                ["--max-length", "4"]])]  # fmt: skip
     elif kind in ("images", "zip"):
         model, source, spoilers = "vit", "pics", [spoil_images]
     elif kind == "idx":
@@ -424,7 +426,7 @@ def datasets(rng, world):
         )
         what += [spoil_bytes(rng, world / "new.zip")] if rng.random() < 0.4 else []
     if rng.random() < 0.2 and kind in ("tensors", "table"):
-        read = data.read_table if kind == "table" else data.load_batches
+        read = text.read_table if kind == "table" else load_batches
         return Job(what, call=lambda: read(source))
     how = pick(rng, [["adaptive", "--rho", "0.1"], ["gradient-norm"]])
     return Job(what, ["run", model, source, *more, "--measure", *how, "--steps", "2", "--quiet"])
@@ -627,9 +629,9 @@ def calls(rng, world):
         (symmetries.PairStack, {"pairs": pairs[:1]}),
         (models.load, {"name": "mine:model", "checkpoint": "zoo/net0.pt", "head": None}),
         (models.load_state_dict, {"path": "xy.pt"}),
-        (data.load_batches, {"source": "xy.pt", "batch_size": 4, "count": 1, "examples": 8, "seed": 0,
-                             "device": "cpu"}),
-        (data.read_texts, {"path": "dev.tsv", "columns": ["sentence"], "header": True}),
+        (load_batches, {"source": "xy.pt", "batch_size": 4, "batches": 1, "num_examples": 8, "subset_seed": 0,
+                        "device": "cpu"}),
+        (text.read_texts, {"path": "dev.tsv", "columns": ["sentence"], "header": True}),
         (sweep.read_config, {"path": "sweep.json"}),
         (models.ImageFormat, {"size": (8, 8), "mean": (0.5,), "std": (0.5,), "channels": 3, "crop": False,
                               "resample": "bicubic"}),
@@ -883,6 +885,10 @@ def judge(job, code, error, out, err, loads, world):
         for words in [not_the_users(m, world / job.argv[1]) for m in loads if m.source == "transformers"]:
             if words:
                 yield "not the user's", "-", words
+
+
+def load_batches(source, device="cpu", **choice):
+    return data.DataChoice(source, **choice).load(models.LoadedModel(tiny(), "function"), device)
 
 
 def chunks(cases, count=20):

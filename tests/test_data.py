@@ -11,8 +11,10 @@ import torch
 from PIL import Image
 
 from sharpness import cli
-from sharpness.data import DataChoice, TextColumns, choose, load_batches, load_examples
-from sharpness.models import ImageFormat
+from sharpness.data import DataChoice, TextColumns
+from sharpness.data.examples import choose
+from sharpness.data.loading import load_examples
+from sharpness.models import ImageFormat, LoadedModel
 
 from . import networks
 
@@ -127,7 +129,7 @@ def test_tables(tmp_path, kind):
         lines = ["one\ttwo\twhat"] * (kind == "tsv") + ["\t".join(row) for row in rows]
     path.write_text("\n".join(lines) + "\n")
     names = ("0", "1", "2") if kind == "no header" else ("one", "two", "what")
-    columns = TextColumns(names[0], names[1], names[2], {"no": 3, "yes": 5}, header=kind != "no header", length=4)
+    columns = TextColumns(names[0], names[1], names[2], {"no": 3, "yes": 5}, header=kind != "no header", max_length=4)
     batch = load_examples(str(path), text=columns, tokenizer=Words()).batch([1, 0])
     assert batch["labels"].tolist() == [5, 3]
     assert batch["input_ids"].tolist() == [[3, 4, 0, 2], [1, 3, 0, 1]]
@@ -155,7 +157,8 @@ def test_choosing():
 
 
 def test_batches(folder):
-    batches = load_batches(str(folder), batch_size=2, examples=5, seed=3, images=COLOUR)
+    mine = LoadedModel(torch.nn.Identity(), "function", images=COLOUR)
+    batches = DataChoice(str(folder), batch_size=2, num_examples=5, subset_seed=3).load(mine)
     order = choose(6, 5, 3)
     assert [len(y) for _, y in batches] == [2, 2, 1]
     assert torch.cat([y for _, y in batches]).tolist() == [i // 3 for i in order]
@@ -189,8 +192,12 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         (b"text\tlabel\nfine\t0\n", TextColumns("words"), r"no column 'words'; it has text, label"),
         (b"text\tlabel\nfine\n", TextColumns(), r"row 1 of .*t.tsv has 1 columns, not 2"),
         (b"text\tlabel\n", TextColumns(), "has no rows"),
-        (b"text\tlabel\nfine\tmaybe\n", TextColumns(), r"the label 'maybe', which stands for no class .*--map"),
-        (b"text\tlabel\nfine\tmaybe\n", TextColumns(names={"yes": 1}), r"'maybe', which stands for no class \(yes\)"),
+        (b"text\tlabel\nfine\tmaybe\n", TextColumns(), r"the label 'maybe', which stands for no class .*--label-map"),
+        (
+            b"text\tlabel\nfine\tmaybe\n",
+            TextColumns(label_map={"yes": 1}),
+            r"'maybe', which stands for no class \(yes\)",
+        ),
     ):
         table.write_bytes(content)
         with pytest.raises(ValueError, match=message):
@@ -206,7 +213,7 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match=r"row 2 of .* has no column 'text'; it has label"):
         load_examples(str(lines), tokenizer=Words())
     with pytest.raises(ValueError, match="which chooses its examples itself"):
-        load_batches("module:function", examples=3)
+        DataChoice("module:function", num_examples=3).load(LoadedModel(torch.nn.Identity(), "function"))
 
 
 # -- through the command line --------------------------------------------------------------------------------------
@@ -225,7 +232,7 @@ def test_run_on_a_table(tmp_path, capsys):
     folder = tmp_path / "bert"
     model.save_pretrained(folder)
     command = ["run", str(folder), str(table), "--text", "sentence", "--label", "class", "--rho", "0.05"]
-    command += ["--steps", "2", "--quiet", "--batch-size", "6", "--examples", "6", "--choose-seed", "1"]
+    command += ["--steps", "2", "--quiet", "--batch-size", "6", "--num-examples", "6", "--subset-seed", "1"]
     assert cli.main(command) == 2
     assert "the model has no tokenizer" in capsys.readouterr().err
     wordpiece([*words, "and some other words"], 100, length=16).save_pretrained(folder)
@@ -234,7 +241,7 @@ def test_run_on_a_table(tmp_path, capsys):
     wordpiece(["a", "b", "c"], 20, length=16).save_pretrained(folder)
     assert cli.main(command) == 0
     assert "geodesic-inv sharpness of BertForSequenceClassification: 1 batch" in capsys.readouterr().out
-    assert cli.main([*command, "--map", "pos=7,neg=0"]) == 2
+    assert cli.main([*command, "--label-map", "pos=7,neg=0"]) == 2
     err = capsys.readouterr().err
     assert "the labels go from 0 to 7, but BertForSequenceClassification has fewer classes" in err
     assert err.count("\n") == 1

@@ -28,8 +28,8 @@ NO_CODE = {"{toctree}", "{include}", "{csv-table}"}
 SHORTER = [
     ("--models 24", "--models 4 --epochs 1 1"),
     ("--nproc-per-node 2", "--nproc-per-node 1"),
-    ("--examples 2048", "--examples 8"),
-    ("--examples 512", "--examples 32"),
+    ("--num-examples 2048", "--num-examples 8"),
+    ("--num-examples 512", "--num-examples 32"),
 ]
 SETTINGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -17,7 +17,6 @@ PUBLIC = [
     "quotient_manifolds.testing",
     "sharpness",
     "sharpness.ascent",
-    "sharpness.baselines",
     "sharpness.comparison",
     "sharpness.data",
     "sharpness.hessian",

@@ -2,12 +2,11 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
 from sharpness import cli
-from sharpness.files import atomic_write, atomic_write_folder, check_file, check_folder, write_json, write_text
+from sharpness.files import atomic_write, check_file, check_folder, write_json, write_text
 
 
 def tree(folder):
@@ -67,65 +66,4 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 
     with pytest.raises(OSError, match=r"No space left on device: '.*a\.txt'"):
         atomic_write(tmp_path / "a.txt", half)
-    with pytest.raises(OSError, match=r"No space left on device: '.*folder'"):
-        atomic_write_folder(tmp_path / "folder", lambda own: (own.mkdir(), half(own / "b")))
     assert tree(tmp_path) == {"a.txt": b"old"}
-
-
-def test_folders_are_replaced_only_if_they_are_ours(tmp_path):
-    def write(text):
-        return lambda own: (own.mkdir(), (own / "weights").write_text(text))
-
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds what is not this program's"):
-        atomic_write_folder(target, write("new"))
-    assert tree(tmp_path) == {"model": None, "model/notes.txt": b"mine"}
-    (target / "notes.txt").unlink()
-    atomic_write_folder(target, write("new"))
-    atomic_write_folder(target, write("newer"))
-    assert (target / "weights").read_text() == "newer"
-    (target / "notes.txt").write_text("mine again")
-    with pytest.raises(ValueError, match="holds what is not this program's"):
-        atomic_write_folder(target, write("newest"))
-    assert (target / "weights").read_text() == "newer"
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file; name a folder"):
-        atomic_write_folder(tmp_path / "file", write("new"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "model"]
-
-
-def test_a_file_that_was_changed_is_not_ours_any_more(tmp_path):
-    """A model that somebody trained further in the folder it was written to."""
-    target = tmp_path / "model"
-    atomic_write_folder(target, lambda own: (own.mkdir(), (own / "weights").write_text("first")))
-    (target / "weights").write_text("trained for a week")
-    with pytest.raises(ValueError, match="holds what is not this program's"):
-        atomic_write_folder(target, lambda own: (own.mkdir(), (own / "weights").write_text("new")))
-    assert (target / "weights").read_text() == "trained for a week"
-
-
-def test_the_current_folder_if_it_is_empty(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    atomic_write_folder(".", lambda own: (own.mkdir(), (own / "weights").write_text("new")))
-    assert (tmp_path / "here" / "weights").read_text() == "new"
-
-
-def test_an_interrupt_between_the_moves_loses_nothing(tmp_path, monkeypatch):
-    target = tmp_path / "model"
-    atomic_write_folder(target, lambda own: (own.mkdir(), (own / "weights").write_text("first")))
-    rename, moves = Path.rename, []
-
-    def interrupted(path, to):
-        moves.append(path)
-        if len(moves) == 2:  # the old one stands aside, the new one is not yet in place
-            raise KeyboardInterrupt
-        return rename(path, to)
-
-    monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        atomic_write_folder(target, lambda own: (own.mkdir(), (own / "weights").write_text("new")))
-    monkeypatch.undo()
-    assert (target / "weights").read_text() == "first"

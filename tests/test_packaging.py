@@ -48,6 +48,7 @@ def test_tests_mirror_the_source():
         "search": "evaluation", "rows": "comparison", "digests": "sweep",
         "extras": "packaging",
         "demo": "cli", "examples": "data", "text": "data", "images": "data", "loading": "data",
+        "factory": "models", "loaded": "models",
         "saved_datasets": "data", "accuracies": "sweep", "config": "sweep", "plan": "sweep", "run": "sweep",
         "look": "plots", "many_models": "comparison", "one_model": "plots", "options": "cli",
     }  # fmt: skip

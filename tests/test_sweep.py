@@ -56,7 +56,7 @@ def place(tmp_path, monkeypatch):
         torch.save({"x": torch.randn(count, 6), "y": torch.randint(3, (count,))}, tmp_path / f"{name}.pt")
     config = {
         "checkpoints": [{"path": "zoo/*.pt", "model": "sweepmodel:model"}],
-        "data": {"source": "train.pt", "batch_size": 8, "examples": 16, "seed": 3},
+        "data": {"source": "train.pt", "batch_size": 8, "num_examples": 16, "subset_seed": 3},
         "test": "test.pt",
         "measures": ["adaptive", "euclidean"],
         "rho": {"adaptive": [0.1, 0.3], "euclidean": 0.05},
@@ -90,7 +90,7 @@ def test_rows_are_those_of_evaluate(place):
     assert row["sharpness"] == expected.mean(0.3)
     assert row["per_batch"] == [b.value for b in expected.at(0.3)]
     assert row["settings"]["steps"] == 4
-    assert row["data"]["examples"] == 16
+    assert row["data"]["num_examples"] == 16
     fit = next(r for r in rows if r["kind"] == "fit")
     data = torch.load("test.pt", weights_only=True)
     wrong = (loaded.model(data["x"]).argmax(1) != data["y"]).double().mean()

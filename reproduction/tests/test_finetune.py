@@ -50,7 +50,7 @@ def images(tmp_path, monkeypatch):
 
 def test_a_zoo_of_images_is_trained_measured_and_ranked(images, capsys):
     arguments = ["finetune", "tinyvit:tiny", "train", "--test", "test", "--models", "4", "--lr", "1e-3", "1e-2",
-                 "--epochs", "2", "6", "--batch", "8", "--examples", "48", "--choose-seed", "0", "--points", "16",
+                 "--epochs", "2", "6", "--batch", "8", "--num-examples", "48", "--subset-seed", "0", "--points", "16",
                  "--out", "zoo", "--quiet"]  # fmt: skip
     assert cli.main(arguments) == 0
     weights = sorted(Path("zoo").glob("*.safetensors"))
@@ -59,7 +59,7 @@ def test_a_zoo_of_images_is_trained_measured_and_ranked(images, capsys):
     assert [r["seed"] for r in recipes] == [0, 1, 2, 3]
     assert len({r["lr"] for r in recipes}) == 4
     config = json.loads(Path("zoo/sweep.json").read_text())
-    assert (config["data"]["examples"], config["train"]["examples"]) == (16, 48)
+    assert (config["data"]["num_examples"], config["train"]["num_examples"]) == (16, 48)
     config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1, 0.2]}, "steps": 3}
     Path("zoo/sweep.json").write_text(json.dumps(config))
     assert measuring.main(["sweep", "zoo/sweep.json", "--out", "out", "--quiet"]) == 0
@@ -72,7 +72,7 @@ def test_a_zoo_of_images_is_trained_measured_and_ranked(images, capsys):
 
 
 def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypatch):
-    data = DataChoice("train", examples=30, seed=0)
+    data = DataChoice("train", num_examples=30, subset_seed=0)
     recipes = [replace(random_recipe(s, epochs=(1, 2)), batch=8) for s in range(3)]
     train_zoo("tinyvit:tiny", data, "whole", recipes=recipes, progress=False)
     for i in (1, 2):
@@ -101,7 +101,7 @@ def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypa
 
 
 def test_label_noise_and_mixup_reach_the_targets(images):
-    data = DataChoice("train", examples=40, seed=0)
+    data = DataChoice("train", num_examples=40, subset_seed=0)
     training, _ = zoo._training(load("tinyvit:tiny"), data)
     order, labels = torch.arange(40), training.labels
     _, plain = next(training.steps(Recipe(batch=40), labels, order, torch.Generator().manual_seed(0)))
@@ -162,9 +162,9 @@ def test_a_zoo_of_texts(tmp_path, capsys):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     out = tmp_path / "zoo"
-    arguments = ["finetune", tmp_path / "bert", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl", "--map",
-                 "bad=0,good=1", "--vary", "seed", "--models", "2", "--lr", "5e-3", "--epochs", "6", "--batch", "16",
-                 "--points", "24", "--length", "12", "--out", out, "--quiet"]  # fmt: skip
+    arguments = ["finetune", tmp_path / "bert", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl",
+                 "--label-map", "bad=0,good=1", "--vary", "seed", "--models", "2", "--lr", "5e-3", "--epochs", "6",
+                 "--batch", "16", "--points", "24", "--max-length", "12", "--out", out, "--quiet"]  # fmt: skip
     assert cli.main([str(a) for a in arguments]) == 0
     models = [load(str(out / f"model_{i:02d}")) for i in range(2)]
     assert models[0].labels == {"bad": 0, "good": 1}
@@ -175,7 +175,7 @@ def test_a_zoo_of_texts(tmp_path, capsys):
     near = models[0].model.bert.embeddings.word_embeddings.weight
     assert torch.cosine_similarity(near.flatten(), body.flatten(), dim=0) > 0.5  # fine-tuned, not trained anew
     config = json.loads((out / "sweep.json").read_text())
-    assert config["data"]["names"] == {"bad": 0, "good": 1}
+    assert config["data"]["label_map"] == {"bad": 0, "good": 1}
     config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1]}, "steps": 2}
     (out / "sweep.json").write_text(json.dumps(config))
     assert measuring.main(["sweep", str(out / "sweep.json"), "--out", str(tmp_path / "results"), "--quiet"]) == 0
@@ -198,7 +198,7 @@ def test_labels_that_are_no_classes(tmp_path):
 def test_pretrain_command(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("a,b\n" + "\n".join(f"{s},{s} again" for s in SENTENCES * 11))
     arguments = ["pretrain", tmp_path / "t.csv", "--text", "a,b", "--width", "16", "--depth", "1", "--heads", "2",
-                 "--vocabulary", "60", "--length", "12", "--steps", "2", "--out", tmp_path / "bert"]  # fmt: skip
+                 "--vocabulary", "60", "--max-length", "12", "--steps", "2", "--out", tmp_path / "bert"]  # fmt: skip
     assert cli.main([str(a) for a in arguments]) == 0
     assert "132 texts" in capsys.readouterr().out
     assert load(str(tmp_path / "bert")).tokenizer is not None
@@ -207,12 +207,14 @@ def test_pretrain_command(tmp_path, capsys):
 
 
 def test_a_folder_with_other_models_is_refused(images):
-    data = DataChoice("train", examples=12, seed=0)
+    data = DataChoice("train", num_examples=12, subset_seed=0)
     train_zoo("tinyvit:tiny", data, "zoo", recipes=[Recipe(epochs=1, batch=8)], progress=False)
     with pytest.raises(ValueError, match=r"model_00.json was made with another recipe"):
         train_zoo("tinyvit:tiny", data, "zoo", recipes=[Recipe(lr=1e-3, epochs=1, batch=8)], progress=False)
     with pytest.raises(ValueError, match=r"model_00.json was made with another data"):
-        train_zoo("tinyvit:tiny", replace(data, seed=1), "zoo", recipes=[Recipe(epochs=1, batch=8)], progress=False)
+        train_zoo(
+            "tinyvit:tiny", replace(data, subset_seed=1), "zoo", recipes=[Recipe(epochs=1, batch=8)], progress=False
+        )
 
 
 def test_mistakes_leave_nothing_behind(images, capsys):
@@ -255,7 +257,7 @@ def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replac
              progress=False)  # fmt: skip
     table = tmp_path / "t.jsonl"
     table.write_text("".join(json.dumps({"text": t, "label": "no" if "bad" in t else "yes"}) + "\n" for t in SENTENCES))
-    names = TextColumns(names={"no": 0, "yes": 1})
+    names = TextColumns(label_map={"no": 0, "yes": 1})
     one = [Recipe(lr=1e-9, epochs=1, batch=8)]
     train_zoo(
         str(tmp_path / "bert"), DataChoice(str(table), columns=names), tmp_path / "a", recipes=one, progress=False

@@ -44,18 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; whatever goes wrong ends in one line and exit code 2.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        By default those of the process.
-
-    Returns
-    -------
-    int
-        Exit code.
-    """
+    """Run the command line, by default that of the process; whatever goes wrong is one line and exit code 2."""
     return run_parser(parser(), arguments)
 
 

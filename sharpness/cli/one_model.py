@@ -165,7 +165,7 @@ def _about(model: Any, batches: Any) -> str:
 
 def _check_figures(folder: Path) -> None:
     from ..files import check_folder
-    from ..plots import style
+    from ..plots.look import style
 
     if "WORLD_SIZE" in os.environ:
         raise ValueError("--figures needs the worst directions, which the processes keep to themselves; run it alone")

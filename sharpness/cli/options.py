@@ -23,14 +23,20 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_data_options(command: argparse.ArgumentParser) -> None:
     """Let a command choose data."""
     group = command.add_argument_group("data")
-    group.add_argument("--examples", type=count, help="use the first so many examples of a file (default: all)")
-    group.add_argument("--choose-seed", type=seed, help="choose them at random with this seed instead")
+    group.add_argument("--num-examples", type=count, help="use the first so many examples of a file (default: all)")
+    group.add_argument("--subset-seed", type=seed, help="choose them at random with this seed instead")
     group.add_argument("--text", default="text", help="column of the text, by name, or by number without a header")
     group.add_argument("--pair", help="column of the second text of a pair")
     group.add_argument("--label", default="label", help="column of the label")
-    group.add_argument("--map", help="what labels mean, as entailment=0,neutral=1 (default: the model's own names)")
+    group.add_argument(
+        "--label-map",
+        type=_label_map,
+        default={},
+        metavar="NAME=NUMBER,…",
+        help="what labels mean, as entailment=0,neutral=1 (default: the model's own names)",
+    )
     group.add_argument("--no-header", action="store_true", help="the table's first line is no header")
-    group.add_argument("--length", type=count, default=128, help="longest input in tokens")
+    group.add_argument("--max-length", type=count, default=128, help="longest input in tokens")
     group.add_argument("--image-size", type=count, help="side of the images (default: what the model says)")
     group.add_argument("--mean", type=float, nargs="+", help="mean of each channel (default: what the model says)")
     group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel")
@@ -38,16 +44,26 @@ def add_data_options(command: argparse.ArgumentParser) -> None:
 
 def data_choice(options: argparse.Namespace) -> DataChoice:
     """Read the options of :func:`add_data_options`."""
-    from ..data import DataChoice, TextColumns, named_labels
+    from ..data import DataChoice, TextColumns
 
     columns = TextColumns(
-        options.text, options.pair, options.label, named_labels(options.map), not options.no_header, options.length
+        options.text, options.pair, options.label, options.label_map, not options.no_header, options.max_length
     )
     mean, std = (None if v is None else tuple(v) for v in (options.mean, options.std))
     return DataChoice(
-        options.data, options.batch_size, options.batches, options.examples, options.choose_seed, columns,
+        options.data, options.batch_size, options.batches, options.num_examples, options.subset_seed, columns,
         options.image_size, mean, std,
     )  # fmt: skip
+
+
+def _label_map(text: str) -> dict[str, int]:
+    names = {}
+    for entry in filter(None, text.split(",")):
+        name, _, number = entry.rpartition("=")
+        if not name or not number.isdigit():
+            raise argparse.ArgumentTypeError(f"labels are mapped by NAME=NUMBER,…, and {entry!r} is none")
+        names[name] = int(number)
+    return names
 
 
 def place(text: str) -> Path:

@@ -13,28 +13,9 @@ __all__ = ["Examples", "choose"]
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples that are read when asked for.
+    """A source, for messages; how many examples it has; and ``batch``, from their positions to a batch on the CPU.
 
-    Attributes
-    ----------
-    source : str
-        Where they come from, for messages.
-    size : int
-        How many there are; also ``len(examples)``.
-    batch : callable
-        From a list of positions to a batch on the CPU, as :func:`sharpness.evaluate` takes it.
-    classes : tuple of str or None
-        Names of the classes, in the order of their numbers, where the files give them.
-
-    Examples
-    --------
-    Data in memory, as what :func:`load_examples` gives:
-
-    >>> import torch
-    >>> x, y = torch.eye(3), torch.tensor([0, 1, 1])
-    >>> found = Examples("memory", 3, lambda chosen: (x[list(chosen)], y[list(chosen)]), ("cat", "dog"))
-    >>> found.batch([2, 0])
-    (tensor([[0., 0., 1.], [1., 0., 0.]]), tensor([1, 0]))
+    ``classes`` are the names of the classes, in the order of their numbers, where the files give them.
     """
 
     source: str
@@ -47,33 +28,9 @@ class Examples:
 
 
 def choose(size: int, count: int | None = None, seed: int | None = None) -> list[int]:
-    """Choose examples: the first ``count``, or with a seed as many at random without replacement, in random order.
+    """Choose the first ``count`` of so many examples, or with a seed as many at random, in random order.
 
-    Parameters
-    ----------
-    size : int
-        How many there are.
-    count : int, optional
-        How many are wanted; by default all.
-    seed : int, optional
-        Of numpy's generator. With one seed, fewer are the first of more.
-
-    Returns
-    -------
-    list of int
-        Positions.
-
-    Raises
-    ------
-    ValueError
-        There are not so many.
-
-    Examples
-    --------
-    >>> choose(10, 3)
-    [0, 1, 2]
-    >>> choose(10, 4, seed=0)[:2] == choose(10, 2, seed=0)
-    True
+    With one seed, fewer are the first of more.
     """
     count = size if count is None else count
     if not 1 <= count <= size:

@@ -18,8 +18,7 @@ from ..extras import require_extra
 from ..models import ImageFormat
 from .examples import Examples
 
-__all__ = ["idx_images", "image_archive", "image_folder", "labels_beside", "pixels"]
-
+__all__ = ["idx_images", "image_archive", "image_examples", "image_folder", "labels_beside", "needed_format", "pixels"]
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
@@ -28,6 +27,13 @@ def _image_module() -> Any:
     with require_extra("reading images needs Pillow", "images"):
         from PIL import Image
     return Image
+
+
+def needed_format(known: ImageFormat | None, source: str) -> ImageFormat:
+    """Give what the model expects of images, or say that it does not say it."""
+    if known is None:
+        raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
+    return known
 
 
 def pixels(image: Any, how: ImageFormat) -> Tensor:
@@ -47,6 +53,17 @@ def pixels(image: Any, how: ImageFormat) -> Tensor:
     x = x.unsqueeze(-1) if x.dim() == 2 else x
     mean, std = (torch.tensor(v, dtype=torch.float32) for v in (how.mean, how.std))
     return ((x - mean) / std).permute(2, 0, 1)
+
+
+def image_examples(
+    source: str, read: Callable[[int], Tensor], labels: Sequence[int], classes: Sequence[str] | None
+) -> Examples:
+    """Give examples of images, one of which is read at a time, with the numbers of their classes."""
+
+    def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return torch.stack([read(i) for i in chosen]), torch.tensor([int(labels[i]) for i in chosen])
+
+    return Examples(source, len(labels), batch, None if classes is None else tuple(classes))
 
 
 def _read_image(name: str, data: bytes, how: ImageFormat) -> Tensor:
@@ -75,11 +92,12 @@ def _of_classes(
     classes = sorted(by_class)
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
-    def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        images = [_read_image(items[i][0], read(items[i][0]), how) for i in chosen]
-        return torch.stack(images), torch.tensor([items[i][1] for i in chosen])
-
-    return Examples(source, len(items), batch, tuple(PurePosixPath(c).name for c in classes))
+    return image_examples(
+        source,
+        lambda i: _read_image(items[i][0], read(items[i][0]), how),
+        [label for _, label in items],
+        [PurePosixPath(c).name for c in classes],
+    )
 
 
 def image_folder(folder: Path, how: ImageFormat) -> Examples:
@@ -143,8 +161,5 @@ def idx_images(path: Path, how: ImageFormat) -> Examples:
         )
     Image = _image_module()
 
-    def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        found = [pixels(Image.fromarray(images[i]), how) for i in chosen]
-        return torch.stack(found), torch.tensor(labels[list(chosen)].astype(np.int64))
-
-    return Examples(str(path), len(images), batch, tuple(str(i) for i in range(int(labels.max()) + 1)))
+    classes = [str(i) for i in range(int(labels.max()) + 1)]
+    return image_examples(str(path), lambda i: pixels(Image.fromarray(images[i]), how), labels.tolist(), classes)

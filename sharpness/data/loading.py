@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from quotient_manifolds.batches import tree_map
 
 from ..errors import naming
-from ..models import ImageFormat, LoadedModel, call, load_state_dict
+from ..models import ImageFormat, LoadedModel, load_state_dict
+from ..models.factory import call
 from .examples import Examples, choose
-from .images import idx_images, image_archive, image_folder, labels_beside
+from .images import idx_images, image_archive, image_folder, labels_beside, needed_format
 from .saved_datasets import datasets_folder, is_datasets_folder
 from .text import TABLES, TextColumns, read_table, table_of_text
 
-__all__ = ["DataChoice", "is_function", "load_batches", "load_examples", "source_files", "source_files_or_raise"]
+__all__ = ["DataChoice", "check_source", "is_function", "load_examples", "source_files"]
 
 
 def _divided(source: str) -> tuple[Path, str]:
@@ -33,48 +35,12 @@ def _divided(source: str) -> tuple[Path, str]:
 
 
 def is_function(source: str, base: Path = Path()) -> bool:
-    """Tell whether a source is ``module:function`` rather than a file or something in one.
-
-    Parameters
-    ----------
-    source : str
-        See :func:`load_batches`.
-    base : Path
-        Folder from which relative paths start.
-
-    Returns
-    -------
-    bool
-
-    Examples
-    --------
-    >>> is_function("my_project:batches"), is_function("digits.zip:test"), is_function("digits.safetensors")
-    (True, False, False)
-    """
+    """Tell whether a source is ``module:function`` rather than a file, below ``base``, or something in one."""
     return ":" in source and not _divided(str(base / source))[1] and not (base / source).exists()
 
 
 def source_files(source: str) -> list[tuple[str, Path]]:
-    """List the files that a source consists of, by the part of their names that matters.
-
-    Parameters
-    ----------
-    source : str
-        See :func:`load_examples`.
-
-    Returns
-    -------
-    list of (str, Path)
-        In a folder the relative names, which hold the classes; else the suffix. Empty where nothing is.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     (pathlib.Path(folder) / "films.tsv").touch()
-    ...     [name for name, _ in source_files(f"{folder}/films.tsv")]
-    ['.tsv']
-    """
+    """List the files of a source, by the part of their names that matters: in a folder all, which holds classes."""
     path, inside = _divided(source)
     if path.is_dir():
         return [(f"{inside}:{p.relative_to(path).as_posix()}", p) for p in sorted(path.rglob("*")) if p.is_file()]
@@ -83,27 +49,8 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     return files + ([("labels", labels)] if files and labels != path and labels.is_file() else [])
 
 
-def source_files_or_raise(source: str) -> None:
-    """Raise unless there is something to read at a source, before the work that needs it.
-
-    Parameters
-    ----------
-    source : str
-        See :func:`load_batches`.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is nothing.
-
-    Examples
-    --------
-    >>> try:
-    ...     source_files_or_raise("nowhere.tsv")
-    ... except FileNotFoundError as error:
-    ...     print(error)
-    there is no data at nowhere.tsv
-    """
+def check_source(source: str) -> None:
+    """Raise unless there is something to read at a source, before the work that needs it."""
     if not is_function(source) and not source_files(source):
         raise FileNotFoundError(f"there is no data at {source}")
 
@@ -114,7 +61,7 @@ def _tensors(path: Path) -> Examples:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{path}: the tensors have unequal numbers of examples, {lengths}")
 
-    def batch(chosen: Sequence[int]) -> Any:
+    def batch(chosen: Any) -> Any:
         part = {name: t[list(chosen)] for name, t in named.items()}
         return (part["x"], part["y"]) if set(part) == {"x", "y"} else part
 
@@ -129,134 +76,26 @@ def load_examples(
     tokenizer: Any = None,
     labels: Mapping[str, int] | None = None,
 ) -> Examples:
-    """Open a data set.
+    """Open what a :class:`DataChoice` calls a source, but no function.
 
-    Parameters
-    ----------
-    source : str
-        - a folder of class folders of images, or a zip of them (``archive.zip:folder/inside``);
-        - an idx file of images with its labels beside it, plain or gzipped, as MNIST's;
-        - a ``.tsv``, ``.csv`` or ``.jsonl`` table of text;
-        - a folder that Hugging Face's ``datasets`` saved (``folder:split`` where it has several), of texts or images;
-        - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension is the examples:
-          with the names x and y batches are pairs, else dicts for a transformers model.
-    images : ImageFormat, optional
-        What the model expects of images; needed for them.
-    text : TextColumns, optional
-        Which columns of a table hold what; by default ``text`` and ``label``.
-    tokenizer : optional
-        A tokenizer of transformers, for tables.
-    labels : mapping of str to int, optional
-        The model's own names of its classes, for tables that name labels.
-
-    Returns
-    -------
-    sharpness.data.Examples
-        Read when asked for, where the form of the data allows it.
-
-    Raises
-    ------
-    ValueError, OSError, ImportError
-        One sentence that names the file and the fix.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
-    ...     found = load_examples(f"{folder}/data.pt")
-    >>> x, y = found.batch([1, 2, 3])
-    >>> len(found), x.shape, y
-    (10, torch.Size([3, 4]), tensor([1, 0, 1]))
+    ``images`` is what a model expects of images, ``tokenizer`` and ``labels`` are what it makes of texts and of the
+    names of classes.
     """
+    text, labels = text or TextColumns(), labels or {}
     path, inside = _divided(source)
     if not path.exists():
         raise FileNotFoundError(f"there is no data at {path}")
     if is_datasets_folder(path):
-        return datasets_folder(path, inside, images, text or TextColumns(), tokenizer, labels or {})
-    name = path.name.removesuffix(".gz").lower()
-    if path.is_dir() or path.suffix == ".zip" or name.endswith(("idx3-ubyte", ".idx3")):
-        if images is None:
-            raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
-        if path.is_dir():
-            return image_folder(path, images)
-        return image_archive(path, inside, images) if path.suffix == ".zip" else idx_images(path, images)
+        return datasets_folder(path, inside, images, text, tokenizer, labels)
+    if path.is_dir():
+        return image_folder(path, needed_format(images, source))
+    if path.suffix == ".zip":
+        return image_archive(path, inside, needed_format(images, source))
+    if path.name.removesuffix(".gz").lower().endswith(("idx3-ubyte", ".idx3")):
+        return idx_images(path, needed_format(images, source))
     if path.suffix.lower() in TABLES:
-        columns = text or TextColumns()
-        return table_of_text(path, read_table(path, columns.header), columns, tokenizer, labels or {})
+        return table_of_text(path, read_table(path, text.header), text, tokenizer, labels)
     return _tensors(path)
-
-
-def load_batches(
-    source: str,
-    *,
-    batch_size: int = 256,
-    count: int | None = None,
-    examples: int | None = None,
-    seed: int | None = None,
-    device: torch.device | str = "cpu",
-    **options: Any,
-) -> list[Any]:
-    """Read batches.
-
-    Parameters
-    ----------
-    source : str
-        What :func:`load_examples` opens; or ``module:function`` for what a function without arguments returns, an
-        iterable of batches.
-    batch_size : int
-        Examples a batch; the last may have fewer.
-    count : int, optional
-        The first so many batches; by default all.
-    examples, seed : int, optional
-        See :func:`choose`: the first so many examples, or as many at random.
-    device : torch.device or str
-        Where the batches go.
-    **options
-        Of :func:`load_examples`.
-
-    Returns
-    -------
-    list
-        Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs (x, y), where images x
-        are float32 (examples, channels, height, width) and y are int64 (examples,).
-
-    Raises
-    ------
-    ValueError, OSError, ImportError
-        A file or function that cannot be read, tensors of unequal length; and as :func:`load_examples`.
-
-    Examples
-    --------
-    >>> import sharpness, tempfile, torch
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
-    ...     batches = load_batches(f"{folder}/data.pt", batch_size=4, count=2)
-    >>> result = sharpness.evaluate(torch.nn.Linear(4, 2), batches, measure="adaptive", rho=0.1)
-    >>> len(result.batches)
-    2
-    """
-    given = {"batch_size": batch_size, "count": count, "examples": examples, "seed": seed}
-    for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-    with naming(f"the device {device!r} cannot be used"):
-        device = torch.device(device)
-    if batch_size < 1 or (count is not None and count < 1):
-        raise ValueError(f"the batch size and the number of batches must be at least 1, got {batch_size} and {count}")
-    batches: Iterable[Any]
-    if is_function(source):
-        if examples is not None or seed is not None:
-            raise ValueError(f"{source} is a function, which chooses its examples itself")
-        batches = call(source)
-    else:
-        found = load_examples(source, **options)
-        chosen = choose(len(found), examples, seed)
-        batches = (found.batch(chosen[i : i + batch_size]) for i in range(0, len(chosen), batch_size))
-    result = [tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, count)]
-    if not result:
-        raise ValueError(f"{source} gave no batch")
-    return result
 
 
 @dataclass(frozen=True)
@@ -266,10 +105,16 @@ class DataChoice:
     Attributes
     ----------
     source : str
-        See :func:`load_batches`.
+        - a folder of class folders of images, or a zip of them (``archive.zip:folder/inside``);
+        - an idx file of images with its labels beside it, plain or gzipped, as MNIST's;
+        - a ``.tsv``, ``.csv`` or ``.jsonl`` table of text;
+        - a folder that Hugging Face's ``datasets`` saved (``folder:split`` where it has several), of texts or images;
+        - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension is the examples:
+          with the names x and y batches are pairs, else dicts for a transformers model;
+        - ``module:function`` for what a function without arguments returns, an iterable of batches.
     batch_size : int
         Examples a batch; the last may have fewer.
-    batches, examples, seed : int or None
+    batches, num_examples, subset_seed : int or None
         The first so many batches; the first so many examples, or as many at random.
     columns : TextColumns
         Of text.
@@ -282,24 +127,36 @@ class DataChoice:
     --------
     The same choice for many models, each with its own tokenizer or image format:
 
-    >>> import tempfile, torch
+    >>> import sharpness, tempfile, torch
     >>> from sharpness.models import LoadedModel
+    >>> mine = LoadedModel(torch.nn.Linear(4, 2), "function")
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
-    ...     choice = DataChoice(f"{folder}/data.pt", batch_size=4, examples=6, seed=0)
-    ...     [len(y) for _, y in choice.load(LoadedModel(torch.nn.Linear(4, 2), "function", None))]
+    ...     batches = DataChoice(f"{folder}/data.pt", batch_size=4, num_examples=6, subset_seed=0).load(mine)
+    >>> [len(y) for _, y in batches]
     [4, 2]
+    >>> result = sharpness.evaluate(mine.model, batches, measure="adaptive", rho=0.1)
     """
 
     source: str
     batch_size: int = 256
     batches: int | None = None
-    examples: int | None = None
-    seed: int | None = None
+    num_examples: int | None = None
+    subset_seed: int | None = None
     columns: TextColumns = field(default_factory=TextColumns)
     image_size: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "batches", "num_examples", "subset_seed"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if self.batch_size < 1 or (self.batches is not None and self.batches < 1):
+            raise ValueError(
+                f"the batch size and the number of batches must be at least 1, got {self.batch_size} and {self.batches}"
+            )
 
     def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> list[Any]:
         """Read the batches for a model.
@@ -314,16 +171,35 @@ class DataChoice:
         Returns
         -------
         list
-            See :func:`load_batches`.
+            Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs (x, y), where images x
+            are float32 (examples, channels, height, width) and y are int64 (examples,).
 
         Raises
         ------
         ValueError, OSError, ImportError
-            See :func:`load_batches`.
+            One sentence that names the file and the fix.
         """
-        return load_batches(
-            self.source, batch_size=self.batch_size, count=self.batches, examples=self.examples, seed=self.seed,
-            device=device, images=self.image_format(loaded.images), text=self.columns,
+        with naming(f"the device {device!r} cannot be used"):
+            device = torch.device(device)
+        batches: Iterable[Any]
+        if is_function(self.source):
+            if self.num_examples is not None or self.subset_seed is not None:
+                raise ValueError(f"{self.source} is a function, which chooses its examples itself")
+            batches = call(self.source)
+        else:
+            examples = self.open(loaded)
+            chosen = choose(len(examples), self.num_examples, self.subset_seed)
+            starts = range(0, len(chosen), self.batch_size)
+            batches = (examples.batch(chosen[i : i + self.batch_size]) for i in starts)
+        result = [tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, self.batches)]
+        if not result:
+            raise ValueError(f"{self.source} gave no batch")
+        return result
+
+    def open(self, loaded: LoadedModel) -> Examples:
+        """Open all examples for a model; they are read when asked for, where the form of the data allows it."""
+        return load_examples(
+            self.source, images=self.image_format(loaded.images), text=self.columns,
             tokenizer=loaded.tokenizer if self.is_text else None, labels=loaded.labels,
         )  # fmt: skip
 
@@ -337,22 +213,11 @@ class DataChoice:
         return path.suffix.lower() in TABLES
 
     def image_format(self, known: ImageFormat | None) -> ImageFormat | None:
-        """Say what is expected of images: what this choice says, else what the model says.
-
-        Parameters
-        ----------
-        known : ImageFormat or None
-            Of the model.
-
-        Returns
-        -------
-        ImageFormat or None
-            None where neither says anything.
-        """
+        """Say what is expected of images: what this choice says, else what the model says, which may be nothing."""
         if self.image_size is None and self.mean is None and self.std is None:
             return known
-        base = known or ImageFormat((224, 224), (0.5,), (0.5,))
+        base = known or ImageFormat((224, 224), (0.5,), (0.5,), 1)
         size = base.size if self.image_size is None else (self.image_size, self.image_size)
         mean, std = self.mean or base.mean, self.std or base.std
-        channels = max(len(mean), len(std), 1 if known is None else known.channels)
-        return ImageFormat(size, mean, std, channels, base.crop, base.resample)
+        channels = max(len(mean), len(std), base.channels)
+        return dataclasses.replace(base, size=size, mean=mean, std=std, channels=channels)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..models import ImageFormat
 from .examples import Examples
-from .images import pixels
-from .text import TextColumns, table_of_text
+from .images import image_examples, needed_format, pixels
+from .text import TextColumns, strings, table_of_text
 
 __all__ = ["datasets_folder", "is_datasets_folder"]
 
@@ -22,12 +18,6 @@ __all__ = ["datasets_folder", "is_datasets_folder"]
 def is_datasets_folder(path: Path) -> bool:
     """Tell whether ``datasets.save_to_disk`` wrote a folder."""
     return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def _class_name(number: str, named: Sequence[str], source: str) -> str:
-    if not 0 <= int(number) < len(named):
-        raise ValueError(f"{source} has the label {number}, which is none of its classes; use a part with labels")
-    return named[int(number)]
 
 
 def datasets_folder(
@@ -47,33 +37,35 @@ def datasets_folder(
             raise ValueError(f"{folder} has the parts {', '.join(found)}; name one as {folder}:{next(iter(found))}")
         found = found[split]
     source = f"{folder}:{split}" if split else str(folder)
-    pictures = [name for name, kind in found.features.items() if isinstance(kind, datasets.Image)]
     if columns.label not in found.features:
         raise ValueError(f"{source} has no column {columns.label!r}; it has {', '.join(found.features)}")
     named = getattr(found.features[columns.label], "names", None)
+    pictures = [name for name, kind in found.features.items() if isinstance(kind, datasets.Image)]
     if not pictures:
-        table = found.select_columns([c for c in (columns.text, columns.pair, columns.label) if c in found.features])
-        rows = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in table]
-        if named:
-            rows = [{**row, columns.label: _class_name(row[columns.label], named, source)} for row in rows]
-        own: dict[str, int] = {}
-        if named and not columns.names and not {n.lower() for n in named} <= {n.lower() for n in known}:
-            unnamed = all(n.isdigit() or n.upper().startswith("LABEL_") for n in known)
-            if not unnamed:
-                raise ValueError(
-                    f"the classes of {source} ({', '.join(named)}) are not the model's ({', '.join(known)}); say what "
-                    "labels mean with --map NAME=NUMBER,…"
-                )
-            own = {name: i for i, name in enumerate(named)}
-        examples = table_of_text(source, rows, columns, tokenizer, own or known)
-        return dataclasses.replace(examples, classes=tuple(own) or None)
-    if images is None:
-        raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
-    how = images
+        return _texts(found, named, source, columns, tokenizer, known)
 
-    def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        rows = found.select(list(chosen))
-        shown = [pixels(row[pictures[0]], how) for row in rows]
-        return torch.stack(shown), torch.tensor([int(row[columns.label]) for row in rows])
+    how = needed_format(images, source)
+    return image_examples(source, lambda i: pixels(found[i][pictures[0]], how), found[columns.label], named)
 
-    return Examples(source, len(found), batch, None if named is None else tuple(named))
+
+def _texts(
+    found: Any, named: Sequence[str] | None, source: str, columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
+) -> Examples:
+    wanted = [c for c in (columns.text, columns.pair, columns.label) if c in found.features]
+    rows = [strings(row) for row in found.select_columns(wanted)]
+    if not named:
+        return table_of_text(source, rows, columns, tokenizer, known)
+    for row in rows:
+        number = int(row[columns.label])
+        if not 0 <= number < len(named):
+            raise ValueError(f"{source} has the label {number}, which is none of its classes; use a part with labels")
+        row[columns.label] = named[number]
+    if columns.label_map or {n.lower() for n in named} <= {n.lower() for n in known}:
+        return table_of_text(source, rows, columns, tokenizer, known)
+    if not all(n.isdigit() or n.upper().startswith("LABEL_") for n in known):
+        raise ValueError(
+            f"the classes of {source} ({', '.join(named)}) are not the model's ({', '.join(known)}); say what "
+            "labels mean with --label-map NAME=NUMBER,…"
+        )
+    own = {name: i for i, name in enumerate(named)}
+    return dataclasses.replace(table_of_text(source, rows, columns, tokenizer, own), classes=tuple(named))

@@ -1,18 +1,6 @@
 """Figures. Needs the extra ``plot``."""
 
-from .demo import plot_symmetry_demo
-from .look import check_figure, style
 from .many_models import plot_ablations, plot_study
 from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
 
-__all__ = [
-    "check_figure",
-    "plot_ablations",
-    "plot_layers",
-    "plot_model",
-    "plot_profile",
-    "plot_spectra",
-    "plot_study",
-    "plot_symmetry_demo",
-    "style",
-]
+__all__ = ["plot_ablations", "plot_layers", "plot_model", "plot_profile", "plot_spectra", "plot_study"]

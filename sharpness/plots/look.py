@@ -21,30 +21,7 @@ MARKERS = {"geodesic-inv": "o", "geodesic-mix": "s", "adaptive": "^", "euclidean
 
 
 def style() -> AbstractContextManager[None]:
-    """Give a context in which matplotlib draws as all figures here are drawn.
-
-    Returns
-    -------
-    context manager
-        On leaving it matplotlib's settings are as before.
-
-    Raises
-    ------
-    ImportError
-        Without matplotlib, with the extra to install.
-
-    Notes
-    -----
-    The colours are those of Okabe and Ito 2008.
-
-    Examples
-    --------
-    >>> from matplotlib.figure import Figure
-    >>> with style():
-    ...     lines = Figure().subplots().plot([0.1, 0.2], [0.3, 0.9])
-    >>> lines[0].get_color()
-    '#0072B2'
-    """
+    """Give a context in which matplotlib draws as all figures here are drawn."""
     with require_extra("figures need matplotlib", "plot"):
         import matplotlib
         from cycler import cycler
@@ -66,25 +43,7 @@ def style() -> AbstractContextManager[None]:
 
 
 def check_figure(path: str | os.PathLike[str]) -> None:
-    """Raise unless a figure may be written there; to be called before the work that it shows.
-
-    Parameters
-    ----------
-    path : str or path
-
-    Raises
-    ------
-    ValueError, OSError, ImportError
-        As :func:`sharpness.files.check_file`; a suffix of no kind of figure; without matplotlib.
-
-    Examples
-    --------
-    >>> try:
-    ...     check_figure("figure.tsv")
-    ... except ValueError as error:
-    ...     print(str(error).partition(":")[0])
-    'figure.tsv' is no figure
-    """
+    """Raise unless a figure may be written there, of a kind that there is; to be called before the work."""
     with require_extra("figures need matplotlib", "plot"):
         from matplotlib.backend_bases import FigureCanvasBase
     kinds = FigureCanvasBase.get_supported_filetypes()
@@ -97,24 +56,10 @@ def check_figure(path: str | os.PathLike[str]) -> None:
 def figure(
     path: str | os.PathLike[str] | None, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Give a figure and its grid of axes, (rows, columns), and save it when the block ends.
+    """Give a figure and its grid of axes, (rows, columns), and save it when the block ends, unless the path is None.
 
-    The figure belongs to no window: a notebook's or script's backend stays as it is.
-
-    Parameters
-    ----------
-    path : str, path or None
-        Where it goes; None saves nothing.
-    size : (float, float)
-        Width and height in inches.
-    rows, columns : int
-        Of the grid.
-    **options
-        Of ``matplotlib.figure.Figure.subplots``.
-
-    Yields
-    ------
-    (matplotlib.figure.Figure, array of matplotlib.axes.Axes)
+    The figure belongs to no window: a notebook's or script's backend stays as it is. The size is in inches, the options
+    are those of ``Figure.subplots``.
     """
     with style():
         from matplotlib.figure import Figure

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_layers", "plot_model", "plot_profile", "plot_spectra"]
 
-_WAYS = {
-    "second-order": "geodesic (second order)",
-    "exact": "geodesic (exact)",
-    "rk4": "geodesic (Runge–Kutta)",
-    "first-order": "straight line",
-}
+_WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
 
 
 def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
@@ -58,15 +53,10 @@ def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> 
         axes.axvspan(-found.radius, found.radius, color="0.93", label=f"length of the direction, {found.radius:.3g}")
         axes.axvline(0, color="0.6", linewidth=1)
         for way, losses in found.losses.items():
-            straight = way == "first-order"
-            axes.plot(
-                found.lengths, losses, "--" if straight else "-", color="#D55E00" if straight else "#0072B2",
-                label=_WAYS[way], linewidth=2.2,
-            )  # fmt: skip
-        axes.set(
-            xlabel="distance from the weights, in the metric", ylabel="loss",
-            title=f"{found.measure}: loss along the worst direction",
-        )  # fmt: skip
+            style, colour = ("--", "#D55E00") if way == "first-order" else ("-", "#0072B2")
+            axes.plot(found.lengths, losses, style, color=colour, label=_WAYS.get(way, way), linewidth=2.2)
+        axes.set(xlabel="distance from the weights, in the metric", ylabel="loss")
+        axes.set_title(f"{found.measure}: loss along the worst direction")
         axes.legend()
     return drawn
 
@@ -100,13 +90,14 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
         cell = layers.index(s.layer), columns.index((s.kind == "weights", s.kind, s.head or 0))
         table[cell] = s.share + np.nan_to_num(table[cell])
     size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
+    places: dict[str, list[int]] = {}
+    for i, (_, kind, _) in enumerate(columns):
+        places.setdefault(kind, []).append(i)
+    rest = "all weights" if list(places) == ["weights"] else "rest"
+    names = {"qk": "Q–K, by head", "vo": "V–O, by head", "lora": "LoRA", "weights": rest}
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
-        kinds = list(dict.fromkeys(kind for _, kind, _ in columns))
-        rest = "all weights" if kinds == ["weights"] else "rest"
-        names = {"qk": "Q–K, by head", "vo": "V–O, by head", "lora": "LoRA", "weights": rest}
-        places = {kind: [i for i, (_, k, _) in enumerate(columns) if k == kind] for kind in kinds}
-        axes.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in kinds])
+        axes.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in places])
         for p in list(places.values())[1:]:
             axes.axvline(p[0] - 0.5, color="white", linewidth=3)
         step = 1 + len(layers) // 54
@@ -132,11 +123,6 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
     -------
     matplotlib.figure.Figure
 
-    Raises
-    ------
-    ValueError
-        No pairs.
-
     Notes
     -----
     Paper, App. H.1.
@@ -160,22 +146,21 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
                 shade = colormaps["viridis"](0.9 * i / max(1, len(mine) - 1))
                 axes.semilogy(range(1, len(s.product) + 1), s.product.clamp_min(1e-300), color=shade, linewidth=1)
             axes.set(xlabel="index", title=f"{titles.get(kind, kind)}: σ of GHᵀ, dark: first layers")
-            low = min(float(s.product[s.product > 0].min()) if bool((s.product > 0).any()) else 1e-12 for s in mine)
-            axes.set_ylim(bottom=low / 2)
+            _set_bottom(axes, [float(v) for s in mine for v in s.product])
         panels[0].set_ylabel("singular value")
-        for label, marker, colour, values in (
-            ("G", "o", COLOURS["adaptive"], [s.min_singular_value_G for s in found]),
-            ("H", "^", COLOURS["geodesic-mix"], [s.min_singular_value_H for s in found]),
-            ("GHᵀ", "s", COLOURS["geodesic-inv"], [float(s.product[-1]) for s in found]),
-        ):
-            last.semilogy(range(1, len(found) + 1), np.maximum(values, 1e-300), marker, color=colour, label=label, ms=4)
-        smallest = [
-            v for s in found for v in (s.min_singular_value_G, s.min_singular_value_H, float(s.product[-1])) if v > 0
-        ]
-        last.set_ylim(bottom=min(smallest, default=1e-12) / 2)
+        smallest = np.array([(s.min_singular_value_G, s.min_singular_value_H, float(s.product[-1])) for s in found])
+        looks = (("G", "o", "adaptive"), ("H", "^", "geodesic-mix"), ("GHᵀ", "s", "geodesic-inv"))
+        for (label, marker, name), values in zip(looks, smallest.T.clip(1e-300), strict=True):
+            last.semilogy(range(1, len(found) + 1), values, marker, color=COLOURS[name], label=label, markersize=4)
+        _set_bottom(last, smallest.ravel().tolist())
         last.set(xlabel="pair, in the order of the layers", title="smallest singular values")
         last.legend()
     return drawn
+
+
+def _set_bottom(axes: Any, values: Sequence[float]) -> None:
+    """Let a logarithmic axis begin below the smallest of some values."""
+    axes.set_ylim(bottom=min((v for v in values if v > 0), default=1e-12) / 2)
 
 
 def plot_model(
@@ -227,16 +212,13 @@ def plot_model(
     rho = max(result.rhos)
     direction, shares = result.direction(0, rho), result.by_layer(rho)
     Path(folder).mkdir(parents=True, exist_ok=True)
-
-    def path(name: str) -> Path:
-        return Path(folder) / f"{name}.{suffix}"
-
-    drawn = [path(f"{result.measure}-profile"), path(f"{result.measure}-layers")]
+    names = (f"{result.measure}-profile", f"{result.measure}-layers", "spectra")
+    drawn = [Path(folder) / f"{name}.{suffix}" for name in names]
     options: Any = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
     plot_profile(profile(model, batch, direction, loss_fn, **options), drawn[0])
     plot_layers(shares, drawn[1])
     pairs = direction.pairs or tuple(p for p in find_symmetric_pairs(model, include_frozen=True) if p.group is not None)
-    if pairs:
-        drawn.append(path("spectra"))
-        plot_spectra(spectra(pairs), drawn[2])
+    if not pairs:
+        return drawn[:2]
+    plot_spectra(spectra(pairs), drawn[2])
     return drawn

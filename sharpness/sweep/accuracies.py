@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data import read_table
+from ..data.text import read_table
 
 __all__ = ["Accuracies"]
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..data import DataChoice, TextColumns, is_function
+from ..data import DataChoice, TextColumns
+from ..data.loading import is_function
 from ..errors import naming, words_of
 from ..evaluation import checked_radii
 from ..extras import require_extra
@@ -34,17 +35,17 @@ class _Data(Struct, forbid_unknown_fields=True):
     source: str
     batch_size: Count | UnsetType = UNSET
     batches: Count | UnsetType | None = UNSET
-    examples: Count | UnsetType | None = UNSET
-    seed: Seed | UnsetType | None = UNSET
+    num_examples: Count | UnsetType | None = UNSET
+    subset_seed: Seed | UnsetType | None = UNSET
     image_size: Count | UnsetType | None = UNSET
     mean: list[float] | UnsetType | None = UNSET
     std: list[float] | UnsetType | None = UNSET
     text: str | int | UnsetType = UNSET
     pair: str | int | UnsetType | None = UNSET
     label: str | int | UnsetType = UNSET
-    names: dict[str, Annotated[int, Meta(ge=0)]] | UnsetType = UNSET
+    label_map: dict[str, Annotated[int, Meta(ge=0)]] | UnsetType = UNSET
     header: bool | UnsetType = UNSET
-    length: Count | UnsetType = UNSET
+    max_length: Count | UnsetType = UNSET
 
 
 class _Checkpoint(Struct, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..data import is_function, source_files
+from ..data.loading import is_function, source_files
 
 __all__ = ["of_data", "of_model"]
 

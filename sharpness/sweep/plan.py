@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..data import DataChoice, is_function
+from ..data import DataChoice
+from ..data.loading import is_function
 from ..measures import measure_with
 from .accuracies import Accuracies
 from .digests import of_data, of_model

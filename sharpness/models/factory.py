@@ -1,0 +1,240 @@
+"""Names to models: of folders, of functions, and of the models of open_clip and timm."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import naming
+from .huggingface import load_folder
+from .loaded import ImageFormat, LoadedModel, sides
+
+__all__ = ["call", "load", "load_state_dict"]
+
+
+def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -> LoadedModel:
+    """Build a model from a local folder or a library's name, with local weights.
+
+    Parameters
+    ----------
+    name : str
+        A folder with ``config.json`` (transformers; only local files are read), an open_clip model name such as
+        ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function`` for what a
+        function without arguments returns; if that has an ``image_format``, images are read so.
+    checkpoint : str, optional
+        Local weights for a name; without them the weights are random. Of an open_clip model either all of it, or, as in
+        the public "model soups", ``model.visual.…`` with ``classification_head.weight`` and ``.bias``: then the model
+        is the image tower with this head. Half-precision weights of these become float32.
+    head : str, optional
+        File with the ``weight`` (classes × features), and maybe ``bias``, of a head on open_clip's image tower.
+
+    Returns
+    -------
+    LoadedModel
+        On the CPU, in evaluation mode.
+
+    Raises
+    ------
+    ValueError, FileNotFoundError, ImportError
+        An unknown name, or weights that cannot be read or do not fit: one sentence.
+
+    Examples
+    --------
+    Weights of one's own in a network that a function builds; ``torch.nn:PReLU`` stands for ``my_project:network``:
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"weight": torch.tensor([0.5])}, f"{folder}/checkpoint.pt")
+    ...     loaded = load("torch.nn:PReLU", f"{folder}/checkpoint.pt")
+    >>> loaded.source, loaded.model.weight.item()
+    ('function', 0.5)
+    """
+    folder = Path(name)
+    if folder.is_file():
+        raise ValueError(f"{name!r} is a file; name the model that its weights belong to, and the file as checkpoint")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"the folder {folder} has no config.json, so it is no transformers model")
+        if checkpoint is not None or head is not None:
+            raise ValueError("a transformers folder holds its own weights; leave out the checkpoint")
+        return load_folder(folder)
+    if ":" in name:
+        return _from_function(name, checkpoint)
+    missing = []
+    for library, extra, build in (("open_clip", "clip", _open_clip), ("timm", "timm", _timm)):
+        try:
+            module = __import__(library)
+        except ImportError:
+            missing.append(f"; {library} is not installed: pip install 'quotient-manifolds[{extra}]'")
+            continue
+        if name in module.list_models():
+            return build(name, checkpoint, head)
+    if "/" in name or os.sep in name:
+        raise FileNotFoundError(f"there is no folder {name!r}")
+    raise ValueError(
+        f"{name!r} is neither a folder (there is none of this name) with a transformers model nor the name of an "
+        f"open_clip or timm model, nor module:function{''.join(missing)}"
+    )
+
+
+def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Read weights from ``.safetensors``, or from torch's format without executing any code.
+
+    Parameters
+    ----------
+    path : str or path
+        File.
+
+    Returns
+    -------
+    dict of str to Tensor
+        On the CPU; a ``state_dict`` inside a checkpoint is taken out, and ``module.`` prefixes are stripped.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError, ImportError
+        No such file; not a state dict; a file that holds pickled objects other than tensors; no safetensors package.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "checkpoint.pt"
+    ...     torch.save({"epoch": 3, "state_dict": {"module.weight": torch.ones(1, 2)}}, path)
+    ...     load_state_dict(path)
+    {'weight': tensor([[1., 1.]])}
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint file {path}")
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise ImportError("reading .safetensors needs the safetensors package: pip install safetensors") from error
+        with naming(f"{path} is not a readable safetensors file"):
+            found: Any = load_file(path)
+    else:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"{path} is no plain state dict of tensors, and pickled code is never executed; save it again with "
+                "torch.save(model.state_dict(), path) or as .safetensors"
+            ) from error
+    if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
+        found = found["state_dict"]
+    if not isinstance(found, dict) or not found or not all(isinstance(v, torch.Tensor) for v in found.values()):
+        raise ValueError(f"{path} holds no state dict (a mapping of names to tensors)")
+    return {str(k).removeprefix("module."): v for k, v in found.items()}
+
+
+def call(name: str) -> Any:
+    """Call the function that ``module:function`` names, in the current folder too; what it raises is a ValueError."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    what = f"{name!r} is not an importable module:function"
+    try:
+        with naming(what):
+            function = pkgutil.resolve_name(name)
+    except ImportError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name!r} is not a function")
+    with naming(f"{name} failed"):
+        return function()
+
+
+class ClipClassifier(nn.Module):
+    """CLIP's image tower (images → features f) with a linear head on the normalised features, W f / ‖f‖ + b.
+
+    Radford et al. 2021; the state dicts are those of Wortsman et al. 2022 (model soups).
+    """
+
+    def __init__(self, visual: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.visual, self.classification_head = visual, head
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Compute the logits, (examples, classes), of images, (examples, channels, height, width)."""
+        features = self.visual(images)
+        scores: torch.Tensor = self.classification_head(features / features.norm(dim=-1, keepdim=True))
+        return scores
+
+
+def _read(checkpoint: str | None) -> dict[str, torch.Tensor] | None:
+    return None if checkpoint is None else load_state_dict(checkpoint)
+
+
+def _fill(model: nn.Module, path: str | None, state: Mapping[str, torch.Tensor] | None) -> None:
+    if state is not None:
+        with naming(f"the weights in {path} are not those of {type(model).__name__}"):
+            model.load_state_dict(state)
+
+
+def _from_function(name: str, checkpoint: str | None) -> LoadedModel:
+    model = call(name)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
+    _fill(model, checkpoint, _read(checkpoint))
+    images = getattr(model, "image_format", None)
+    return LoadedModel(model.eval(), "function", images=images if isinstance(images, ImageFormat) else None)
+
+
+def _open_clip(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
+    import open_clip
+
+    state = _read(checkpoint)
+    model = open_clip.create_model(name, pretrained=None)
+    visual = model.visual
+    size = sides(visual.image_size)
+    images = ImageFormat(size, tuple(visual.image_mean), tuple(visual.image_std), crop=True)
+    example: Any = {"image": torch.randn(2, 3, *size)}
+    if head is None and "classification_head.weight" not in (state or {}):
+        _fill(model, checkpoint, state)
+        length, words = getattr(model, "context_length", 77), getattr(model, "vocab_size", 49408)
+        example["text"] = torch.randint(1, words - 1, (2, length))
+        return LoadedModel(model.eval(), "open_clip", example, images)
+    given = {k: v.float() for k, v in (state or {}).items() if v.is_floating_point()}
+    if "classification_head.weight" in given and f"{name}-quickgelu" in open_clip.list_models():
+        raise ValueError(
+            f"{checkpoint} is a fine-tuned CLIP of OpenAI's, which uses QuickGELU: name the model {name}-quickgelu "
+            f"({name} would give other outputs)"
+        )
+    tower = {k.removeprefix("model."): v for k, v in given.items()}
+    tower = {k.removeprefix("visual."): v for k, v in tower.items() if k.startswith("visual.")}
+    _fill(visual, checkpoint, None if state is None else tower)
+    prefix = "classification_head." if head is None else ""
+    linear = given if head is None else {k: v.float() for k, v in load_state_dict(head).items()}
+    weight, bias = linear.get(f"{prefix}weight"), linear.get(f"{prefix}bias")
+    if weight is None or weight.dim() != 2:
+        raise ValueError(f"{head or checkpoint} has no matrix {prefix}weight (classes × features) for the head")
+    top = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    _fill(top, head or checkpoint, {"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    return LoadedModel(ClipClassifier(visual, top).eval(), "open_clip", example["image"], images)
+
+
+def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
+    import timm
+
+    if head is not None:
+        raise ValueError("a head of its own is for open_clip's image towers; timm models bring theirs")
+    state = _read(checkpoint)
+    model = timm.create_model(name, pretrained=False)
+    settings = model.default_cfg
+    own = (state or {}).get(f"{settings.get('classifier')}.weight")
+    if own is not None and own.dim() and own.shape[0] != model.num_classes:
+        model = timm.create_model(name, pretrained=False, num_classes=own.shape[0])
+    _fill(model, checkpoint, state)
+    channels, *size = settings["input_size"]
+    resample = settings.get("interpolation", "bicubic")
+    images = ImageFormat(sides(size), tuple(settings["mean"]), tuple(settings["std"]), channels, True, resample)
+    return LoadedModel(model.eval(), "timm", torch.randn(2, channels, *size), images)

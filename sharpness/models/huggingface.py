@@ -1,0 +1,122 @@
+"""Folders of transformers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import naming
+from ..extras import require_extra
+from .loaded import ImageFormat, LoadedModel, quiet, sides
+
+__all__ = ["load_folder"]
+
+#: Building so many takes minutes, whatever the weights say.
+_MOST_LAYERS = 1000
+#: Why weights that do not match are refused, and what to do.
+_MATCH = (
+    "a model with random weights, or without some of its own, would not be yours: use the configuration that they were "
+    "saved with, or save the model anew by the from_pretrained and save_pretrained of the class that you mean"
+)
+
+
+def load_folder(folder: Path) -> LoadedModel:
+    """Load a transformers folder, whose weights must all be there and all be used."""
+    with require_extra(f"reading {folder} needs transformers", "transformers"):
+        import transformers
+    path = folder / "config.json"
+    settings = _read_json(path)
+    for key, value in settings.items():
+        if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(f"{path} asks for {key} = {value}, more than can be built")
+    names = settings.get("architectures") or ["AutoModel"]
+    name = names[0] if isinstance(names, list) else names
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if cls is None or not hasattr(cls, "from_pretrained"):
+        raise ValueError(f"{path} names the architecture {name!r}, which transformers does not have")
+    try:
+        with quiet(), naming(f"{folder} cannot be loaded as {cls.__name__}"):
+            model, report = cls.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+            if not isinstance(model, nn.Module):
+                raise ValueError(f"it is no model but {type(model).__name__}")
+    except ValueError as error:
+        if isinstance(error.__cause__, pickle.UnpicklingError):
+            raise ValueError(
+                f"{folder} holds pickled objects other than tensors, and pickled code is never executed; save the "
+                "model anew with save_pretrained, which writes safetensors"
+            ) from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise ValueError(f"the weights in {folder} have other shapes than config.json says; {_MATCH}") from error
+        raise
+    _check_all_loaded(folder, report)
+    with naming(f"{path} cannot be used"):
+        labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
+        example = _transformers_example(model.config)
+    return LoadedModel(model.eval(), "transformers", example, _preprocessor(folder, model.config), folder, labels)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with naming(f"{path} is not valid JSON"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+def _check_all_loaded(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse files that lack weights of the model, which it would draw at random, or have some that it leaves out."""
+    kinds = {"missing_keys": "lack", "mismatched_keys": "have another shape of", "unexpected_keys": "have besides"}
+    wrong = []
+    for kind, words in kinds.items():
+        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in report.get(kind) or ())
+        if names:
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            wrong.append(f"{words} {', '.join(names[:2])}{more}")
+    if wrong:
+        raise ValueError(
+            f"the weights in {folder} are not those of config.json: they {'; they '.join(wrong)}; {_MATCH}"
+        )
+
+
+def _preprocessor(folder: Path, config: Any) -> ImageFormat | None:
+    """Read ``preprocessor_config.json``; None where it says nothing of images."""
+    path = folder / "preprocessor_config.json"
+    found = _read_json(path) if path.is_file() else {}
+    normalized = found.get("do_normalize", True)
+    if not {"size", "crop_size"} & set(found) or (normalized and "image_mean" not in found):
+        return None  # of sound, say
+    with naming(f"{path} does not say how images are made ready"):
+        crop = bool(found.get("do_center_crop"))
+        size = sides(found.get("crop_size" if crop else "size", found.get("size")))
+        resample = {0: "nearest", 1: "lanczos", 3: "bicubic"}.get(found.get("resample", 2), "bilinear")
+        channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)
+        mean, std = (found["image_mean"], found["image_std"]) if normalized else ((0.0,), (1.0,))
+        return ImageFormat(size, tuple(mean), tuple(std), channels, crop, resample)
+
+
+def _transformers_example(config: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    example: dict[str, torch.Tensor] = {}
+    text, vision = (getattr(config, f"{kind}_config", config) for kind in ("text", "vision"))
+    size = getattr(vision, "image_size", None)
+    if size is not None:
+        shape = (2, getattr(vision, "num_channels", 3), *sides(size))
+        example["pixel_values"] = torch.randn(*shape, generator=generator)
+    if getattr(text, "vocab_size", None) and (size is None or vision is not config):
+        length = min(16, getattr(text, "max_position_embeddings", 16) or 16)
+        ids = torch.randint(3, max(4, text.vocab_size - 1), (2, length), generator=generator)
+        if getattr(config, "is_encoder_decoder", False):
+            example["decoder_input_ids"] = ids[:, : max(1, length // 2)]
+        example["input_ids"] = ids
+    if getattr(config, "num_mel_bins", None) and config.model_type == "whisper":
+        example["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
+        del example["input_ids"]
+    return example

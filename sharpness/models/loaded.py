@@ -1,0 +1,149 @@
+"""A model, and what it says of its inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import naming
+
+__all__ = ["ImageFormat", "LoadedModel", "quiet", "sides"]
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """What a model expects of images.
+
+    Attributes
+    ----------
+    size : tuple of int
+        Height and width.
+    mean, std : tuple of float
+        Of every channel, for pixels in [0, 1].
+    channels : int
+        3, or 1 for grey values.
+    crop : bool
+        Resize the shorter side to ``size`` and cut out the middle (timm's crop_pct of 1), or else resize both sides.
+    resample : {"bicubic", "bilinear", "nearest", "lanczos"}
+        How images are resized, as in Pillow.
+
+    Examples
+    --------
+    Of MNIST's digits:
+
+    >>> ImageFormat(size=(28, 28), mean=(0.1307,), std=(0.3081,), channels=1).resample
+    'bicubic'
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    channels: int = 3
+    crop: bool = False
+    resample: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        if len(self.mean) not in (1, self.channels) or len(self.std) not in (1, self.channels):
+            raise ValueError(
+                f"images of {self.channels} channels need as many means and stds, got {self.mean}, {self.std}"
+            )
+        numbers = (*self.mean, *self.std)
+        if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in numbers) or min(self.std) <= 0:
+            raise ValueError(f"means and stds of images are numbers, stds positive, got {self.mean}, {self.std}")
+        if len(self.size) != 2 or not 1 <= min(self.size) <= max(self.size) <= 2**14 or self.channels not in (1, 3):
+            raise ValueError(f"no such images: size {self.size}, {self.channels} channels")
+        if self.resample not in ("bicubic", "bilinear", "nearest", "lanczos"):
+            raise ValueError(f"no such resampling: {self.resample!r}")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A module, a random batch that fits its forward pass, and what it says of its inputs.
+
+    Attributes
+    ----------
+    model : nn.Module
+        In evaluation mode.
+    source : str
+        ``"transformers"``, ``"open_clip"``, ``"timm"`` or ``"function"``.
+    example : dict, Tensor or None
+        Random inputs: ``model(**example)`` or ``model(example)``; None for a function's model.
+    images : ImageFormat or None
+        Where the model comes with it.
+    folder : Path or None
+        Of a transformers model; its tokenizer is read when asked for.
+    labels : dict of str to int
+        The model's own names of its classes, if it has any.
+
+    Examples
+    --------
+    :func:`load` gives one; a model of one's own can be put in one by hand, to read data for it:
+
+    >>> from torch import nn
+    >>> mine = LoadedModel(nn.Identity(), "function", images=ImageFormat((28, 28), (0.5,), (0.5,), channels=1))
+    >>> mine.images.size, mine.tokenizer is None
+    ((28, 28), True)
+    """
+
+    model: nn.Module
+    source: str
+    example: Any = None
+    images: ImageFormat | None = None
+    folder: Path | None = None
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in a transformers folder; None if there is none, a ValueError if it cannot be read."""
+        # Without files transformers makes up a tokenizer with an empty vocabulary.
+        if self.folder is None or not self._files("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm"):
+            return None
+        from transformers import AutoTokenizer
+
+        with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
+            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+
+    def text_key(self) -> str:
+        """Hash what decides how texts become tokens: equal keys, equal tokens."""
+        files = self._files("tokenizer*.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "*.spm")
+        digest = hashlib.sha256(json.dumps([self.labels, [p.name for p in files]], sort_keys=True).encode())
+        for p in files:
+            digest.update(p.read_bytes())
+        return digest.hexdigest()
+
+    def _files(self, *names: str) -> list[Path]:
+        return [] if self.folder is None else sorted(p for name in names for p in self.folder.glob(name))
+
+
+def sides(size: Any) -> tuple[int, int]:
+    """Give height and width, in any of the spellings of configurations."""
+    if isinstance(size, dict):
+        side = size.get("shortest_edge")
+        size = (size.get("height", side), size.get("width", side))
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return int(height), int(width)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and tables: what is wrong is said in one sentence."""
+    import transformers
+
+    said = transformers.utils.logging
+    bars, level = said.is_progress_bar_enabled(), said.get_verbosity()
+    said.disable_progress_bar()
+    said.set_verbosity(said.CRITICAL)
+    try:
+        yield
+    finally:
+        said.set_verbosity(level)
+        if bars:
+            said.enable_progress_bar()
