@@ -12,7 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,7 @@ def run(
             correlation = kendall(*columns, resamples=1000 if s == seed else 1)
             taus.append(correlation.value)
             if s == seed:
-                table[column] = {"first seed": correlation.to_dict()}
+                table[column] = {"first seed": asdict(correlation)}
         table[column].update(
             taus=taus, mean=float(np.mean(taus)), std=float(np.std(taus, ddof=1)) if seeds > 1 else None
         )

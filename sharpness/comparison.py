@@ -21,7 +21,7 @@ import scipy.optimize
 
 from .measures import MEASURES
 from .rows import BASELINES, Row, targets
-from .statistics import Correlation, kendall, kendall_difference, partial_kendall
+from .statistics import Correlation, kendall, kendall_difference
 
 __all__ = ["Ranking", "compare", "formatted"]
 
@@ -226,7 +226,7 @@ def compare(
         x, y = [values[m] for m in models], [goal[m] for m in models]
         options: dict[str, Any] = {"resamples": resamples, "seed": seed}
         controlled = quantity != "train_loss" and all(m in loss for m in models)
-        partial = partial_kendall(x, y, [loss[m] for m in models], **options) if controlled else None
+        partial = kendall(x, y, given=[loss[m] for m in models], **options) if controlled else None
         apart = None
         if against is not None and all(m in against for m in models):
             apart = kendall_difference(x, [against[m] for m in models], y, **options)

@@ -9,6 +9,7 @@ import pytest
 PUBLIC = [
     "reproduction.convert",
     "reproduction.finetune",
+    "reproduction.granulated",
     "reproduction.pretrain",
     "reproduction.zoo",
     "quotient_manifolds",
