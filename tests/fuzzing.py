@@ -52,7 +52,7 @@ PLACES = ["", ".", "nope", "bert", "vit", "file", "folder", "nope:model", "mine:
           "a b",
           "a\nb", "nul\0byte", "näh", "x" * 300, "missing/deep/out", "file/out", "/proc/none/out", "..", "../beside",
           "done",
-          "zoo/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
+          "collection/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
 WORDS = {"device": ["cuda", "nope", "meta", "", "cpu:9"], "shard": ["0/0", "2/1", "x", "1/0", "-1/2", "/", "1/2"],
          "map": ["junk", "a=1", "a=x", "=", "0=0,0=1", "0=0,1=1", "0=5,1=-1"],
          "measure": ["junk", "", *measures.MEASURES]}
@@ -74,12 +74,12 @@ toy --quiet --out out
 diagonal --n 4 --d 6 --models 3 --seeds 1 --rho 0.1 --workers 1 --quiet --out out
 convert bert-tf bert out
 """).split("\n") if line]
-SWEEP = {"checkpoints": [{"path": "zoo/*.pt", "model": "mine:model"}], "data": {"source": "xy.pt", "batch_size": 4,
-                                                                                "seed": 3},
+SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
+         "data": {"source": "xy.pt", "batch_size": 4, "seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
          "ablations": [{}, {"p": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
-         "initial": "zoo/net0.pt",
+         "initial": "collection/net0.pt",
          "steps": 2, "tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "normalize_logits": False,
          "device": "cpu"}
@@ -167,9 +167,9 @@ def build(base):
     write_tensors(base / "xy.safetensors", read_tensors(base / "xy.pt"))
     write_tensors(base / "ids.safetensors", {"input_ids": torch.randint(5, 30, (8, 6)), "labels": torch.arange(8) % 2})
     for i in range(4):
-        (base / "zoo").mkdir(exist_ok=True)
+        (base / "collection").mkdir(exist_ok=True)
         write_tensors(
-            base / "zoo" / f"net{i}.pt", nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict()
+            base / "collection" / f"net{i}.pt", nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict()
         )
     (base / "sweep.json").write_text(json.dumps(SWEEP))
     (base / "table.csv").write_text("run,accuracy\n" + "".join(f"net{i},0.{8 - i}\n" for i in range(4)))
@@ -408,8 +408,10 @@ def datasets(rng, world):
         source = pick(rng, ["xy.pt", "xy.safetensors", "ids.safetensors"])
         model = "bert" if source.startswith("ids") else model
     else:
-        more = ["--checkpoint", "zoo/net1.pt"]
-    path = world / {"checkpoint": "zoo/net1.pt", "idx": pick(rng, [source, "t-labels-idx1-ubyte"])}.get(kind, source)
+        more = ["--checkpoint", "collection/net1.pt"]
+    path = world / {"checkpoint": "collection/net1.pt", "idx": pick(rng, [source, "t-labels-idx1-ubyte"])}.get(
+        kind, source
+    )
     what = [
         pick(rng, spoilers)(rng, path)
         for _ in range(int(rng.integers(1, 3)))
@@ -625,7 +627,7 @@ def calls(rng, world):
         (symmetries.stacks, {"pairs": pairs}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.Group(2), "name": "a"}),
         (symmetries.stack, {"pairs": pairs[:1]}),
-        (models.load, {"name": "mine:model", "checkpoint": "zoo/net0.pt", "head": None}),
+        (models.load, {"name": "mine:model", "checkpoint": "collection/net0.pt", "head": None}),
         (models.load_state_dict, {"path": "xy.pt"}),
         (data.load_batches, {"source": "xy.pt", "batch_size": 4, "count": 1, "examples": 8, "seed": 0,
                              "device": "cpu"}),

@@ -11,7 +11,7 @@ PUBLIC = [
     "reproduction.finetune",
     "reproduction.granulated",
     "reproduction.pretrain",
-    "reproduction.zoo",
+    "reproduction.collection",
     "quotient_manifolds",
     "quotient_manifolds.gl.geodesic",
     "quotient_manifolds.optim",

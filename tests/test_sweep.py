@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sharpness import cli, evaluate
-from sharpness.rows import gaps
+from sharpness.rows import targets
 from sharpness.sweep import Accuracies, read_config, read_rows, run_sweep
 
 from . import networks
@@ -46,16 +46,16 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sweepmodel", raising=False)  # of another test's folder
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "zoo").mkdir()
+    (tmp_path / "collection").mkdir()
     for i in range(4):
         torch.manual_seed(i)
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        torch.save(net.state_dict(), tmp_path / "zoo" / f"net{i}.pt")
+        torch.save(net.state_dict(), tmp_path / "collection" / f"net{i}.pt")
     for name, count, seed in (("train", 24, 0), ("test", 12, 1)):
         torch.manual_seed(seed)
         torch.save({"x": torch.randn(count, 6), "y": torch.randint(3, (count,))}, tmp_path / f"{name}.pt")
     config = {
-        "checkpoints": [{"path": "zoo/*.pt", "model": "sweepmodel:model"}],
+        "checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}],
         "data": {"source": "train.pt", "batch_size": 8, "examples": 16, "seed": 3},
         "test": "test.pt",
         "measures": ["adaptive", "euclidean"],
@@ -83,7 +83,7 @@ def test_rows_are_those_of_evaluate(place):
     sweep = read_config("sweep.json")
     from sharpness.models import load
 
-    loaded = load("sweepmodel:model", "zoo/net0.pt")
+    loaded = load("sweepmodel:model", "collection/net0.pt")
     batches = sweep.data.load(loaded)
     expected = evaluate(loaded.model, batches, measure="adaptive", rho=[0.1, 0.3], steps=4, progress=False)
     assert row["checkpoint"] == "net0.pt"
@@ -95,7 +95,7 @@ def test_rows_are_those_of_evaluate(place):
     data = torch.load("test.pt", weights_only=True)
     wrong = (loaded.model(data["x"]).argmax(1) != data["y"]).double().mean()
     assert fit["test_error"] == pytest.approx(float(wrong))
-    assert gaps(rows)["net0.pt"] == pytest.approx(fit["test_error"] - fit["train_error"])
+    assert targets(rows)["net0.pt"] == pytest.approx(fit["test_error"] - fit["train_error"])
 
 
 def test_finished_units_are_not_done_again(place, monkeypatch):
@@ -125,16 +125,16 @@ def test_shards_give_the_same_rows(place):
 
 
 def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
-    Path("zoo/net1.pt").write_bytes(b"no checkpoint")
-    torch.save({"0.weight": torch.zeros(2, 2)}, "zoo/net2.pt")
+    Path("collection/net1.pt").write_bytes(b"no checkpoint")
+    torch.save({"0.weight": torch.zeros(2, 2)}, "collection/net2.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     err = capsys.readouterr().err
-    assert "sharpness: net1.pt, fit: zoo/net1.pt is no plain state dict of tensors" in err
-    assert "net2.pt, adaptive: the weights in zoo/net2.pt are not those of Sequential" in err
+    assert "sharpness: net1.pt, fit: collection/net1.pt is no plain state dict of tensors" in err
+    assert "net2.pt, adaptive: the weights in collection/net2.pt are not those of Sequential" in err
     assert "Traceback" not in err
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}
     torch.manual_seed(1)
-    torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "zoo/net1.pt")
+    torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "collection/net1.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
 
@@ -282,7 +282,7 @@ def test_two_functions_of_one_module_are_two_sources(place):
 
 
 def test_a_diverged_checkpoint_is_a_failed_row(place, capsys):
-    torch.save({k: v * torch.nan for k, v in torch.load("zoo/net0.pt").items()}, "zoo/net9.pt")
+    torch.save({k: v * torch.nan for k, v in torch.load("collection/net0.pt").items()}, "collection/net9.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     assert "net9.pt, fit: train_loss is nan; the model has diverged" in capsys.readouterr().err
     assert cli.main(["table", "out"]) == 0
@@ -366,7 +366,7 @@ def test_whatever_one_model_raises_the_others_go_on(place, capsys):
     ],
 )
 def test_values_of_the_wrong_kind(place, text, words):
-    base = 'checkpoints: {path: "zoo/*.pt", model: "sweepmodel:model"}\n'
+    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\n'
     base += "" if "data" in text else "data: train.pt\n"
     Path("wrong.yaml").write_text(base + text)
     with pytest.raises(ValueError, match=words):
@@ -374,7 +374,7 @@ def test_values_of_the_wrong_kind(place, text, words):
 
 
 def test_a_number_in_yaml_is_one(place):
-    base = 'checkpoints: {path: "zoo/*.pt", model: "sweepmodel:model"}\ndata: train.pt\n'
+    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\ndata: train.pt\n'
     Path("good.yaml").write_text(base + "tol: 1e-3\nrho: 1e-2")
     sweep = read_config("good.yaml")
     assert sweep.settings["tol"] == 1e-3
@@ -431,7 +431,7 @@ def test_mistakes_in_the_configuration(place, capsys, change, message):
 def test_yaml_and_mistakes_in_it(place, capsys):
     pytest.importorskip("yaml")
     Path("sweep.yaml").write_text(
-        "checkpoints: [{path: zoo/net0.pt, model: 'sweepmodel:model'}]\n"
+        "checkpoints: [{path: collection/net0.pt, model: 'sweepmodel:model'}]\n"
         "data: train.pt\nmeasures: [adaptive]\nsteps: 2\n"
     )
     assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 0
@@ -479,7 +479,7 @@ def test_known_accuracies_stand_in_for_a_test_set(place):
     Path("acc.csv").write_text("model,dev,train\n" + "".join(f"Run {i},0.8,0.9\n" for i in range(4)))
     Path("known.json").write_text(json.dumps(config))
     assert run_sweep(read_config("known.json"), "number", progress=False) == []
-    assert gaps(rows_of("number", "known.json")) == pytest.approx({f"net{i}.pt": 0.1 for i in range(4)})
+    assert targets(rows_of("number", "known.json")) == pytest.approx({f"net{i}.pt": 0.1 for i in range(4)})
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_a_sweep_has_test_data_or_accuracies(place):
 
 def test_baselines_of_a_sweep(place):
     config = json.loads(Path("sweep.json").read_text())
-    config |= {"initial": "zoo/net0.pt", "measures": ["gradient-norm"], "ablations": [{}]}
+    config |= {"initial": "collection/net0.pt", "measures": ["gradient-norm"], "ablations": [{}]}
     Path("base.json").write_text(json.dumps(config))
     assert run_sweep(read_config("base.json"), "out", progress=False) == []
     found = {r["checkpoint"]: r for r in rows_of("out", "base.json") if r["kind"] == "baselines"}
@@ -595,7 +595,7 @@ def test_soups_checkpoints_good_and_pickled(place, capsys):
 
 def test_data_that_cannot_be_read_is_said_once_a_unit(place, capsys):
     config = json.loads(Path("sweep.json").read_text())
-    config |= {"checkpoints": [{"path": "zoo/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
+    config |= {"checkpoints": [{"path": "collection/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
     (place / "bad.tsv").write_bytes(b"text\tlabel\nna\xefve\t1\n")
     (place / "bad.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1

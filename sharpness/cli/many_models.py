@@ -39,7 +39,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
     from ..distributed import torchrun
     from ..files import check_folder
-    from ..rows import write_csv, write_rows
+    from ..rows import write_results
     from ..sweep import read_config, read_rows, run_sweep
 
     part = shard(options.shard)
@@ -51,8 +51,8 @@ def _sweep(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] | None = None
     while rows != (now := read_rows(options.out, sweep)):  # others may finish meanwhile, and write too
         rows = now
-        write_rows(options.out / "results.jsonl", rows)
-        write_csv(options.out / "results.csv", rows)
+        write_results(options.out / "results.jsonl", rows)
+        write_results(options.out / "results.csv", rows)
     for unit in failed:
         what = unit.get("measure", unit["kind"])
         if isinstance(unit.get("rho"), float):  # a radius that is too large; the others stand
@@ -82,8 +82,8 @@ def add_table(commands: Any) -> None:
         "table",
         "print how every measure ranks the models of a sweep",
         "Kendall's tau of the generalisation gap with every measure: at every radius, at the paper's, at its best and "
-        "at equal rise of the loss; with bootstrap intervals, controlled for the training loss, beside norms and other "
-        "baselines.",
+        "at matched increases of the loss; with bootstrap intervals, controlled for the training loss, beside norms "
+        "and other baselines.",
     )
     shown.add_argument("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table")
     shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
@@ -114,8 +114,8 @@ def add_plot(commands: Any) -> None:
         commands,
         "plot",
         "draw the figures of a sweep",
-        "Scatter of the gap against every measure (at its best radius, and at equal rise of the loss), the ablations, "
-        "the relaxation, and sharpness and tau along the radius.",
+        "Scatter of the gap against every measure (at its best radius, and at a matched increase of the loss), the "
+        "ablations, the relaxation, and sharpness and tau along the radius.",
     )
     shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
     shown.add_argument("--out", type=place, required=True, help="folder for the figures")

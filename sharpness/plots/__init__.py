@@ -2,12 +2,11 @@
 
 from .demo import plot_symmetry_demo
 from .look import check_figure, style
-from .many_models import plot_ablations, plot_study
+from .many_models import plot_study
 from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
 
 __all__ = [
     "check_figure",
-    "plot_ablations",
     "plot_layers",
     "plot_model",
     "plot_profile",

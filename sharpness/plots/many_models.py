@@ -14,10 +14,7 @@ from ..comparison import Ranking, compare, curves
 from ..rows import TARGETS, Row, targets
 from .look import COLOURS, MARKERS, figure
 
-__all__ = ["plot_ablations", "plot_study"]
-
-
-# -- studies of many models --------------------------------------------------------------------------------------------
+__all__ = ["plot_study"]
 
 
 def plot_study(
@@ -81,42 +78,7 @@ def plot_ablations(
     suffix: str = "png",
     found: Sequence[Ranking] | None = None,
 ) -> list[Path]:
-    """Draw what switches change: ``ablations`` and ``relaxation``, each variant beside the measure itself.
-
-    Parameters
-    ----------
-    rows, target, folder, prefix, suffix
-        As of :func:`plot_study`.
-    found : sequence of Ranking, optional
-        If :func:`sharpness.comparison.compare` was called already.
-
-    Returns
-    -------
-    list of Path
-        Empty for a sweep without ablations.
-
-    Raises
-    ------
-    ValueError
-        Fewer than three models with the target.
-
-    Notes
-    -----
-    Paper, App. G, and Figure 9 for the relaxation.
-
-    Examples
-    --------
-    Straight lines in place of geodesics:
-
-    >>> import tempfile
-    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
-    >>> of = {"kind": "sharpness", "measure": "geodesic-inv", "rho": 0.1}
-    >>> for switch in ({}, {"geodesic": "first-order"}):
-    ...     rows += [{**of, "ablation": switch, "checkpoint": m, "sharpness": 0.1 * m} for m in (1, 2, 3)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in plot_ablations(rows, "gap", folder)]
-    ['ablations.png']
-    """
+    """Draw each variant of a measure beside the measure itself; nothing for a sweep without ablations."""
     found, goal = compare(rows, target) if found is None else found, targets(rows, target)
     changed = [r for r in found if r.choice == "ρ" and "," in r.quantity]
     relaxed = [r for r in changed if "relaxation" in r.quantity]
@@ -141,18 +103,20 @@ def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> 
 
 
 def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
-    """Draw the target against every measure: at its best radius above, at equal rise of the loss below."""
+    """Draw the target against every measure: at its best radius above, at a matched increase of the loss below."""
     best = [r for r in found if r.choice == "best"] or [r for r in found if r.choice == "–"]
-    rises = sorted({r.rise for r in found if r.choice == "equal rise" and r.rise is not None})
-    equal = {r.quantity: r for r in found if rises and r.choice == "equal rise" and r.rise == rises[len(rises) // 2]}
-    height = 2 if equal else 1
+    matched = [r for r in found if r.choice == "matched_increase"]
+    increases = sorted({r.loss_increase for r in matched if r.loss_increase is not None})
+    middle = {r.quantity: r for r in matched if r.loss_increase == increases[len(increases) // 2]}
+    height = 2 if middle else 1
     with figure(path, (3.6 * len(best), 3.6 * height), height, len(best), sharey=True) as (_, grid):
         for j, row in enumerate(best):
             title = row.quantity if row.rho is None else f"{row.quantity}, best ρ = {row.rho:g}"
             _scatter(grid[0, j], row, goal, title)
-            if row.quantity in equal:
-                same = equal[row.quantity]
-                _scatter(grid[1, j], same, goal, f"median rise {same.rise:.2g} (ρ = {same.rho:.2g})")
+            if row.quantity in middle:
+                same = middle[row.quantity]
+                title = f"median loss increase {same.loss_increase:.2g} (ρ = {same.rho:.2g})"
+                _scatter(grid[1, j], same, goal, title)
         for axes in grid[-1]:
             axes.set_xlabel("sharpness")
         for axes in grid[:, 0]:
@@ -182,8 +146,8 @@ def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> N
 
 
 def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> Path:
-    """Draw the sharpness of every model along the radius, coloured by the target; and τ along the median rise."""
-    own = [c for c in curves(rows, ablations=False) if len(c.rho) > 1]
+    """Draw every model's sharpness along the radius, coloured by the target; and τ along the median loss increase."""
+    own = [c for c in curves(rows) if not c.ablation and len(c.rho) > 1]
     low, high = min(goal.values()), max(goal.values())
     with figure(path, (3.7 * (len(own) + 1), 3.8), 1, len(own) + 1) as (_, grid):
         from matplotlib import colormaps
@@ -199,9 +163,9 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
             grid[0, 0].set_ylabel("sharpness (yellow: large target)")
         last = grid[0, -1]
         for c in own:
-            points = [(r.rise, r.tau) for r in found if r.choice == "ρ" and r.quantity == c.name and r.rise]
-            line = sorted(points, key=lambda p: p[0])
-            x, taus = [v for v, _ in line], [t for _, t in line]
+            at_radii = [r for r in found if r.choice == "ρ" and r.quantity == c.name and r.loss_increase]
+            at_radii.sort(key=lambda r: r.loss_increase or 0.0)
+            x, taus = [r.loss_increase for r in at_radii], [r.tau for r in at_radii]
             own_colour, marker = COLOURS.get(c.measure), MARKERS.get(c.measure)
             last.semilogx(x, [t.value for t in taus], marker=marker, color=own_colour, label=c.name)
             last.fill_between(x, [t.low for t in taus], [t.high for t in taus], color=own_colour, alpha=0.12)
@@ -209,6 +173,6 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
         if control is not None:
             last.axhline(control.tau.value, color="0.5", linestyle="--", label="training loss")
         _plain_ticks(last, [m * 10.0**e for e in range(-6, 2) for m in (1, 3)], clip=True)
-        last.set(xlabel="median rise of the loss", ylabel="Kendall τ", title="τ along the radius")
+        last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
         last.legend()
     return path

@@ -47,9 +47,9 @@ class Checkpoint:
     Two files with weights of one network:
 
     >>> network = "torch.nn:PReLU"
-    >>> zoo = tuple(Checkpoint(f"net{i}", network, f"zoo/net{i}.pt") for i in range(2))
-    >>> [(checkpoint.name, checkpoint.weights) for checkpoint in zoo]
-    [('net0', 'zoo/net0.pt'), ('net1', 'zoo/net1.pt')]
+    >>> collection = tuple(Checkpoint(f"net{i}", network, f"nets/net{i}.pt") for i in range(2))
+    >>> [(checkpoint.name, checkpoint.weights) for checkpoint in collection]
+    [('net0', 'nets/net0.pt'), ('net1', 'nets/net1.pt')]
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Zoos: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
+"""Collections: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
 
-A zoo is a folder with a checkpoint a model, its recipe and data in a JSON file beside it, and a configuration for
-``sharpness sweep``. A model's JSON file is written last: what has one is not trained again.
+A collection is a folder with a checkpoint a model, its recipe and data in a JSON file beside it, and a configuration
+for ``sharpness sweep``. A model's JSON file is written last: what has one is not trained again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sharpness.progress import bar
 
 from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
 
-__all__ = ["train_zoo"]
+__all__ = ["train_collection"]
 
 
-def train_zoo(
+def train_collection(
     model: str,
     data: DataChoice,
     folder: str | os.PathLike[str],
@@ -91,7 +91,7 @@ def train_zoo(
     ...         for i in range(4):
     ...             Image.new("L", (32, 32), grey).save(images / f"{i}.png")
     ...     network, data = "reproduction.vision:vit_cifar10", DataChoice(f"{place}/images")
-    ...     config = train_zoo(network, data, f"{place}/zoo", recipes=recipes, progress=False)
+    ...     config = train_collection(network, data, f"{place}/collection", recipes=recipes, progress=False)
     ...     print(*sorted(path.name for path in config.parent.iterdir()))
     model_00.json model_00.safetensors model_01.json model_01.safetensors sweep.json
     """
@@ -216,7 +216,9 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
     plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
     examples = load_examples(data.source, images=plain, text=data.columns)
     if examples.classes is None:
-        raise ValueError(f"{data.source} holds neither a table of text nor images with classes; zoos are of these")
+        raise ValueError(
+            f"{data.source} holds neither a table of text nor images with classes; collections are of these"
+        )
     images = TrainingImages(examples, choose(len(examples), data.examples, data.seed), how, len(examples.classes))
     with torch.no_grad():
         width = scores_of(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]
@@ -229,7 +231,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
 def _config(
     loaded: LoadedModel, model: str, checkpoint: str | None, data: DataChoice, test: DataChoice | None, points: int
 ) -> dict[str, Any]:
-    """Collect what ``sharpness sweep`` needs to measure the zoo."""
+    """Collect what ``sharpness sweep`` needs to measure the collection."""
 
     def plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
         found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}
