@@ -78,12 +78,13 @@ SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
          "data": {"source": "xy.pt", "batch_size": 4, "seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
-         "ablations": [{}, {"p": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
+         "ablations": [{}, {"ball_norm": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
          "initial": "collection/net0.pt",
-         "steps": 2, "tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
+         "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "normalize_logits": False,
          "device": "cpu"}
-YAML = ["tol: 1e-3", "rho: 1e-3", "data: &a [*a]", "\t", "steps: !!python/object:os.system x", "? [a]\n: b", "1: 2"]
+YAML = ["relative_tol: 1e-3", "rho: 1e-3", "data: &a [*a]", "\t", "steps: !!python/object:os.system x", "? [a]\n: b"]
+YAML += ["1: 2"]
 YAML += ["".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'x'] * 10)}]\n" for i in range(6)) + f"{key}: *x5"
          for key in ("rho", "data", "checkpoints", "measures", "steps")]
 #: Of config.json; sizes may become 10¹³, which is refused at once, but the number of layers not.
@@ -484,8 +485,8 @@ def results(rng, world):
     target, command = pick(rng, rows.TARGETS), pick(rng, ["table"] * 8 + ["plot", "call", "sweep"])
     if command == "call":
         return Job(what, call=lambda: comparison.compare(rows.read_results(path), target))
-    if command == "sweep":  # goes on from units that are spoilt
-        what = [spoil_json(rng, pick(rng, sorted((world / "done/units").iterdir()))) for _ in range(2)]
+    if command == "sweep":  # goes on from jobs that are spoilt
+        what = [spoil_json(rng, pick(rng, sorted((world / "done/jobs").iterdir()))) for _ in range(2)]
         return Job(what, ["sweep", "sweep.json", "--out", "done", "--quiet"], outs=["done"])
     more = (
         ["--out", "out"]

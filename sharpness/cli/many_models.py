@@ -22,7 +22,7 @@ def add_sweep(commands: Any) -> None:
         "source, examples, seed, batch_size, text, label, ...) or, in place of test, accuracies ({file, name, test}), "
         "measures, rho (a list, or lists by measure), ablations (a list of switches such as {geodesic: first-order}, "
         "which may have a rho and measures of their own), baselines (norms and the like: true), initial (the weights "
-        "all were fine-tuned from), steps, tol, device. Finished units are kept in the folder OUT; "
+        "all were fine-tuned from), steps, relative_tol, device. Finished jobs are kept in the folder OUT; "
         "call it again to go on. Under torchrun processes draw checkpoints from a common counter; --shard splits them "
         "among independent jobs that share OUT. Exit code 1 if a checkpoint failed.",
         formatter_class=Formatter,
@@ -53,11 +53,11 @@ def _sweep(options: argparse.Namespace) -> int:
         rows = now
         write_results(options.out / "results.jsonl", rows)
         write_results(options.out / "results.csv", rows)
-    for unit in failed:
-        what = unit.get("measure", unit["kind"])
-        if isinstance(unit.get("rho"), float):  # a radius that is too large; the others stand
-            what = f"{what} at rho = {unit['rho']:g}"
-        print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
+    for job in failed:
+        what = job.get("measure", job["kind"])
+        if isinstance(job.get("rho"), float):  # a radius that is too large; the others stand
+            what = f"{what} at rho = {job['rho']:g}"
+        print(f"sharpness: {job['checkpoint']}, {what}: {job['error']}", file=sys.stderr)
     if not options.quiet and leader:
         print(f"{len(rows or ())} rows in {options.out / 'results.jsonl'}")
     return 1 if failed else 0
