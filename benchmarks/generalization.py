@@ -21,12 +21,12 @@ from _common import RESULTS
 
 from reproduction.collection import train_collection
 from reproduction.finetune import Recipe
+from reproduction.plots import plot_ablations
 from reproduction.pretrain import pretrain
 from sharpness.comparison import compare, formatted, label
 from sharpness.data import DataChoice, TextColumns, read_table, read_texts
 from sharpness.files import write_json, write_text
 from sharpness.plots import plot_study
-from sharpness.plots.many_models import plot_ablations
 from sharpness.rows import Row, read_results, targets, write_results
 from sharpness.statistics import kendall
 from sharpness.sweep import read_config, read_rows, run_sweep

@@ -126,12 +126,6 @@ def test_rows_survive_a_csv(tmp_path):
 
 def test_commands(tmp_path, capsys):
     rows = study()
-    for measure_rho in (0.1, 0.3):  # a relaxation has its own figure
-        rows += [
-            {**r, "ablation": {"relaxation": measure_rho}}
-            for r in study()
-            if r.get("measure") == "geodesic-inv" and not r["ablation"]
-        ]
     write_results(tmp_path / "r.csv", rows)
     assert cli.main(["table", str(tmp_path / "r.csv"), "--short"]) == 0
     printed = capsys.readouterr().out
@@ -141,7 +135,7 @@ def test_commands(tmp_path, capsys):
     assert (tmp_path / "t.tex").read_text().startswith("\\begin{tabular}")
     assert cli.main(["plot", str(tmp_path / "r.csv"), "--out", str(tmp_path / "figures")]) == 0
     drawn = sorted(p.name for p in (tmp_path / "figures").iterdir())
-    assert drawn == ["ablations.png", "radius.png", "relaxation.png", "scatter.png"]
+    assert drawn == ["radius.png", "scatter.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (tmp_path / "figures").iterdir())
     assert cli.main(["table", str(tmp_path / "none.csv")]) == 2
     assert "there are no results at" in capsys.readouterr().err

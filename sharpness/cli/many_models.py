@@ -114,8 +114,8 @@ def add_plot(commands: Any) -> None:
         commands,
         "plot",
         "draw the figures of a sweep",
-        "Scatter of the gap against every measure (at its best radius, and at a matched increase of the loss), the "
-        "ablations, the relaxation, and sharpness and tau along the radius.",
+        "Scatter of the gap against every measure (at its best radius, and at a matched increase of the loss), and "
+        "sharpness and tau along the radius.",
     )
     shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
     shown.add_argument("--out", type=place, required=True, help="folder for the figures")

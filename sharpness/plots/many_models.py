@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comparison import Ranking, compare, curves
+from ..comparison import Curves, Ranking, compare, curves
 from ..rows import TARGETS, Row, targets
 from .look import COLOURS, MARKERS, figure
 
@@ -20,7 +20,7 @@ __all__ = ["plot_study"]
 def plot_study(
     rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
 ) -> list[Path]:
-    """Draw a sweep: ``scatter``, ``radius``, and, where it has them, ``ablations`` and ``relaxation``.
+    """Draw a sweep: ``scatter``, the target against every measure, and ``radius``, what the radius changes.
 
     Parameters
     ----------
@@ -43,10 +43,6 @@ def plot_study(
     ValueError
         Fewer than three models with the target.
 
-    Notes
-    -----
-    ``relaxation`` is of the kind of the paper's Figure 9.
-
     Examples
     --------
     Three models, one measure:
@@ -59,41 +55,15 @@ def plot_study(
     ...     [path.name for path in plot_study(rows, "gap", folder)]
     ['scatter.png', 'radius.png']
     """
-    found = compare(rows, target)
-    goal = targets(rows, target)
-
-    def path(name: str) -> Path:
-        return Path(folder) / f"{prefix}{name}.{suffix}"
-
-    drawn = [_plot_scatter(found, goal, target, path("scatter")), _plot_radius(rows, found, goal, path("radius"))]
-    return drawn + plot_ablations(rows, target, folder, prefix=prefix, suffix=suffix, found=found)
+    found, goal = compare(rows, target), targets(rows, target)
+    places = [Path(folder) / f"{prefix}{name}.{suffix}" for name in ("scatter", "radius")]
+    _plot_scatter(found, goal, target, places[0])
+    _plot_radius([c for c in curves(rows) if not c.ablation and len(c.rho) > 1], found, goal, places[1])
+    return places
 
 
-def plot_ablations(
-    rows: Sequence[Row],
-    target: str,
-    folder: str | os.PathLike[str],
-    *,
-    prefix: str = "",
-    suffix: str = "png",
-    found: Sequence[Ranking] | None = None,
-) -> list[Path]:
-    """Draw each variant of a measure beside the measure itself; nothing for a sweep without ablations."""
-    found, goal = compare(rows, target) if found is None else found, targets(rows, target)
-    changed = [r for r in found if r.choice == "ρ" and "," in r.quantity]
-    relaxed = [r for r in changed if "relaxation" in r.quantity]
-    drawn = []
-    for name, members in (("ablations", [r for r in changed if r not in relaxed]), ("relaxation", relaxed)):
-        if members:
-            bases = {(r.quantity.split(",")[0], r.rho) for r in members}
-            base = [r for r in found if r.choice == "ρ" and (r.quantity, r.rho) in bases]
-            both = sorted([*base, *members], key=lambda r: r.quantity)
-            path = Path(folder) / f"{prefix}{name}.{suffix}"
-            drawn.append(_plot_grid(both, goal, target, path))
-    return drawn
-
-
-def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
+def scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
+    """Draw what is predicted against a quantity, with its τ."""
     colour = COLOURS.get(row.quantity.split(",")[0], "0.4")
     marker = MARKERS.get(row.quantity.split(",")[0], "o")
     axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
@@ -102,7 +72,7 @@ def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> 
     axes.locator_params(nbins=4)
 
 
-def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
+def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> None:
     """Draw the target against every measure: at its best radius above, at a matched increase of the loss below."""
     best = [r for r in found if r.choice == "best"] or [r for r in found if r.choice == "–"]
     matched = [r for r in found if r.choice == "matched_increase"]
@@ -112,29 +82,15 @@ def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: s
     with figure(path, (3.6 * len(best), 3.6 * height), height, len(best), sharey=True) as (_, grid):
         for j, row in enumerate(best):
             title = row.quantity if row.rho is None else f"{row.quantity}, best ρ = {row.rho:g}"
-            _scatter(grid[0, j], row, goal, title)
+            scatter(grid[0, j], row, goal, title)
             if row.quantity in middle:
                 same = middle[row.quantity]
                 title = f"median loss increase {same.loss_increase:.2g} (ρ = {same.rho:.2g})"
-                _scatter(grid[1, j], same, goal, title)
+                scatter(grid[1, j], same, goal, title)
         for axes in grid[-1]:
             axes.set_xlabel("sharpness")
         for axes in grid[:, 0]:
             axes.set_ylabel(TARGETS[target])
-    return path
-
-
-def _plot_grid(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
-    width = min(4, len(found))
-    height = -(-len(found) // width)
-    with figure(path, (3.6 * width, 3.1 * height), height, width, sharey=True) as (_, grid):
-        for axes, row in zip(grid.ravel(), found, strict=False):
-            _scatter(axes, row, goal, f"{row.quantity}, ρ = {row.rho:g}")
-        for axes in grid.ravel()[len(found) :]:
-            axes.set_visible(False)
-        for axes in grid[:, 0]:
-            axes.set_ylabel(TARGETS[target], fontsize="small")
-    return path
 
 
 def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> None:
@@ -145,9 +101,8 @@ def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> N
     axes.set_xticks([], minor=True)
 
 
-def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> Path:
+def _plot_radius(own: Sequence[Curves], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> None:
     """Draw every model's sharpness along the radius, coloured by the target; and τ along the median loss increase."""
-    own = [c for c in curves(rows) if not c.ablation and len(c.rho) > 1]
     low, high = min(goal.values()), max(goal.values())
     with figure(path, (3.7 * (len(own) + 1), 3.8), 1, len(own) + 1) as (_, grid):
         from matplotlib import colormaps
@@ -175,4 +130,3 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
         _plain_ticks(last, [m * 10.0**e for e in range(-6, 2) for m in (1, 3)], clip=True)
         last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
         last.legend()
-    return path
