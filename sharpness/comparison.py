@@ -22,7 +22,7 @@ from .measures import MEASURES
 from .rows import BASELINES, Row, targets
 from .statistics import Correlation, kendall, kendall_difference
 
-__all__ = ["Ranking", "compare", "formatted"]
+__all__ = ["Ranking", "compare"]
 
 _Array = npt.NDArray[np.float64]
 
@@ -319,35 +319,7 @@ def _cells(row: Ranking) -> list[str]:
 
 
 def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
-    """Format rankings as a table.
-
-    Parameters
-    ----------
-    found : sequence of Ranking
-        One a line.
-    style : {"markdown", "latex", "csv"}
-        LaTeX's rules are those of booktabs.
-
-    Returns
-    -------
-    str
-        The table, with a head, and a line break at the end.
-
-    Raises
-    ------
-    ValueError
-        Any other style.
-
-    Examples
-    --------
-    >>> rows = [
-    ...     {"checkpoint": name, "kind": "fit", "train_loss": loss, "train_error": 0.0, "test_error": error}
-    ...     for name, loss, error in (("a", 0.1, 0.02), ("b", 0.3, 0.05), ("c", 0.2, 0.04))
-    ... ]
-    >>> print(formatted(compare(rows)[:1], "csv"))
-    quantity,radius,ρ,median loss increase,models,τ,95 % interval,p,τ given train loss,p,τ − adaptive
-    train loss,–,,,3,+1.00,"[+1.00, +1.00]",0.33,,,
-    """
+    """Format rankings as a table: markdown, latex (with the rules of booktabs) or csv."""
     lines = [list(_HEAD), *(_cells(row) for row in found)]
     if style == "csv":
         stream = io.StringIO()

@@ -19,7 +19,7 @@ import msgspec
 from .errors import naming
 from .files import write_text
 
-__all__ = ["BASELINES", "TARGETS", "read_results", "targets", "write_results"]
+__all__ = ["BASELINES", "TARGETS", "read_results", "targets"]
 
 Row = Mapping[str, Any]
 #: Quantities that need no search, by the kind of row that has them.
@@ -44,25 +44,7 @@ _COLUMNS = (
 
 
 def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
-    """Write the rows of a sweep; the file is replaced as a whole or not at all.
-
-    Parameters
-    ----------
-    path
-        With the suffix ``.csv`` a table of what comparisons and figures need, eight digits a number; else one JSON
-        line a row.
-    rows : iterable of mapping
-        As :func:`sharpness.sweep.read_rows` gives them.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     write_results(f"{place}/results.csv", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
-    ...     print(pathlib.Path(place, "results.csv").read_text())
-    checkpoint,kind,measure,ablation,rho,sharpness,...,train_loss,...
-    a,fit,,,,,,,,,,0.25,,,,,,,
-    """
+    """Write one JSON line a row or, to a ``.csv``, the table that comparisons need, with eight digits a number."""
     if Path(path).suffix != ".csv":
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         return
@@ -93,9 +75,10 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Examples
     --------
-    >>> import tempfile
+    >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as place:
-    ...     write_results(f"{place}/results.jsonl", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
+    ...     row = '{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}'
+    ...     _ = pathlib.Path(place, "results.jsonl").write_text(row)
     ...     read_results(place)
     [{'checkpoint': 'a', 'kind': 'fit', 'train_loss': 0.25}]
     """
@@ -198,12 +181,16 @@ class _Sharpness(_Row, tag="sharpness"):
     sharpness: Finite
 
 
+#: What a row of each kind holds at least.
+AnyRow = _Fit | _Baselines | _Sharpness
+
+
 def _check_rows(rows: Sequence[Row]) -> None:
     """Raise for a row without what its kind needs, or two of one place: those of two sweeps, or of two data sets."""
     places: dict[tuple[Any, ...], int] = {}
     for number, row in enumerate(rows, 1):
         try:
-            msgspec.convert(row, _Fit | _Baselines | _Sharpness)
+            msgspec.convert(row, AnyRow)
         except msgspec.ValidationError as error:
             raise ValueError(f"row {number}: {str(error).replace(' - at `$.', ': `')}") from error
         place = (*(row.get(k) for k in (*_TEXT, "rho")), json.dumps(row.get("ablation"), sort_keys=True))

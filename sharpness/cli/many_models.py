@@ -18,13 +18,10 @@ def add_sweep(commands: Any) -> None:
         "sweep",
         help="measure many checkpoints; resumes where it was stopped",
         description="Measure many checkpoints under many measures, radii and ablations, as a YAML or JSON file says: "
-        "checkpoints (a pattern, or a list of {path, model, head}), data, train and test (a source, or a mapping with "
-        "source, examples, seed, batch_size, text, label, ...) or, in place of test, accuracies ({file, name, test}), "
-        "measures, rho (a list, or lists by measure), ablations (a list of switches such as {geodesic: first-order}, "
-        "which may have a rho and measures of their own), baselines (norms and the like: true), initial (the weights "
-        "all were fine-tuned from), steps, relative_tol, device. Finished jobs are kept in the folder OUT; "
-        "call it again to go on. Under torchrun processes draw checkpoints from a common counter; --shard splits them "
-        "among independent jobs that share OUT. Exit code 1 if a checkpoint failed.",
+        "checkpoints, data, train, test or accuracies, measures, rho, ablations, baselines, initial, steps, "
+        "relative_tol, device (docs/guides/sweeps.md). Interruptible; rerun to resume from the folder OUT. Under "
+        "torchrun processes draw checkpoints from a common counter; --shard splits them among independent processes "
+        "that share OUT. Exit code 1 if a checkpoint failed.",
         formatter_class=Formatter,
     )
     sweep.add_argument("config", type=place, metavar="CONFIG", help="YAML or JSON file")

@@ -19,6 +19,7 @@ from ..errors import naming, words_of
 from ..files import check_folder, write_json
 from ..models import LoadedModel, load
 from ..progress import bar
+from ..rows import AnyRow
 from .measuring import do_job
 from .plan import Checkpoint, Job, Sweep, as_data, job_key
 
@@ -203,17 +204,10 @@ def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found + [{**record["job"], "rho": float(rho), "error": why} for rho, why in too_large.items()]
 
 
-class _Row(Struct):
-    checkpoint: str
-    kind: str
-    measure: str = ""
-    rho: float = 0.0
-
-
 class _Record(Struct):
     job: dict[str, Any]
     versions: dict[str, str]
-    rows: list[_Row] | UnsetType = UNSET
+    rows: list[AnyRow] | UnsetType = UNSET
     too_large: dict[str, str] | UnsetType = UNSET
     error: str | UnsetType = UNSET
 
