@@ -26,7 +26,7 @@ from reproduction.pretrain import pretrain
 from sharpness.comparison import compare, formatted, label
 from sharpness.data import DataChoice, TextColumns, read_table, read_texts
 from sharpness.files import write_json, write_text
-from sharpness.plots import plot_study
+from sharpness.plots import plot_sweep
 from sharpness.rows import Row, read_results, targets, write_results
 from sharpness.statistics import kendall
 from sharpness.sweep import read_config, read_rows, run_sweep
@@ -178,7 +178,7 @@ def report(docs: Path = DOCS) -> None:
         others = [r for r in compare(ablations(kind)) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
         (tables / f"{kind}_ablations.md").write_text(formatted(others), encoding="utf-8")
         (tables / f"{kind}_changes.md").write_text(changes(kind), encoding="utf-8")
-        plot_study(rows, "gap", images, prefix=f"{kind}_")
+        plot_sweep(rows, "gap", images, prefix=f"{kind}_")
         plot_ablations(ablations(kind), "gap", images, prefix=f"{kind}_")
     (tables / "text_sensitivity.md").write_text(sensitivity(), encoding="utf-8")
     with (tables / "collections.csv").open("w", newline="", encoding="utf-8") as file:

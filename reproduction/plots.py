@@ -190,7 +190,7 @@ def plot_ablations(
     Parameters
     ----------
     rows, target, folder, prefix, suffix
-        As of :func:`sharpness.plots.plot_study`.
+        As of :func:`sharpness.plots.plot_sweep`.
 
     Returns
     -------

@@ -121,11 +121,11 @@ def add_plot(commands: Any) -> None:
 
 def _plot(options: argparse.Namespace) -> int:
     from ..files import check_folder
-    from ..plots import plot_study
+    from ..plots import plot_sweep
     from ..rows import read_results
 
     rows = read_results(options.results)
     check_folder(options.out)
-    for path in plot_study(rows, options.target, options.out, suffix=options.format):
+    for path in plot_sweep(rows, options.target, options.out, suffix=options.format):
         print(path)
     return 0

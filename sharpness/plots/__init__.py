@@ -2,7 +2,7 @@
 
 from .demo import plot_symmetry_demo
 from .look import check_figure, style
-from .many_models import plot_study
+from .many_models import plot_sweep
 from .one_model import plot_layers, plot_model, plot_profile, plot_spectra
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "plot_model",
     "plot_profile",
     "plot_spectra",
-    "plot_study",
+    "plot_sweep",
     "plot_symmetry_demo",
     "style",
 ]

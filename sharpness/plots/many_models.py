@@ -14,10 +14,10 @@ from ..comparison import Curves, Ranking, compare, curves
 from ..rows import TARGETS, Row, targets
 from .look import COLOURS, MARKERS, figure
 
-__all__ = ["plot_study"]
+__all__ = ["plot_sweep"]
 
 
-def plot_study(
+def plot_sweep(
     rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
 ) -> list[Path]:
     """Draw a sweep: ``scatter``, the target against every measure, and ``radius``, what the radius changes.
@@ -52,7 +52,7 @@ def plot_study(
     >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
     >>> rows += [{**of, "checkpoint": m, "rho": rho, "sharpness": m * rho} for m in (1, 2, 3) for rho in (0.1, 0.5)]
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in plot_study(rows, "gap", folder)]
+    ...     [path.name for path in plot_sweep(rows, "gap", folder)]
     ['scatter.png', 'radius.png']
     """
     found, goal = compare(rows, target), targets(rows, target)
