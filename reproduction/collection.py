@@ -29,19 +29,10 @@ __all__ = ["train_collection"]
 
 
 def train_collection(
-    model: str,
-    data: DataChoice,
-    folder: str | os.PathLike[str],
-    *,
-    checkpoint: str | None = None,
-    models: int = 24,
-    recipes: Sequence[Recipe] | None = None,
-    test: DataChoice | None = None,
-    points: int = 256,
-    shard: tuple[int, int] = (1, 1),
-    device: str = "cpu",
-    progress: bool = True,
-) -> Path:
+    model: str, data: DataChoice, folder: str | os.PathLike[str], *, checkpoint: str | None = None, models: int = 24,
+    recipes: Sequence[Recipe] | None = None, test: DataChoice | None = None, points: int = 256,
+    shard: tuple[int, int] = (1, 1), device: str = "cpu", progress: bool = True,
+) -> Path:  # fmt: skip
     """Fine-tune a model many times; what a stopped call has finished is kept by the next.
 
     Parameters
@@ -53,20 +44,16 @@ def train_collection(
     folder
         For ``model_00.safetensors`` …, or folders ``model_00`` … of transformers models, with ``model_00.json`` beside
         them; and ``sweep.json``, which ``sharpness sweep`` takes, unless that is there already.
-    models : int
-        How many.
-    recipes : sequence of Recipe, optional
-        One a model; by default :func:`random_recipe` of the seeds 0 ….
+    models, recipes : int, sequence of Recipe
+        How many, and one a model; by default :func:`random_recipe` of the seeds 0 ….
     test : DataChoice, optional
         Written into ``sweep.json``.
     points : int
         Training examples that ``sweep.json`` measures on.
     shard : (int, int)
         (i, n): train the i-th of n parts.
-    device : str
-        Where to train.
-    progress : bool
-        Show a progress bar.
+    device, progress : str, bool
+        Where to train, and whether to show a progress bar.
 
     Returns
     -------
@@ -102,9 +89,8 @@ def train_collection(
     loaded = load(model, checkpoint)
     if recipes is None:
         recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
-    records: list[dict[str, Any]] = [
-        {"recipe": asdict(r), "model": model, "checkpoint": checkpoint, "data": asdict(data)} for r in recipes
-    ]
+    about = {"model": model, "checkpoint": checkpoint, "data": asdict(data)}
+    records: list[dict[str, Any]] = [{"recipe": asdict(r), **about} for r in recipes]
     mine = [i for i in range(len(recipes)) if i % parts == first - 1]
     todo = [i for i in mine if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
@@ -113,24 +99,24 @@ def train_collection(
     training, names = _training(loaded, data)
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
-        found = _config(loaded, model, checkpoint, data, test, min(points, len(training.labels)))
-        write_json(config, found)
-    shown = bar(len(todo), "models", "model", progress=progress)
-    for i in todo:
-        start = time.perf_counter()
-        torch.manual_seed(recipes[i].seed)
-        net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
-        losses = finetune(net, training, recipes[i], device=device)
-        _save(net.to("cpu"), loaded, folder / f"model_{i:02d}")
-        tail = losses[-max(1, len(losses) // recipes[i].epochs) :]
-        seconds = time.perf_counter() - start
-        write_json(
-            folder / f"model_{i:02d}.json",
-            {**records[i], "last_epoch_loss": sum(tail) / len(tail), "seconds": seconds},
-        )
-        shown.update()
-    shown.close()
+        write_json(config, _config(loaded, model, checkpoint, data, test, min(points, len(training.labels))))
+    with bar(len(todo), "models", "model", progress=progress) as shown:
+        for i in todo:
+            start = time.perf_counter()
+            torch.manual_seed(recipes[i].seed)
+            net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
+            loss = _last_epoch_loss(net, training, recipes[i], device)
+            _save(net.to("cpu"), loaded, folder / f"model_{i:02d}")
+            record = {**records[i], "last_epoch_loss": loss, "seconds": time.perf_counter() - start}
+            write_json(folder / f"model_{i:02d}.json", record)
+            shown.update()
     return config
+
+
+def _last_epoch_loss(net: nn.Module, training: TrainingImages | TrainingTexts, recipe: Recipe, device: str) -> float:
+    losses = finetune(net, training, recipe, device=device)
+    last = losses[-max(1, len(losses) // recipe.epochs) :]
+    return sum(last) / len(last)
 
 
 def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
