@@ -22,6 +22,7 @@ from sharpness.data import DataChoice, choose, load_examples
 from sharpness.files import atomic_write, atomic_write_folder, check_folder, write_json
 from sharpness.models import ImageFormat, LoadedModel, load
 from sharpness.progress import bar
+from sharpness.sweep.run import shard_of
 
 from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
 
@@ -82,17 +83,13 @@ def train_collection(
     ...     print(*sorted(path.name for path in config.parent.iterdir()))
     model_00.json model_00.safetensors model_01.json model_01.safetensors sweep.json
     """
-    first, parts = shard
-    if not 1 <= first <= parts:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {first}/{parts}")
     folder = check_folder(folder, create=False)
     loaded = load(model, checkpoint)
     if recipes is None:
         recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
     about = {"model": model, "checkpoint": checkpoint, "data": asdict(data)}
     records: list[dict[str, Any]] = [{"recipe": asdict(r), **about} for r in recipes]
-    mine = [i for i in range(len(recipes)) if i % parts == first - 1]
-    todo = [i for i in mine if not _is_done(folder / f"model_{i:02d}.json", records[i])]
+    todo = [i for i in shard_of(range(len(recipes)), shard) if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
     if not todo and config.is_file():
         return config

@@ -113,7 +113,7 @@ def _settings(config: Path, vocab: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{config} is no JSON ({error})") from error
-    return found
+    return {k: v for k, v in found.items() if k != "num_labels"}
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
@@ -189,14 +189,12 @@ def bert_from_tensorflow(
     prefix = _prefix(Path(checkpoint))
     paths = [Path(config or prefix.parent / "bert_config.json"), Path(vocab or prefix.parent / "vocab.txt")]
     settings = _settings(*paths)
-    found = read_tensorflow(prefix) if variables is None else variables
-    state = _state_dict(found)
+    state = _state_dict(read_tensorflow(prefix) if variables is None else variables)
     head = state.get("classifier.weight")
     if head is None:
         raise ValueError(f"{prefix} has no output_weights: it is no classifier of Google's run_classifier.py")
     if len(head) != len(labels):
         raise ValueError(f"{prefix} has {len(head)} classes, but {len(labels)} labels are named ({', '.join(labels)})")
-    settings = {k: v for k, v in settings.items() if k != "num_labels"}
     settings |= {"label2id": {label: i for i, label in enumerate(labels)}, "id2label": dict(enumerate(labels))}
     model = BertForSequenceClassification(BertConfig(**settings))
     try:
@@ -204,9 +202,8 @@ def bert_from_tensorflow(
     except RuntimeError as error:
         why = " ".join(str(error).split())[:300]
         raise ValueError(f"the weights in {prefix} do not fit {paths[0]}: {why}") from error
-    places = _vocabulary(paths[1])
     length = int(settings.get("max_position_embeddings", 512))
-    tokenizer = BertTokenizer(places, do_lower_case=not cased, model_max_length=length)
+    tokenizer = BertTokenizer(_vocabulary(paths[1]), do_lower_case=not cased, model_max_length=length)
 
     def write(own: Path) -> None:
         model.eval().save_pretrained(own)

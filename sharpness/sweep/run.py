@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -24,6 +24,8 @@ from .measuring import do_job
 from .plan import Checkpoint, Job, Sweep, as_data, job_key
 
 __all__ = ["read_rows", "run_sweep"]
+
+T = TypeVar("T")
 
 
 def run_sweep(
@@ -68,13 +70,10 @@ def run_sweep(
     ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place)]
     [('net', 'baselines', None), ('net', 'sharpness', 0.5)]
     """
-    i, n = shard
-    if not 1 <= i <= n:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
+    mine = shard_of(sweep.checkpoints, shard)
     done = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device)
-    mine = list(sweep.checkpoints[i - 1 :: n])
     failed: list[dict[str, Any]] = []
     cache = _Cache(torch.device(sweep.device))
     with bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
@@ -82,6 +81,14 @@ def run_sweep(
             failed += _do_checkpoint(sweep, mine[position], done, cache)
             shown.update()
     return failed
+
+
+def shard_of(items: Sequence[T], shard: tuple[int, int]) -> Sequence[T]:
+    """Take the i-th of n parts, every n-th item."""
+    i, n = shard
+    if not 1 <= i <= n:
+        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
+    return items[i - 1 :: n]
 
 
 def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
