@@ -148,7 +148,7 @@ def summary(rows: list[dict[str, Any]], tol: float, steps: int) -> dict[str, Any
         }
 
     by_radius = [over([r for r in rows if RADII[r["measure"]].index(r["rho"]) == i]) for i in range(5)]
-    return {"steps": steps, "tol": tol, **over(rows), "by_radius": by_radius}
+    return {"steps": steps, "relative_tol": tol, **over(rows), "by_radius": by_radius}
 
 
 if __name__ == "__main__":
