@@ -136,8 +136,9 @@ def curves(rows: Sequence[Row]) -> list[Curves]:
     for (measure, ablation), table in tables.items():
         radii = sorted({rho for values in table.values() for rho in values})
         models = tuple(sorted(m for m, values in table.items() if len(values) == len(radii)))
-        grid = np.array([[table[m][rho] for rho in radii] for m in models])
-        found.append(Curves(measure, json.loads(ablation), np.array(radii), models, grid))
+        if models:
+            grid = np.array([[table[m][rho] for rho in radii] for m in models])
+            found.append(Curves(measure, json.loads(ablation), np.array(radii), models, grid))
     return found
 
 

@@ -68,6 +68,11 @@ def test_a_matched_increase_makes_equal_quantities_equal():
     assert same_radius["adaptive"] != {r.quantity: r for r in found}["geodesic-inv"].tau.value
 
 
+def test_a_measure_that_no_model_has_at_every_radius_is_left_out():
+    rows = [{**r, "rho": r["rho"] + 1e-3 * int(r["checkpoint"][1:])} if "rho" in r else r for r in study()]
+    assert {r.choice for r in compare(rows, resamples=5)} == {"–"}
+
+
 def test_common_increases_lie_in_all_ranges():
     found = [c for c in curves(study()) if not c.ablation]
     increases = common_increases(found)
