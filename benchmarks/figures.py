@@ -1,7 +1,7 @@
 """Draw the figures of the documentation again, from the recorded results.
 
 ``python benchmarks/figures.py`` draws those of the benchmarks; ``python benchmarks/generalization.py report`` those of
-the two zoos.
+the two collections of models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does geodesic sharpness rank models by how they generalise? One zoo of images, one of texts.
+"""Does geodesic sharpness rank models by how they generalise? One collection of images, one of texts.
 
 ``vision``: 24 fine-tunes of the public ``vit_cifar10`` on 2,000 CIFAR-10 images, each with a random recipe.
 ``text``: a small BERT, pre-trained on the texts of SST-2, AG News and MNLI, fine-tuned 24 times on 8,000 phrases of
@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from _common import RESULTS
 
+from reproduction.collection import train_collection
 from reproduction.finetune import Recipe
+from reproduction.plots import plot_ablations
 from reproduction.pretrain import pretrain
-from reproduction.zoo import train_zoo
 from sharpness.comparison import compare, formatted, label
 from sharpness.data import DataChoice, TextColumns
 from sharpness.data.text import read_table, read_texts
 from sharpness.files import write_json, write_text
-from sharpness.plots import plot_ablations, plot_study
-from sharpness.rows import Row, read_results, targets, write_csv
+from sharpness.plots import plot_sweep
+from sharpness.rows import Row, read_results, targets, write_results
 from sharpness.statistics import kendall
 from sharpness.sweep import read_config, read_rows, run_sweep
 
@@ -86,9 +87,9 @@ def small_bert(data: Path, folder: Path) -> None:
     pretrain(texts, folder, steps=9000)
 
 
-def sweeps(kind: str, zoo: Path, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The configurations of a study by name, from the one that the zoo came with."""
-    base = json.loads((zoo / "sweep.json").read_text())
+def sweeps(kind: str, folder: Path, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The configurations of a study by name, from the one that the collection came with."""
+    base = json.loads((folder / "sweep.json").read_text())
     base["data"] |= measured
     base |= {"measures": MEASURES, "rho": RADII[kind], "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
@@ -102,7 +103,7 @@ def sweeps(kind: str, zoo: Path, measured: dict[str, Any]) -> dict[str, dict[str
     if kind == "text":
         both = {"measures": ["geodesic-inv", "adaptive"], "rho": {"geodesic-inv": 0.1, "adaptive": 0.5}}
         for i, change in enumerate(SENSITIVITY.values()):
-            settings = {k: v for k, v in change.items() if k in ("steps", "tol")}
+            settings = {k: v for k, v in change.items() if k in ("steps", "relative_tol")}
             data = base["data"] | {k: v for k, v in change.items() if k not in settings}
             found[f"text_sensitivity_{i}"] = part | both | settings | {"data": data}
     return found
@@ -110,14 +111,14 @@ def sweeps(kind: str, zoo: Path, measured: dict[str, Any]) -> dict[str, dict[str
 
 def measure(kind: str, out: Path, measured: dict[str, Any], shard: tuple[int, int]) -> None:
     """Run all sweeps of a study and write its tables."""
-    for name, config in sweeps(kind, out / "zoo", measured).items():
-        path = out / "zoo" / f"{name}.json"
+    for name, config in sweeps(kind, out / "collection", measured).items():
+        path = out / "collection" / f"{name}.json"
         write_json(path, config)
         sweep = read_config(path)
         failed = run_sweep(sweep, out / "results", shard=shard)
         if failed:
             raise SystemExit(f"{name}: {failed[0]}")
-        write_csv(RESULTS / f"{name}.csv", read_rows(out / "results", sweep))
+        write_results(RESULTS / f"{name}.csv", read_rows(out / "results", sweep))
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -178,12 +179,12 @@ def report(docs: Path = DOCS) -> None:
         others = [r for r in compare(ablations(kind)) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
         (tables / f"{kind}_ablations.md").write_text(formatted(others), encoding="utf-8")
         (tables / f"{kind}_changes.md").write_text(changes(kind), encoding="utf-8")
-        plot_study(rows, "gap", images, prefix=f"{kind}_")
+        plot_sweep(rows, "gap", images, prefix=f"{kind}_")
         plot_ablations(ablations(kind), "gap", images, prefix=f"{kind}_")
     (tables / "text_sensitivity.md").write_text(sensitivity(), encoding="utf-8")
-    with (tables / "zoos.csv").open("w", newline="", encoding="utf-8") as file:
+    with (tables / "collections.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["zoo", "models", "train error", "test error", "gap"])
+        writer.writerow(["collection", "models", "train error", "test error", "gap"])
         for kind in ("vision", "text"):
             fits = [r for r in read_results(RESULTS / f"{kind}.csv") if r["kind"] == "fit"]
             columns = [[r["train_error"] for r in fits], [r["test_error"] for r in fits]]
@@ -214,12 +215,14 @@ def main() -> None:
     first, _, last = options.shard.partition("/")
     shard = int(first), int(last)
     options.out.mkdir(parents=True, exist_ok=True)
-    zoo = options.out / "zoo"
+    collection = options.out / "collection"
     if options.kind == "vision":
         data = DataChoice(f"{options.images}:cifar10/train", num_examples=2000, subset_seed=0)
         test = replace(data, source=f"{options.images}:cifar10/test", num_examples=None, subset_seed=None)
         model = "reproduction.vision:vit_cifar10"
-        train_zoo(model, data, zoo, checkpoint=str(options.weights), models=options.models, test=test, shard=shard)
+        train_collection(
+            model, data, collection, checkpoint=str(options.weights), models=options.models, test=test, shard=shard
+        )
         measure("vision", options.out, {}, shard)
         return
     bert = options.bert or options.out / "bert"
@@ -230,7 +233,7 @@ def main() -> None:
     )
     test = replace(data, source=str(held), num_examples=None, subset_seed=None)
     recipes = [Recipe(5e-4, epochs=3, batch=32, seed=seed) for seed in range(options.models)]
-    train_zoo(str(bert), data, zoo, recipes=recipes, test=test, shard=shard)
+    train_collection(str(bert), data, collection, recipes=recipes, test=test, shard=shard)
     measure("text", options.out, {"max_length": 32}, shard)
 
 

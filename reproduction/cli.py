@@ -16,7 +16,7 @@ __all__ = ["main", "parser"]
 
 def add_finetune(commands: Any) -> None:
     """Add ``python -m reproduction finetune``."""
-    zoo = commands.add_parser(
+    finetune = commands.add_parser(
         "finetune",
         help="fine-tune a model many times, for a study of sharpness and generalisation",
         description="Fine-tune a model many times on one data set, with random recipes (learning rate, weight decay, "
@@ -24,35 +24,37 @@ def add_finetune(commands: Any) -> None:
         "the checkpoints and a configuration for `sharpness sweep`. Models that are there are not trained again.",
         formatter_class=Formatter,
     )
-    zoo.add_argument("model", metavar="MODEL", help="as for run; a transformers folder gets a new head for texts")
-    zoo.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
-    zoo.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
-    zoo.add_argument("--test", help="test data, for the configuration")
-    add_data_options(zoo)
-    zoo.add_argument("--models", type=count, default=24, help="how many")
-    zoo.add_argument("--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models")
-    zoo.add_argument(
+    finetune.add_argument("model", metavar="MODEL", help="as for run; a transformers folder gets a new head for texts")
+    finetune.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
+    finetune.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
+    finetune.add_argument("--test", help="test data, for the configuration")
+    add_data_options(finetune)
+    finetune.add_argument("--models", type=count, default=24, help="how many")
+    finetune.add_argument(
+        "--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models"
+    )
+    finetune.add_argument(
         "--lr",
         type=float,
         nargs="+",
         help="learning rate: a range (default: 3e-5 to 1e-3), or one for --vary seed (1e-4)",
     )
-    zoo.add_argument(
+    finetune.add_argument(
         "--epochs", type=count, nargs="+", help="epochs: a range (default: 2 to 6), or one for --vary seed (3)"
     )
-    zoo.add_argument("--batch", type=count, help="examples a step (default: 64)")
-    zoo.add_argument("--points", type=count, default=256, help="training examples to measure on")
-    zoo.add_argument("--shard", default="1/1", help="train the i-th of n parts of the models")
-    zoo.add_argument("--device", default="cpu", help="cpu or cuda")
-    zoo.add_argument("--out", type=place, required=True, help="folder for the models")
-    zoo.add_argument("--quiet", action="store_true", help="no progress bar")
+    finetune.add_argument("--batch", type=count, help="examples a step (default: 64)")
+    finetune.add_argument("--points", type=count, default=256, help="training examples to measure on")
+    finetune.add_argument("--shard", default="1/1", help="train the i-th of n parts of the models")
+    finetune.add_argument("--device", default="cpu", help="cpu or cuda")
+    finetune.add_argument("--out", type=place, required=True, help="folder for the models")
+    finetune.add_argument("--quiet", action="store_true", help="no progress bar")
     # Class folders are in the order of their classes: a part of them is chosen at random.
-    zoo.set_defaults(run=_finetune, batch_size=256, batches=None, subset_seed=0)
+    finetune.set_defaults(run=_finetune, batch_size=256, batches=None, subset_seed=0)
 
 
 def _finetune(options: argparse.Namespace) -> int:
+    from reproduction.collection import train_collection
     from reproduction.finetune import Recipe, random_recipe
-    from reproduction.zoo import train_zoo
     from sharpness.data.loading import check_source
 
     checked_device(options.device)
@@ -69,7 +71,7 @@ def _finetune(options: argparse.Namespace) -> int:
         }
         recipes = [random_recipe(seed, images=not data.is_text, **ranges) for seed in range(options.models)]
     test = None if options.test is None else replace(data, source=options.test, num_examples=None, subset_seed=None)
-    config = train_zoo(
+    config = train_collection(
         options.model, data, options.out, checkpoint=options.checkpoint, recipes=recipes, test=test,
         points=options.points, shard=shard(options.shard), device=options.device, progress=not options.quiet,
     )  # fmt: skip

@@ -106,6 +106,32 @@ def _name(variable: str) -> str:
     return f"{stem}.{({'kernel': 'weight', 'gamma': 'weight', 'beta': 'bias'}).get(last, last)}"
 
 
+def _settings(config: Path, vocab: Path) -> dict[str, Any]:
+    for path, option in ((config, "--config"), (vocab, "--vocab")):
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no {path}; name it with {option}")
+    try:
+        found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config} is no JSON ({error})") from error
+    return {k: v for k, v in found.items() if k != "num_labels"}
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    words = path.read_text(encoding="utf-8").split("\n")
+    return {word.strip(): i for i, word in enumerate(words) if word.strip()}
+
+
+def _state_dict(variables: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
+    """Translate names, and inputs × outputs to outputs × inputs."""
+    state = {}
+    for variable, numbers in variables.items():
+        if not _SKIPPED.search(variable) and np.issubdtype(numbers.dtype, np.floating):
+            value = torch.tensor(numbers).float()
+            state[_name(variable)] = value.T.contiguous() if variable.endswith("/kernel") else value
+    return state
+
+
 def bert_from_tensorflow(
     checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -162,46 +188,23 @@ def bert_from_tensorflow(
     if folder.exists():
         raise ValueError(f"{folder} exists; name a folder that does not")
     prefix = _prefix(Path(checkpoint))
-    place = prefix.parent
-    paths = [Path(config or place / "bert_config.json"), Path(vocab or place / "vocab.txt")]
-    for path, option in zip(paths, ("--config", "--vocab"), strict=True):
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no {path}; name it with {option}")
-    try:
-        settings = json.loads(paths[0].read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{paths[0]} is no JSON ({error})") from error
-    found = read_tensorflow(prefix) if variables is None else variables
-    state: dict[str, torch.Tensor] = {}
-    for variable, numbers in found.items():
-        if not _SKIPPED.search(variable) and np.issubdtype(numbers.dtype, np.floating):
-            value = torch.tensor(numbers).float()
-            state[_name(variable)] = value.T.contiguous() if variable.endswith("/kernel") else value
+    paths = [Path(config or prefix.parent / "bert_config.json"), Path(vocab or prefix.parent / "vocab.txt")]
+    settings = _settings(*paths)
+    state = _state_dict(read_tensorflow(prefix) if variables is None else variables)
     head = state.get("classifier.weight")
     if head is None:
         raise ValueError(f"{prefix} has no output_weights: it is no classifier of Google's run_classifier.py")
     if len(head) != len(labels):
         raise ValueError(f"{prefix} has {len(head)} classes, but {len(labels)} labels are named ({', '.join(labels)})")
-    names = {label: i for i, label in enumerate(labels)}
-    model = BertForSequenceClassification(
-        BertConfig(
-            **{
-                **{k: v for k, v in settings.items() if k != "num_labels"},
-                "label2id": names,
-                "id2label": {i: n for n, i in names.items()},
-            }
-        )
-    )
+    settings |= {"label2id": {label: i for i, label in enumerate(labels)}, "id2label": dict(enumerate(labels))}
+    model = BertForSequenceClassification(BertConfig(**settings))
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(
-            f"the weights in {prefix} do not fit {paths[0]}: {' '.join(str(error).split())[:300]}"
-        ) from error  # fmt: skip
-    words = paths[1].read_text(encoding="utf-8").split("\n")
-    places = {word.strip(): i for i, word in enumerate(words) if word.strip()}
+        why = " ".join(str(error).split())[:300]
+        raise ValueError(f"the weights in {prefix} do not fit {paths[0]}: {why}") from error
     length = int(settings.get("max_position_embeddings", 512))
-    tokenizer = BertTokenizer(places, do_lower_case=not cased, model_max_length=length)
+    tokenizer = BertTokenizer(_vocabulary(paths[1]), do_lower_case=not cased, model_max_length=length)
 
     def write(own: Path) -> None:
         model.eval().save_pretrained(own)

@@ -10,9 +10,9 @@ import csv
 import io
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from sharpness.ascent import auto_pgd
 from sharpness.balls import RoundBall
 from sharpness.files import check_folder, write_json, write_text
 from sharpness.progress import bar
-from sharpness.statistics import kendall
+from sharpness.statistics import Correlation, kendall
 
 from .trust_region import maximise_quadratic
 
@@ -282,20 +282,7 @@ def run(
                 for found in pool.map(_one_seed, tasks):
                     rows.extend(found)
                     shown.update()
-    measures = [c for c in rows[0] if c.startswith(("closed", "max"))]
-    table: dict[str, Any] = {}
-    for column in measures:
-        taus = []
-        for s in range(seed, seed + seeds):
-            chosen = [r for r in rows if r["seed"] == s]
-            columns = [r[column] for r in chosen], [r["test_loss"] for r in chosen]
-            correlation = kendall(*columns, resamples=1000 if s == seed else 1)
-            taus.append(correlation.value)
-            if s == seed:
-                table[column] = {"first seed": correlation.to_dict()}
-        table[column].update(
-            taus=taus, mean=float(np.mean(taus)), std=float(np.std(taus, ddof=1)) if seeds > 1 else None
-        )
+    table = {c: _correlated(rows, c, range(seed, seed + seeds)) for c in rows[0] if c.startswith(("closed", "max"))}
     order = [table[f"closed {name}"]["taus"] for name in CLOSED_FORMS]
     result = {
         "settings": {"n": n, "d": d, "models": models, "seeds": seeds, "seed": seed, "alpha": [alpha_min, alpha_max],
@@ -317,15 +304,27 @@ def run(
     return result
 
 
+def _correlated(rows: Sequence[Mapping[str, Any]], column: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """Correlate a column with the test loss: seed by seed, the first one with its bootstrap interval."""
+    found: list[Correlation] = []
+    for s in seeds:
+        chosen = [r for r in rows if r["seed"] == s]
+        columns = [r[column] for r in chosen], [r["test_loss"] for r in chosen]
+        found.append(kendall(*columns, resamples=1 if found else 1000))
+    taus = [tau.value for tau in found]
+    std = float(np.std(taus, ddof=1)) if len(taus) > 1 else None
+    return {"first seed": asdict(found[0]), "taus": taus, "mean": float(np.mean(taus)), "std": std}
+
+
 def _print(result: dict[str, Any], rhos: Sequence[float]) -> None:
     table, settings = result["correlations with the test loss"], result["settings"]
 
     def line(column: str, label: str) -> str:
         entry = table[column]
         first = entry["first seed"]
-        spread = "" if entry["std"] is None else f" ± {entry['std']:.2f}"
+        std = "" if entry["std"] is None else f" ± {entry['std']:.2f}"
         interval = f"{first['value']:+.2f} [{first['low']:+.2f}, {first['high']:+.2f}]"
-        return f"  {label:<22} {entry['mean']:+.2f}{spread}   {interval}"
+        return f"  {label:<22} {entry['mean']:+.2f}{std}   {interval}"
 
     print(f"Kendall τ with the test loss, {settings['models']} networks, n = {settings['n']}, d = {settings['d']}")
     print(f"mean ± std over {settings['seeds']} data seeds, and the first seed with its bootstrap interval\n")

@@ -45,8 +45,8 @@ class Recipe:
     dropout : float or None
         Every dropout rate of the model; None leaves them.
     seed : int
-        Of the order, the shifts, mix-up and the label noise; in :func:`reproduction.zoo.train_zoo` also of the
-        head, RandAugment and dropout, which follow torch's global seed.
+        Of the order, the shifts, mix-up and the label noise; in :func:`reproduction.collection.train_collection` also
+        of the head, RandAugment and dropout, which follow torch's global seed.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def random_recipe(
     batch: int = 64,
     images: bool = True,
 ) -> Recipe:
-    """Draw a recipe at random, so that models of one zoo differ in how well they generalise.
+    """Draw a recipe at random, so that models of one collection differ in how well they generalise.
 
     Parameters
     ----------

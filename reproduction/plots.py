@@ -1,16 +1,20 @@
-"""Figures of the analytic studies."""
+"""Figures of the paper's studies."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sharpness.comparison import compare
 from sharpness.plots.look import COLOURS, MARKERS, figure
+from sharpness.plots.many_models import scatter
+from sharpness.rows import TARGETS, Row, targets
 
-__all__ = ["plot_diagonal", "plot_orbit", "plot_toy"]
+__all__ = ["plot_ablations", "plot_diagonal", "plot_orbit", "plot_toy"]
 
 
 def plot_diagonal(
@@ -175,4 +179,63 @@ def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25)
         )  # fmt: skip
         line.plot(0, 0, "o", color="black", markersize=7)
         line.set(xlabel="distance in the quotient", ylabel="loss", title="The space of networks: one point")
+    return drawn
+
+
+def plot_ablations(
+    rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
+) -> list[Path]:
+    """Draw what switches change: ``ablations`` and ``relaxation``, each variant beside the measure itself.
+
+    Parameters
+    ----------
+    rows, target, folder, prefix, suffix
+        As of :func:`sharpness.plots.plot_sweep`.
+
+    Returns
+    -------
+    list of Path
+        Empty for a sweep without ablations.
+
+    Raises
+    ------
+    ValueError
+        Fewer than three models with the target.
+
+    Notes
+    -----
+    Paper, App. G, and Figure 9 for the relaxation.
+
+    Examples
+    --------
+    Straight lines in place of geodesics:
+
+    >>> import tempfile
+    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
+    >>> of = {"kind": "sharpness", "measure": "geodesic-inv", "rho": 0.1}
+    >>> for switch in ({}, {"geodesic": "first-order"}):
+    ...     rows += [{**of, "ablation": switch, "checkpoint": m, "sharpness": 0.1 * m} for m in (1, 2, 3)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in plot_ablations(rows, "gap", folder)]
+    ['ablations.png']
+    """
+    found, goal = [r for r in compare(rows, target) if r.choice == "ρ"], targets(rows, target)
+    changed = [r for r in found if "," in r.quantity]
+    relaxed = [r for r in changed if "relaxation" in r.quantity]
+    drawn = []
+    for name, members in (("ablations", [r for r in changed if r not in relaxed]), ("relaxation", relaxed)):
+        if not members:
+            continue
+        bases = {(r.quantity.split(",")[0], r.rho) for r in members}
+        shown = sorted([*(r for r in found if (r.quantity, r.rho) in bases), *members], key=lambda r: r.quantity)
+        width = min(4, len(shown))
+        height = -(-len(shown) // width)
+        drawn.append(Path(folder) / f"{prefix}{name}.{suffix}")
+        with figure(drawn[-1], (3.6 * width, 3.1 * height), height, width, sharey=True) as (_, grid):
+            for axes, row in zip(grid.ravel(), shown, strict=False):
+                scatter(axes, row, goal, f"{row.quantity}, ρ = {row.rho:g}")
+            for axes in grid.ravel()[len(shown) :]:
+                axes.set_visible(False)
+            for axes in grid[:, 0]:
+                axes.set_ylabel(TARGETS[target], fontsize="small")
     return drawn

@@ -129,7 +129,7 @@ def pretrain(
     (True, 16)
     """
     with require_extra("pre-training a BERT needs transformers", "studies"):
-        from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
+        import transformers  # noqa: F401
 
     if not 0 < lr <= 1e3:
         raise ValueError(f"lr must lie between 0 and 1e3, got {lr}")
@@ -139,36 +139,8 @@ def pretrain(
     torch.manual_seed(seed)
     tokenizer = wordpiece(texts, vocabulary, length=length)
     coded = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
-    # Texts of like length share a batch, so that little is padding.
-    order = np.argsort([len(ids) for ids in coded], kind="stable")
-    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads,
-            intermediate_size=4 * width, max_position_embeddings=length, pad_token_id=tokenizer.pad_token_id,
-        )
-    )  # fmt: skip
-    collate = DataCollatorForLanguageModeling(tokenizer, seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    rng = np.random.default_rng(seed)
-    losses = []
-    shown = bar(steps, "pre-training", "step", progress=progress)
-    for _ in range(steps):
-        chosen = batches[rng.integers(len(batches))]
-        found = dict(collate([{"input_ids": coded[i]} for i in chosen]))
-        labels = found.pop("labels")
-        hidden = model.bert(**found).last_hidden_state
-        masked = labels != -100
-        loss = F.cross_entropy(model.cls(hidden[masked]), labels[masked])  # scores of the masked words alone
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-        shown.update()
-    shown.close()
+    model = _small_bert(tokenizer, width, depth, heads, length)
+    losses = _train(model, tokenizer, coded, steps, batch, lr, seed, progress)
 
     def write(own: Path) -> None:
         model.eval().save_pretrained(own)
@@ -176,3 +148,48 @@ def pretrain(
 
     atomic_write_folder(folder, write)
     return losses
+
+
+def _small_bert(tokenizer: Any, width: int, depth: int, heads: int, length: int) -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads,
+        intermediate_size=4 * width, max_position_embeddings=length, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+def _train(
+    model: Any, tokenizer: Any, coded: Sequence[list[int]], steps: int, batch: int, lr: float, seed: int, progress: bool
+) -> list[float]:
+    from transformers import DataCollatorForLanguageModeling
+
+    # Texts of like length share a batch, so that little is padding.
+    order = np.argsort([len(ids) for ids in coded], kind="stable")
+    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
+    collate = DataCollatorForLanguageModeling(tokenizer, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    rng = np.random.default_rng(seed)
+    losses = []
+    with bar(steps, "pre-training", "step", progress=progress) as shown:
+        for _ in range(steps):
+            chosen = batches[rng.integers(len(batches))]
+            loss = _masked_loss(model, dict(collate([{"input_ids": coded[i]} for i in chosen])))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(float(loss.detach()))
+            shown.update()
+    return losses
+
+
+def _masked_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Compute the cross-entropy of the masked words, of which alone scores are computed."""
+    labels = batch.pop("labels")
+    hidden = model.bert(**batch).last_hidden_state
+    masked = labels != -100
+    return F.cross_entropy(model.cls(hidden[masked]), labels[masked])

@@ -188,21 +188,7 @@ def run(
     alphas = torch.logspace(-1, 1, 41, dtype=torch.float64)
     orbit = torch.stack([POINTS[0][0] * alphas, POINTS[0][1] / alphas], -1).unsqueeze(-1)
     variation = {name: {q: _variation(v) for q, v in quantities(orbit, m).items()} for name, m in manifolds.items()}
-    first = POINTS[0]
-    measured: dict[str, list[float]] = {"rho": list(rhos), "measured (second-order geodesic)": []}
-    shown = bar(len(rhos), "sharpness of the toy network", "radius", progress=progress)
-    for rho in rhos:
-        for label, value in closed_forms(*first, x, y, rho).items():
-            measured.setdefault(f"closed form, {label}", []).append(value)
-        model = Toy(*first)
-        batch = (torch.tensor([x], dtype=torch.float64), torch.tensor([y], dtype=torch.float64))
-        found = evaluate(
-            model, [batch], lambda m, b: (m(b[0]) - b[1]).square().sum(), measure="geodesic-inv", rho=rho, steps=60,
-            restarts=1, pairs=[model.pair()], progress=False,
-        )  # fmt: skip
-        measured["measured (second-order geodesic)"].append(float(found))
-        shown.update()
-    shown.close()
+    measured = _sharpness(POINTS[0], x, y, rhos, progress)
     least = torch.tensor([[[1.0], [y / x]], [[2.0], [y / x / 2]]], dtype=torch.float64)
     at_minimum = {q: float(v[0]) for q, v in quantities(least, manifolds["GLQuotientInv"]).items()}
     result = {
@@ -221,14 +207,37 @@ def run(
     marks = {k: v.tolist() for k, v in quantities(marked, manifolds["GLQuotientInv"]).items()}
     plot_toy({"theta1": theta1.numpy(), "theta2": theta2.numpy()}, shown, POINTS, marks, measured, out / "toy.png")
     plot_orbit(out / "orbit.png")
-    print(f"{'relative variation along an orbit':<36}" + "".join(f"{name:>18}" for name in manifolds))
+    _print(variation, measured, at_minimum["Riemannian Hessian trace"])
+    print(f"\n{out}/toy.png, orbit.png and toy.json hold the figures and the numbers")
+    return result
+
+
+def _sharpness(
+    point: tuple[float, float], x: float, y: float, rhos: Sequence[float], progress: bool
+) -> dict[str, list[float]]:
+    """Measure the sharpness over ρ, beside its closed forms."""
+    measured: dict[str, list[float]] = {"rho": list(rhos), "measured (second-order geodesic)": []}
+    with bar(len(rhos), "sharpness of the toy network", "radius", progress=progress) as shown:
+        for rho in rhos:
+            for label, value in closed_forms(*point, x, y, rho).items():
+                measured.setdefault(f"closed form, {label}", []).append(value)
+            model = Toy(*point)
+            batch = (torch.tensor([x], dtype=torch.float64), torch.tensor([y], dtype=torch.float64))
+            found = evaluate(
+                model, [batch], lambda m, b: (m(b[0]) - b[1]).square().sum(), measure="geodesic-inv", rho=rho,
+                steps=60, restarts=1, pairs=[model.pair()], progress=False,
+            )  # fmt: skip
+            measured["measured (second-order geodesic)"].append(float(found))
+            shown.update()
+    return measured
+
+
+def _print(variation: dict[str, dict[str, float]], measured: dict[str, list[float]], trace: float) -> None:
+    print(f"{'relative variation along an orbit':<36}" + "".join(f"{name:>18}" for name in variation))
     for q in next(iter(variation.values())):
-        print(f"{q:<36}" + "".join(f"{variation[name][q]:>18.1e}" for name in manifolds))
-    print(f"\n{'sharpness of the first point, ρ =':<36}" + "".join(f"{rho:>12g}" for rho in rhos))
+        print(f"{q:<36}" + "".join(f"{found[q]:>18.1e}" for found in variation.values()))
+    print(f"\n{'sharpness of the first point, ρ =':<36}" + "".join(f"{rho:>12g}" for rho in measured["rho"]))
     for label, values in measured.items():
         if label != "rho":
             print(f"{label:<36}" + "".join(f"{v:>12.6f}" for v in values))
-    trace = at_minimum["Riemannian Hessian trace"]
     print(f"\nRiemannian Hessian trace at the minimum: {trace:.6f} = 4y², not 0")
-    print(f"\n{out}/toy.png, orbit.png and toy.json hold the figures and the numbers")
-    return result

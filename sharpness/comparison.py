@@ -1,17 +1,16 @@
 """Which measure ranks models by how they generalise: every measure at comparable radii, beside what costs nothing.
 
 A measure's correlation depends on its radius, and sharpness follows the training loss. So a measure is looked at over
-all its radii, at the radii where measures have *equal effect* (equal median rise of the loss), with the training loss
-controlled for, and beside baselines.
+all its radii, at the radii where measures have *equal effect* (equal median increase of the loss), with the training
+loss controlled for, and beside baselines.
 """
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +20,9 @@ import scipy.optimize
 
 from .measures import MEASURES
 from .rows import BASELINES, Row, targets
-from .statistics import Correlation, kendall, kendall_difference, partial_kendall
+from .statistics import Correlation, kendall, kendall_difference
 
-__all__ = ["Ranking", "compare", "formatted"]
+__all__ = ["Ranking", "compare"]
 
 _Array = npt.NDArray[np.float64]
 
@@ -38,17 +37,17 @@ class Ranking:
         A measure, with its switches if any, or a baseline.
     choice : str
         ``"ρ"`` (a radius of the sweep), ``"paper"`` (the measure's default radius), ``"best"`` (the radius of largest
-        abs(τ), which flatters it), ``"equal rise"``, or ``"–"`` for what has no radius.
+        abs(τ), which flatters it), ``"matched_increase"``, or ``"–"`` for what has no radius.
     rho : float or None
         Radius.
-    rise : float or None
-        Median over models of the sharpness, a rise of the loss.
+    loss_increase : float or None
+        Median over models of the sharpness.
     tau : Correlation
         Kendall's τ with the target.
     partial : Correlation or None
         The same with the training loss controlled for.
     difference : Correlation or None
-        At equal rise: τ minus that of the adaptive measure, with a paired bootstrap interval.
+        At a matched increase: τ minus that of the adaptive measure, with a paired bootstrap interval.
     models : tuple of str
         Those with both the quantity and the target.
     values : tuple of float
@@ -68,7 +67,7 @@ class Ranking:
     quantity: str
     choice: str
     rho: float | None
-    rise: float | None
+    loss_increase: float | None
     tau: Correlation
     partial: Correlation | None
     difference: Correlation | None
@@ -78,41 +77,24 @@ class Ranking:
 
 def label(measure: str, ablation: Mapping[str, Any]) -> str:
     """Name a measure with its switches."""
-    return ", ".join(
-        [measure, *(f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())]
-    )
+    switches = (f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())
+    return ", ".join([measure, *switches])
 
 
+@dataclass(frozen=True)
 class Curves:
-    """The sharpness of every model over the radii of one measure.
+    """The sharpness, (models, radii), over increasing radii of one measure, of models with a value at each of them."""
 
-    Attributes
-    ----------
-    measure : str
-    ablation : mapping
-    rho : array of float
-        Increasing.
-    models : tuple of str
-        Those with a value at every radius.
-    values : array of float, shape (models, radii)
-    """
-
-    def __init__(self, measure: str, ablation: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        self.measure, self.ablation = measure, ablation
-        table: dict[str, dict[float, float]] = {}
-        for row in rows:
-            table.setdefault(row["checkpoint"], {})[row["rho"]] = row["sharpness"]
-        radii = sorted({rho for found in table.values() for rho in found})
-        self.rho: _Array = np.array(radii)
-        self.models = tuple(sorted(m for m, found in table.items() if len(found) == len(radii)))
-        self.values: _Array = np.array([[table[m][r] for r in radii] for m in self.models])
+    measure: str
+    ablation: Mapping[str, Any]
+    rho: _Array
+    models: tuple[str, ...]
+    values: _Array
 
     def among(self, models: Collection[str]) -> Curves:
         """Take the curves of some models."""
-        found = copy.copy(self)
         keep = [i for i, m in enumerate(self.models) if m in models]
-        found.models, found.values = tuple(self.models[i] for i in keep), self.values[keep]
-        return found
+        return replace(self, models=tuple(self.models[i] for i in keep), values=self.values[keep])
 
     @property
     def name(self) -> str:
@@ -121,21 +103,20 @@ class Curves:
 
     @property
     def medians(self) -> _Array:
-        """Median rise over models at every radius."""
+        """Median over models at every radius."""
         found: _Array = np.median(self.values, axis=0)
         return found
 
-    def at_rise(self, rise: float) -> tuple[float, _Array]:
-        """Find the radius of a given median rise, and every model's sharpness there, linear in log–log."""
-        tiny = np.finfo(float).tiny
-        x, y = np.log(self.rho), np.log(np.maximum(self.values, tiny))
+    def at_loss_increase(self, increase: float) -> tuple[float, _Array]:
+        """Find the radius of a given median, and every model's sharpness there, linear in log–log."""
+        x, y = np.log(self.rho), np.log(np.maximum(self.values, np.finfo(float).tiny))
 
         def values(place: float) -> _Array:
             found: _Array = np.exp([np.interp(place, x, row) for row in y])
             return found
 
         def excess(place: float) -> float:
-            return float(np.log(np.median(values(place)) / rise))
+            return float(np.log(np.median(values(place)) / increase))
 
         if excess(x[0]) >= 0 or excess(x[-1]) <= 0:  # an end of the range, but for rounding
             place = float(x[0] if excess(x[0]) >= 0 else x[-1])
@@ -144,22 +125,106 @@ class Curves:
         return float(np.exp(place)), values(place)
 
 
-def curves(rows: Sequence[Row], *, ablations: bool = True) -> list[Curves]:
-    """Collect the curves of all measures with a radius, with their ablations or without."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+def curves(rows: Sequence[Row]) -> list[Curves]:
+    """Collect the curves of all measures with a radius, and of their ablations."""
+    tables: dict[tuple[str, str], dict[str, dict[float, float]]] = {}
     for row in rows:
-        if row["kind"] == "sharpness" and row["rho"] > 0 and (ablations or not row["ablation"]):
-            groups.setdefault((row["measure"], json.dumps(row["ablation"], sort_keys=True)), []).append(row)
-    return [Curves(measure, json.loads(key), found) for (measure, key), found in groups.items()]
+        if row["kind"] == "sharpness" and row["rho"] > 0:
+            table = tables.setdefault((row["measure"], json.dumps(row["ablation"], sort_keys=True)), {})
+            table.setdefault(row["checkpoint"], {})[row["rho"]] = row["sharpness"]
+    found = []
+    for (measure, ablation), table in tables.items():
+        radii = sorted({rho for values in table.values() for rho in values})
+        models = tuple(sorted(m for m, values in table.items() if len(values) == len(radii)))
+        if models:
+            grid = np.array([[table[m][rho] for rho in radii] for m in models])
+            found.append(Curves(measure, json.loads(ablation), np.array(radii), models, grid))
+    return found
 
 
-def common_rises(found: Iterable[Curves], count: int = 3) -> list[float]:
-    """Choose median rises of the loss that all measures reach, from small to large; none if there are none."""
+def common_increases(found: Sequence[Curves], count: int = 3) -> list[float]:
+    """Choose median increases of the loss that all measures reach, from small to large; none if there are none."""
     found = [c for c in found if len(c.rho) > 1]
     if len(found) < 2:
         return []
     low, high = max(c.medians.min() for c in found), min(c.medians.max() for c in found)
     return [] if not 0 < low < high else [float(v) for v in np.geomspace(low, high, count)]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Holds quantities against what is to be predicted, given the training loss."""
+
+    goal: Mapping[str, float]
+    loss: Mapping[str, float]
+    options: Mapping[str, Any]
+
+    def rank(
+        self,
+        quantity: str,
+        choice: str,
+        values: Mapping[str, float],
+        rho: float | None = None,
+        loss_increase: float | None = None,
+        reference: Mapping[str, float] | None = None,
+    ) -> list[Ranking]:
+        """Give one ranking; none for fewer than three models."""
+        models = [m for m in self.goal if m in values and np.isfinite(values[m])]
+        if len(models) < 3:
+            return []
+        x, y = [values[m] for m in models], [self.goal[m] for m in models]
+        partial = difference = None
+        if quantity != "train_loss" and all(m in self.loss for m in models):
+            partial = kendall(x, y, given=[self.loss[m] for m in models], **self.options)
+        if reference is not None and all(m in reference for m in models):
+            difference = kendall_difference(x, [reference[m] for m in models], y, **self.options)
+        tau = kendall(x, y, **self.options)
+        return [Ranking(quantity, choice, rho, loss_increase, tau, partial, difference, tuple(models), tuple(x))]
+
+    def at_radii(self, c: Curves) -> list[Ranking]:
+        """Rank at every radius."""
+        places = zip(c.rho, c.values.T, c.medians, strict=True)
+        return [
+            ranking
+            for rho, values, median in places
+            for ranking in self.rank(c.name, "ρ", dict(zip(c.models, values, strict=True)), float(rho), float(median))
+        ]
+
+    def at_matched_increases(self, several: Sequence[Curves]) -> Iterator[Ranking]:
+        """Rank measures where their median is the same, the adaptive one, which is the reference, first."""
+        several = [c for c in several if len(c.rho) > 1]
+        shared = set(self.goal).intersection(*(c.models for c in several))
+        several = [c.among(shared) for c in sorted(several, key=lambda c: c.measure != "adaptive")] if shared else []
+        for increase in common_increases(several):
+            reference: dict[str, float] | None = None
+            for c in several:
+                rho, values = c.at_loss_increase(increase)
+                if abs(np.median(values) / increase - 1) > 0.01:  # medians that do not grow with the radius
+                    continue
+                by_model = dict(zip(c.models, values, strict=True))
+                yield from self.rank(c.name, "matched_increase", by_model, rho, increase, reference)
+                if c.measure == "adaptive":
+                    reference = by_model
+
+
+def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Give baselines, and measures without a radius."""
+    for name, kind in BASELINES.items():
+        yield name, {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None}
+    local: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["kind"] == "sharpness" and row["rho"] == 0:
+            local.setdefault(label(row["measure"], row["ablation"]), {})[row["checkpoint"]] = row["sharpness"]
+    yield from local.items()
+
+
+def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
+    """Give the rankings at the measure's default radius and at its best."""
+    default = MEASURES[c.measure].rho if c.measure in MEASURES else None
+    known = [r for r in at_radii if np.isfinite(r.tau.value)]
+    best = max(known, key=lambda r: abs(r.tau.value), default=None)
+    paper = [replace(r, choice="paper") for r in at_radii if r.rho == default]
+    return paper if best is None else [*paper, replace(best, choice="best")]
 
 
 def compare(
@@ -182,7 +247,7 @@ def compare(
     -------
     list of Ranking
         Baselines; measures without a radius; measures at their radii, at the paper's and at their best; all of them at
-        equal rise; ablations at their radii.
+        matched increases of the loss; ablations at their radii.
 
     Raises
     ------
@@ -191,9 +256,9 @@ def compare(
 
     Notes
     -----
-    At equal rise, radii are interpolated so that the median over models of the sharpness is the same for all measures,
-    at three values that all of them reach; only models with every measure at every radius count there. The paper
-    compares measures at a radius each.
+    For a matched increase, radii are interpolated so that the median over models of the sharpness is the same for all
+    measures, at three values that all of them reach; only models with every measure at every radius count there. The
+    paper compares measures at a radius each.
 
     Examples
     --------
@@ -214,130 +279,48 @@ def compare(
             f"{len(goal)} models have a {target}; a ranking needs at least 3. Give the sweep test data or accuracies"
         )
     loss = {r["checkpoint"]: r["train_loss"] for r in rows if r["kind"] == "fit" and r.get("train_loss") is not None}
-    result: list[Ranking] = []
-
-    def rank(
-        quantity: str, choice: str, values: Mapping[str, float], rho: float | None = None, rise: float | None = None,
-        against: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        models = [m for m in goal if m in values and np.isfinite(values[m])]
-        if len(models) < 3:
-            return
-        x, y = [values[m] for m in models], [goal[m] for m in models]
-        options: dict[str, Any] = {"resamples": resamples, "seed": seed}
-        controlled = quantity != "train_loss" and all(m in loss for m in models)
-        partial = partial_kendall(x, y, [loss[m] for m in models], **options) if controlled else None
-        apart = None
-        if against is not None and all(m in against for m in models):
-            apart = kendall_difference(x, [against[m] for m in models], y, **options)
-        tau = kendall(x, y, **options)
-        result.append(Ranking(quantity, choice, rho, rise, tau, partial, apart, tuple(models), tuple(x)))
-
-    def rank_radii(c: Curves) -> None:
-        for j, rho in enumerate(c.rho):
-            rank(c.name, "ρ", dict(zip(c.models, c.values[:, j], strict=True)), float(rho), float(c.medians[j]))
-
-    for name, kind in BASELINES.items():
-        rank(name, "–", {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None})
-    local: dict[str, dict[str, float]] = {}  # measures without a radius
-    for row in rows:
-        if row["kind"] == "sharpness" and row["rho"] == 0:
-            local.setdefault(label(row["measure"], row["ablation"]), {})[row["checkpoint"]] = row["sharpness"]
-    for name, by_checkpoint in local.items():
-        rank(name, "–", by_checkpoint)
-    own = curves(rows, ablations=False)
+    judge = _Judge(goal, loss, {"resamples": resamples, "seed": seed})
+    found = [r for name, values in _without_radius(rows) for r in judge.rank(name, "–", values)]
+    everything = curves(rows)
+    own = [c for c in everything if not c.ablation]
     for c in own:
-        first = len(result)
-        rank_radii(c)
-        at_radii = result[first:]
-        if not every_radius:
-            del result[first:]
-        default = MEASURES[c.measure].rho if c.measure in MEASURES else None
-        for choice, found in (
-            ("paper", [r for r in at_radii if r.rho == default]),
-            ("best", sorted((r for r in at_radii if np.isfinite(r.tau.value)), key=lambda r: -abs(r.tau.value))[:1]),
-        ):
-            result += [replace(r, choice=choice) for r in found]
-    several = [c for c in own if len(c.rho) > 1]
-    shared = set(goal).intersection(*(c.models for c in several))
-    several = [c.among(shared) for c in several] if shared else []
-    for rise in common_rises(several):
-        reference: dict[str, float] | None = None
-        for c in sorted(several, key=lambda c: c.measure != "adaptive"):  # the reference first
-            rho, values = c.at_rise(rise)
-            if abs(np.median(values) / rise - 1) > 0.01:  # medians that do not grow with the radius
-                continue
-            by_model = dict(zip(c.models, values, strict=True))
-            rank(c.name, "equal rise", by_model, rho, rise, reference)
-            if c.measure == "adaptive":
-                reference = by_model
-    for c in curves(rows):
-        if c.ablation:
-            rank_radii(c)
-    return result
+        at_radii = judge.at_radii(c)
+        found += [*(at_radii if every_radius else []), *_chosen(c, at_radii)]
+    found += judge.at_matched_increases(own)
+    return found + [r for c in everything if c.ablation for r in judge.at_radii(c)]
 
-
-# -- tables ------------------------------------------------------------------------------------------------------------
 
 _HEAD = (
-    "quantity",
-    "radius",
-    "ρ",
-    "median rise",
-    "models",
-    "τ",
-    "95 % interval",
-    "p",
-    "τ given train loss",
-    "p",
+    "quantity", "radius", "ρ", "median loss increase", "models", "τ", "95 % interval", "p", "τ given train loss", "p",
     "τ − adaptive",
-)
+)  # fmt: skip
 
 
 def _cells(row: Ranking) -> list[str]:
     def number(value: float | None, digits: str) -> str:
         return "" if value is None else "–" if np.isnan(value) else format(value, digits)
 
-    tau, partial, apart = row.tau, row.partial, row.difference
-    difference = "" if apart is None else f"{apart.value:+.2f} [{apart.low:+.2f}, {apart.high:+.2f}]"
+    def interval(tau: Correlation) -> str:
+        return f"[{tau.low:+.2f}, {tau.high:+.2f}]"
+
+    partial, difference = row.partial, row.difference
     return [
-        row.quantity.replace("_", " "), row.choice, number(row.rho, ".3g"), number(row.rise, ".3g"),
-        str(tau.models), number(tau.value, "+.2f"), f"[{tau.low:+.2f}, {tau.high:+.2f}]", number(tau.p, ".2g"),
+        row.quantity.replace("_", " "),
+        row.choice.replace("_", " "),
+        number(row.rho, ".3g"),
+        number(row.loss_increase, ".3g"),
+        str(row.tau.models),
+        number(row.tau.value, "+.2f"),
+        interval(row.tau),
+        number(row.tau.p, ".2g"),
         number(None if partial is None else partial.value, "+.2f"),
-        number(None if partial is None else partial.p, ".2g"), difference,
-    ]  # fmt: skip
+        number(None if partial is None else partial.p, ".2g"),
+        "" if difference is None else f"{difference.value:+.2f} {interval(difference)}",
+    ]
 
 
 def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
-    """Format rankings as a table.
-
-    Parameters
-    ----------
-    found : sequence of Ranking
-        One a line.
-    style : {"markdown", "latex", "csv"}
-        LaTeX's rules are those of booktabs.
-
-    Returns
-    -------
-    str
-        The table, with a head, and a line break at the end.
-
-    Raises
-    ------
-    ValueError
-        Any other style.
-
-    Examples
-    --------
-    >>> rows = [
-    ...     {"checkpoint": name, "kind": "fit", "train_loss": loss, "train_error": 0.0, "test_error": error}
-    ...     for name, loss, error in (("a", 0.1, 0.02), ("b", 0.3, 0.05), ("c", 0.2, 0.04))
-    ... ]
-    >>> print(formatted(compare(rows)[:1], "csv"))
-    quantity,radius,ρ,median rise,models,τ,95 % interval,p,τ given train loss,p,τ − adaptive
-    train loss,–,,,3,+1.00,"[+1.00, +1.00]",0.33,,,
-    """
+    """Format rankings as a table: markdown, latex (with the rules of booktabs) or csv."""
     lines = [list(_HEAD), *(_cells(row) for row in found)]
     if style == "csv":
         stream = io.StringIO()
@@ -349,9 +332,6 @@ def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
     if style == "latex":
         words = str.maketrans({"%": r"\%", "_": r"\_", "τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$", "–": "--"})
         rows = [" & ".join(cell.translate(words) for cell in cells) + r" \\" for cells in lines]
-        body = "\n".join(rows[1:])
-        spec = "ll" + "r" * (len(_HEAD) - 2)
-        return (
-            f"\\begin{{tabular}}{{{spec}}}\n\\toprule\n{rows[0]}\n\\midrule\n{body}\n\\bottomrule\n\\end{{tabular}}\n"
-        )
+        begin = f"\\begin{{tabular}}{{ll{'r' * (len(_HEAD) - 2)}}}"
+        return "\n".join([begin, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}", ""])
     raise ValueError(f"a table is markdown, latex or csv, not {style!r}")

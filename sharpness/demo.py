@@ -126,7 +126,7 @@ def run(
         how: dict[str, Any] = {"measure": name, "rho": radii, "seed": seed, "progress": progress}
         before = evaluate(model, batches, **how)
         results[name] = before, evaluate(twin, batches, **how, keep_directions=False)
-        worst = before.direction(0, radii[-1])
+        worst = before[radii[-1]].direction(0)
         lines[name] = profile(model, batches[0], worst, ways=(worst.measure.geodesic,), reach=1)
     rows = [_row(name, rho, *two) for name, two in results.items() for rho in RADII[name]]
     print(f"{'measure':<14}{'rho':>6}{'sharpness':>13}{'equivalent network':>21}{'relative change':>18}")
@@ -139,7 +139,7 @@ def run(
 
 
 def _row(name: str, rho: float, before: SharpnessResult, after: SharpnessResult) -> dict[str, Any]:
-    one, two = before.mean(rho), after.mean(rho)
+    one, two = float(before[rho]), float(after[rho])
     return {"measure": name, "rho": rho, "sharpness": one, "equivalent": two, "change": two / one - 1}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
 
+from .ball_search import BallSearch
 from .batch_loss import BatchLoss, for_each_batch
 from .direction import Direction
 from .distributed import World
@@ -20,7 +21,7 @@ from .losses import LossFunction, Objective
 from .measures import Measure, get_measure
 from .progress import bar as progress_bar
 from .results import BatchResult, SharpnessResult
-from .search import Search, Searcher
+from .search import Search
 from .space import WeightSpace
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class _Evaluation:
         self.jobs = [(rho, start) for rho in self.radii for start in range(search.restarts + 1)]
         self.found: list[BatchResult] = []
         self.directions: dict[tuple[int, float], tuple[float, Direction]] = {}
-        self._searcher: Searcher | None = None
+        self._ball_search: BallSearch | None = None
 
     def run(
         self, model: nn.Module, batches: Iterable[Any], pairs: Sequence[SymmetricPair] | None, progress: bool
@@ -188,16 +189,16 @@ class _Evaluation:
         )  # fmt: skip
 
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
-        if self._searcher is None:
-            self._searcher = Searcher(space, self.search, self.statistic, self.bar)
-        loss = BatchLoss(space, self.objective, batch, index, self._searcher.new_gradient())
+        if self._ball_search is None:
+            self._ball_search = BallSearch(space, self.search, self.statistic, self.bar)
+        loss = BatchLoss(space, self.objective, batch, index, self._ball_search.new_gradient())
         for number in mine:
             rho, start = self.jobs[number]
-            result, point = self._searcher.run(loss, rho, start, last=number == mine[-1])
+            result, point = self._ball_search.run(loss, rho, start, last=number == mine[-1])
             self.found.append(result)
             if point is not None:
                 self._keep(space, result, point)
-                self._searcher.free(point)
+                self._ball_search.free(point)
 
     def _keep(self, space: WeightSpace, result: BatchResult, point: Tensor) -> None:
         key = (result.batch, result.rho)

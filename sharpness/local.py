@@ -19,13 +19,13 @@ from .distributed import World
 from .files import write_json
 from .hessian import HessianOperator, hutchpp_trace, largest_eigenvalues
 from .losses import LossFunction, Objective
-from .measures import Measure, get_measure
+from .measures import MEASURES, Measure, get_measure
 from .space import WeightSpace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LOCAL", "LocalBatch", "LocalResult", "gradient_norm", "hessian"]
+__all__ = ["LOCAL", "LocalBatch", "LocalResult", "gradient_norm", "hessian", "measure_of"]
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ class LocalResult:
 def gradient_norm(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", pairs: Sequence[SymmetricPair] | None = None,
-    micro_batch: int | None = None, group: ProcessGroup | None = None,
+    normalize_logits: bool = False, micro_batch: int | None = None, group: ProcessGroup | None = None,
 ) -> LocalResult:  # fmt: skip
     """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
 
     Parameters
     ----------
-    model, batches, loss_fn, measure, pairs, micro_batch, group
+    model, batches, loss_fn, measure, pairs, normalize_logits, micro_batch, group
         As :func:`sharpness.evaluate` takes them.
 
     Returns
@@ -157,19 +157,21 @@ def gradient_norm(
     >>> sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean").gradient_norm
     5.0
     """
-    return _at_the_weights(model, batches, loss_fn, measure, pairs, micro_batch, group, lambda batch: {})
+    objective = Objective(loss_fn, normalize_logits, micro_batch)
+    return _at_the_weights(model, batches, objective, get_measure(measure), pairs, group, lambda batch: {})
 
 
 def hessian(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, seed: int = 0,
-    pairs: Sequence[SymmetricPair] | None = None, micro_batch: int | None = None, group: ProcessGroup | None = None,
+    pairs: Sequence[SymmetricPair] | None = None, normalize_logits: bool = False, micro_batch: int | None = None,
+    group: ProcessGroup | None = None,
 ) -> LocalResult:  # fmt: skip
     """Measure the largest eigenvalue and the trace of the Riemannian Hessian, see :mod:`sharpness.hessian`.
 
     Parameters
     ----------
-    model, batches, loss_fn, measure, pairs, micro_batch, group
+    model, batches, loss_fn, measure, pairs, normalize_logits, micro_batch, group
         As :func:`sharpness.evaluate` takes them.
     num_matvecs : int
         Products with the Hessian for its trace, rounded down to a multiple of 3.
@@ -212,16 +214,15 @@ def hessian(
         passes = batch.passes + operator.num_matvecs
         return {"max_eigenvalue": top, "trace": trace, "std_error": std_error, "passes": passes}
 
-    return _at_the_weights(model, batches, loss_fn, measure, pairs, micro_batch, group, of_batch)
+    objective = Objective(loss_fn, normalize_logits, micro_batch)
+    return _at_the_weights(model, batches, objective, measure, pairs, group, of_batch)
 
 
 def _at_the_weights(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None, measure: str | Measure,
-    pairs: Sequence[SymmetricPair] | None, micro_batch: int | None, group: ProcessGroup | None,
-    more: Callable[[BatchLoss], dict[str, Any]],
+    model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
+    pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, more: Callable[[BatchLoss], dict[str, Any]],
 ) -> LocalResult:  # fmt: skip
-    measure, world, found = get_measure(measure), World(group), list[LocalBatch]()
-    objective = Objective(loss_fn, micro_batch=micro_batch)
+    world, found = World(group), list[LocalBatch]()
 
     def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
         began = time.perf_counter()
@@ -244,3 +245,10 @@ LOCAL: dict[str, tuple[Callable[..., LocalResult], str]] = {
     "riemannian-hessian": (hessian, "geodesic-inv"),
     "euclidean-hessian": (hessian, "euclidean"),
 }
+
+
+def measure_of(name: str, **changes: Any) -> Measure:
+    """Give the measure of a name in MEASURES or LOCAL, with changes of its fields."""
+    if name not in MEASURES and name not in LOCAL:
+        raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
+    return get_measure(LOCAL[name][1] if name in LOCAL else name, **changes)

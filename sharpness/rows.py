@@ -19,16 +19,9 @@ import msgspec
 from .errors import naming
 from .files import write_text
 
-__all__ = ["BASELINES", "TARGETS", "gaps", "read_results", "targets", "write_csv", "write_rows"]
+__all__ = ["BASELINES", "TARGETS", "read_results", "targets"]
 
 Row = Mapping[str, Any]
-#: Columns of a table, those of a fit or a baseline row empty where they mean nothing.
-_COLUMNS = (
-    "checkpoint", "kind", "measure", "ablation", "rho", "sharpness", "base_loss", "error_increase", "passes",
-    "unconverged", "seconds", "train_loss", "train_error", "test_loss", "test_error", "weight_norm", "log_spectral",
-    "distance", "relative_flatness",
-)  # fmt: skip
-_TEXT = ("checkpoint", "kind", "measure")
 #: Quantities that need no search, by the kind of row that has them.
 BASELINES = {
     "train_loss": "fit", "train_error": "fit", "weight_norm": "baselines", "log_spectral": "baselines",
@@ -41,59 +34,24 @@ TARGETS = {
     "test-error": "test error",
     "test-loss": "test loss",
 }
+_TEXT = ("checkpoint", "kind", "measure")
+_COUNTS = ("passes", "unconverged")
+#: Columns of a .csv, those of a fit or a baseline row empty where they mean nothing.
+_COLUMNS = (
+    *_TEXT, "ablation", "rho", "sharpness", "base_loss", "error_increase", *_COUNTS, "seconds", "train_loss",
+    "train_error", "test_loss", "test_error", "weight_norm", "log_spectral", "distance", "relative_flatness",
+)  # fmt: skip
 
 
-def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
-    """Write one JSON line a row; the file is replaced as a whole or not at all.
-
-    Parameters
-    ----------
-    path
-        File.
-    rows : iterable of mapping
-        As :func:`sharpness.sweep.read_rows` gives them.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     write_rows(f"{place}/results.jsonl", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
-    ...     print(pathlib.Path(place, "results.jsonl").read_text())
-    {"checkpoint": "a", "kind": "fit", "train_loss": 0.25}
-    """
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_csv(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
-    """Write what :func:`sharpness.comparison.compare` and the figures need as a table, eight digits a number.
-
-    Parameters
-    ----------
-    path
-        File; it is replaced as a whole or not at all.
-    rows : iterable of mapping
-        As :func:`sharpness.sweep.read_rows` gives them.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     write_csv(f"{place}/results.csv", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
-    ...     print(pathlib.Path(place, "results.csv").read_text())
-    checkpoint,kind,measure,ablation,rho,sharpness,...,train_loss,...
-    a,fit,,,,,,,,,,0.25,,,,,,,
-    """
+def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+    """Write one JSON line a row or, to a ``.csv``, the table that comparisons need, with eight digits a number."""
+    if Path(path).suffix != ".csv":
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        return
     stream = io.StringIO(newline="")
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for row in rows:
-        cells = []
-        for column in _COLUMNS:
-            value = row.get(column)
-            if column == "ablation":
-                value = json.dumps(value, sort_keys=True) if value else ""
-            cells.append(f"{value:.8g}" if isinstance(value, float) else "" if value is None else value)
-        writer.writerow(cells)
+    writer = csv.DictWriter(stream, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: _cell(row[k]) for k in _COLUMNS if k in row} for row in rows)
     write_text(path, stream.getvalue())
 
 
@@ -103,7 +61,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Parameters
     ----------
     path
-        The folder of the sweep, its ``results.jsonl``, or a table written by :func:`write_csv` (``.csv``).
+        The folder of the sweep, its ``results.jsonl``, or its ``results.csv``.
 
     Returns
     -------
@@ -117,87 +75,29 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Examples
     --------
-    >>> import tempfile
+    >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as place:
-    ...     write_rows(f"{place}/results.jsonl", [{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}])
+    ...     row = '{"checkpoint": "a", "kind": "fit", "train_loss": 0.25}'
+    ...     _ = pathlib.Path(place, "results.jsonl").write_text(row)
     ...     read_results(place)
     [{'checkpoint': 'a', 'kind': 'fit', 'train_loss': 0.25}]
     """
     path = Path(path)
-    if path.is_dir() and not (path / "results.jsonl").is_file() and (path / "units").is_dir():
-        raise FileNotFoundError(f"the sweep in {path} was stopped before its end; call sharpness sweep again first")
     if path.is_dir():
+        if not (path / "results.jsonl").is_file() and (path / "jobs").is_dir():
+            raise FileNotFoundError(f"the sweep in {path} was stopped before its end; call sharpness sweep again first")
         path = path / "results.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"there are no results at {path}; name a sweep's folder, its results.jsonl or a .csv")
-    rows: list[dict[str, Any]] = []
     with naming(f"{path} holds no results of a sweep"), path.open(encoding="utf-8", newline="") as file:
-        if path.suffix != ".csv":
-            rows = [json.loads(line) for line in file if line.strip()]
+        if path.suffix == ".csv":
+            rows = [_row_of_cells(cells) for cells in csv.DictReader(file)]
         else:
-            for cells in csv.DictReader(file):
-                row: dict[str, Any] = {
-                    k: v if k in _TEXT else _number(k, v) for k, v in cells.items() if v not in ("", None)
-                }
-                if row.get("kind") == "sharpness":
-                    row.setdefault("ablation", {})
-                rows.append(row)
+            rows = [json.loads(line) for line in file if line.strip()]
         if not rows:
             raise ValueError("there is no row in it")
         _check_rows(rows)
     return rows
-
-
-Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class _Row(msgspec.Struct, tag_field="kind"):
-    checkpoint: Name
-
-
-class _Fit(_Row, tag="fit"):
-    train_loss: Finite | None = None
-    train_error: Finite | None = None
-    test_loss: Finite | None = None
-    test_error: Finite | None = None
-
-
-class _Baselines(_Row, tag="baselines"):
-    weight_norm: Finite | None = None
-    log_spectral: Finite | None = None
-    distance: Finite | None = None
-    relative_flatness: Finite | None = None
-
-
-class _Sharpness(_Row, tag="sharpness"):
-    measure: Name
-    ablation: dict[str, Any]
-    rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
-    sharpness: Finite
-
-
-def _check_rows(rows: Sequence[Row]) -> None:
-    """Raise for a row without what its kind needs, or two of one place: those of two sweeps, or of two data sets."""
-    places: dict[tuple[Any, ...], int] = {}
-    for number, row in enumerate(rows, 1):
-        try:
-            msgspec.convert(row, _Fit | _Baselines | _Sharpness)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"row {number}: {str(error).replace(' - at `$.', ': `')}") from error
-        place = (
-            row["checkpoint"], row["kind"], row.get("measure"), json.dumps(row.get("ablation"), sort_keys=True),
-            row.get("rho"),
-        )  # fmt: skip
-        if place in places:
-            raise ValueError(f"rows {places[place]} and {number} are of one checkpoint, measure and radius; keep one")
-        places[place] = number
-
-
-def _number(column: str, text: str) -> Any:
-    if column == "ablation":
-        return json.loads(text)
-    return int(text) if column in ("passes", "unconverged") else float(text)
 
 
 def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
@@ -236,22 +136,64 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     return found
 
 
-def gaps(rows: Sequence[Row]) -> dict[str, float]:
-    """Look up the generalisation gap, test error minus training error.
+def _cell(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True) if value else ""
+    return f"{value:.8g}" if isinstance(value, float) else value
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        As :func:`read_results` gives them.
 
-    Returns
-    -------
-    dict of str to float
-        By checkpoint, as :func:`targets`.
+def _row_of_cells(cells: Mapping[str, str]) -> dict[str, Any]:
+    def value(column: str, text: str) -> Any:
+        if column == "ablation":
+            return json.loads(text)
+        return text if column in _TEXT else int(text) if column in _COUNTS else float(text)
 
-    Examples
-    --------
-    >>> gaps([{"checkpoint": "a", "kind": "fit", "train_error": 0.125, "test_error": 0.375}])
-    {'a': 0.25}
-    """
-    return targets(rows, "gap")
+    row = {k: value(k, v) for k, v in cells.items() if v not in ("", None)}
+    return {"ablation": {}, **row} if row.get("kind") == "sharpness" else row
+
+
+Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Row(msgspec.Struct, tag_field="kind"):
+    checkpoint: Name
+
+
+class _Fit(_Row, tag="fit"):
+    train_loss: Finite | None = None
+    train_error: Finite | None = None
+    test_loss: Finite | None = None
+    test_error: Finite | None = None
+
+
+class _Baselines(_Row, tag="baselines"):
+    weight_norm: Finite | None = None
+    log_spectral: Finite | None = None
+    distance: Finite | None = None
+    relative_flatness: Finite | None = None
+
+
+class _Sharpness(_Row, tag="sharpness"):
+    measure: Name
+    ablation: dict[str, Any]
+    rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
+    sharpness: Finite
+
+
+#: What a row of each kind holds at least.
+AnyRow = _Fit | _Baselines | _Sharpness
+
+
+def _check_rows(rows: Sequence[Row]) -> None:
+    """Raise for a row without what its kind needs, or two of one place: those of two sweeps, or of two data sets."""
+    places: dict[tuple[Any, ...], int] = {}
+    for number, row in enumerate(rows, 1):
+        try:
+            msgspec.convert(row, AnyRow)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"row {number}: {str(error).replace(' - at `$.', ': `')}") from error
+        place = (*(row.get(k) for k in (*_TEXT, "rho")), json.dumps(row.get("ablation"), sort_keys=True))
+        if place in places:
+            raise ValueError(f"rows {places[place]} and {number} are of one checkpoint, measure and radius; keep one")
+        places[place] = number

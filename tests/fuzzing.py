@@ -53,7 +53,7 @@ PLACES = ["", ".", "nope", "bert", "vit", "file", "folder", "nope:model", "mine:
           "a b",
           "a\nb", "nul\0byte", "näh", "x" * 300, "missing/deep/out", "file/out", "/proc/none/out", "..", "../beside",
           "done",
-          "zoo/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
+          "collection/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
 WORDS = {"device": ["cuda", "nope", "meta", "", "cpu:9"], "shard": ["0/0", "2/1", "x", "1/0", "-1/2", "/", "1/2"],
          "label_map": ["junk", "a=1", "a=x", "=", "0=0,0=1", "0=0,1=1", "0=5,1=-1"],
          "measure": ["junk", "", *measures.MEASURES]}
@@ -75,16 +75,17 @@ toy --quiet --out out
 diagonal --n 4 --d 6 --models 3 --seeds 1 --rho 0.1 --workers 1 --quiet --out out
 convert bert-tf bert out
 """).split("\n") if line]
-SWEEP = {"checkpoints": [{"path": "zoo/*.pt", "model": "mine:model"}], "data": {"source": "xy.pt", "batch_size": 4,
-                                                                                "subset_seed": 3},
+SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
+         "data": {"source": "xy.pt", "batch_size": 4, "subset_seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
-         "ablations": [{}, {"p": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
-         "initial": "zoo/net0.pt",
+         "ablations": [{}, {"ball_norm": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
+         "initial": "collection/net0.pt",
          "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "normalize_logits": False,
          "device": "cpu"}
-YAML = ["tol: 1e-3", "rho: 1e-3", "data: &a [*a]", "\t", "steps: !!python/object:os.system x", "? [a]\n: b", "1: 2"]
+YAML = ["relative_tol: 1e-3", "rho: 1e-3", "data: &a [*a]", "\t", "steps: !!python/object:os.system x", "? [a]\n: b"]
+YAML += ["1: 2"]
 YAML += ["".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'x'] * 10)}]\n" for i in range(6)) + f"{key}: *x5"
          for key in ("rho", "data", "checkpoints", "measures", "steps")]
 #: Of config.json; sizes may become 10¹³, which is refused at once, but the number of layers not.
@@ -168,9 +169,9 @@ def build(base):
     write_tensors(base / "xy.safetensors", read_tensors(base / "xy.pt"))
     write_tensors(base / "ids.safetensors", {"input_ids": torch.randint(5, 30, (8, 6)), "labels": torch.arange(8) % 2})
     for i in range(4):
-        (base / "zoo").mkdir(exist_ok=True)
+        (base / "collection").mkdir(exist_ok=True)
         write_tensors(
-            base / "zoo" / f"net{i}.pt", nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict()
+            base / "collection" / f"net{i}.pt", nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict()
         )
     (base / "sweep.json").write_text(json.dumps(SWEEP))
     (base / "table.csv").write_text("run,accuracy\n" + "".join(f"net{i},0.{8 - i}\n" for i in range(4)))
@@ -410,8 +411,10 @@ def datasets(rng, world):
         source = pick(rng, ["xy.pt", "xy.safetensors", "ids.safetensors"])
         model = "bert" if source.startswith("ids") else model
     else:
-        more = ["--checkpoint", "zoo/net1.pt"]
-    path = world / {"checkpoint": "zoo/net1.pt", "idx": pick(rng, [source, "t-labels-idx1-ubyte"])}.get(kind, source)
+        more = ["--checkpoint", "collection/net1.pt"]
+    path = world / {"checkpoint": "collection/net1.pt", "idx": pick(rng, [source, "t-labels-idx1-ubyte"])}.get(
+        kind, source
+    )
     what = [
         pick(rng, spoilers)(rng, path)
         for _ in range(int(rng.integers(1, 3)))
@@ -484,8 +487,8 @@ def results(rng, world):
     target, command = pick(rng, rows.TARGETS), pick(rng, ["table"] * 8 + ["plot", "call", "sweep"])
     if command == "call":
         return Job(what, call=lambda: comparison.compare(rows.read_results(path), target))
-    if command == "sweep":  # goes on from units that are spoilt
-        what = [spoil_json(rng, pick(rng, sorted((world / "done/units").iterdir()))) for _ in range(2)]
+    if command == "sweep":  # goes on from jobs that are spoilt
+        what = [spoil_json(rng, pick(rng, sorted((world / "done/jobs").iterdir()))) for _ in range(2)]
         return Job(what, ["sweep", "sweep.json", "--out", "done", "--quiet"], outs=["done"])
     more = (
         ["--out", "out"]
@@ -627,7 +630,7 @@ def calls(rng, world):
         (symmetries.stacks, {"pairs": pairs}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
         (symmetries.PairStack, {"pairs": pairs[:1]}),
-        (models.load, {"name": "mine:model", "checkpoint": "zoo/net0.pt", "head": None}),
+        (models.load, {"name": "mine:model", "checkpoint": "collection/net0.pt", "head": None}),
         (models.load_state_dict, {"path": "xy.pt"}),
         (load_batches, {"source": "xy.pt", "batch_size": 4, "batches": 1, "num_examples": 8, "subset_seed": 0,
                         "device": "cpu"}),

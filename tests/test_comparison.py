@@ -7,8 +7,8 @@ import pytest
 import scipy.stats
 
 from sharpness import cli
-from sharpness.comparison import common_rises, compare, curves, formatted
-from sharpness.rows import read_results, targets, write_csv, write_rows
+from sharpness.comparison import common_increases, compare, curves, formatted
+from sharpness.rows import read_results, targets, write_results
 from sharpness.statistics import kendall_difference
 
 
@@ -32,7 +32,7 @@ def study(models=12, seed=0):
                     "checkpoint": name, "kind": "sharpness", "measure": measure, "ablation": ablation, "rho": rho,
                     "sharpness": gap * (unit * rho) ** power * factor, "passes": 7, "unconverged": 0,
                 }
-                for ablation, factor in (({}, 1.0), ({"case": "average"}, 0.5))
+                for ablation, factor in (({}, 1.0), ({"statistic": "average"}, 0.5))
                 for rho in radii
             ]  # fmt: skip
     return rows
@@ -46,35 +46,42 @@ def test_every_radius_has_the_tau_of_its_column():
     values = [next(r["sharpness"] for r in rows if r["checkpoint"] == m and r.get("rho") == 0.5) for m in line.models]
     assert line.values == tuple(values)
     assert line.tau.value == pytest.approx(scipy.stats.kendalltau(values, [goal[m] for m in line.models]).statistic)
-    assert line.rise == np.median(values)
+    assert line.loss_increase == np.median(values)
     assert next(r for r in found if r.quantity == "adaptive" and r.choice == "paper").rho == 0.5
     best = next(r for r in found if r.quantity == "adaptive" and r.choice == "best")
     assert abs(best.tau.value) == max(
         abs(r.tau.value) for r in found if r.quantity == "adaptive" and r.choice == "ρ"
     )  # fmt: skip
-    assert {r.quantity for r in found} >= {"train_loss", "weight_norm", "adaptive, case = average"}
+    assert {r.quantity for r in found} >= {"train_loss", "weight_norm", "adaptive, statistic = average"}
 
 
-def test_equal_rise_makes_equal_quantities_equal():
-    """The two measures differ by their unit of length alone: no difference at equal rise, one at equal radius."""
+def test_a_matched_increase_makes_equal_quantities_equal():
+    """The two measures differ by their unit of length alone: no difference at a matched increase, one at a radius."""
     rows = study()
-    found = [r for r in compare(rows, resamples=50) if r.choice == "equal rise"]
+    found = [r for r in compare(rows, resamples=50) if r.choice == "matched_increase"]
     assert len(found) == 6
     for r in found:
-        assert np.median(r.values) == pytest.approx(r.rise, rel=0.02)
+        assert np.median(r.values) == pytest.approx(r.loss_increase, rel=0.02)
         if r.quantity == "geodesic-inv":
             assert (r.difference.value, r.difference.low, r.difference.high) == (0, 0, 0)
     same_radius = {r.quantity: r.tau.value for r in compare(rows, resamples=50) if r.choice == "ρ" and r.rho == 0.5}
     assert same_radius["adaptive"] != {r.quantity: r for r in found}["geodesic-inv"].tau.value
 
 
-def test_common_rises_lie_in_all_ranges():
-    found = curves(study(), ablations=False)
-    rises = common_rises(found)
-    assert rises == sorted(rises)
-    assert all(c.medians.min() <= r * (1 + 1e-9) and r <= c.medians.max() * (1 + 1e-9) for c in found for r in rises)
+def test_a_measure_that_no_model_has_at_every_radius_is_left_out():
+    rows = [{**r, "rho": r["rho"] + 1e-3 * int(r["checkpoint"][1:])} if "rho" in r else r for r in study()]
+    assert {r.choice for r in compare(rows, resamples=5)} == {"–"}
+
+
+def test_common_increases_lie_in_all_ranges():
+    found = [c for c in curves(study()) if not c.ablation]
+    increases = common_increases(found)
+    assert increases == sorted(increases)
+    assert all(
+        c.medians.min() <= r * (1 + 1e-9) and r <= c.medians.max() * (1 + 1e-9) for c in found for r in increases
+    )
     far = [r for r in study() if r.get("measure") != "geodesic-inv" or r["rho"] == 0.01]
-    assert common_rises(curves(far, ablations=False)) == []
+    assert common_increases([c for c in curves(far) if not c.ablation]) == []
 
 
 def test_difference_of_tau_resamples_both_together():
@@ -107,8 +114,8 @@ def test_tables(style):
 
 def test_rows_survive_a_csv(tmp_path):
     rows = study()
-    write_csv(tmp_path / "r.csv", rows)
-    write_rows(tmp_path / "results.jsonl", rows)
+    write_results(tmp_path / "r.csv", rows)
+    write_results(tmp_path / "results.jsonl", rows)
     one, two = (compare(read_results(p), resamples=20) for p in (tmp_path / "r.csv", tmp_path))
     assert formatted(one) == formatted(two)
     back = read_results(tmp_path / "r.csv")
@@ -124,13 +131,7 @@ def test_rows_survive_a_csv(tmp_path):
 
 def test_commands(tmp_path, capsys):
     rows = study()
-    for measure_rho in (0.1, 0.3):  # a relaxation has its own figure
-        rows += [
-            {**r, "ablation": {"relaxation": measure_rho}}
-            for r in study()
-            if r.get("measure") == "geodesic-inv" and not r["ablation"]
-        ]
-    write_csv(tmp_path / "r.csv", rows)
+    write_results(tmp_path / "r.csv", rows)
     assert cli.main(["table", str(tmp_path / "r.csv"), "--short"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("| quantity | radius |")
@@ -139,12 +140,12 @@ def test_commands(tmp_path, capsys):
     assert (tmp_path / "t.tex").read_text().startswith("\\begin{tabular}")
     assert cli.main(["plot", str(tmp_path / "r.csv"), "--out", str(tmp_path / "figures")]) == 0
     drawn = sorted(p.name for p in (tmp_path / "figures").iterdir())
-    assert drawn == ["ablations.png", "radius.png", "relaxation.png", "scatter.png"]
+    assert drawn == ["radius.png", "scatter.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (tmp_path / "figures").iterdir())
     assert cli.main(["table", str(tmp_path / "none.csv")]) == 2
     assert "there are no results at" in capsys.readouterr().err
 
 
 def test_json_of_a_row_is_readable(tmp_path):
-    write_rows(tmp_path / "r.jsonl", study(3))
+    write_results(tmp_path / "r.jsonl", study(3))
     assert all(json.loads(line)["kind"] for line in (tmp_path / "r.jsonl").read_text().splitlines())

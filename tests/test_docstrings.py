@@ -9,8 +9,9 @@ import pytest
 PUBLIC = [
     "reproduction.convert",
     "reproduction.finetune",
+    "reproduction.granulated",
     "reproduction.pretrain",
-    "reproduction.zoo",
+    "reproduction.collection",
     "quotient_manifolds",
     "quotient_manifolds.optim",
     "quotient_manifolds.symmetries",

@@ -50,6 +50,7 @@ def test_tests_mirror_the_source():
         "demo": "cli", "examples": "data", "text": "data", "images": "data", "loading": "data",
         "factory": "models", "loaded": "models",
         "saved_datasets": "data", "accuracies": "sweep", "config": "sweep", "plan": "sweep", "run": "sweep",
+        "measuring": "sweep",
         "look": "plots", "many_models": "comparison", "one_model": "plots", "options": "cli",
     }  # fmt: skip
     files = [p for package in ("quotient_manifolds", "sharpness") for p in (ROOT / package).rglob("*.py")]

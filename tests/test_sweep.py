@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sharpness import cli, evaluate
-from sharpness.rows import gaps
+from sharpness.rows import targets
 from sharpness.sweep import Accuracies, read_config, read_rows, run_sweep
 
 from . import networks
@@ -46,21 +46,21 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sweepmodel", raising=False)  # of another test's folder
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "zoo").mkdir()
+    (tmp_path / "collection").mkdir()
     for i in range(4):
         torch.manual_seed(i)
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        torch.save(net.state_dict(), tmp_path / "zoo" / f"net{i}.pt")
+        torch.save(net.state_dict(), tmp_path / "collection" / f"net{i}.pt")
     for name, count, seed in (("train", 24, 0), ("test", 12, 1)):
         torch.manual_seed(seed)
         torch.save({"x": torch.randn(count, 6), "y": torch.randint(3, (count,))}, tmp_path / f"{name}.pt")
     config = {
-        "checkpoints": [{"path": "zoo/*.pt", "model": "sweepmodel:model"}],
+        "checkpoints": [{"path": "collection/*.pt", "model": "sweepmodel:model"}],
         "data": {"source": "train.pt", "batch_size": 8, "num_examples": 16, "subset_seed": 3},
         "test": "test.pt",
         "measures": ["adaptive", "euclidean"],
         "rho": {"adaptive": [0.1, 0.3], "euclidean": 0.05},
-        "ablations": [{}, {"p": float("inf")}],
+        "ablations": [{}, {"ball_norm": float("inf")}],
         "steps": 4,
     }
     (tmp_path / "sweep.json").write_text(json.dumps(config))
@@ -76,14 +76,14 @@ def test_rows_are_those_of_evaluate(place):
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
     rows = rows_of("out")
     assert len(rows) == 4 * (1 + 1 + 2 * 2 + 2 * 1)
-    assert [json.loads(line)["unit"] for line in Path("out/results.jsonl").read_text().splitlines()] == [
-        r["unit"] for r in rows
+    assert [json.loads(line)["job"] for line in Path("out/results.jsonl").read_text().splitlines()] == [
+        r["job"] for r in rows
     ]
     row = next(r for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3 and not r["ablation"])
     sweep = read_config("sweep.json")
     from sharpness.models import load
 
-    loaded = load("sweepmodel:model", "zoo/net0.pt")
+    loaded = load("sweepmodel:model", "collection/net0.pt")
     batches = sweep.data.load(loaded)
     expected = evaluate(loaded.model, batches, measure="adaptive", rho=[0.1, 0.3], steps=4, progress=False)
     assert row["checkpoint"] == "net0.pt"
@@ -95,20 +95,20 @@ def test_rows_are_those_of_evaluate(place):
     data = torch.load("test.pt", weights_only=True)
     wrong = (loaded.model(data["x"]).argmax(1) != data["y"]).double().mean()
     assert fit["test_error"] == pytest.approx(float(wrong))
-    assert gaps(rows)["net0.pt"] == pytest.approx(fit["test_error"] - fit["train_error"])
+    assert targets(rows)["net0.pt"] == pytest.approx(fit["test_error"] - fit["train_error"])
 
 
-def test_finished_units_are_not_done_again(place, monkeypatch):
+def test_finished_jobs_are_not_done_again(place, monkeypatch):
     sweep = read_config("sweep.json")
     assert run_sweep(sweep, "out", progress=False) == []
-    before = {p.name: p.stat().st_mtime_ns for p in Path("out/units").iterdir()}
+    before = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
     assert run_sweep(sweep, "out", progress=False) == []
-    assert before == {p.name: p.stat().st_mtime_ns for p in Path("out/units").iterdir()}
+    assert before == {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
     config = json.loads(Path("sweep.json").read_text())
     config["measures"].append("gradient-norm")
     Path("more.json").write_text(json.dumps(config))
     assert run_sweep(read_config("more.json"), "out", progress=False) == []
-    after = {p.name: p.stat().st_mtime_ns for p in Path("out/units").iterdir()}
+    after = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
     assert before.items() < after.items()
     assert len(after) == len(before) + 4
     config["steps"] = 5
@@ -125,16 +125,16 @@ def test_shards_give_the_same_rows(place):
 
 
 def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
-    Path("zoo/net1.pt").write_bytes(b"no checkpoint")
-    torch.save({"0.weight": torch.zeros(2, 2)}, "zoo/net2.pt")
+    Path("collection/net1.pt").write_bytes(b"no checkpoint")
+    torch.save({"0.weight": torch.zeros(2, 2)}, "collection/net2.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     err = capsys.readouterr().err
-    assert "sharpness: net1.pt, fit: zoo/net1.pt is no plain state dict of tensors" in err
-    assert "net2.pt, adaptive: the weights in zoo/net2.pt are not those of Sequential" in err
+    assert "sharpness: net1.pt, fit: collection/net1.pt is no plain state dict of tensors" in err
+    assert "net2.pt, adaptive: the weights in collection/net2.pt are not those of Sequential" in err
     assert "Traceback" not in err
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}
     torch.manual_seed(1)
-    torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "zoo/net1.pt")
+    torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "collection/net1.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
 
@@ -178,7 +178,7 @@ def longer(place):
 
 
 def test_killed_at_random_moments(place):
-    """SIGKILL again and again while units are written; what is left is finished by the next call."""
+    """SIGKILL again and again while jobs are written; what is left is finished by the next call."""
     duration, random = longer(place), np.random.default_rng(0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sharpness.sweep"])
@@ -187,13 +187,13 @@ def test_killed_at_random_moments(place):
         process = context.Process(target=_sweep_here, args=(place,))
         process.start()
         limit = time.monotonic() + 60
-        while not Path("killed/units").is_dir() and process.is_alive() and time.monotonic() < limit:
+        while not Path("killed/jobs").is_dir() and process.is_alive() and time.monotonic() < limit:
             time.sleep(0.001)
         process.join(moment)
         killed += process.is_alive()
         process.kill()
         process.join()
-        if len(list(Path("killed/units").glob("*.json"))) == len(list(Path("whole/units").glob("*.json"))):
+        if len(list(Path("killed/jobs").glob("*.json"))) == len(list(Path("whole/jobs").glob("*.json"))):
             shutil.rmtree("killed")
     assert killed >= MOMENTS // 4
     assert run_sweep(read_config("sweep.json"), "killed", progress=False) == []
@@ -223,12 +223,12 @@ def test_a_disk_that_is_full_at_random_moments(place, monkeypatch, capsys):
     for moment in random.integers(0, 40, MOMENTS):
         calls = itertools.count()
         fails_at = int(moment)
-        kept = {p.name: p.read_bytes() for p in Path("killed/units").glob("*.json")}
+        kept = {p.name: p.read_bytes() for p in Path("killed/jobs").glob("*.json")}
         if cli.main(["sweep", "sweep.json", "--out", "killed", "--quiet"]) == 0:  # there was no such write any more
             shutil.rmtree("killed")
             continue
         assert re.search(r"No space left on device: 'killed/.*'", capsys.readouterr().err)
-        found = {p.name: p.read_bytes() for p in Path("killed/units").glob("*.json")}
+        found = {p.name: p.read_bytes() for p in Path("killed/jobs").glob("*.json")}
         assert kept.items() <= found.items()
         assert not [p for p in Path("killed").rglob(".sharpness-*")]
     fails_at = math.inf
@@ -239,20 +239,20 @@ def test_a_disk_that_is_full_at_random_moments(place, monkeypatch, capsys):
 # -- what a result was computed from ---------------------------------------------------------------------------------
 
 
-def units(folder="out"):
-    return {p.name for p in Path(folder, "units").glob("*.json")}
+def jobs_of(folder="out"):
+    return {p.name for p in Path(folder, "jobs").glob("*.json")}
 
 
 def test_another_spelling_is_the_same_and_another_content_is_not(place):
     """The case that mixed rows of two data sets in one table."""
     sweep = read_config("sweep.json")
     run_sweep(sweep, "out", progress=False)
-    first = units()
-    assert units() == first
+    first = jobs_of()
+    assert jobs_of() == first
     (place / "sub").mkdir()
     run_sweep(read_config(place / "sub" / ".." / "sweep.json"), "out", progress=False)
     run_sweep(read_config(place / "sweep.json"), "out", progress=False)
-    assert units() == first
+    assert jobs_of() == first
     before = rows_of("out")
     torch.manual_seed(7)
     torch.save({"x": torch.randn(24, 6), "y": torch.randint(3, (24,))}, "train.pt")
@@ -260,8 +260,8 @@ def test_another_spelling_is_the_same_and_another_content_is_not(place):
     run_sweep(read_config("sweep.json"), "out", progress=False)
     after = rows_of("out")
     assert len(after) == len(before)
-    assert not {r["unit"] for r in after} & {r["unit"] for r in before}
-    changed = units()
+    assert not {r["job"] for r in after} & {r["job"] for r in before}
+    changed = jobs_of()
     Path("sweepmodel.py").write_text(MODULE.replace("Tanh", "ReLU"))  # the code is a part of the model
     assert rows_of("out") == []
     assert changed
@@ -282,17 +282,17 @@ def test_two_functions_of_one_module_are_two_sources(place):
 
 
 def test_a_diverged_checkpoint_is_a_failed_row(place, capsys):
-    torch.save({k: v * torch.nan for k, v in torch.load("zoo/net0.pt").items()}, "zoo/net9.pt")
+    torch.save({k: v * torch.nan for k, v in torch.load("collection/net0.pt").items()}, "collection/net9.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     assert "net9.pt, fit: train_loss is nan; the model has diverged" in capsys.readouterr().err
     assert cli.main(["table", "out"]) == 0
 
 
-def test_a_garbled_unit_is_done_again(place):
+def test_a_garbled_job_is_done_again(place):
     run_sweep(read_config("sweep.json"), "out", progress=False)
     whole = rows_of("out")
     junk = (b"", b"{", b"[1]", b"\xff", b'{"rows": 3}')
-    for path, content in zip(sorted(Path("out/units").glob("*.json")), junk, strict=False):
+    for path, content in zip(sorted(Path("out/jobs").glob("*.json")), junk, strict=False):
         path.write_bytes(content)
     assert len(rows_of("out")) < len(whole)
     assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
@@ -359,14 +359,14 @@ def test_whatever_one_model_raises_the_others_go_on(place, capsys):
         ("seed: abc", "entry seed: Expected `int.*`, got `str`"),
         ("steps: true", "entry steps: Expected `int.*`, got `bool`"),
         ("steps: 0", "entry steps: Expected `int` >= 1"),
-        ("tol: x", "entry tol: Expected `float.*`, got `str`"),
+        ("relative_tol: x", "entry relative_tol: Expected `float.*`, got `str`"),
         ("rho: [-1]", "rho must be one or several positive numbers"),
         ("data: {source: train.pt, batch_size: []}", "entry data.batch_size: Expected `int.*`, got `array`"),
         ("[" * 3000, "cannot be parsed"),
     ],
 )
 def test_values_of_the_wrong_kind(place, text, words):
-    base = 'checkpoints: {path: "zoo/*.pt", model: "sweepmodel:model"}\n'
+    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\n'
     base += "" if "data" in text else "data: train.pt\n"
     Path("wrong.yaml").write_text(base + text)
     with pytest.raises(ValueError, match=words):
@@ -374,10 +374,10 @@ def test_values_of_the_wrong_kind(place, text, words):
 
 
 def test_a_number_in_yaml_is_one(place):
-    base = 'checkpoints: {path: "zoo/*.pt", model: "sweepmodel:model"}\ndata: train.pt\n'
-    Path("good.yaml").write_text(base + "tol: 1e-3\nrho: 1e-2")
+    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\ndata: train.pt\n'
+    Path("good.yaml").write_text(base + "relative_tol: 1e-3\nrho: 1e-2")
     sweep = read_config("good.yaml")
-    assert sweep.settings["tol"] == 1e-3
+    assert sweep.settings["relative_tol"] == 1e-3
     assert set(sweep.rho.values()) == {(1e-2,)}
 
 
@@ -385,11 +385,11 @@ def test_a_number_in_yaml_is_one(place):
 def test_a_killed_rank_ends_the_others(place):
     config = json.loads(Path("sweep.json").read_text())
     config["rho"] = {"adaptive": [0.01 * k for k in range(1, 30)], "euclidean": 0.05}
-    config |= {"steps": 40, "tol": 0}
+    config |= {"steps": 40, "relative_tol": 0}
     Path("sweep.json").write_text(json.dumps(config))
     process = start(place, "out", torchrun=2)
     limit = time.monotonic() + 60
-    while not Path("out/units").is_dir() and time.monotonic() < limit:
+    while not Path("out/jobs").is_dir() and time.monotonic() < limit:
         time.sleep(0.02)
     listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
     ranks = [int(line.split()[0]) for line in listing.stdout.splitlines() if "sharpness" in line]
@@ -431,7 +431,7 @@ def test_mistakes_in_the_configuration(place, capsys, change, message):
 def test_yaml_and_mistakes_in_it(place, capsys):
     pytest.importorskip("yaml")
     Path("sweep.yaml").write_text(
-        "checkpoints: [{path: zoo/net0.pt, model: 'sweepmodel:model'}]\n"
+        "checkpoints: [{path: collection/net0.pt, model: 'sweepmodel:model'}]\n"
         "data: train.pt\nmeasures: [adaptive]\nsteps: 2\n"
     )
     assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 0
@@ -447,14 +447,14 @@ def test_yaml_and_mistakes_in_it(place, capsys):
 
 def test_an_ablation_with_radii_and_measures_of_its_own(place):
     config = json.loads(Path("sweep.json").read_text())
-    config["ablations"] = [{}, {"case": "average", "rho": 0.2, "measures": ["adaptive"]}]
+    config["ablations"] = [{}, {"statistic": "average", "rho": 0.2, "measures": ["adaptive"]}]
     Path("own.json").write_text(json.dumps(config))
     assert run_sweep(read_config("own.json"), "out", progress=False) == []
     rows = [r for r in rows_of("out", "own.json") if r.get("ablation")]
     assert [(r["checkpoint"], r["measure"], r["rho"], r["ablation"]) for r in rows] == [
-        (f"net{i}.pt", "adaptive", 0.2, {"case": "average"}) for i in range(4)
+        (f"net{i}.pt", "adaptive", 0.2, {"statistic": "average"}) for i in range(4)
     ]
-    config["ablations"] = [{"case": "average", "measures": ["geometric"]}]
+    config["ablations"] = [{"statistic": "average", "measures": ["geometric"]}]
     Path("own.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="unknown measure 'geometric'"):
         read_config("own.json")
@@ -479,7 +479,7 @@ def test_known_accuracies_stand_in_for_a_test_set(place):
     Path("acc.csv").write_text("model,dev,train\n" + "".join(f"Run {i},0.8,0.9\n" for i in range(4)))
     Path("known.json").write_text(json.dumps(config))
     assert run_sweep(read_config("known.json"), "number", progress=False) == []
-    assert gaps(rows_of("number", "known.json")) == pytest.approx({f"net{i}.pt": 0.1 for i in range(4)})
+    assert targets(rows_of("number", "known.json")) == pytest.approx({f"net{i}.pt": 0.1 for i in range(4)})
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_a_sweep_has_test_data_or_accuracies(place):
 
 def test_baselines_of_a_sweep(place):
     config = json.loads(Path("sweep.json").read_text())
-    config |= {"initial": "zoo/net0.pt", "measures": ["gradient-norm"], "ablations": [{}]}
+    config |= {"initial": "collection/net0.pt", "measures": ["gradient-norm"], "ablations": [{}]}
     Path("base.json").write_text(json.dumps(config))
     assert run_sweep(read_config("base.json"), "out", progress=False) == []
     found = {r["checkpoint"]: r for r in rows_of("out", "base.json") if r["kind"] == "baselines"}
@@ -593,9 +593,9 @@ def test_soups_checkpoints_good_and_pickled(place, capsys):
     assert not Path("executed").exists()
 
 
-def test_data_that_cannot_be_read_is_said_once_a_unit(place, capsys):
+def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
     config = json.loads(Path("sweep.json").read_text())
-    config |= {"checkpoints": [{"path": "zoo/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
+    config |= {"checkpoints": [{"path": "collection/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
     (place / "bad.tsv").write_bytes(b"text\tlabel\nna\xefve\t1\n")
     (place / "bad.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1

@@ -1,4 +1,4 @@
-"""Zoos: random recipes, resumed and shared training, and checkpoints that a sweep can read."""
+"""Collections: random recipes, resumed and shared training, and checkpoints that a sweep can read."""
 
 import json
 from dataclasses import replace
@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from reproduction import cli, zoo
+from reproduction import cli, collection
 from reproduction import finetune as training_loop
+from reproduction.collection import train_collection
 from reproduction.finetune import Recipe, random_recipe, set_dropout_
 from reproduction.pretrain import pretrain
 from reproduction.vision import SmallViT, vit_cifar10
-from reproduction.zoo import train_zoo
 from sharpness import cli as measuring
 from sharpness.data import DataChoice, TextColumns
 from sharpness.models import load, load_state_dict
@@ -48,21 +48,21 @@ def images(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_zoo_of_images_is_trained_measured_and_ranked(images, capsys):
+def test_a_collection_of_images_is_trained_measured_and_ranked(images, capsys):
     arguments = ["finetune", "tinyvit:tiny", "train", "--test", "test", "--models", "4", "--lr", "1e-3", "1e-2",
                  "--epochs", "2", "6", "--batch", "8", "--num-examples", "48", "--subset-seed", "0", "--points", "16",
-                 "--out", "zoo", "--quiet"]  # fmt: skip
+                 "--out", "collection", "--quiet"]  # fmt: skip
     assert cli.main(arguments) == 0
-    weights = sorted(Path("zoo").glob("*.safetensors"))
+    weights = sorted(Path("collection").glob("*.safetensors"))
     assert [p.name for p in weights] == [f"model_{i:02d}.safetensors" for i in range(4)]
     recipes = [json.loads(p.with_suffix(".json").read_text())["recipe"] for p in weights]
     assert [r["seed"] for r in recipes] == [0, 1, 2, 3]
     assert len({r["lr"] for r in recipes}) == 4
-    config = json.loads(Path("zoo/sweep.json").read_text())
+    config = json.loads(Path("collection/sweep.json").read_text())
     assert (config["data"]["num_examples"], config["train"]["num_examples"]) == (16, 48)
     config |= {"rho": {"geodesic-inv": [0.1], "geodesic-mix": [0.05], "adaptive": [0.1, 0.2]}, "steps": 3}
-    Path("zoo/sweep.json").write_text(json.dumps(config))
-    assert measuring.main(["sweep", "zoo/sweep.json", "--out", "out", "--quiet"]) == 0
+    Path("collection/sweep.json").write_text(json.dumps(config))
+    assert measuring.main(["sweep", "collection/sweep.json", "--out", "out", "--quiet"]) == 0
     rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
     fits = [r for r in rows if r["kind"] == "fit"]
     assert min(r["train_error"] for r in fits) < 0.2  # two classes in three would be chance
@@ -74,10 +74,10 @@ def test_a_zoo_of_images_is_trained_measured_and_ranked(images, capsys):
 def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypatch):
     data = DataChoice("train", num_examples=30, subset_seed=0)
     recipes = [replace(random_recipe(s, epochs=(1, 2)), batch=8) for s in range(3)]
-    train_zoo("tinyvit:tiny", data, "whole", recipes=recipes, progress=False)
+    train_collection("tinyvit:tiny", data, "whole", recipes=recipes, progress=False)
     for i in (1, 2):
-        train_zoo("tinyvit:tiny", data, "split", recipes=recipes, shard=(i, 2), progress=False)
-    full, calls = zoo.finetune, []
+        train_collection("tinyvit:tiny", data, "split", recipes=recipes, shard=(i, 2), progress=False)
+    full, calls = collection.finetune, []
 
     def stopped(*arguments, **options):
         calls.append(1)
@@ -85,11 +85,11 @@ def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypa
             raise KeyboardInterrupt
         return full(*arguments, **options)
 
-    monkeypatch.setattr(zoo, "finetune", stopped)
+    monkeypatch.setattr(collection, "finetune", stopped)
     with pytest.raises(KeyboardInterrupt):
-        train_zoo("tinyvit:tiny", data, "stopped", recipes=recipes, progress=False)
+        train_collection("tinyvit:tiny", data, "stopped", recipes=recipes, progress=False)
     first = Path("stopped/model_00.safetensors").stat().st_mtime_ns
-    train_zoo("tinyvit:tiny", data, "stopped", recipes=recipes, progress=False)
+    train_collection("tinyvit:tiny", data, "stopped", recipes=recipes, progress=False)
     assert len(calls) == 4  # one done, one stopped, two left
     assert Path("stopped/model_00.safetensors").stat().st_mtime_ns == first
     for i in range(3):
@@ -102,7 +102,7 @@ def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypa
 
 def test_label_noise_and_mixup_reach_the_targets(images):
     data = DataChoice("train", num_examples=40, subset_seed=0)
-    training, _ = zoo._training(load("tinyvit:tiny"), data)
+    training, _ = collection._training(load("tinyvit:tiny"), data)
     order, labels = torch.arange(40), training.labels
     _, plain = next(training.steps(Recipe(batch=40), labels, order, torch.Generator().manual_seed(0)))
     assert torch.equal(plain.argmax(1), labels)
@@ -154,14 +154,14 @@ def test_the_public_vit_and_its_dropout():
 SENTENCES = ["a good film", "a bad film", "good good fun", "bad sad mess", "this is good", "this is bad"]
 
 
-def test_a_zoo_of_texts(tmp_path, capsys):
+def test_a_collection_of_texts(tmp_path, capsys):
     torch.set_default_dtype(torch.float32)
     texts = SENTENCES * 20
     pretrain(texts, tmp_path / "bert", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=5, progress=False)
     lines = [json.dumps({"text": t, "label": "good" if "good" in t else "bad"}) for t in texts]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    out = tmp_path / "zoo"
+    out = tmp_path / "collection"
     arguments = ["finetune", tmp_path / "bert", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl",
                  "--label-map", "bad=0,good=1", "--vary", "seed", "--models", "2", "--lr", "5e-3", "--epochs", "6",
                  "--batch", "16", "--points", "24", "--max-length", "12", "--out", out, "--quiet"]  # fmt: skip
@@ -190,9 +190,11 @@ def test_labels_that_are_no_classes(tmp_path):
              progress=False)  # fmt: skip
     (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 3}\n{"text": "bad", "label": 1}\n')
     with pytest.raises(ValueError, match=r"labels of .* are the numbers \[1, 3\]"):
-        train_zoo(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl"), columns=TextColumns()), tmp_path / "z")
+        train_collection(
+            str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl"), columns=TextColumns()), tmp_path / "z"
+        )
     with pytest.raises(ValueError, match="shards are i/n"):
-        train_zoo(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z", shard=(3, 2))
+        train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z", shard=(3, 2))
 
 
 def test_pretrain_command(tmp_path, capsys):
@@ -208,28 +210,30 @@ def test_pretrain_command(tmp_path, capsys):
 
 def test_a_folder_with_other_models_is_refused(images):
     data = DataChoice("train", num_examples=12, subset_seed=0)
-    train_zoo("tinyvit:tiny", data, "zoo", recipes=[Recipe(epochs=1, batch=8)], progress=False)
+    train_collection("tinyvit:tiny", data, "collection", recipes=[Recipe(epochs=1, batch=8)], progress=False)
     with pytest.raises(ValueError, match=r"model_00.json was made with another recipe"):
-        train_zoo("tinyvit:tiny", data, "zoo", recipes=[Recipe(lr=1e-3, epochs=1, batch=8)], progress=False)
+        train_collection(
+            "tinyvit:tiny", data, "collection", recipes=[Recipe(lr=1e-3, epochs=1, batch=8)], progress=False
+        )
     with pytest.raises(ValueError, match=r"model_00.json was made with another data"):
-        train_zoo(
-            "tinyvit:tiny", replace(data, subset_seed=1), "zoo", recipes=[Recipe(epochs=1, batch=8)], progress=False
+        train_collection(
+            "tinyvit:tiny", replace(data, seed=1), "collection", recipes=[Recipe(epochs=1, batch=8)], progress=False
         )
 
 
 def test_mistakes_leave_nothing_behind(images, capsys):
-    assert cli.main(["finetune", "tinyvit:tiny", "nowhere", "--out", "zoo", "--quiet"]) == 2
+    assert cli.main(["finetune", "tinyvit:tiny", "nowhere", "--out", "collection", "--quiet"]) == 2
     assert "there is no data at nowhere" in capsys.readouterr().err
-    assert not Path("zoo").exists()
+    assert not Path("collection").exists()
     torch.save({"x": torch.zeros(4, 3, 8, 8), "y": torch.zeros(4, dtype=torch.long)}, "t.pt")
-    assert cli.main(["finetune", "tinyvit:tiny", "t.pt", "--out", "zoo", "--quiet"]) == 2
-    assert "zoos are of these" in capsys.readouterr().err
+    assert cli.main(["finetune", "tinyvit:tiny", "t.pt", "--out", "collection", "--quiet"]) == 2
+    assert "collections are of these" in capsys.readouterr().err
 
 
 def test_measured_images_are_of_all_classes(images):
     assert cli.main(["finetune", "tinyvit:tiny", "train", "--models", "1", "--epochs", "1", "1", "--points", "12",
-                     "--out", "zoo", "--quiet"]) == 0  # fmt: skip
-    found = read_config("zoo/sweep.json")
+                     "--out", "collection", "--quiet"]) == 0  # fmt: skip
+    found = read_config("collection/sweep.json")
     _, y = found.data.load(load("tinyvit:tiny"))[0]
     assert len(y) == 12
     assert set(y.tolist()) == {0, 1, 2}
@@ -244,10 +248,23 @@ def test_a_transformers_folder_of_images(images):
     ViTForImageClassification(config).save_pretrained("vit")
     settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     Path("vit/preprocessor_config.json").write_text(json.dumps(settings))
-    arguments = ["finetune", "vit", "train", "--models", "1", "--epochs", "1", "1", "--points", "6", "--out", "zoo"]
+    arguments = [
+        "finetune",
+        "vit",
+        "train",
+        "--models",
+        "1",
+        "--epochs",
+        "1",
+        "1",
+        "--points",
+        "6",
+        "--out",
+        "collection",
+    ]
     assert cli.main([*arguments, "--quiet"]) == 0
-    assert load("zoo/model_00").images is not None
-    sweep = replace(read_config("zoo/sweep.json"), measures=("adaptive",), settings={"steps": 1})
+    assert load("collection/model_00").images is not None
+    sweep = replace(read_config("collection/sweep.json"), measures=("adaptive",), settings={"steps": 1})
     assert run_sweep(sweep, "out", progress=False) == []
 
 
@@ -259,18 +276,18 @@ def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replac
     table.write_text("".join(json.dumps({"text": t, "label": "no" if "bad" in t else "yes"}) + "\n" for t in SENTENCES))
     names = TextColumns(label_map={"no": 0, "yes": 1})
     one = [Recipe(lr=1e-9, epochs=1, batch=8)]
-    train_zoo(
+    train_collection(
         str(tmp_path / "bert"), DataChoice(str(table), columns=names), tmp_path / "a", recipes=one, progress=False
     )
     first = str(tmp_path / "a" / "model_00")
     (tmp_path / "b" / "model_00").mkdir(parents=True)
     (tmp_path / "b" / "model_00" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds what is not this program's"):
-        train_zoo(first, DataChoice(str(table)), tmp_path / "b", recipes=one, progress=False)
+        train_collection(first, DataChoice(str(table)), tmp_path / "b", recipes=one, progress=False)
     (tmp_path / "b" / "model_00" / "config.json").unlink()
     # The names of the classes are those of the model.
     two = [replace(one[0], seed=5)]
-    train_zoo(first, DataChoice(str(table)), tmp_path / "b", recipes=two, progress=False)
+    train_collection(first, DataChoice(str(table)), tmp_path / "b", recipes=two, progress=False)
     found = load(str(tmp_path / "b" / "model_00"))
     assert found.labels == {"no": 0, "yes": 1}
     before = load(first).model

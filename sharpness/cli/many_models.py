@@ -18,13 +18,10 @@ def add_sweep(commands: Any) -> None:
         "sweep",
         help="measure many checkpoints; resumes where it was stopped",
         description="Measure many checkpoints under many measures, radii and ablations, as a YAML or JSON file says: "
-        "checkpoints (a pattern, or a list of {path, model, head}), data, train and test (a source, or a mapping with "
-        "source, examples, seed, batch_size, text, label, ...) or, in place of test, accuracies ({file, name, test}), "
-        "measures, rho (a list, or lists by measure), ablations (a list of switches such as {geodesic: first-order}, "
-        "which may have a rho and measures of their own), baselines (norms and the like: true), initial (the weights "
-        "all were fine-tuned from), steps, tol, device. Finished units are kept in the folder OUT; "
-        "call it again to go on. Under torchrun processes draw checkpoints from a common counter; --shard splits them "
-        "among independent jobs that share OUT. Exit code 1 if a checkpoint failed.",
+        "checkpoints, data, train, test or accuracies, measures, rho, ablations, baselines, initial, steps, "
+        "relative_tol, device (docs/guides/sweeps.md). Interruptible; rerun to resume from the folder OUT. Under "
+        "torchrun processes draw checkpoints from a common counter; --shard splits them among independent processes "
+        "that share OUT. Exit code 1 if a checkpoint failed.",
         formatter_class=Formatter,
     )
     sweep.add_argument("config", type=place, metavar="CONFIG", help="YAML or JSON file")
@@ -39,7 +36,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
     from ..distributed import torchrun
     from ..files import check_folder
-    from ..rows import write_csv, write_rows
+    from ..rows import write_results
     from ..sweep import read_config, read_rows, run_sweep
 
     part = shard(options.shard)
@@ -51,13 +48,13 @@ def _sweep(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] | None = None
     while rows != (now := read_rows(options.out, sweep)):  # others may finish meanwhile, and write too
         rows = now
-        write_rows(options.out / "results.jsonl", rows)
-        write_csv(options.out / "results.csv", rows)
-    for unit in failed:
-        what = unit.get("measure", unit["kind"])
-        if isinstance(unit.get("rho"), float):  # a radius that is too large; the others stand
-            what = f"{what} at rho = {unit['rho']:g}"
-        print(f"sharpness: {unit['checkpoint']}, {what}: {unit['error']}", file=sys.stderr)
+        write_results(options.out / "results.jsonl", rows)
+        write_results(options.out / "results.csv", rows)
+    for job in failed:
+        what = job.get("measure", job["kind"])
+        if isinstance(job.get("rho"), float):  # a radius that is too large; the others stand
+            what = f"{what} at rho = {job['rho']:g}"
+        print(f"sharpness: {job['checkpoint']}, {what}: {job['error']}", file=sys.stderr)
     if not options.quiet and leader:
         print(f"{len(rows or ())} rows in {options.out / 'results.jsonl'}")
     return 1 if failed else 0
@@ -82,8 +79,8 @@ def add_table(commands: Any) -> None:
         "table",
         "print how every measure ranks the models of a sweep",
         "Kendall's tau of the generalisation gap with every measure: at every radius, at the paper's, at its best and "
-        "at equal rise of the loss; with bootstrap intervals, controlled for the training loss, beside norms and other "
-        "baselines.",
+        "at matched increases of the loss; with bootstrap intervals, controlled for the training loss, beside norms "
+        "and other baselines.",
     )
     shown.add_argument("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table")
     shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
@@ -114,8 +111,8 @@ def add_plot(commands: Any) -> None:
         commands,
         "plot",
         "draw the figures of a sweep",
-        "Scatter of the gap against every measure (at its best radius, and at equal rise of the loss), the ablations, "
-        "the relaxation, and sharpness and tau along the radius.",
+        "Scatter of the gap against every measure (at its best radius, and at a matched increase of the loss), and "
+        "sharpness and tau along the radius.",
     )
     shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
     shown.add_argument("--out", type=place, required=True, help="folder for the figures")
@@ -124,11 +121,11 @@ def add_plot(commands: Any) -> None:
 
 def _plot(options: argparse.Namespace) -> int:
     from ..files import check_folder
-    from ..plots import plot_study
+    from ..plots import plot_sweep
     from ..rows import read_results
 
     rows = read_results(options.results)
     check_folder(options.out)
-    for path in plot_study(rows, options.target, options.out, suffix=options.format):
+    for path in plot_sweep(rows, options.target, options.out, suffix=options.format):
         print(path)
     return 0

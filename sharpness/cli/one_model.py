@@ -88,7 +88,7 @@ def add_run(commands: Any) -> None:
     run.add_argument("--measure", nargs="+", default=["geodesic-inv"], help="one or several measures")
     run.add_argument("--rho", type=float, nargs="+", help="radii (default: each measure's own)")
     run.add_argument("--steps", type=int, default=20, help="most steps of an ascent")
-    run.add_argument("--tol", type=float, default=3e-4, help="stop when a step offers less than this share of the rise")
+    run.add_argument("--relative-tol", type=float, default=3e-4, help="stop when a step offers less than this share")
     run.add_argument("--ascent", choices=["power", "apgd"], default="power", help="how the maximum is sought")
     run.add_argument("--restarts", type=int, default=0, help="further ascents from random directions")
     run.add_argument("--seed", type=seed, default=0, help="seed of the random directions")
@@ -113,11 +113,15 @@ def _run(options: argparse.Namespace) -> int:
     from ..errors import naming
     from ..evaluation import checked_radii, evaluate
     from ..files import check_file, write_json
-    from ..measures import measure_with
+    from ..local import LOCAL, hessian, measure_of
     from ..models import load
 
     for measure in options.measure:  # before any of them takes its time
-        checked_radii(measure_with(measure), options.rho)
+        checked = measure_of(measure)
+        if measure not in LOCAL:
+            checked_radii(checked, options.rho)
+        elif options.rho is not None:
+            raise ValueError(f"{measure} has no radius; leave --rho out")
     if options.figures is not None:
         _check_figures(options.figures)
     if options.out is not None:
@@ -133,18 +137,23 @@ def _run(options: argparse.Namespace) -> int:
         found = []
         for measure in options.measure:
             with naming(f"{options.model} on {options.data}"):
-                result = evaluate(
-                    model, batches, measure=measure, rho=options.rho, steps=options.steps, tol=options.tol,
-                    ascent=options.ascent, restarts=options.restarts, seed=options.seed,
-                    micro_batch=options.micro_batch, keep_directions=options.figures is not None,
-                    progress=not options.quiet and leader, group=group,
-                )  # fmt: skip
+                common: Any = {"measure": measure_of(measure), "micro_batch": options.micro_batch, "group": group}
+                if measure in LOCAL:
+                    function = LOCAL[measure][0]
+                    seed = {"seed": options.seed} if function is hessian else {}
+                    result: Any = function(model, batches, **common, **seed)
+                else:
+                    result = evaluate(
+                        model, batches, rho=options.rho, steps=options.steps, relative_tol=options.relative_tol,
+                        ascent=options.ascent, restarts=options.restarts, seed=options.seed,
+                        keep_directions=options.figures is not None, progress=not options.quiet and leader, **common,
+                    )  # fmt: skip
             found.append(result.to_dict())
             if leader:
                 print(result, "\n", sep="", flush=True)
                 if options.out is not None:
                     write_json(options.out, found)
-                if options.figures is not None and not result.how.local:
+                if options.figures is not None and measure not in LOCAL:
                     _draw(options, model, batches, result)
     return 0
 

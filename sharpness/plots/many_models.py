@@ -10,20 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ..comparison import Ranking, compare, curves
+from ..comparison import Curves, Ranking, compare, curves
 from ..rows import TARGETS, Row, targets
 from .look import COLOURS, MARKERS, figure
 
-__all__ = ["plot_ablations", "plot_study"]
+__all__ = ["plot_sweep"]
 
 
-# -- studies of many models --------------------------------------------------------------------------------------------
-
-
-def plot_study(
+def plot_sweep(
     rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
 ) -> list[Path]:
-    """Draw a sweep: ``scatter``, ``radius``, and, where it has them, ``ablations`` and ``relaxation``.
+    """Draw a sweep: ``scatter``, the target against every measure, and ``radius``, what the radius changes.
 
     Parameters
     ----------
@@ -46,10 +43,6 @@ def plot_study(
     ValueError
         Fewer than three models with the target.
 
-    Notes
-    -----
-    ``relaxation`` is of the kind of the paper's Figure 9.
-
     Examples
     --------
     Three models, one measure:
@@ -59,79 +52,18 @@ def plot_study(
     >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
     >>> rows += [{**of, "checkpoint": m, "rho": rho, "sharpness": m * rho} for m in (1, 2, 3) for rho in (0.1, 0.5)]
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in plot_study(rows, "gap", folder)]
+    ...     [path.name for path in plot_sweep(rows, "gap", folder)]
     ['scatter.png', 'radius.png']
     """
-    found = compare(rows, target)
-    goal = targets(rows, target)
-
-    def path(name: str) -> Path:
-        return Path(folder) / f"{prefix}{name}.{suffix}"
-
-    drawn = [_plot_scatter(found, goal, target, path("scatter")), _plot_radius(rows, found, goal, path("radius"))]
-    return drawn + plot_ablations(rows, target, folder, prefix=prefix, suffix=suffix, found=found)
+    found, goal = compare(rows, target), targets(rows, target)
+    places = [Path(folder) / f"{prefix}{name}.{suffix}" for name in ("scatter", "radius")]
+    _plot_scatter(found, goal, target, places[0])
+    _plot_radius([c for c in curves(rows) if not c.ablation and len(c.rho) > 1], found, goal, places[1])
+    return places
 
 
-def plot_ablations(
-    rows: Sequence[Row],
-    target: str,
-    folder: str | os.PathLike[str],
-    *,
-    prefix: str = "",
-    suffix: str = "png",
-    found: Sequence[Ranking] | None = None,
-) -> list[Path]:
-    """Draw what switches change: ``ablations`` and ``relaxation``, each variant beside the measure itself.
-
-    Parameters
-    ----------
-    rows, target, folder, prefix, suffix
-        As of :func:`plot_study`.
-    found : sequence of Ranking, optional
-        If :func:`sharpness.comparison.compare` was called already.
-
-    Returns
-    -------
-    list of Path
-        Empty for a sweep without ablations.
-
-    Raises
-    ------
-    ValueError
-        Fewer than three models with the target.
-
-    Notes
-    -----
-    Paper, App. G, and Figure 9 for the relaxation.
-
-    Examples
-    --------
-    Straight lines in place of geodesics:
-
-    >>> import tempfile
-    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
-    >>> of = {"kind": "sharpness", "measure": "geodesic-inv", "rho": 0.1}
-    >>> for switch in ({}, {"geodesic": "first-order"}):
-    ...     rows += [{**of, "ablation": switch, "checkpoint": m, "sharpness": 0.1 * m} for m in (1, 2, 3)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in plot_ablations(rows, "gap", folder)]
-    ['ablations.png']
-    """
-    found, goal = compare(rows, target) if found is None else found, targets(rows, target)
-    changed = [r for r in found if r.choice == "ρ" and "," in r.quantity]
-    relaxed = [r for r in changed if "relaxation" in r.quantity]
-    drawn = []
-    for name, members in (("ablations", [r for r in changed if r not in relaxed]), ("relaxation", relaxed)):
-        if members:
-            bases = {(r.quantity.split(",")[0], r.rho) for r in members}
-            base = [r for r in found if r.choice == "ρ" and (r.quantity, r.rho) in bases]
-            both = sorted([*base, *members], key=lambda r: r.quantity)
-            path = Path(folder) / f"{prefix}{name}.{suffix}"
-            drawn.append(_plot_grid(both, goal, target, path))
-    return drawn
-
-
-def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
+def scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
+    """Draw what is predicted against a quantity, with its τ."""
     colour = COLOURS.get(row.quantity.split(",")[0], "0.4")
     marker = MARKERS.get(row.quantity.split(",")[0], "o")
     axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
@@ -140,37 +72,25 @@ def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> 
     axes.locator_params(nbins=4)
 
 
-def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
-    """Draw the target against every measure: at its best radius above, at equal rise of the loss below."""
+def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> None:
+    """Draw the target against every measure: at its best radius above, at a matched increase of the loss below."""
     best = [r for r in found if r.choice == "best"] or [r for r in found if r.choice == "–"]
-    rises = sorted({r.rise for r in found if r.choice == "equal rise" and r.rise is not None})
-    equal = {r.quantity: r for r in found if rises and r.choice == "equal rise" and r.rise == rises[len(rises) // 2]}
-    height = 2 if equal else 1
+    matched = [r for r in found if r.choice == "matched_increase"]
+    increases = sorted({r.loss_increase for r in matched if r.loss_increase is not None})
+    middle = {r.quantity: r for r in matched if r.loss_increase == increases[len(increases) // 2]}
+    height = 2 if middle else 1
     with figure(path, (3.6 * len(best), 3.6 * height), height, len(best), sharey=True) as (_, grid):
         for j, row in enumerate(best):
             title = row.quantity if row.rho is None else f"{row.quantity}, best ρ = {row.rho:g}"
-            _scatter(grid[0, j], row, goal, title)
-            if row.quantity in equal:
-                same = equal[row.quantity]
-                _scatter(grid[1, j], same, goal, f"median rise {same.rise:.2g} (ρ = {same.rho:.2g})")
+            scatter(grid[0, j], row, goal, title)
+            if row.quantity in middle:
+                same = middle[row.quantity]
+                title = f"median loss increase {same.loss_increase:.2g} (ρ = {same.rho:.2g})"
+                scatter(grid[1, j], same, goal, title)
         for axes in grid[-1]:
             axes.set_xlabel("sharpness")
         for axes in grid[:, 0]:
             axes.set_ylabel(TARGETS[target])
-    return path
-
-
-def _plot_grid(found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path) -> Path:
-    width = min(4, len(found))
-    height = -(-len(found) // width)
-    with figure(path, (3.6 * width, 3.1 * height), height, width, sharey=True) as (_, grid):
-        for axes, row in zip(grid.ravel(), found, strict=False):
-            _scatter(axes, row, goal, f"{row.quantity}, ρ = {row.rho:g}")
-        for axes in grid.ravel()[len(found) :]:
-            axes.set_visible(False)
-        for axes in grid[:, 0]:
-            axes.set_ylabel(TARGETS[target], fontsize="small")
-    return path
 
 
 def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> None:
@@ -181,9 +101,8 @@ def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> N
     axes.set_xticks([], minor=True)
 
 
-def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> Path:
-    """Draw the sharpness of every model along the radius, coloured by the target; and τ along the median rise."""
-    own = [c for c in curves(rows, ablations=False) if len(c.rho) > 1]
+def _plot_radius(own: Sequence[Curves], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> None:
+    """Draw every model's sharpness along the radius, coloured by the target; and τ along the median loss increase."""
     low, high = min(goal.values()), max(goal.values())
     with figure(path, (3.7 * (len(own) + 1), 3.8), 1, len(own) + 1) as (_, grid):
         from matplotlib import colormaps
@@ -199,9 +118,9 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
             grid[0, 0].set_ylabel("sharpness (yellow: large target)")
         last = grid[0, -1]
         for c in own:
-            points = [(r.rise, r.tau) for r in found if r.choice == "ρ" and r.quantity == c.name and r.rise]
-            line = sorted(points, key=lambda p: p[0])
-            x, taus = [v for v, _ in line], [t for _, t in line]
+            at_radii = [r for r in found if r.choice == "ρ" and r.quantity == c.name and r.loss_increase]
+            at_radii.sort(key=lambda r: r.loss_increase or 0.0)
+            x, taus = [r.loss_increase for r in at_radii], [r.tau for r in at_radii]
             own_colour, marker = COLOURS.get(c.measure), MARKERS.get(c.measure)
             last.semilogx(x, [t.value for t in taus], marker=marker, color=own_colour, label=c.name)
             last.fill_between(x, [t.low for t in taus], [t.high for t in taus], color=own_colour, alpha=0.12)
@@ -209,6 +128,5 @@ def _plot_radius(rows: Sequence[Row], found: Sequence[Ranking], goal: Mapping[st
         if control is not None:
             last.axhline(control.tau.value, color="0.5", linestyle="--", label="training loss")
         _plain_ticks(last, [m * 10.0**e for e in range(-6, 2) for m in (1, 3)], clip=True)
-        last.set(xlabel="median rise of the loss", ylabel="Kendall τ", title="τ along the radius")
+        last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
         last.legend()
-    return path

@@ -210,9 +210,9 @@ def plot_model(
     ['adaptive-profile.png', 'adaptive-layers.png']
     """
     rho = max(result.rhos)
-    direction, shares = result.direction(0, rho), result.by_layer(rho)
+    direction, shares = result[rho].direction(0), result[rho].by_layer()
     Path(folder).mkdir(parents=True, exist_ok=True)
-    names = (f"{result.measure}-profile", f"{result.measure}-layers", "spectra")
+    names = (f"{result.measure.name}-profile", f"{result.measure.name}-layers", "spectra")
     drawn = [Path(folder) / f"{name}.{suffix}" for name in names]
     options: Any = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
     plot_profile(profile(model, batch, direction, loss_fn, **options), drawn[0])

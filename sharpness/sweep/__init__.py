@@ -1,7 +1,7 @@
 """Many checkpoints, measures, radii and ablations: resumable, and spread over processes and machines.
 
-A *unit* is one checkpoint under one measure with one set of switches, at all radii; or one checkpoint's fit, its loss
-and error on training and test data; or its baselines, norms and the like. Every finished unit is a file of its own in
+A *job* is one checkpoint under one measure with one set of switches, at all radii; or one checkpoint's fit, its loss
+and error on training and test data; or its baselines, norms and the like. Every finished job is a file of its own in
 the results' folder, written as a whole or not at all, so that any number of processes on any number of machines may
 work on one folder, and be killed.
 """

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ..data.text import read_table
 
 __all__ = ["Accuracies"]
 
+#: Of checkpoint files.
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
-@dataclass(frozen=True)
-class Accuracies:
+
+class Accuracies(Struct, frozen=True, forbid_unknown_fields=True):
     r"""Known accuracies by model name, which stand in for a test set.
 
     Attributes
@@ -51,13 +54,12 @@ class Accuracies:
         if self.match not in ("name", "number"):
             raise ValueError(f'accuracies match by "name" or "number", not {self.match!r}')
 
-    def read(self) -> dict[str, dict[str, float]]:
-        """Give the accuracies (``test`` and maybe ``train``) by the form of the name that is compared.
+    def of(self, checkpoint: str) -> dict[str, float] | None:
+        """Give the accuracies of one checkpoint, None if there are none; see :meth:`read`."""
+        return self.read().get(self._key(checkpoint))
 
-        Returns
-        -------
-        dict of str to dict
-            By :meth:`key` of the name.
+    def read(self) -> dict[str, dict[str, float]]:
+        """Give the accuracies (``test`` and maybe ``train``) by what is compared of the name.
 
         Raises
         ------
@@ -70,7 +72,7 @@ class Accuracies:
             missing = [c for c in (self.name, *wanted.values()) if c not in row]
             if missing:
                 raise ValueError(f"row {number} of {self.file} has no column {missing[0]!r}; it has {', '.join(row)}")
-            key = self.key(row[self.name])
+            key = self._key(row[self.name])
             try:
                 values = {k: float(row[c]) for k, c in wanted.items()}
             except ValueError as error:
@@ -82,19 +84,10 @@ class Accuracies:
             found[key] = values
         return found
 
-    def of(self, checkpoint: str) -> dict[str, float] | None:
-        """Give the accuracies of one checkpoint, None if there are none."""
-        return self.read().get(self.key(checkpoint))
-
-    def key(self, name: str) -> str:
-        """Reduce a name to what is compared of it; ValueError if a number is wanted and there is not exactly one."""
+    def _key(self, name: str) -> str:
         if self.match == "name":
             return Path(name).stem if Path(name).suffix in _SUFFIXES else name
         numbers = re.findall(r"\d+", name)
         if len(numbers) != 1:
             raise ValueError(f"{name!r} does not hold exactly one number to match it by")
         return str(int(numbers[0]))
-
-
-#: Of checkpoint files.
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")

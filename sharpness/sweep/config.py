@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -18,14 +18,12 @@ from ..data.loading import is_function
 from ..errors import naming, words_of
 from ..evaluation import checked_radii
 from ..extras import require_extra
-from ..measures import measure_with
+from ..local import LOCAL, measure_of
 from .accuracies import Accuracies
-from .plan import SETTINGS, Checkpoint, Sweep, applies, radii_by_measure, switches
+from .plan import Checkpoint, Count, Seed, Settings, Sweep, applies, radii_by_measure
 
 __all__ = ["read_config"]
 
-Count = Annotated[int, Meta(ge=1, le=2**53)]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Radii = float | list[float] | dict[str, float | list[float]]
 
 
@@ -54,40 +52,74 @@ class _Checkpoint(Struct, forbid_unknown_fields=True):
     head: str | None = None
 
 
-class _Accuracies(Struct, forbid_unknown_fields=True):
-    file: str
-    name: str
-    test: str
-    train: str | None = None
-    match: Literal["name", "number"] = "name"
+class _Ablation(Struct):
+    """What of an ablation is no switch of the measure."""
+
+    rho: Radii | UnsetType = UNSET
+    measures: list[str] | UnsetType = UNSET
 
 
-class _Config(Struct, forbid_unknown_fields=True):
+class _Config(Settings, kw_only=True, forbid_unknown_fields=True):
     """What the file may hold; see read_config."""
 
     checkpoints: str | _Checkpoint | list[str | _Checkpoint]
     data: str | _Data
     train: str | _Data | None = None
     test: str | _Data | None = None
-    accuracies: _Accuracies | None = None
+    accuracies: Accuracies | None = None
     baselines: bool = True
     initial: str | None = None
     measures: list[str] = msgspec.field(default_factory=lambda: list(Sweep.measures))
     rho: Radii = msgspec.field(default_factory=dict)
     ablations: list[dict[str, Any]] = msgspec.field(default_factory=lambda: [{}])
     device: str = "cpu"
-    steps: Count | UnsetType = UNSET
-    tol: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
-    ascent: Literal["power", "apgd"] | UnsetType = UNSET
-    restarts: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
-    seed: Seed | UnsetType = UNSET
-    micro_batch: Count | UnsetType | None = UNSET
-    normalize_logits: bool | UnsetType = UNSET
 
 
-def _given(found: Struct) -> dict[str, Any]:
-    """Give the entries that the file has."""
-    return {k: v for k in found.__struct_fields__ if (v := getattr(found, k)) is not UNSET}
+def read_config(path: str | os.PathLike[str]) -> Sweep:
+    """Read a sweep from a YAML or JSON file.
+
+    Parameters
+    ----------
+    path
+        File, ``.json`` or else YAML, with the entries ``checkpoints`` (a pattern, or a list of ``{path, model,
+        head}``), ``data``, ``train``, ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
+        :class:`sharpness.data.TextColumns`), or ``accuracies`` (those of :class:`Accuracies`) in place of ``test``,
+        ``measures``, ``rho`` (a list for all measures, or lists by measure), ``ablations`` (a list of switches),
+        ``baselines`` (true or false), ``initial`` (a checkpoint file or a transformers folder), ``device``, and
+        settings of :func:`sharpness.evaluate` (``steps``, ``relative_tol``, ``ascent``, ``restarts``, ``seed``,
+        ``micro_batch``, ``normalize_logits``). Paths are relative to the file.
+
+    Returns
+    -------
+    Sweep
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        One sentence that names the entry; YAML without PyYAML.
+
+    Examples
+    --------
+    >>> import json, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     pathlib.Path(place, "net.pt").touch()
+    ...     entry = {"path": "*.pt", "model": "torch.nn:PReLU"}
+    ...     config = {"checkpoints": [entry], "data": "train.pt", "rho": {"adaptive": [0.1, 0.5]}}
+    ...     _ = pathlib.Path(place, "sweep.json").write_text(json.dumps(config))
+    ...     sweep = read_config(f"{place}/sweep.json")
+    >>> sweep.checkpoints[0].name, sweep.measures, sweep.rho["adaptive"]
+    ('net.pt', ('geodesic-inv', 'geodesic-mix', 'adaptive'), (0.1, 0.5))
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no configuration {str(path)!r}")
+    found = _validated(path, _parsed(path))
+    if found.test is not None and found.accuracies is not None:
+        raise ValueError(f"{path} has both test and accuracies, which stand in for it; leave one out")
+    try:
+        return _sweep(found, path.parent)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _parsed(path: Path) -> Any:
@@ -124,11 +156,40 @@ def _validated(path: Path, found: Any) -> _Config:
         raise ValueError(f"{path} is nested too deeply") from error
 
 
-def _data_choice(found: str | _Data, base: Path) -> DataChoice:
-    given: dict[str, Any] = {"source": found} if isinstance(found, str) else _given(found)
-    if not is_function(given["source"], base):
-        given["source"] = str(base / given["source"])
-    text: dict[str, Any] = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
+def _sweep(found: _Config, base: Path) -> Sweep:
+    measures, accuracies = tuple(found.measures), found.accuracies
+    for name in measures:
+        measure_of(name)
+    if len(set(measures)) < len(measures):
+        raise ValueError("measures names one twice")
+    radii = radii_by_measure(found.rho, measures)
+    _check_radii(radii)
+    for ablation in found.ablations:
+        _check_ablation(ablation, measures)
+    if accuracies is not None:
+        accuracies = msgspec.structs.replace(accuracies, file=str(base / accuracies.file))
+    return Sweep(
+        checkpoints=_checkpoints(found.checkpoints, base),
+        data=_choice(found.data, base),
+        train=None if found.train is None else _choice(found.train, base),
+        test=None if found.test is None else _choice(found.test, base),
+        accuracies=accuracies,
+        baselines=found.baselines,
+        initial=None if found.initial is None else _initial(found.initial, base),
+        measures=measures,
+        rho=radii,
+        ablations=tuple(found.ablations),
+        settings={k: getattr(found, k) for k in Settings.__struct_fields__},
+        device=found.device,
+    )
+
+
+def _choice(found: str | _Data, base: Path) -> DataChoice:
+    data = _Data(found) if isinstance(found, str) else found
+    given = {k: v for k in data.__struct_fields__ if (v := getattr(data, k)) is not UNSET}
+    if not is_function(data.source, base):
+        given["source"] = str(base / data.source)
+    text = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
     text.update({k: str(text[k]) for k in ("text", "pair", "label") if text.get(k) is not None})
     given.update({k: tuple(given[k]) for k in ("mean", "std") if given.get(k) is not None})
     return DataChoice(columns=TextColumns(**text), **given)
@@ -150,10 +211,8 @@ def _checkpoints(entries: str | _Checkpoint | list[str | _Checkpoint], base: Pat
             raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
         head = None if entry.head is None else str(base / entry.head)
         for path in paths:
-            if entry.model is None:
-                found.append(Checkpoint(Path(path).name, path))
-            else:
-                found.append(Checkpoint(Path(path).name, entry.model, path, head))
+            model, weights = (path, ()) if entry.model is None else (entry.model, (path, head))
+            found.append(Checkpoint(Path(path).name, model, *weights))
     names = [c.name for c in found]
     double = sorted({n for n in names if names.count(n) > 1})
     if double:
@@ -165,99 +224,19 @@ def _checkpoints(entries: str | _Checkpoint | list[str | _Checkpoint], base: Pat
 
 def _check_radii(radii: Mapping[str, tuple[float, ...]]) -> None:
     for name, rho in radii.items():
-        if rho and not measure_with(name).local:
-            checked_radii(measure_with(name), rho)
+        if rho and name not in LOCAL:
+            checked_radii(measure_of(name), rho)
 
 
 def _check_ablation(ablation: Mapping[str, Any], measures: tuple[str, ...]) -> None:
+    msgspec.convert({k: v for k, v in ablation.items() if k in ("rho", "measures")}, _Ablation)
     _check_radii(radii_by_measure(ablation.get("rho", {}), measures))
-    strange = [measure_with(m).name for m in ablation.get("measures", ()) if m not in measures]
+    strange = [m for m in ablation.get("measures", ()) if m not in measures]
     if strange:
         raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")
     try:
-        applied = any(applies(name, switches(ablation)) for name in ablation.get("measures", measures))
+        applied = any(applies(name, ablation) for name in ablation.get("measures", measures))
     except TypeError as error:
         raise ValueError(f"an ablation has an unknown switch ({words_of(error)})") from error
     if not applied:
         raise ValueError(f"the ablation {ablation} means nothing for any of {', '.join(measures)}")
-
-
-class _Ablation(Struct):
-    """What of an ablation is no switch of the measure."""
-
-    rho: Radii | UnsetType = UNSET
-    measures: list[str] | UnsetType = UNSET
-
-
-def read_config(path: str | os.PathLike[str]) -> Sweep:
-    """Read a sweep from a YAML or JSON file.
-
-    Parameters
-    ----------
-    path
-        File, ``.json`` or else YAML, with the entries ``checkpoints`` (a pattern, or a list of ``{path, model,
-        head}``), ``data``, ``train``, ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
-        :class:`sharpness.data.TextColumns`), or ``accuracies`` (those of :class:`Accuracies`) in place of ``test``,
-        ``measures``, ``rho`` (a list for all measures, or lists by measure), ``ablations`` (a list of switches),
-        ``baselines`` (true or false), ``initial`` (a checkpoint file or a transformers folder), ``device``, and
-        settings of :func:`sharpness.evaluate` (``steps``, ``tol``, ``ascent``, ``restarts``, ``seed``,
-        ``micro_batch``, ``normalize_logits``). Paths are relative to the file.
-
-    Returns
-    -------
-    Sweep
-
-    Raises
-    ------
-    ValueError, OSError, ImportError
-        One sentence that names the entry; YAML without PyYAML.
-
-    Examples
-    --------
-    >>> import json, pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     pathlib.Path(place, "net.pt").touch()
-    ...     entry = {"path": "*.pt", "model": "torch.nn:PReLU"}
-    ...     config = {"checkpoints": [entry], "data": "train.pt", "rho": {"adaptive": [0.1, 0.5]}}
-    ...     _ = pathlib.Path(place, "sweep.json").write_text(json.dumps(config))
-    ...     sweep = read_config(f"{place}/sweep.json")
-    >>> sweep.checkpoints[0].name, sweep.measures, sweep.rho["adaptive"]
-    ('net.pt', ('geodesic-inv', 'geodesic-mix', 'adaptive'), (0.1, 0.5))
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no configuration {str(path)!r}")
-    found = _validated(path, _parsed(path))
-    if found.test is not None and found.accuracies is not None:
-        raise ValueError(f"{path} has both test and accuracies, which stand in for it; leave one out")
-    measures, base = tuple(found.measures), path.parent
-    try:
-        for name in measures:
-            measure_with(name)
-        if len(set(measures)) < len(measures):
-            raise ValueError("measures names one twice")
-        radii = radii_by_measure(found.rho, measures)
-        _check_radii(radii)
-        for ablation in found.ablations:
-            msgspec.convert({k: v for k, v in ablation.items() if k in ("rho", "measures")}, _Ablation)
-            _check_ablation(ablation, measures)
-        accuracies = None
-        if found.accuracies is not None:
-            given = _given(found.accuracies)
-            accuracies = Accuracies(**{**given, "file": str(base / given["file"])})
-        return Sweep(
-            _checkpoints(found.checkpoints, base),
-            _data_choice(found.data, base),
-            None if found.train is None else _data_choice(found.train, base),
-            None if found.test is None else _data_choice(found.test, base),
-            accuracies,
-            found.baselines,
-            None if found.initial is None else _initial(found.initial, base),
-            measures,
-            radii,
-            tuple(found.ablations),
-            {k: v for k, v in _given(found).items() if k in SETTINGS},
-            found.device,
-        )
-    except (ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"{path}: {error}") from error

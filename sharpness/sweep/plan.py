@@ -1,4 +1,4 @@
-"""What there is to do in a sweep: its units of work."""
+"""What there is to do in a sweep: its jobs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict as fields_of
 
 from ..data import DataChoice
 from ..data.loading import is_function
-from ..measures import measure_with
+from ..local import LOCAL, measure_of
+from ..measures import Measure
 from .accuracies import Accuracies
 from .digests import of_data, of_model
 
-__all__ = ["SETTINGS", "Checkpoint", "Sweep", "applies", "as_data", "radii_by_measure", "switches", "unit_key"]
+__all__ = ["Checkpoint", "Sweep"]
+
+Count = Annotated[int, Meta(ge=1, le=2**53)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+#: As plain data: checkpoint, kind, and whatever its result depends on.
+Job = Mapping[str, Any]
 
 
-#: Settings of ``evaluate`` that a configuration may give.
-SETTINGS: dict[str, Any] = {
-    "steps": 20,
-    "tol": 3e-4,
-    "ascent": "power",
-    "restarts": 0,
-    "seed": 0,
-    "micro_batch": None,
-    "normalize_logits": False,
-}
+class Settings(Struct, kw_only=True):
+    """Settings of :func:`sharpness.evaluate` that a configuration may give."""
+
+    steps: Count = 20
+    relative_tol: Annotated[float, Meta(ge=0)] = 3e-4
+    ascent: Literal["power", "apgd"] = "power"
+    restarts: Annotated[int, Meta(ge=0)] = 0
+    seed: Seed = 0
+    micro_batch: Count | None = None
+    normalize_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,12 +54,10 @@ class Checkpoint:
 
     Examples
     --------
-    Two files with weights of one network:
+    Weights in a file, of the network that a function gives:
 
-    >>> network = "torch.nn:PReLU"
-    >>> zoo = tuple(Checkpoint(f"net{i}", network, f"zoo/net{i}.pt") for i in range(2))
-    >>> [(checkpoint.name, checkpoint.weights) for checkpoint in zoo]
-    [('net0', 'zoo/net0.pt'), ('net1', 'zoo/net1.pt')]
+    >>> Checkpoint("net0.pt", "my_project:network", "nets/net0.pt").weights
+    'nets/net0.pt'
     """
 
     name: str
@@ -78,28 +85,28 @@ class Sweep:
     initial : Checkpoint or None
         What all models were fine-tuned from, for the distance from there.
     measures : tuple of str
-        Names from ``sharpness.MEASURES``.
+        Names from ``sharpness.MEASURES``, or of quantities at the weights, ``sharpness.local.LOCAL``.
     rho : dict of str to tuple of float
         Radii by measure; a measure without any has its own default.
     ablations : tuple of dict
-        Switches of ``evaluate`` (``geodesic``, ``norm``, ``symmetry``, ``relaxation``, …), for those measures to which
-        they mean something, or which it names under ``measures``, and with radii of its own if it has a ``rho`` (as
-        above); ``{}`` is the measure itself.
+        Fields of ``Measure`` (``geodesic``, ``symmetry``, ``relaxation``, …) and ``statistic``, for those measures to
+        which they mean something, or which it names under ``measures``, and with radii of its own if it has a ``rho``
+        (as above); ``{}`` is the measure itself.
     settings : dict
-        Of ``evaluate``: steps, tol, ascent, restarts, seed, micro_batch, normalize_logits.
+        Of ``evaluate``: steps, relative_tol, ascent, restarts, seed, micro_batch, normalize_logits.
     device : str
         Device of torch.
 
     Examples
     --------
-    The units of work of one checkpoint, with first-order geodesics as an ablation where there are geodesics:
+    The jobs of one checkpoint, with first-order geodesics as an ablation where there are geodesics:
 
     >>> net = Checkpoint("net", "torch.nn:PReLU")
     >>> sweep = Sweep(
     ...     (net,), DataChoice("train.pt"), measures=("geodesic-inv", "adaptive"), rho={"adaptive": (0.1, 0.5)},
     ...     ablations=({}, {"geodesic": "first-order"}), baselines=False,
     ... )
-    >>> [(unit["measure"], unit["rho"], unit["ablation"]) for unit in sweep.units(net)]
+    >>> [(job["measure"], job["rho"], job["ablation"]) for job in sweep.jobs(net)]
     [('geodesic-inv', [0.1], {}), ('geodesic-inv', [0.1], {'geodesic': 'first-order'}), ('adaptive', [0.1, 0.5], {})]
     """
 
@@ -116,19 +123,8 @@ class Sweep:
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
 
-    def units(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-        """Give what there is to do for a checkpoint, as plain data; equal units have equal results.
-
-        Parameters
-        ----------
-        checkpoint : Checkpoint
-            Its files are read, for a hash of the weights.
-
-        Yields
-        ------
-        dict
-            A unit of work.
-        """
+    def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+        """Give what there is to do for a checkpoint, whose files are read: equal jobs have equal results."""
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
         if self.test is not None:
             yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "test": as_data(self.test)}
@@ -140,21 +136,39 @@ class Sweep:
             yield {**where, "kind": "baselines", "data": as_data(self.data), "initial": start}
         for name in self.measures:
             for ablation in self.ablations:
-                switched = switches(ablation)
-                if not applies(name, switched) or name not in ablation.get("measures", (name,)):
+                if not applies(name, ablation) or name not in ablation.get("measures", (name,)):
                     continue
-                how = measure_with(name, **switched)
+                measure = switched(name, ablation)
+                local = name in LOCAL
                 radii = {**self.rho, **radii_by_measure(ablation.get("rho", {}), self.measures)}
-                rho = [] if how.local else list(radii.get(name) or filter(None, [how.rho]))
+                rho = [] if local else list(radii.get(name) or filter(None, [measure.rho]))
                 yield {
-                    **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switched,
-                    "data": as_data(self.data), "settings": {**SETTINGS, **self.settings},
+                    **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switches(ablation),
+                    "data": as_data(self.data), "settings": {**fields_of(Settings()), **self.settings},
                 }  # fmt: skip
 
 
 def switches(ablation: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what an ablation sets of ``evaluate``: all but its radii and measures."""
+    """Give what an ablation changes: all but its radii and measures."""
     return {k: v for k, v in ablation.items() if k not in ("rho", "measures")}
+
+
+def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
+    """Give a measure with the switches of an ablation."""
+    changes = switches(ablation)
+    statistic = changes.pop("statistic", None)
+    if statistic is not None and (name in LOCAL or statistic not in ("worst", "average")):
+        raise ValueError(f"statistic={statistic!r} means nothing for {name!r}; it is 'worst' or 'average', of a ball")
+    return measure_of(name, **changes)
+
+
+def applies(name: str, ablation: Mapping[str, Any]) -> bool:
+    """Whether the switches mean anything for a measure."""
+    try:
+        switched(name, ablation)
+    except ValueError:
+        return False
+    return True
 
 
 def radii_by_measure(rho: Any, measures: Iterable[str]) -> dict[str, tuple[float, ...]]:
@@ -173,22 +187,13 @@ def _digest(checkpoint: Checkpoint) -> str:
     return of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
 
 
-def applies(name: str, ablation: Mapping[str, Any]) -> bool:
-    """Whether the switches mean anything for a measure."""
-    try:
-        measure_with(name, **ablation)
-    except ValueError:
-        return False
-    return True
-
-
-def unit_key(unit: Mapping[str, Any]) -> str:
-    """Hash a unit of work, for the name of its file: by contents, not by the spelling of paths."""
+def job_key(job: Job) -> str:
+    """Hash a job, for the name of its file: by contents, not by the spelling of paths."""
 
     def contents(value: Any) -> Any:
         if isinstance(value, Mapping) and "digest" in value and not is_function(value["source"]):
             return {k: v for k, v in value.items() if k != "source"}
         return value
 
-    known = {k: contents(v) for k, v in unit.items() if k != "model" or not Path(v).exists()}
+    known = {k: contents(v) for k, v in job.items() if k != "model" or not Path(v).exists()}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]

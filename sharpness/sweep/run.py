@@ -1,173 +1,44 @@
-"""The work of a sweep, and its rows."""
+"""The running of a sweep, and its records."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
+from msgspec import UNSET, Struct, UnsetType
 
-from ..baselines import distance, norms, relative_flatness
 from ..data import DataChoice
 from ..distributed import counter
 from ..errors import naming, words_of
-from ..evaluation import evaluate
 from ..files import check_folder, write_json
-from ..losses import Objective
-from ..models import LoadedModel, load, load_state_dict
+from ..models import LoadedModel, load
 from ..progress import bar
-from ..results import SharpnessResult
-from ..search import RadiusError
-from .plan import Checkpoint, Sweep, as_data, unit_key
+from ..rows import AnyRow
+from .measuring import do_job
+from .plan import Checkpoint, Job, Sweep, as_data, job_key
 
 __all__ = ["read_rows", "run_sweep"]
 
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
-
-
-def _fit(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float | None]:
-    """Mean loss and error over examples."""
-    objective = Objective()
-    loss, wrong, counted, total = 0.0, 0, 0, 0
-    with torch.no_grad():
-        for batch in batches:
-            found = objective(model, batch)
-            size = found.counted or 1
-            loss += float(found.loss) * size
-            total += size
-            wrong, counted = wrong + (found.wrong or 0), counted + (found.counted or 0)
-    return {"loss": loss / total, "error": wrong / counted if counted else None}
-
-
-def _rows(unit: Mapping[str, Any], result: SharpnessResult, seconds: float) -> Iterator[dict[str, Any]]:
-    for rho in result.rhos:
-        batches = result.at(rho)
-        rises = [b.error_increase for b in batches]
-        yield {
-            **{k: v for k, v in unit.items() if k != "rho"},
-            "rho": rho,
-            "sharpness": result.mean(rho),
-            "per_batch": [b.value for b in batches],
-            "base_loss": sum(b.base_loss for b in batches) / len(batches),
-            "error_increase": None if None in rises else sum(r for r in rises if r is not None) / len(rises),
-            "passes": sum(b.passes for b in batches),
-            "unconverged": sum(b.converged is False for b in batches),
-            "weakest_singular_value": result.weakest,
-            "absent_directions": result.absent,
-            "seconds": seconds,
-        }
-
-
-class _Cache:
-    """Batches that several checkpoints share: reading thousands of images takes as long as running them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._batches: dict[str, list[Any]] = {}
-
-    def batches(self, choice: DataChoice, loaded: LoadedModel) -> list[Any]:
-        key = json.dumps([as_data(choice), repr(choice.image_format(loaded.images)), loaded.text_key()], sort_keys=True)
-        if key not in self._batches:
-            if len(self._batches) > 2:  # training, test and measured examples of one kind of model
-                self._batches.clear()
-            self._batches[key] = choice.load(loaded, self.device)
-        return self._batches[key]
-
-
-class _Loaded:
-    """The checkpoint at hand, and its batches."""
-
-    def __init__(self, sweep: Sweep, checkpoint: Checkpoint, cache: _Cache) -> None:
-        self.found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
-        self.model = self.found.model.to(cache.device).eval()
-        self.cache = cache
-
-    def batches(self, choice: DataChoice) -> list[Any]:
-        return self.cache.batches(choice, self.found)
-
-
-def _fits(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    train = sweep.train or sweep.data
-    if sweep.accuracies is not None:
-        known = unit["known"]
-        if known is None:
-            raise ValueError(f"{sweep.accuracies.file} has no accuracy of {unit['checkpoint']!r}")
-        row = {f"{part}_error": 1 - value for part, value in known.items()}
-        if "train" in known:
-            return row
-    for part, choice in (("train", train), ("test", sweep.test)):
-        if choice is not None:
-            row.update({f"{part}_{k}": v for k, v in _fit(loaded.model, loaded.batches(choice)).items()})
-    return row
-
-
-def _baselines(sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
-    row: dict[str, Any] = dict(norms(loaded.model))
-    row["relative_flatness"] = relative_flatness(loaded.model, loaded.batches(sweep.data))
-    if sweep.initial is not None:
-        row["distance"] = _distance(sweep.initial, loaded)
-    return row
-
-
-def _distance(initial: Checkpoint, loaded: _Loaded) -> float:
-    """From the initial weights, which are read as the checkpoint is, or, of another head, as they are."""
-    path = Path(initial.model)
-    if path.is_dir():
-        found = load(str(path)).model
-        # A bare body has no prefix before its names.
-        body = getattr(loaded.model, "base_model", None)
-        same = getattr(found, "base_model_prefix", "") and found is getattr(found, "base_model", None)
-        return distance(body if same and body is not None else loaded.model, found.state_dict())
-    state = load_state_dict(path)
-    # Fine-tuned image towers of CLIP are stored with two prefixes.
-    return distance(loaded.model, {**state, **{k.removeprefix("model."): v for k, v in state.items()}})
-
-
-def _do(unit: Mapping[str, Any], sweep: Sweep, loaded: _Loaded) -> dict[str, Any]:
-    """Give the rows of a unit and, of radii that are too large for the loss to stay finite, why."""
-    start = time.perf_counter()
-    if unit["kind"] != "sharpness":
-        found = _fits(unit, sweep, loaded) if unit["kind"] == "fit" else _baselines(sweep, loaded)
-        wrong = [k for k, v in found.items() if isinstance(v, float) and not math.isfinite(v)]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is {found[wrong[0]]}; the model has diverged, or does not fit the data")
-        return {"rows": [{**unit, **found, "seconds": time.perf_counter() - start}]}
-    radii, too_large = sorted(unit["rho"]), dict[str, str]()
-    batches = loaded.batches(sweep.data)
-    while True:
-        try:
-            result = evaluate(
-                loaded.model, batches, measure=unit["measure"], rho=radii or None, keep_directions=False,
-                progress=False, **unit["settings"], **unit["ablation"],
-            )  # fmt: skip
-            break
-        except RadiusError as error:
-            if len(radii) < 2:
-                raise
-            too_large[str(radii.pop())] = words_of(error)
-    return {"rows": list(_rows(unit, result, time.perf_counter() - start)), "too_large": too_large}
+T = TypeVar("T")
 
 
 def run_sweep(
     sweep: Sweep, folder: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1), progress: bool = True
 ) -> list[dict[str, Any]]:
-    """Do what a sweep still lacks: units whose result was computed from the same contents are not done again.
+    """Do what a sweep still lacks: jobs whose result was computed from the same contents are not done again.
 
     Parameters
     ----------
     sweep : Sweep
         What is to be done.
     folder
-        For the results, a file a unit in its folder ``units``; see :func:`read_rows`.
+        For the results, a file a job in its folder ``jobs``; see :func:`read_rows`.
     shard : (int, int)
         (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
         checkpoints from a common counter instead. What is done by whom makes no difference to the results.
@@ -177,7 +48,7 @@ def run_sweep(
     Returns
     -------
     list of dict
-        The units that failed, with their ``error``; they are recorded, and tried again by the next call. Where only
+        The jobs that failed, with their ``error``; they are recorded, and tried again by the next call. Where only
         some radii of a measure are too large, the others are kept, and a dict of those has their ``rho`` and ``error``.
 
     Raises
@@ -199,13 +70,10 @@ def run_sweep(
     ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place)]
     [('net', 'baselines', None), ('net', 'sharpness', 0.5)]
     """
-    i, n = shard
-    if not 1 <= i <= n:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
-    done = check_folder(Path(folder) / "units")
+    mine = shard_of(sweep.checkpoints, shard)
+    done = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device)
-    mine = list(sweep.checkpoints[i - 1 :: n])
     failed: list[dict[str, Any]] = []
     cache = _Cache(torch.device(sweep.device))
     with bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
@@ -215,64 +83,16 @@ def run_sweep(
     return failed
 
 
-def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
-    try:
-        paths = [(u, done / f"{unit_key(u)}.json") for u in sweep.units(checkpoint)]
-    except OSError as error:  # its files cannot be read
-        return [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
-    records = [(u, path, _read(path)) for u, path in paths]
-    failed = [f for _, _, record in records if _is_done(record) for f in _left_out(record)]
-    open_units = [(u, path) for u, path, record in records if not _is_done(record)]
-    loaded: _Loaded | None = None
-    problem: Exception | None = None
-    if open_units:
-        try:
-            loaded = _Loaded(sweep, checkpoint, cache)
-        except Exception as error:  # whatever is wrong with one model, the others go on
-            problem = error
-    for unit, path in open_units:
-        record: dict[str, Any] = {"unit": unit, "versions": _versions()}
-        try:
-            if loaded is None:
-                assert problem is not None
-                raise problem
-            record.update(_do(unit, sweep, loaded))
-        except Exception as error:
-            record["error"] = words_of(error)
-        write_json(path, record)
-        failed += _left_out(record)
-    return failed
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a unit's record; one that is not there, or no record, is empty."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    kinds = {"rows": list, "unit": dict, "versions": dict, "too_large": dict}
-    sound = isinstance(found, dict) and all(isinstance(found.get(k, kind()), kind) for k, kind in kinds.items())
-    return found if sound and all(_is_row(row) for row in found.get("rows", ())) else {}
-
-
-def _is_row(row: Any) -> bool:
-    words = isinstance(row, dict) and all(isinstance(row.get(k, ""), str) for k in ("checkpoint", "kind", "measure"))
-    return words and {"checkpoint", "kind"} <= set(row) and isinstance(row.get("rho", 0.0), (int, float))
-
-
-def _is_done(record: Mapping[str, Any]) -> bool:
-    return {"unit", "versions", "rows"} <= set(record) and "error" not in record
-
-
-def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List what failed of a unit: all of it, or some radii."""
-    found = [{**record["unit"], "error": record["error"]}] if "error" in record else []
-    too_large = record.get("too_large", {})
-    return found + [{**record["unit"], "rho": float(rho), "error": why} for rho, why in too_large.items()]
+def shard_of(items: Sequence[T], shard: tuple[int, int]) -> Sequence[T]:
+    """Take the i-th of n parts, every n-th item."""
+    i, n = shard
+    if not 1 <= i <= n:
+        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
+    return items[i - 1 :: n]
 
 
 def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
-    """Read the rows of all finished units, in the order of checkpoint, kind, measure, ablation and radius.
+    """Read the rows of all finished jobs, in the order of checkpoint, kind, measure, ablation and radius.
 
     Parameters
     ----------
@@ -308,19 +128,102 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     >>> row["checkpoint"], row["kind"], row["test_error"] == row["train_error"]
     ('net', 'fit', True)
     """
-    done = Path(folder) / "units"
+    done = Path(folder) / "jobs"
     if not done.is_dir():
-        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'units')")
+        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'jobs')")
     paths: Iterable[Path] = sorted(done.glob("*.json"))
     if sweep is not None:
-        paths = [p for c in sweep.checkpoints for u in sweep.units(c) if (p := done / f"{unit_key(u)}.json").is_file()]
+        paths = [done / f"{job_key(job)}.json" for c in sweep.checkpoints for job in sweep.jobs(c)]
     rows: list[dict[str, Any]] = []
     for path in paths:
         found = _read(path)
-        rows += [{**row, "unit": path.stem, **found["versions"]} for row in found.get("rows", ())]
+        rows += [{**row, "job": path.stem, **found["versions"]} for row in found.get("rows", ())]
     return sorted(rows, key=_place)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     ablation = json.dumps(row.get("ablation", {}), sort_keys=True)
     return row["checkpoint"], row["kind"], row.get("measure", ""), ablation, row.get("rho", 0.0)
+
+
+class _Cache:
+    """Batches that several checkpoints share: reading thousands of images takes as long as running them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._batches: dict[str, list[Any]] = {}
+
+    def batches(self, choice: DataChoice, loaded: LoadedModel) -> list[Any]:
+        key = json.dumps([as_data(choice), repr(choice.image_format(loaded.images)), loaded.text_key()], sort_keys=True)
+        if key not in self._batches:
+            if len(self._batches) > 2:  # training, test and measured examples of one kind of model
+                self._batches.clear()
+            self._batches[key] = choice.load(loaded, self.device)
+        return self._batches[key]
+
+
+def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
+    """Do what is not done of a checkpoint, and list what failed."""
+    try:
+        jobs = list(sweep.jobs(checkpoint))
+    except OSError as error:  # its files cannot be read
+        return [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
+    failed: list[dict[str, Any]] = []
+    loaded: LoadedModel | str | None = None
+    for job in jobs:
+        path = done / f"{job_key(job)}.json"
+        record = _read(path)
+        if "rows" not in record or "error" in record:
+            loaded = _loaded(checkpoint, cache.device) if loaded is None else loaded
+            record = {"job": job, "versions": _versions(), **_attempt(job, sweep, loaded, cache)}
+            write_json(path, record)
+        failed += _left_out(record)
+    return failed
+
+
+def _loaded(checkpoint: Checkpoint, device: torch.device) -> LoadedModel | str:
+    """Load a model, or say why it cannot be: whatever is wrong with one, the others go on."""
+    try:
+        found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
+        found.model.to(device).eval()
+        return found
+    except Exception as error:
+        return words_of(error)
+
+
+def _attempt(job: Job, sweep: Sweep, loaded: LoadedModel | str, cache: _Cache) -> dict[str, Any]:
+    if isinstance(loaded, str):
+        return {"error": loaded}
+    try:
+        return do_job(job, sweep, loaded.model, lambda choice: cache.batches(choice, loaded))
+    except Exception as error:
+        return {"error": words_of(error)}
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
+
+
+def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List what failed of a job: all of it, or some radii."""
+    found = [{**record["job"], "error": record["error"]}] if "error" in record else []
+    too_large = record.get("too_large", {})
+    return found + [{**record["job"], "rho": float(rho), "error": why} for rho, why in too_large.items()]
+
+
+class _Record(Struct):
+    job: dict[str, Any]
+    versions: dict[str, str]
+    rows: list[AnyRow] | UnsetType = UNSET
+    too_large: dict[str, str] | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a job's record; one that is not there, or no record, is empty."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(found, _Record)
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
+        return {}
+    return found

@@ -1,7 +1,7 @@
-"""Zoos: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
+"""Collections: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
 
-A zoo is a folder with a checkpoint a model, its recipe and data in a JSON file beside it, and a configuration for
-``sharpness sweep``. A model's JSON file is written last: what has one is not trained again.
+A collection is a folder with a checkpoint a model, its recipe and data in a JSON file beside it, and a configuration
+for ``sharpness sweep``. A model's JSON file is written last: what has one is not trained again.
 """
 
 from __future__ import annotations
@@ -24,27 +24,19 @@ from sharpness.data.loading import load_examples
 from sharpness.files import atomic_write, check_folder, write_json
 from sharpness.models import ImageFormat, LoadedModel, load
 from sharpness.progress import bar
+from sharpness.sweep.run import shard_of
 
 from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
 from .folders import atomic_write_folder
 
-__all__ = ["train_zoo"]
+__all__ = ["train_collection"]
 
 
-def train_zoo(
-    model: str,
-    data: DataChoice,
-    folder: str | os.PathLike[str],
-    *,
-    checkpoint: str | None = None,
-    models: int = 24,
-    recipes: Sequence[Recipe] | None = None,
-    test: DataChoice | None = None,
-    points: int = 256,
-    shard: tuple[int, int] = (1, 1),
-    device: str = "cpu",
-    progress: bool = True,
-) -> Path:
+def train_collection(
+    model: str, data: DataChoice, folder: str | os.PathLike[str], *, checkpoint: str | None = None, models: int = 24,
+    recipes: Sequence[Recipe] | None = None, test: DataChoice | None = None, points: int = 256,
+    shard: tuple[int, int] = (1, 1), device: str = "cpu", progress: bool = True,
+) -> Path:  # fmt: skip
     """Fine-tune a model many times; what a stopped call has finished is kept by the next.
 
     Parameters
@@ -56,20 +48,16 @@ def train_zoo(
     folder
         For ``model_00.safetensors`` …, or folders ``model_00`` … of transformers models, with ``model_00.json`` beside
         them; and ``sweep.json``, which ``sharpness sweep`` takes, unless that is there already.
-    models : int
-        How many.
-    recipes : sequence of Recipe, optional
-        One a model; by default :func:`random_recipe` of the seeds 0 ….
+    models, recipes : int, sequence of Recipe
+        How many, and one a model; by default :func:`random_recipe` of the seeds 0 ….
     test : DataChoice, optional
         Written into ``sweep.json``.
     points : int
         Training examples that ``sweep.json`` measures on.
     shard : (int, int)
         (i, n): train the i-th of n parts.
-    device : str
-        Where to train.
-    progress : bool
-        Show a progress bar.
+    device, progress : str, bool
+        Where to train, and whether to show a progress bar.
 
     Returns
     -------
@@ -94,46 +82,41 @@ def train_zoo(
     ...         for i in range(4):
     ...             Image.new("L", (32, 32), grey).save(images / f"{i}.png")
     ...     network, data = "reproduction.vision:vit_cifar10", DataChoice(f"{place}/images")
-    ...     config = train_zoo(network, data, f"{place}/zoo", recipes=recipes, progress=False)
+    ...     config = train_collection(network, data, f"{place}/collection", recipes=recipes, progress=False)
     ...     print(*sorted(path.name for path in config.parent.iterdir()))
     model_00.json model_00.safetensors model_01.json model_01.safetensors sweep.json
     """
-    first, parts = shard
-    if not 1 <= first <= parts:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {first}/{parts}")
     folder = check_folder(folder, create=False)
     loaded = load(model, checkpoint)
     if recipes is None:
         recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
-    records: list[dict[str, Any]] = [
-        {"recipe": asdict(r), "model": model, "checkpoint": checkpoint, "data": asdict(data)} for r in recipes
-    ]
-    mine = [i for i in range(len(recipes)) if i % parts == first - 1]
-    todo = [i for i in mine if not _is_done(folder / f"model_{i:02d}.json", records[i])]
+    about = {"model": model, "checkpoint": checkpoint, "data": asdict(data)}
+    records: list[dict[str, Any]] = [{"recipe": asdict(r), **about} for r in recipes]
+    todo = [i for i in shard_of(range(len(recipes)), shard) if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
     if not todo and config.is_file():
         return config
     training, names = _training(loaded, data)
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
-        found = _config(loaded, model, checkpoint, data, test, min(points, len(training.labels)))
-        write_json(config, found)
-    shown = bar(len(todo), "models", "model", progress=progress)
-    for i in todo:
-        start = time.perf_counter()
-        torch.manual_seed(recipes[i].seed)
-        net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
-        losses = finetune(net, training, recipes[i], device=device)
-        _save(net.to("cpu"), loaded, folder / f"model_{i:02d}")
-        tail = losses[-max(1, len(losses) // recipes[i].epochs) :]
-        seconds = time.perf_counter() - start
-        write_json(
-            folder / f"model_{i:02d}.json",
-            {**records[i], "last_epoch_loss": sum(tail) / len(tail), "seconds": seconds},
-        )
-        shown.update()
-    shown.close()
+        write_json(config, _config(loaded, model, checkpoint, data, test, min(points, len(training.labels))))
+    with bar(len(todo), "models", "model", progress=progress) as shown:
+        for i in todo:
+            start = time.perf_counter()
+            torch.manual_seed(recipes[i].seed)
+            net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
+            loss = _last_epoch_loss(net, training, recipes[i], device)
+            _save(net.to("cpu"), loaded, folder / f"model_{i:02d}")
+            record = {**records[i], "last_epoch_loss": loss, "seconds": time.perf_counter() - start}
+            write_json(folder / f"model_{i:02d}.json", record)
+            shown.update()
     return config
+
+
+def _last_epoch_loss(net: nn.Module, training: TrainingImages | TrainingTexts, recipe: Recipe, device: str) -> float:
+    losses = finetune(net, training, recipe, device=device)
+    last = losses[-max(1, len(losses) // recipe.epochs) :]
+    return sum(last) / len(last)
 
 
 def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
@@ -221,10 +204,11 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
     plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
     examples = load_examples(data.source, images=plain, text=data.columns)
     if examples.classes is None:
-        raise ValueError(f"{data.source} holds neither a table of text nor images with classes; zoos are of these")
-    images = TrainingImages(
-        examples, choose(len(examples), data.num_examples, data.subset_seed), how, len(examples.classes)
-    )
+        raise ValueError(
+            f"{data.source} holds neither a table of text nor images with classes; collections are of these"
+        )
+    chosen = choose(len(examples), data.num_examples, data.subset_seed)
+    images = TrainingImages(examples, chosen, how, len(examples.classes))
     with torch.no_grad():
         width = scores_of(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]
     if width < images.classes:
@@ -236,7 +220,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
 def _config(
     loaded: LoadedModel, model: str, checkpoint: str | None, data: DataChoice, test: DataChoice | None, points: int
 ) -> dict[str, Any]:
-    """Collect what ``sharpness sweep`` needs to measure the zoo."""
+    """Collect what ``sharpness sweep`` needs to measure the collection."""
 
     def plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
         found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}

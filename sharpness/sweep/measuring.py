@@ -1,0 +1,147 @@
+"""What one job of a sweep computes: the losses and errors of a model, its baselines, or its sharpness."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from ..baselines import distance, norms, relative_flatness
+from ..batch_loss import RadiusError
+from ..data import DataChoice
+from ..errors import words_of
+from ..evaluation import evaluate
+from ..local import LOCAL, LocalResult, hessian
+from ..losses import Objective
+from ..models import load, load_state_dict
+from ..results import SharpnessResult
+from .plan import Checkpoint, Job, Sweep, switched
+
+__all__ = ["do_job"]
+
+#: Gives the batches of a choice of data as the model at hand takes them.
+Read = Callable[[DataChoice], list[Any]]
+
+
+def do_job(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
+    """Give the rows of a job and, of radii that are too large for the loss to stay finite, why."""
+    start = time.perf_counter()
+    if job["kind"] == "sharpness":
+        if job["measure"] in LOCAL:
+            found = _local_row(_local(job, model, read(sweep.data)))
+            return {"rows": [{**job, **found, "seconds": time.perf_counter() - start}]}
+        result, too_large = _measured(job, model, read(sweep.data))
+        return {"rows": list(_rows(job, result, time.perf_counter() - start)), "too_large": too_large}
+    found = _fit(job, sweep, model, read) if job["kind"] == "fit" else _baselines(sweep, model, read)
+    wrong = [k for k, v in found.items() if isinstance(v, float) and not math.isfinite(v)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {found[wrong[0]]}; the model has diverged, or does not fit the data")
+    return {"rows": [{**job, **found, "seconds": time.perf_counter() - start}]}
+
+
+def _measured(job: Job, model: torch.nn.Module, batches: list[Any]) -> tuple[SharpnessResult, dict[str, str]]:
+    radii, too_large = sorted(job["rho"]), dict[str, str]()
+    while True:
+        try:
+            result = evaluate(
+                model, batches, measure=switched(job["measure"], job["ablation"]), rho=radii or None,
+                statistic=job["ablation"].get("statistic", "worst"), keep_directions=False, progress=False,
+                **job["settings"],
+            )  # fmt: skip
+            return result, too_large
+        except RadiusError as error:
+            if len(radii) < 2:
+                raise
+            too_large[str(radii.pop())] = words_of(error)
+
+
+def _rows(job: Job, result: SharpnessResult, seconds: float) -> Iterator[dict[str, Any]]:
+    for rho in result.rhos:
+        batches = result[rho].batches
+        yield {
+            **job,
+            "rho": rho,
+            "sharpness": float(result[rho]),
+            "per_batch": [b.value for b in batches],
+            "base_loss": fmean(b.base_loss for b in batches),
+            "error_increase": result[rho].error_increase,
+            "passes": sum(b.passes for b in batches),
+            "unconverged": sum(b.converged is False for b in batches),
+            "min_singular_value": result.min_singular_value,
+            "num_null": result.num_null,
+            "seconds": seconds,
+        }
+
+
+def _local(job: Job, model: torch.nn.Module, batches: list[Any]) -> LocalResult:
+    function, settings = LOCAL[job["measure"]][0], job["settings"]
+    options = {k: settings[k] for k in ("micro_batch", "normalize_logits", *(["seed"] if function is hessian else []))}
+    return function(model, batches, measure=switched(job["measure"], job["ablation"]), **options)
+
+
+def _local_row(result: LocalResult) -> dict[str, Any]:
+    values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in result.batches]
+    return {
+        "rho": 0.0,
+        "sharpness": fmean(values),
+        "per_batch": values,
+        "base_loss": fmean(b.base_loss for b in result.batches),
+        "error_increase": None,
+        "passes": sum(b.passes for b in result.batches),
+        "unconverged": 0,
+        "min_singular_value": None,
+        "num_null": 0,
+    }
+
+
+def _fit(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    if sweep.accuracies is not None:
+        known = job["known"]
+        if known is None:
+            raise ValueError(f"{sweep.accuracies.file} has no accuracy of {job['checkpoint']!r}")
+        row = {f"{part}_error": 1 - value for part, value in known.items()}
+        if "train" in known:
+            return row
+    for part, choice in (("train", sweep.train or sweep.data), ("test", sweep.test)):
+        if choice is not None:
+            row.update({f"{part}_{k}": v for k, v in _loss_and_error(model, read(choice)).items()})
+    return row
+
+
+def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float | None]:
+    """Mean over examples."""
+    objective = Objective()
+    loss, wrong, counted, total = 0.0, 0, 0, 0
+    with torch.no_grad():
+        for batch in batches:
+            found = objective(model, batch)
+            size = found.counted or 1
+            loss += float(found.loss) * size
+            total += size
+            wrong, counted = wrong + (found.wrong or 0), counted + (found.counted or 0)
+    return {"loss": loss / total, "error": wrong / counted if counted else None}
+
+
+def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
+    row = {**norms(model), "relative_flatness": relative_flatness(model, read(sweep.data))}
+    return row if sweep.initial is None else {**row, "distance": _distance(sweep.initial, model)}
+
+
+def _distance(initial: Checkpoint, model: torch.nn.Module) -> float:
+    """From the initial weights, which are read as the checkpoint is, or, of another head, as they are."""
+    path = Path(initial.model)
+    if path.is_dir():
+        found = load(str(path)).model
+        # A bare body has no prefix before its names.
+        body = getattr(model, "base_model", None)
+        same = getattr(found, "base_model_prefix", "") and found is getattr(found, "base_model", None)
+        return distance(body if same and body is not None else model, found.state_dict())
+    state = load_state_dict(path)
+    # Fine-tuned image towers of CLIP are stored with two prefixes.
+    return distance(model, {**state, **{k.removeprefix("model."): v for k, v in state.items()}})
