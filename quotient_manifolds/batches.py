@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["default_forward", "tensors", "tree_map"]
+__all__ = ["default_forward", "tensors", "to_device", "tree_map"]
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
@@ -72,3 +73,8 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, (list, tuple)):
         return model(batch[0])
     return model(batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch to a device; one that is there already is itself."""
+    return batch if all(t.device == device for t in tensors(batch)) else tree_map(lambda t: t.to(device), batch)

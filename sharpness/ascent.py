@@ -105,7 +105,6 @@ def power(
     start : Tensor
         (dim,), the origin or a point of the ball's surface; copied, unless it is one of the buffers.
     ball : Ball
-        Where the maximum is sought.
     steps : int
         Upper bound; f is called steps + 1 times at most, once less with ``first``.
     relative_tol : float
@@ -114,10 +113,8 @@ def power(
         Value at the origin, from which the increase counts; by default the value at ``start``.
     first : (float, Tensor), optional
         Value and gradient at ``start``, if known; a gradient that is one of the buffers is overwritten.
-    buffers : Buffers, optional
-        Vectors to work in, kept from one ascent to the next. The result's point is taken out of them.
-    callback : callable, optional
-        Called with (value, best value) after every step.
+    buffers, callback : optional
+        Vectors to work in, out of which the result's point is taken; called with (value, best value) after every step.
 
     Returns
     -------
@@ -142,9 +139,7 @@ def power(
     best = (value, start, g)
     view: View | None = (here := ball.view(g, start, None))
     # The origin is no point of the surface: the first iterate takes its place, whatever its value.
-    begun = ball.norm(start) > 0
-    other, momentum, omega = None, False, 1.0
-    slope = here.slope
+    begun, other, momentum, omega, slope = ball.norm(start) > 0, None, False, 1.0, here.slope
     for k in range(1, steps + 1):
         assert view is not None
         if begun and _done(view.gap, best[0], base, relative_tol, start.dtype):

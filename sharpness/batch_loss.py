@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds import symmetries
-from quotient_manifolds.batches import tensors, tree_map
+from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
 
 from .distributed import World
@@ -156,22 +156,17 @@ def for_each_batch(
         except StopIteration:
             raise ValueError("batches is empty; give at least one batch") from None
         space = WeightSpace(model, measure, pairs)
-        first = _on(space.device, first)
+        first = to_device(first, space.device)
         _check_first(model, objective, first, coverage=measure.divides and pairs is None)
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
                 if mine:
-                    work(space, index, _on(space.device, batch), mine)
+                    work(space, index, to_device(batch, space.device), mine)
         return space
 
     with world.failing_together():
         return preserve_model_state(model, measured)
-
-
-def _on(device: torch.device, batch: Any) -> Any:
-    """Move a batch to a device; one that is there already is itself."""
-    return batch if all(t.device == device for t in tensors(batch)) else tree_map(lambda t: t.to(device), batch)
 
 
 def _check_first(model: nn.Module, objective: Objective, batch: Any, *, coverage: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries.blocks import check_model
 
 from .direction import Direction, perturbed
@@ -125,15 +126,23 @@ def profile(
         ways = ("first-order",)
     objective = Objective(loss_fn, normalize_logits, micro_batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
-    own = {name: p.dtype for name, p in named_weights(model).items()}
-    if any(own[name] != t.dtype for name, t in direction.tensors.items() if name in own):
-        # A half-precision model is a float32 one while it is perturbed.
-        batch = to_float32(batch)
+    losses = preserve_model_state(
+        model, lambda: {way: _losses(model, batch, direction, way, times, objective) for way in ways}
+    )
+    return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)
 
-    def loss_at(way: str, t: float) -> float:
-        along = replace(direction, measure=replace(measure, geodesic=way))
-        with perturbed(model, along, t), torch.set_grad_enabled(loss_fn is not None):
+
+def _losses(
+    model: nn.Module, batch: Any, direction: Direction, way: str, times: Sequence[float], objective: Objective
+) -> tuple[float, ...]:
+    own = named_weights(model)
+    batch = to_device(batch, next(iter(own.values())).device)
+    if any(own[name].dtype != t.dtype for name, t in direction.tensors.items() if name in own):
+        batch = to_float32(batch)  # a half-precision model is a float32 one while it is perturbed
+    along = replace(direction, measure=replace(direction.measure, geodesic=way))
+
+    def loss_at(t: float) -> float:
+        with perturbed(model, along, t), torch.set_grad_enabled(objective.loss_fn is not None):
             return sum(w * float(objective(model, piece).loss.detach()) for w, piece in objective.pieces(model, batch))
 
-    losses = preserve_model_state(model, lambda: {way: tuple(loss_at(way, t) for t in times) for way in ways})
-    return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)
+    return tuple(loss_at(t) for t in times)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import SymmetricPair
 
-from .blocks import build_blocks
+from .blocks import Block, build_blocks
 from .measures import Measure, get_measure
 from .weights import trainable
 
@@ -36,6 +36,80 @@ class _Restore:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_sam": None, "_always": self._always}
+
+
+def _check_numbers(rho: Any, refresh: Any) -> None:
+    if isinstance(rho, bool) or not isinstance(rho, (int, float)):
+        raise TypeError(f"rho must be a number, got {rho!r}")
+    if not 0 < rho < math.inf:
+        raise ValueError(f"rho must be positive, got {rho}; without perturbation use the base optimiser itself")
+    if isinstance(refresh, bool) or not isinstance(refresh, int):
+        raise TypeError(f"refresh must be a whole number, got {refresh!r}")
+    if refresh < 1:
+        raise ValueError(f"refresh must be at least 1, got {refresh}")
+
+
+def _watch(sam: GeodesicSAM) -> None:
+    """Let the model put its weights back before they are saved, replaced or evaluated."""
+    sam.model.register_state_dict_pre_hook(_Restore(sam, always=True))
+    sam.model.register_load_state_dict_pre_hook(_Restore(sam, always=True))
+    sam.model.register_forward_pre_hook(_Restore(sam, always=False))
+
+
+def _skipped(sam: Optimizer) -> bool:
+    """Do what ``GradScaler`` leaves to an optimiser of this kind: skip, or unscale."""
+    found_inf, scale = getattr(sam, "found_inf", None), getattr(sam, "grad_scale", None)
+    if found_inf is not None and float(found_inf) > 0:
+        return True
+    if scale is not None:
+        for p in (p for group in sam.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device, p.grad.dtype))
+    return False
+
+
+class _InnerStep:
+    """The step along the gradient; parameters point to where it leads until it is undone."""
+
+    def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
+        self.parameters, self.blocks = parameters, blocks
+        self.count, self.stale = 0, False
+        self._original: dict[Tensor, Tensor] = {}
+        self._work: dict[Tensor, Tensor] = {}  # kept: fresh memory costs more than the arithmetic
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_work": {}}
+
+    @torch.no_grad()
+    def take(self, rho: float, refresh: int) -> None:
+        """Move by a length along the parameters' gradients; nowhere for a gradient without direction."""
+        self.undo()
+        with torch.autocast(self.parameters[0].device.type, enabled=False):
+            moved = self._moved({p: p.grad for p in self.parameters if p.grad is not None}, rho, refresh)
+        for p, data in moved.items():
+            self._original[p] = p.data
+            p.data = data
+
+    def undo(self) -> None:
+        """Put the weights back."""
+        for p, data in self._original.items():
+            p.data = data
+        self._original = {}
+
+    def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
+        self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
+        factorise, steps = self.count % refresh == 0 or self.stale, []
+        for block in self.blocks:
+            block.refresh(factorise)
+            steps.append(block.climb(gradients, self._work))
+        self.count, self.stale = self.count + 1, False
+        squares = torch.stack([s.double() if s.device.type != "mps" else s for s, _ in steps])
+        norm = float(squares.sum().sqrt())
+        if not 0 < norm < math.inf:
+            return {}
+        for _, move in steps:
+            move(rho / norm)
+        return self._work
 
 
 class GeodesicSAM(Optimizer):
@@ -129,19 +203,12 @@ class GeodesicSAM(Optimizer):
     ) -> None:
         if not isinstance(base_optimizer, Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
-        if isinstance(rho, bool) or not isinstance(rho, (int, float)):
-            raise TypeError(f"rho must be a number, got {rho!r}")
         measure = get_measure(measure)
         if measure.ball_norm != 2:
             raise ValueError(f"GeodesicSAM takes measures with the round ball, ball_norm=2, not {measure.name!r}")
-        if not 0 < rho < math.inf:
-            raise ValueError(f"rho must be positive, got {rho}; without perturbation use the base optimiser itself")
-        if isinstance(refresh, bool) or not isinstance(refresh, int):
-            raise TypeError(f"refresh must be a whole number, got {refresh!r}")
-        if refresh < 1:
-            raise ValueError(f"refresh must be at least 1, got {refresh}")
-        self._parameters = trainable(model)
-        for name, p in self._parameters.items():
+        _check_numbers(rho, refresh)
+        parameters = trainable(model)
+        for name, p in parameters.items():
             if p.dtype != at_least_float32(p.dtype):
                 raise ValueError(
                     f"parameter {name!r} is {p.dtype}, in which a perturbation of rho = {rho:g} would be rounded away; "
@@ -149,21 +216,12 @@ class GeodesicSAM(Optimizer):
                 )
         self.model, self.base_optimizer = model, base_optimizer
         self.rho, self.measure, self.refresh = float(rho), measure, refresh
-        dtype = next(iter(self._parameters.values())).dtype
-        self._blocks = build_blocks(model, measure, pairs, self._parameters, dtype)
-        self._count, self._stale = 0, False
-        self._original: dict[Tensor, Tensor] = {}
-        self._work: dict[Tensor, Tensor] = {}
+        dtype = next(iter(parameters.values())).dtype
+        self._inner = _InnerStep(list(parameters.values()), build_blocks(model, measure, pairs, parameters, dtype))
         self._pending = False
         self._held = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
-        self._watch()
-
-    def _watch(self) -> None:
-        """Let the model put its weights back before they are saved, replaced or evaluated."""
-        self.model.register_state_dict_pre_hook(_Restore(self, always=True))
-        self.model.register_load_state_dict_pre_hook(_Restore(self, always=True))
-        self.model.register_forward_pre_hook(_Restore(self, always=False))
+        _watch(self)
 
     # Groups and state are the base optimiser's, so that schedulers and scalers reach it.
 
@@ -187,59 +245,24 @@ class GeodesicSAM(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.restore()
-        return {k: v for k, v in self.__dict__.items() if k not in ("step", "_work")}  # schedulers replace step
+        return {k: v for k, v in self.__dict__.items() if k != "step"}  # schedulers replace step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._work = {}
-        self._watch()
+        _watch(self)
 
     # -- the inner step --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        """Move the model to the perturbed weights, along its parameters' ``.grad``.
-
-        Parameters
-        ----------
-        zero_grad : bool
-            Set gradients to zero afterwards.
-        """
-        self.restore()
-        device = next(iter(self._parameters.values())).device.type
-        with torch.autocast(device, enabled=False):
-            moved = self._moved({p: p.grad for p in self._parameters.values() if p.grad is not None})
+        """Move the model to the perturbed weights, along its parameters' ``.grad``, and zero that if asked for."""
+        self._inner.take(self.rho, self.refresh)
         self._pending = True
-        for p, data in moved.items():
-            self._original[p] = p.data
-            p.data = data
         if zero_grad:
             self.zero_grad()
 
-    def _moved(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Compute the perturbed weights; nothing for a gradient without direction."""
-        for p in self._parameters.values():
-            if p not in self._work:  # kept: fresh memory costs more than the arithmetic
-                self._work[p] = torch.empty_like(p)
-        factorise = self._count % self.refresh == 0 or self._stale
-        steps = []
-        for block in self._blocks:
-            block.refresh(factorise)
-            steps.append(block.climb(gradients, self._work))
-        self._count, self._stale = self._count + 1, False
-        squares = torch.stack([s.double() if s.device.type != "mps" else s for s, _ in steps])
-        norm = float(squares.sum().sqrt())
-        if not 0 < norm < math.inf:
-            return {}
-        for _, move in steps:
-            move(self.rho / norm)
-        return self._work
-
     def restore(self) -> None:
         """Put the weights back where they were; harmless at any time."""
-        for p, data in self._original.items():
-            p.data = data
-        self._original = {}
+        self._inner.undo()
 
     @contextmanager
     def perturbed(self, zero_grad: bool = False) -> Iterator[nn.Module]:
@@ -269,18 +292,7 @@ class GeodesicSAM(Optimizer):
     # -- the outer step --------------------------------------------------------------------------------------------
 
     def second_step(self, zero_grad: bool = False) -> None:
-        """Put the weights back, and let the base optimiser step with the gradients at hand.
-
-        Parameters
-        ----------
-        zero_grad : bool
-            Set gradients to zero afterwards.
-
-        Raises
-        ------
-        ValueError
-            There was no first step.
-        """
+        """Put the weights back, and let the base optimiser step; a ValueError if there was no first step."""
         self.step()
         if zero_grad:
             self.zero_grad()
@@ -314,20 +326,9 @@ class GeodesicSAM(Optimizer):
             raise ValueError("GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it")
         self.restore()
         self._pending = False
-        if not self._skipped():
+        if not _skipped(self):
             self.base_optimizer.step()
         return loss
-
-    def _skipped(self) -> bool:
-        """Do what ``GradScaler`` leaves to an optimiser of this kind: skip, or unscale."""
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and float(found_inf) > 0:
-            return True
-        if scale is not None:
-            for p in (p for group in self.param_groups for p in group["params"]):
-                if p.grad is not None:
-                    p.grad.div_(scale.to(p.grad.device, p.grad.dtype))
-        return False
 
     # -- the base optimiser ----------------------------------------------------------------------------------------
 
@@ -346,7 +347,7 @@ class GeodesicSAM(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Give the base optimiser's state and the number of steps."""
-        return {"base": self.base_optimizer.state_dict(), "count": self._count}
+        return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave. With ``refresh`` above 1 the pairs are factorised anew at once.
@@ -357,4 +358,4 @@ class GeodesicSAM(Optimizer):
         """
         self.restore()
         self.base_optimizer.load_state_dict(state_dict["base"])
-        self._count, self._pending, self._stale = state_dict["count"], False, True
+        self._inner.count, self._inner.stale, self._pending = state_dict["count"], True, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -95,10 +95,6 @@ class WeightSpace:
 
     # -- vectors -----------------------------------------------------------------------------------------------
 
-    def zero(self) -> Tensor:
-        """Give the zero vector, (dim,)."""
-        return torch.zeros(self.dim, dtype=self.dtype, device=self.device)
-
     def empty(self) -> Tensor:
         """Give a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
@@ -152,7 +148,7 @@ class WeightSpace:
         return float(min(values)) if values else None
 
     def num_null(self) -> int:
-        """Count the directions that count as absent, for want of a singular value above rounding."""
+        """Count the directions of pairs that count as absent: their singular value is at rounding level."""
         return sum(int((~b.present).sum()) for b in self._pair_blocks)
 
     def num_clamped(self) -> int:
@@ -224,7 +220,9 @@ class WeightSpace:
             The loss does not depend on a pair.
         """
         found = self._gradients.sum_over([losses] if isinstance(losses, Tensor) else losses)
-        self._check_pairs(found)
+        if not self._pairs_checked:
+            _check_pairs(self.pairs, found)
+            self._pairs_checked = True
         out = self.empty() if out is None else out
         self._pull_back_(out, found, self._at)
         return out
@@ -252,11 +250,6 @@ class WeightSpace:
         -------
         Tensor
             (dim,), horizontal.
-
-        Raises
-        ------
-        ValueError
-            A measure with exact geodesics, whose Hessian is that of the second-order ones.
         """
         if self.measure.divides and self.measure.geodesic == "exact":
             raise ValueError(
@@ -277,14 +270,12 @@ class WeightSpace:
         self._pull_back_(straight, first, None)
         return out.add_(curved).sub_(straight)
 
-    def _check_pairs(self, found: dict[Tensor, Tensor]) -> None:
-        """Refuse pairs without any gradient, at the first one: a layer that is left out, or bypassed."""
-        if self._pairs_checked:
-            return
-        for pair in self.pairs:
-            if not any(p in found for p in pair.parameters()):
-                raise ValueError(
-                    f"the pair {pair.name!r} gets no gradient: the loss does not depend on it; freeze its weights with "
-                    "requires_grad_(False), or check that the layer takes part"
-                )
-        self._pairs_checked = True
+
+def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:
+    """Refuse pairs without any gradient: a layer that is left out, or bypassed."""
+    for pair in pairs:
+        if not any(p in found for p in pair.parameters()):
+            raise ValueError(
+                f"the pair {pair.name!r} gets no gradient: the loss does not depend on it; freeze its weights with "
+                "requires_grad_(False), or check that the layer takes part"
+            )

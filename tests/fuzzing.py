@@ -604,17 +604,18 @@ def calls(rng, world):
     measured = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2, progress=False)
     measuring = {**inputs, "loss_fn": None, "measure": "geodesic-inv", "rho": 0.1, "steps": 2, "relative_tol": 1e-3,
                  "ascent": "power", "restarts": 0,
-                 "num_samples": 2, "seed": 0, "geodesic": None, "norm": None, "symmetry": None, "relaxation": None,
-                 "case": None, "p": None,
-                 "relaxation_kind": None, "normalize_logits": False, "micro_batch": None, "pairs": None,
-                 "verify": False,
+                 "num_samples": 2, "seed": 0, "statistic": "worst",
+                 "normalize_logits": False, "micro_batch": None, "pairs": None,
                  "keep_directions": None, "group": None}
     targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
                                                                               "eps": 1e-8})] * 3 + [
         (sharpness.profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
                              "ways": None, "reach": 2.0,
                              "points": 3, "micro_batch": None, "normalize_logits": False}),
-        (measured.at, {"rho": 0.1}), (measured.direction, {"batch_index": 0, "rho": 0.1}),
+        (measured.__getitem__, {"rho": 0.1}), (measured.direction, {"batch_index": 0}),
+        (sharpness.hessian, {**inputs, "loss_fn": None, "measure": "adaptive", "num_matvecs": 3, "seed": 0,
+                             "micro_batch": None, "group": None}),
+        (sharpness.gradient_norm, {**inputs, "loss_fn": None, "measure": "geodesic-inv", "pairs": None}),
         (measured.to_json, {"path": "out"}),
         (optim.QuotientSGD, {**adam, "momentum": 0.9, "nesterov": False}), (optim.create_quotient_optimizer,
                                                                             {"model": model, **how}),
@@ -642,8 +643,8 @@ def calls(rng, world):
         (comparison.compare, {"rows": rows.read_results("done"), "target": "gap", "resamples": 20, "seed": 0,
                               "every_radius": True}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
-        (measures.get_measure, {"name": "geodesic-inv", "geodesic": None, "norm": None, "p": None,
-                                 "relaxation": None}),
+        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk", "ball_norm": 2,
+                                "relaxation": 0.1}),
     ]
     special = {
         "batches": [[], [[]], [()], [(x,)], [(x, y, y)], [(x, y.float())], [(x, y + 99)], [(x, y - 9)],
@@ -663,10 +664,9 @@ def calls(rng, world):
         "pairs": [[], symmetries.find_symmetric_pairs(tiny()), [*pairs, *pairs], [None], pairs[0]],
         "measure": [*sharpness.MEASURES],
                "G": [[down, down], [up]],
-        "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "case": ["average", "gradient-norm",
-                                                                                           "hessian"],
-        "geodesic": ["first-order", "exact", "rk4"], "norm": ["euclidean"], "relaxation_kind": ["ridge"],
-               "symmetry": ["none"], "p": [1, 2],
+        "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "statistic": ["average", "median"],
+        "geodesic": ["first-order", "exact", "rk4"],
+               "symmetry": ["none"], "ball_norm": [1, 2],
         "betas": [(0.9, 1.0), (0.9,), ("a", "b"), (math.nan, 0.9)], "lr": [1e300], "rows": [slice(0, 99), slice(5, 2),
                                                                                             [{}], [{"kind": "fit"}]],
     }

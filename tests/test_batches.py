@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import sharpness
-from quotient_manifolds.batches import default_forward, tensors, tree_map
+from quotient_manifolds.batches import default_forward, tensors, to_device, tree_map
 from quotient_manifolds.symmetries import verify
 
 from . import networks
@@ -49,3 +49,12 @@ def test_named_tuples_and_half_precision():
     assert float(sharpness.evaluate(model, [Pair(*batch)], rho=0.1, steps=2)) == expected
     low, few = model.to(torch.bfloat16), Pair(batch[0].to(torch.bfloat16), batch[1])
     assert float(sharpness.evaluate(low, [few], rho=0.1, steps=2)) > 0
+
+
+def test_a_batch_goes_to_a_device():
+    batch = {"x": torch.ones(2), "more": (torch.zeros(1), "word")}
+    assert to_device(batch, torch.device("cpu")) is batch
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"].is_meta
+    assert moved["more"][0].is_meta
+    assert moved["more"][1] == "word"

@@ -486,17 +486,6 @@ def test_bad_models_are_named():
         sharpness.evaluate(model, [batch], rho=0.1)
 
 
-def test_batches_are_moved_to_the_model():
-    from sharpness.batch_loss import _on
-
-    batch = {"x": torch.ones(2), "more": (torch.zeros(1), "word")}
-    assert _on(torch.device("cpu"), batch) is batch
-    moved = _on(torch.device("meta"), batch)
-    assert moved["x"].is_meta
-    assert moved["more"][0].is_meta
-    assert moved["more"][1] == "word"
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_in_main_memory_of_a_model_on_a_gpu():
     model, batch = networks.vit(), networks.images()
