@@ -249,7 +249,7 @@ def test_run_on_a_table(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore")
 def test_run_on_images(folder, tmp_path, capsys, monkeypatch):
-    (tmp_path / "network_of_images.py").write_text(
+    (tmp_path / "image_network.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 2)).float()\n"
     )
@@ -257,7 +257,7 @@ def test_run_on_images(folder, tmp_path, capsys, monkeypatch):
     torch.set_default_dtype(torch.float32)
     command = [
         "run",
-        "network_of_images:model",
+        "image_network:model",
         str(folder),
         "--measure",
         "adaptive",
