@@ -249,13 +249,24 @@ def test_run_on_a_table(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore")
 def test_run_on_images(folder, tmp_path, capsys, monkeypatch):
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "image_network.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 2)).float()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     torch.set_default_dtype(torch.float32)
-    command = ["run", "mine:model", str(folder), "--measure", "adaptive", "--rho", "0.05", "--steps", "2", "--quiet"]
+    command = [
+        "run",
+        "image_network:model",
+        str(folder),
+        "--measure",
+        "adaptive",
+        "--rho",
+        "0.05",
+        "--steps",
+        "2",
+        "--quiet",
+    ]
     assert cli.main(command) == 2
     assert "give size, mean, std" in capsys.readouterr().err
     assert cli.main([*command, "--image-size", "8", "--mean", "0.5", "0.5", "0.5", "--std", "1"]) == 0
