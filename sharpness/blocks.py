@@ -19,6 +19,7 @@ from quotient_manifolds import canonical_gauge
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.pairs import check_pairs
+from quotient_manifolds.symmetries.stacks import coverage
 
 from .measures import Measure
 
@@ -371,11 +372,7 @@ def build_blocks(
     if measure.divides:
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
         found = stacks(p for p in known if measure.symmetry in ("all", p.kind))
-    covered: dict[Tensor, Tensor] = {}
-    for s in found:
-        for p in s.parameters():
-            covered.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-        s.mark_(covered)
+    covered = coverage(found)
     device = next(iter(parameters.values())).device
     if device.type == "cpu":
         count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
