@@ -1,0 +1,46 @@
+import pytest
+import torch
+from hypothesis import given
+
+from quotient_manifolds import canonical_gauge, from_matrix
+from tests.points import MANIFOLDS, carry, cases, close, metrics
+
+
+@metrics
+def test_tangent_space_at_a_known_gauge(metric):
+    manifold = MANIFOLDS[metric](5, 4)
+    x, u = manifold.random(9, 3), torch.randn(9, 3)
+    gauge = canonical_gauge(*manifold.unpack_tensor(x))
+    close(manifold.at_gauge(gauge, x).proju(u), manifold.proju(x, u), 1e-12)
+    canonical = manifold.at_gauge(gauge)
+    close(canonical.x, manifold.canonical(x), 1e-12)
+    close(canonical.norm(carry(manifold, u, gauge.A)), manifold.norm(x, u), 1e-12)
+
+
+@given(cases())
+def test_canonical_representative(case):
+    manifold, x, A, _, _ = case
+    c = manifold.canonical(x)
+    close(manifold.to_matrix(c), manifold.to_matrix(x))
+    G, H = manifold.unpack_tensor(c)
+    M, N = G.mH @ G, H.mH @ H
+    close(M, N)
+    close(M, torch.diag_embed(M.diagonal(dim1=-2, dim2=-1)))
+    sigma = M.diagonal(dim1=-2, dim2=-1).real
+    gaps = (sigma[..., :-1] - sigma[..., 1:]).min() if sigma.shape[-1] > 1 else torch.tensor(1.0)
+    if gaps > 1e-2:
+        close(manifold.canonical(manifold.act(x, A)), c, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_from_matrix(dtype):
+    W = torch.randn(2, 6, 5, dtype=dtype)
+    x = from_matrix(W, 3)
+    G, H = x.split([6, 5], dim=-2)
+    U, s, Vh = torch.linalg.svd(W, full_matrices=False)
+    assert torch.allclose(G @ H.mH, (U[..., :3] * s[..., None, :3]) @ Vh[..., :3, :])
+    assert torch.allclose(G.mH @ G, H.mH @ H)
+    with pytest.raises(ValueError, match="no point of rank 6"):
+        from_matrix(W, 6)
+    with pytest.raises(ValueError, match="a rank below 2"):
+        from_matrix(torch.ones(3, 3), 2)

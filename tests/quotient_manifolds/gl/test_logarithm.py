@@ -1,0 +1,167 @@
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+
+from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
+from tests.geodesics import METRICS, field, metric, problem
+
+
+@metric
+@field
+@pytest.mark.parametrize("shape", [(7, 5, 3), (4, 6, 1), (3, 3, 3)], ids=str)
+def test_logarithm_inverts_the_exponential(name, dtype, shape):
+    manifold, x, u = problem(name, *shape, dtype=dtype, batch=(2,))
+    u = u * (1.0 if name == "inv" else 0.5)
+    y = manifold.act(manifold.expmap(x, u), torch.randn(2, shape[2], shape[2], dtype=dtype))
+    found = manifold.logmap(x, y)
+    torch.testing.assert_close(found, u, rtol=1e-7, atol=1e-8)
+    assert manifold.norm(x, found - manifold.proju(x, found)).max() < 1e-10
+    end, target = manifold.to_matrix(manifold.expmap(x, found)), manifold.to_matrix(y)
+    assert (end - target).abs().max() < 1e-8 * target.abs().max()
+    torch.testing.assert_close(manifold.dist(x, y), manifold.norm(x, u), rtol=1e-8, atol=0)
+    assert manifold.dist(x, y, keepdim=True).shape == (2, 1, 1)
+
+
+@metric
+@field
+def test_distance_of_orbits(name, dtype):
+    """Points that no exponential made: a perturbed copy."""
+    torch.manual_seed(1)
+    manifold = METRICS[name](9, 6)
+    x = manifold.random(15, 3, dtype=dtype)
+    y = x + 0.2 * torch.randn_like(x)
+    A, B = (torch.randn(3, 3, dtype=dtype) for _ in range(2))
+    one = manifold.dist(x, y)
+    torch.testing.assert_close(manifold.dist(y, x), one, rtol=1e-8, atol=0)
+    torch.testing.assert_close(manifold.dist(manifold.act(x, A), manifold.act(y, B)), one, rtol=1e-8, atol=0)
+    assert manifold.dist(x, manifold.act(x, A)) < 1e-7
+    # Shorter than the straight line between the best aligned representatives, and not by much.
+    aligned = manifold.align(x, y)
+    straight = manifold.norm(x, aligned - x)
+    assert 0.5 * straight < one < 1.2 * straight
+
+
+@metric
+def test_logarithm_is_equivariant(name):
+    manifold, x, u = problem(name)
+    y = manifold.expmap(x, 0.5 * u)
+    A = torch.randn(3, 3)
+    moved = manifold.act(x, A)
+    expected = manifold.act(x + 0.5 * u, A) - moved
+    torch.testing.assert_close(manifold.logmap(moved, y), expected, rtol=1e-6, atol=1e-7)
+
+
+@metric
+def test_align_finds_the_nearest_representative(name):
+    torch.manual_seed(2)
+    manifold = METRICS[name](6, 5)
+    x = manifold.random(11, 2)
+    y = manifold.act(x + 0.2 * torch.randn_like(x), torch.randn(2, 2))
+    found = manifold.align(x, y)
+    torch.testing.assert_close(manifold.to_matrix(found), manifold.to_matrix(y))
+    value = float(manifold.norm(x, found - x))
+
+    def distance(a):
+        z = manifold.act(found, torch.eye(2) + torch.tensor(a).view(2, 2))
+        return float(manifold.norm(x, z - x))
+
+    best = min(
+        scipy.optimize.minimize(distance, start, method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12}).fun
+        for start in (np.zeros(4), np.array([0.1, -0.2, 0.1, 0.3]))
+    )
+    assert value <= best + 1e-9
+    assert float(manifold.norm(x, y - x)) > 1.5 * value
+
+
+@pytest.mark.parametrize("manifold", [GLQuotientInv(9, 8), GLQuotientMix(3, 3)], ids=repr)
+def test_points_too_far_apart(manifold):
+    torch.manual_seed(3)
+    h = min(3, manifold.n - 1)
+    x, y = (manifold.random(manifold.n + manifold.m, h) for _ in range(2))
+    with pytest.raises(ConvergenceError) as caught:
+        manifold.logmap(x, 30 * y)
+    assert caught.value.residual.shape == ()
+    assert float(caught.value.residual) > 0
+
+
+@metric
+def test_interpolation_and_means(name):
+    manifold, x, u = problem(name)
+    u = 0.6 * u
+    y = manifold.act(manifold.expmap(x, u), torch.randn(3, 3))
+    t = torch.tensor([0.0, 0.5, 1.0])
+    path = manifold.geodesic_between(x, y, t)
+    torch.testing.assert_close(path[0], x)
+    torch.testing.assert_close(manifold.to_matrix(path[2]), manifold.to_matrix(y), rtol=1e-8, atol=1e-8)
+    middle = manifold.mean(torch.stack([x, y]))
+    torch.testing.assert_close(manifold.to_matrix(middle), manifold.to_matrix(path[1]), rtol=1e-7, atol=1e-7)
+    # Of three points: the sum of logarithms vanishes, whatever the representatives.
+    z = manifold.expmap(x, 0.4 * manifold.proju(x, torch.randn_like(x)) * manifold.norm(x, u) / 3)
+    points = torch.stack([x, y, z])
+    mean = manifold.mean(points)
+    total = manifold.logmap(mean.expand_as(points), points).sum(0)
+    assert manifold.norm(mean, total) < 1e-8
+    moved = manifold.mean(torch.stack([manifold.act(p, torch.randn(3, 3)) for p in points]))
+    torch.testing.assert_close(manifold.to_matrix(moved), manifold.to_matrix(mean), rtol=1e-7, atol=1e-7)
+    # The mean of the factors themselves is another matrix, which depends on the representatives.
+    plain = [manifold.to_matrix(torch.stack([x, manifold.act(y, torch.randn(3, 3))]).mean(0)) for _ in range(2)]
+    assert (plain[0] - plain[1]).norm() > 0.1 * plain[0].norm()
+
+
+@pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])
+def test_single_precision_in_single_precision_out(cls):
+    manifold = cls(6, 5)
+    x = manifold.random(3, 11, 2)
+    u = manifold.proju(x, torch.randn_like(x))
+    u = 0.1 * u / manifold.norm(x, u, keepdim=True)
+    y = manifold.act(manifold.expmap(x, u), torch.randn(3, 2, 2))
+    narrow_x, narrow_y = x.float(), y.float()
+    found = manifold.logmap(narrow_x, narrow_y)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, u.float(), rtol=1e-3, atol=1e-4)
+    length = torch.full((3,), 0.1, dtype=torch.float32)
+    torch.testing.assert_close(manifold.dist(narrow_x, narrow_y), length, rtol=1e-3, atol=1e-4)
+    mean = manifold.mean(torch.stack([narrow_x, narrow_y]))
+    assert mean.dtype == manifold.align(narrow_x, narrow_y).dtype == torch.float32
+    middle = manifold.geodesic_between(narrow_x, narrow_y, 0.5)
+    torch.testing.assert_close(manifold.to_matrix(mean), manifold.to_matrix(middle), rtol=1e-3, atol=1e-3)
+    end, carried = manifold.parallel_transport(narrow_x, u.float(), u.float())
+    assert end.dtype == carried.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("kind", [GLQuotientInv, GLQuotientMix])
+def test_distances_differentiate_in_both_points(kind, dtype):
+    """Against differences; the derivative that autograd took of the shooting was wrong, even in sign."""
+    manifold = kind(6, 5)
+    x = torch.randn(3, 11, 2, dtype=dtype)
+    y = manifold.act(x + 0.15 * torch.randn_like(x), torch.randn(3, 2, 2, dtype=dtype))
+    points = [x.requires_grad_(), y.requires_grad_()]
+    for scalar in (lambda *p: manifold.dist(*p).sum(), lambda *p: manifold.dist2(*p).sum()):
+        gradients = torch.autograd.grad(scalar(*points), points)
+        for i, g in enumerate(gradients):
+            d = torch.randn_like(g)
+            with torch.no_grad():
+                ends = [scalar(*(p + s * 1e-5 * d if j == i else p for j, p in enumerate(points))) for s in (1, -1)]
+            assert (g.conj() * d).real.sum() == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-5)
+            assert not bool((-g.conj() * d).real.sum() == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-5))
+
+
+def test_the_gradient_of_half_the_squared_distance_is_minus_the_logarithm():
+    manifold = GLQuotientMix(6, 5)
+    x = manifold.random(11, 2).requires_grad_()
+    y = manifold.act(x.detach() + 0.1 * torch.randn(11, 2), torch.randn(2, 2))
+    (egrad,) = torch.autograd.grad(0.5 * manifold.dist2(x, y), x)
+    gradient = manifold.egrad2rgrad(x.detach(), egrad)
+    assert torch.allclose(gradient, -manifold.logmap(x.detach(), y), atol=1e-9)
+    at_one_point = manifold.dist(x, x.detach())
+    assert bool(torch.autograd.grad(at_one_point, x)[0].isfinite().all())
+
+
+def test_a_distance_says_that_it_differentiates_once():
+    x = GLQuotientInv(5, 4).random(9, 2).requires_grad_()
+    d = GLQuotientInv(5, 4).dist2(x, 1.1 * x.detach())
+    (g,) = torch.autograd.grad(d, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()

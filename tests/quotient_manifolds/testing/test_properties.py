@@ -1,0 +1,109 @@
+import pytest
+import torch
+
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
+from quotient_manifolds.testing import check_manifold
+from tests.broken_manifolds import Base
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["real", "complex"])
+@pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])
+def test_gl_quotients_pass(cls, dtype, seed):
+    torch.manual_seed(seed)
+    manifold = cls(6, 4)
+    report = check_manifold(manifold, manifold.random(2, 10, 3, dtype=dtype), seed=seed)
+    report.raise_if_failed()
+    assert len(report.checks) == 24  # none was left out
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_rescale_quotients_pass(metric):
+    manifold = RescaleQuotient(metric)
+    check_manifold(manifold, manifold.random(3, 2, 5)).raise_if_failed()
+
+
+def only_first(name):
+    """The method, right for the first point of a batch and for single points."""
+
+    def method(self, x, u):
+        found = getattr(Base, name)(self, x, u)
+        return found if x.dim() == 2 else torch.cat([found[:1], 1.1 * found[1:]])
+
+    return method
+
+
+SPOILT = {
+    "act moves representatives": {"act": lambda self, x, A: x},
+    "transport to the same point": {"transp": lambda self, x, y, v: 0 * v},
+    "a batch is its points one by one": {"egrad2rgrad": only_first("egrad2rgrad")},
+    "product is invariant": {"act": lambda self, x, A: Base.act(self, x, A) * 1.01},
+    "vertical vectors keep the product": {"vertical": lambda self, x, L: x @ L},
+    "canonical is one of the orbit": {"canonical": lambda self, x: 2 * Base.canonical(self, x)},
+    "canonical is the same for all": {"canonical": lambda self, x: x},
+    "projx leaves points alone": {"projx": lambda self, x: x + 1e-12},
+    "inner is symmetric and bilinear": {
+        "inner": lambda self, x, u, v=None, *, keepdim=False: Base.inner(self, x, u, u, keepdim=keepdim)
+    },
+    "inner is invariant": {
+        "inner": lambda self, x, u, v=None, *, keepdim=False: (
+            Base.inner(self, x, u, v, keepdim=keepdim) + 0.1 * (u * (u if v is None else v)).sum((-2, -1), keepdim)
+        )
+    },
+    "proju is a projection": {"proju": lambda self, x, u: 0.99 * Base.proju(self, x, u)},
+    "proju removes vertical vectors": {"proju": lambda self, x, u: u},
+    "horizontal ⟂ vertical": {"proju": lambda self, x, u: GLQuotientMix(self.n, self.m).proju(x, u)},
+    "proju is equivariant": {"proju": lambda self, x, u: euclidean_projection(x, u)},
+    "gradient represents the derivative": {"egrad2rgrad": lambda self, x, u: 1.01 * Base.egrad2rgrad(self, x, u)},
+    "gradient is equivariant": {"egrad2rgrad": lambda self, x, u: u},
+    "gradient: slope of the remainder": {"egrad2rgrad": lambda self, x, u: u},
+    "acceleration follows from the metric": {"acceleration": lambda self, x, u: 0.9 * Base.acceleration(self, x, u)},
+    "retraction is equivariant": {"retr": lambda self, x, u: x + u + 0.5 * u * u},
+    "retraction: slope of the error": {"retr": lambda self, x, u: x + u},
+    "exponential: slope of the error": {"expmap": lambda self, x, u: x + u},
+    "transport arrives horizontal": {"transp": lambda self, x, y, v: v},
+    "distance of orbits": {"dist": lambda self, x, y, *, keepdim=False: 1.01 * Base.dist(self, x, y, keepdim=keepdim)},
+}
+
+
+def euclidean_projection(x, u):
+    """Take away the part along the orbit, as the Euclidean metric measures it."""
+    manifold, h = GLQuotientInv(5, 4), x.shape[-1]
+    basis = torch.eye(h * h).reshape(h * h, h, h)
+    vertical = torch.stack([manifold.vertical(x, L) for L in basis]).flatten(1)
+    return u - (torch.linalg.lstsq(vertical.T, u.flatten()[:, None]).solution.T @ vertical).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_what_is_wrong_is_named(name):
+    manifold = type("Spoilt", (Base,), {**SPOILT[name], "__scaling__": Base.__scaling__.copy()})(5, 4)
+    report = check_manifold(manifold, manifold.random(2, 9, 2))
+    assert not report.ok
+    assert name in [c.name for c in report.failures]
+    with pytest.raises(AssertionError, match=name.split(" (")[0]):
+        report.raise_if_failed()
+
+
+def test_random_vectors_that_are_not_horizontal_are_named():
+    def space(self, x, differentiable):
+        found = Base._tangent_space(self, x, differentiable)
+        found.random = lambda generator=None: torch.randn_like(x)
+        return found
+
+    manifold = type("Spoilt", (Base,), {"_tangent_space": space, "__scaling__": Base.__scaling__.copy()})(5, 4)
+    assert [c.name for c in check_manifold(manifold, manifold.random(9, 2)).failures] == [
+        "random vectors are horizontal"
+    ]
+
+
+def test_orders_that_all_but_cancel():
+    x = torch.tensor([[-0.28382883390494545], [-0.44613383578155724]])
+    check_manifold(GLQuotientMix(1, 1), x, seed=17).raise_if_failed()
+
+
+def test_a_first_order_retraction_may_be_declared():
+    spoilt = {"retr": lambda self, x, u: x + u, "__scaling__": Base.__scaling__.copy()}
+    manifold = type("FirstOrder", (Base,), spoilt)(5, 4)
+    x = manifold.random(9, 2)
+    assert [c.name for c in check_manifold(manifold, x).failures] == ["retraction: slope of the error"]
+    assert check_manifold(manifold, x, retraction_order=1).ok

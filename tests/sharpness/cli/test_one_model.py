@@ -1,0 +1,87 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sharpness import cli, evaluate
+from tests import networks, spread
+
+
+def test_run_on_files(tmp_path, capsys, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    model = spread.model()
+    x, y = networks.tokens(10)
+    safetensors.save_file({"x": x, "y": y}, tmp_path / "data.safetensors")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    out = tmp_path / "out.json"
+    arguments = [
+        "run", "tests.spread:model", str(tmp_path / "data.safetensors"), "--checkpoint", str(tmp_path / "weights.pt"),
+        "--rho", "0.1", "--batch-size", "4", "--batches", "2", "--quiet", "--out", str(out), "--measure", "adaptive",
+        "gradient-norm",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--help"])
+    assert caught.value.code == 0
+    assert "torchrun" in capsys.readouterr().out
+    assert cli.main(arguments) == 2
+    assert "has no radius; leave rho out" in capsys.readouterr().err
+    assert cli.main([*arguments[:-1]]) == 0
+    assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
+    found = json.loads(out.read_text())[0]
+    batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
+    assert found["sharpness"]["0.1"] == float(evaluate(model, batches, measure="adaptive", rho=0.1))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [
+        ("tests.spread:nothing", "tests.spread:batches", "not an importable module:function"),
+        ("tests.spread:batches", "tests.spread:batches", "returned list, not a torch module"),
+        ("tests.spread:model", "nowhere.safetensors", "there is no data at nowhere.safetensors"),
+        ("no-such-model", "tests.spread:batches", "nor module:function"),
+    ],
+)
+def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    assert cli.main(["run", model, data, "--rho", "0.1", "--quiet"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    out, figures = tmp_path / "out.json", tmp_path / "figures"
+    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out), "--figures"]
+    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm"]) == 0
+    assert "drawn: " in capsys.readouterr().out
+    drawn = {p.name for p in figures.iterdir()}
+    assert drawn == {"geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"}
+    assert len(json.loads(out.read_text())) == 2
+    # What is wrong is known before any measure takes its time.
+    out.unlink()
+    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm", "--rho", "0.1"]) == 2
+    assert "has no radius; leave rho out" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main([*arguments, str(tmp_path / "file")]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main([*arguments, str(figures)]) == 2
+    assert "figures need matplotlib" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, capsys, monkeypatch):
+    def too_flat(*_, **__):
+        raise ValueError("too flat")
+
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.setattr("sharpness.plots.plot_model", too_flat)
+    out = tmp_path / "out.json"
+    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
+    assert cli.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
+    assert "no figures of geodesic-inv: too flat" in capsys.readouterr().err
+    assert len(json.loads(out.read_text())) == 1

@@ -1,0 +1,96 @@
+import gzip
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from sharpness import cli
+from sharpness.data.loading import load_examples
+from sharpness.models import ImageFormat
+from tests.pictures import COLOUR, FORMAT, png
+
+
+def test_class_folders(folder, pictures):
+    found = load_examples(str(folder), images=COLOUR)
+    assert (len(found), found.classes) == (6, ("cat", "dog"))
+    x, y = found.batch([0, 4])
+    assert y.tolist() == [0, 1]
+    for got, name in zip(x, ("cat/0.png", "dog/1.png"), strict=True):
+        expected = (pictures[name] / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
+        assert np.allclose(got.permute(1, 2, 0).numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("inside", ["", "data/train"])
+def test_zip_archives(tmp_path, folder, pictures, inside):
+    path = tmp_path / "images.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, pixels in pictures.items():
+            archive.writestr(f"{inside}/{name}".lstrip("/"), png(pixels))
+    found = load_examples(f"{path}:{inside}" if inside else str(path), images=COLOUR)
+    same = load_examples(str(folder), images=COLOUR)
+    assert found.classes == same.classes
+    for a, b in zip(found.batch(range(6)), same.batch(range(6)), strict=True):
+        assert torch.equal(a, b)
+    if inside:
+        with pytest.raises(
+            ValueError, match=r"no images CLASS/NAME below .*; name a folder in it, as .*images.zip:data"
+        ):
+            load_examples(str(path), images=COLOUR)
+
+
+def test_resizing_and_cropping(tmp_path):
+    (tmp_path / "a").mkdir()
+    wide = np.zeros((20, 40), dtype=np.uint8)
+    wide[:, 10:30] = 255  # the middle square is white
+    (tmp_path / "a" / "x.png").write_bytes(png(wide))
+    crop = ImageFormat((10, 10), (0.0,), (1.0,), channels=1, crop=True, resample="nearest")
+    x, _ = load_examples(str(tmp_path), images=crop).batch([0])
+    assert x.shape == (1, 1, 10, 10)
+    assert bool((x == 1).all())
+    squeezed = ImageFormat((10, 10), (0.0,), (1.0,), channels=1, resample="nearest")
+    x, _ = load_examples(str(tmp_path), images=squeezed).batch([0])
+    assert float(x.mean()) == pytest.approx(0.5, abs=0.11)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_idx_files(tmp_path, packed):
+    rng = np.random.default_rng(0)
+    pixels, labels = rng.integers(0, 256, (5, 8, 8), dtype=np.uint8), np.arange(5, dtype=np.uint8)
+    for name, array in (("images-idx3-ubyte", pixels), ("labels-idx1-ubyte", labels)):
+        head = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+        data = head + array.tobytes()
+        (tmp_path / f"t-{name}{'.gz' * packed}").write_bytes(gzip.compress(data) if packed else data)
+    path = tmp_path / f"t-images-idx3-ubyte{'.gz' * packed}"
+    x, y = load_examples(str(path), images=FORMAT).batch([1, 3])
+    assert y.tolist() == [1, 3]
+    assert np.allclose(x[:, 0].numpy(), (pixels[[1, 3]] / 255 - 0.25) / 0.5, atol=1e-6)
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(ValueError, match="is no readable idx file"):
+        load_examples(str(path), images=FORMAT)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_run_on_images(folder, tmp_path, capsys, monkeypatch):
+    (tmp_path / "image_network.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 2)).float()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    command = [
+        "run",
+        "image_network:model",
+        str(folder),
+        "--measure",
+        "adaptive",
+        "--rho",
+        "0.05",
+        "--steps",
+        "2",
+        "--quiet",
+    ]
+    assert cli.main(command) == 2
+    assert "give size, mean, std" in capsys.readouterr().err
+    assert cli.main([*command, "--image-size", "8", "--mean", "0.5", "0.5", "0.5", "--std", "1"]) == 0
+    assert "adaptive sharpness of Sequential" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from sharpness.data import DataChoice, TextColumns
+from sharpness.data.examples import choose
+from sharpness.data.loading import load_examples
+from sharpness.models import LoadedModel
+from tests.pictures import COLOUR, FORMAT, Words
+
+
+def test_batches(folder):
+    mine = LoadedModel(torch.nn.Identity(), "function", images=COLOUR)
+    batches = DataChoice(str(folder), batch_size=2, num_examples=5, subset_seed=3).load(mine)
+    order = choose(6, 5, 3)
+    assert [len(y) for _, y in batches] == [2, 2, 1]
+    assert torch.cat([y for _, y in batches]).tolist() == [i // 3 for i in order]
+
+
+def test_what_is_wrong_is_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no data at"):
+        load_examples(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="does not say what it expects; give size, mean, std"):
+        load_examples(str(folder))
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"the class folder empty of .* holds no image"):
+        load_examples(str(folder), images=COLOUR)
+    (folder / "empty").rmdir()
+    broken = folder / "cat" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"the image cat/0.png cannot be read .*; remove it or replace it"):
+        load_examples(str(folder), images=COLOUR).batch([0])
+    (tmp_path / "a.zip").write_bytes(b"no zip")
+    with pytest.raises(ValueError, match="is no readable zip archive"):
+        load_examples(str(tmp_path / "a.zip"), images=COLOUR)
+    (tmp_path / "x-images-idx3-ubyte").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="needs its labels beside it, in x-labels-idx1-ubyte"):
+        load_examples(str(tmp_path / "x-images-idx3-ubyte"), images=FORMAT)
+    table = tmp_path / "t.tsv"
+    for content, columns, message in (
+        (b"text\tlabel\nfine\t0\n\xff\xfe\t1\n", TextColumns(), r"line 3 of .*t.tsv is not UTF-8"),
+        (b"text\tlabel\nfine\t0\n", TextColumns("words"), r"no column 'words'; it has text, label"),
+        (b"text\tlabel\nfine\n", TextColumns(), r"row 1 of .*t.tsv has 1 columns, not 2"),
+        (b"text\tlabel\n", TextColumns(), "has no rows"),
+        (b"text\tlabel\nfine\tmaybe\n", TextColumns(), r"the label 'maybe', which stands for no class .*--label-map"),
+        (
+            b"text\tlabel\nfine\tmaybe\n",
+            TextColumns(label_map={"yes": 1}),
+            r"'maybe', which stands for no class \(yes\)",
+        ),
+    ):
+        table.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_examples(str(table), text=columns, tokenizer=Words())
+    with pytest.raises(ValueError, match="the model has no tokenizer"):
+        load_examples(str(table))
+    lines = tmp_path / "t.jsonl"
+    for content, message in ((b"{}\nno\n", "line 2 of .* is no JSON"), (b"3\n", "line 1 of .* is no JSON object")):
+        lines.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_examples(str(lines), tokenizer=Words())
+    lines.write_text('{"text": "a\\u2028b", "label": 1}\n{"label": 0}\n'.replace("\\u2028", "\u2028"))
+    with pytest.raises(ValueError, match=r"row 2 of .* has no column 'text'; it has label"):
+        load_examples(str(lines), tokenizer=Words())
+    with pytest.raises(ValueError, match="which chooses its examples itself"):
+        DataChoice("module:function", num_examples=3).load(LoadedModel(torch.nn.Identity(), "function"))

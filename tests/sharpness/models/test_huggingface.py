@@ -1,0 +1,94 @@
+import json
+
+import pytest
+import torch
+
+from sharpness import cli
+from sharpness.models import load
+from tests import architectures, networks
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bert", "vit", "llama", "t5", "clip", "whisper", "gpt2"])
+def test_a_transformers_folder(name, tmp_path, capsys):
+    model, _ = architectures.transformers_model(name, "eager")
+    model.save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert type(loaded.model) is type(model)
+    assert not loaded.model.training
+    loaded.model(**loaded.example)
+    assert cli.main(["symmetries", str(tmp_path), "--verify"]) == 0
+    printed = capsys.readouterr().out
+    assert "pairs, largest relative change of an output" in printed
+    assert "NOT A SYMMETRY" not in printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_image_format_of_a_transformers_folder(tmp_path):
+    networks.vit().save_pretrained(tmp_path)
+    assert load(str(tmp_path)).images is None
+    settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5], "image_std": [0.25], "resample": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    found = load(str(tmp_path)).images
+    assert (found.size, found.mean, found.std, found.channels, found.crop, found.resample) == (
+        (8, 8), (0.5,), (0.25,), 1, False, "bilinear",
+    )  # fmt: skip
+    settings |= {"do_center_crop": True, "size": {"shortest_edge": 12}, "crop_size": {"height": 8, "width": 8}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert load(str(tmp_path)).images.crop
+
+
+@pytest.fixture
+def bert(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(num_hidden_layers=2, **size))
+    model.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def changed(folder, **entries):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, capsys):
+    """Each of these was measured with random weights, exit code 0."""
+    from safetensors.torch import load_file, save_file
+
+    sound, weights = (bert / "config.json").read_text(), load_file(bert / "model.safetensors")
+    assert load(str(bert)).model.config.num_hidden_layers == 2
+    for entries, words in (
+        ({"num_hidden_layers": 1}, "they have besides bert.encoder.layer.1.attention.output.LayerNorm.bias"),
+        ({"num_hidden_layers": 3}, "they lack bert.encoder.layer.2.attention.output.LayerNorm.bias"),
+        ({"architectures": ["BertForTokenClassification"], "num_labels": 7}, "other shapes than config.json"),
+        ({"architectures": ["BertForMaskedLM"]}, "they lack cls.predictions"),
+        ({"hidden_size": 32}, "have other shapes than config.json says"),
+        ({"hidden_size": "x"}, "cannot be loaded as BertForSequenceClassification"),
+        ({"num_hidden_layers": 10**12}, "asks for num_hidden_layers = 1000000000000, more than can be built"),
+        ({"architectures": [3]}, "names the architecture 3, which transformers does not have"),
+    ):
+        changed(bert, **entries)
+        with pytest.raises(ValueError, match=words):
+            load(str(bert))
+        assert cli.main(["symmetries", str(bert)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        (bert / "config.json").write_text(sound)
+    half = {k: v for i, (k, v) in enumerate(weights.items()) if i % 2}
+    save_file(half, bert / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"they lack .* and .* more"):
+        load(str(bert))
+    headless = {k: v for k, v in weights.items() if not k.startswith("classifier")}
+    save_file(headless, bert / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"they lack classifier.bias, classifier.weight; a model with random"):
+        load(str(bert))
+
+
+def test_files_beside_the_weights_that_cannot_be_read(bert):
+    (bert / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"the tokenizer in .*bert cannot be read"):
+        _ = load(str(bert)).tokenizer
+    (bert / "preprocessor_config.json").write_text('{"size": {}, "image_mean": 1}')
+    with pytest.raises(ValueError, match=r"preprocessor_config.json does not say how images are made ready"):
+        load(str(bert))

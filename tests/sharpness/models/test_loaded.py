@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from sharpness.models import load
+
+
+@pytest.fixture
+def soup(tmp_path):
+    """A checkpoint as those of the public "model soups": half precision, left-overs of the text tower, a head."""
+    open_clip = pytest.importorskip("open_clip")
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    clip = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None)
+    head = torch.nn.Linear(512, 10)
+    state = {"module.model." + k: v.half() for k, v in clip.state_dict().items() if not k.startswith("transformer.")}
+    state |= {"module.classification_head." + k: v.half() for k, v in head.state_dict().items()}
+    torch.save(state, tmp_path / "model_0.pt")
+    return tmp_path / "model_0.pt", clip.eval(), head
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_soups_checkpoint(soup, tmp_path):
+    path, clip, head = soup
+    loaded = load("ViT-B-32-quickgelu", str(path))
+    x = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        f = clip.encode_image(x)
+        expected = head(f / f.norm(dim=-1, keepdim=True))
+        assert torch.allclose(loaded.model(x), expected, atol=1e-2)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.images.size == (224, 224)
+    assert loaded.images.crop
+    assert loaded.images.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+    with pytest.raises(ValueError, match="uses QuickGELU: name the model ViT-B-32-quickgelu"):
+        load("ViT-B-32", str(path))
+    torch.save({"weight": head.weight.detach()}, tmp_path / "head.pt")
+    torch.save(clip.state_dict(), tmp_path / "clip.pt")
+    zero_shot = load("ViT-B-32-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
+    with torch.no_grad():
+        assert torch.allclose(zero_shot.model(x) + head.bias, expected, atol=1e-5)
+    torch.save({"model.visual.proj": torch.zeros(3, 3), "classification_head.weight": head.weight}, path)
+    with pytest.raises(ValueError, match="are not those of"):
+        load("ViT-B-32-quickgelu", str(path))
+    torch.save({"other": torch.zeros(3, 3)}, tmp_path / "head.pt")
+    with pytest.raises(ValueError, match=r"has no matrix weight \(classes × features\) for the head"):
+        load("ViT-B-32-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timm_with_another_number_of_classes(tmp_path):
+    import timm
+
+    torch.set_default_dtype(torch.float32)
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=7)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    loaded = load("vit_tiny_patch16_224", str(tmp_path / "weights.pt"))
+    assert loaded.model.head.weight.shape[0] == 7
+    assert loaded.images.size == (224, 224)
+    assert len(loaded.images.mean) == 3

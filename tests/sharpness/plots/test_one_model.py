@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+from torch import nn
+
+import sharpness
+from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
+from sharpness import LayerShare, LayerShares, Profile, plots
+from tests import networks
+
+
+def test_profile():
+    found = Profile("geodesic-inv", (-1.0, 0.0, 1.0), {"exact": (2.0, 1.0, 3.0), "first-order": (2.5, 1.0, 3.5)}, 0.5)
+    (axes,) = plots.plot_profile(found).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines["geodesic (exact)"].get_ydata()) == [2.0, 1.0, 3.0]
+    assert list(lines["straight line"].get_ydata()) == [2.5, 1.0, 3.5]
+    (shade,) = [p for p in axes.patches if p.get_label().startswith("length of the direction")]
+    corners = shade.get_patch_transform().transform(shade.get_path().vertices)[:, 0]
+    assert (corners.min(), corners.max()) == (-0.5, 0.5)
+    assert lines["straight line"].get_linestyle() != lines["geodesic (exact)"].get_linestyle()
+
+
+def test_layers():
+    shares = LayerShares(
+        [LayerShare("a.0", "qk", 0, 0.1), LayerShare("a.0", "qk", 1, 0.2), LayerShare("a.0", "vo", 0, 0.3),
+         LayerShare("head", "weights", None, 0.4)]
+    )  # fmt: skip
+    axes = plots.plot_layers(shares).axes[0]
+    np.testing.assert_allclose(
+        axes.images[0].get_array().filled(np.nan), [[10, 20, 30, np.nan], [np.nan, np.nan, np.nan, 40]]
+    )
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["a.0", "head"]
+
+
+def test_spectra():
+    found = spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2)))
+    qk, vo, last = plots.plot_spectra(found).axes
+    assert len(qk.lines) == len(vo.lines) == 2
+    np.testing.assert_allclose(qk.lines[0].get_ydata(), found[0].product)
+    by_label = {line.get_label(): line.get_ydata() for line in last.lines}
+    np.testing.assert_allclose(by_label["G"], [s.min_singular_value_G for s in found])
+    np.testing.assert_allclose(by_label["GHᵀ"], [s.product[-1] for s in found])
+    with pytest.raises(ValueError, match="no pairs to draw"):
+        plots.plot_spectra([])
+
+
+def test_everything_of_a_model(tmp_path):
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=[0.01, 0.05], progress=False)
+    drawn = plots.plot_model(model, batch, result, tmp_path / "figures")
+    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(len(batch[1]))
+        return nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
+
+    plots.plot_model(model, batch, result, tmp_path / "figures", loss_fn, micro_batch=5)
+    assert set(seen) == {5, 2}
+    gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
+    with pytest.raises(KeyError, match="keep_directions"):
+        plots.plot_model(model, batch, gone, tmp_path)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
+    assert len(plots.plot_model(plain, batch, flat, tmp_path, suffix="svg")) == 2
+
+
+def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)
+    drawn = {}
+    monkeypatch.setattr("sharpness.plots.one_model.plot_profile", lambda found, path: drawn.update(profile=found))
+    monkeypatch.setattr("sharpness.plots.one_model.plot_layers", lambda found, path: drawn.update(layers=found))
+    plots.plot_model(model, batch, result, tmp_path)
+    assert drawn["profile"].radius == pytest.approx(0.05)
+    assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
+    with pytest.raises(ValueError, match="no shares to draw"):
+        plots.plot_layers(LayerShares())

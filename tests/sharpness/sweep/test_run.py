@@ -1,0 +1,325 @@
+import errno
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sharpness import cli
+from sharpness.sweep import read_config, run_sweep
+from tests import networks
+from tests.sweeps import rows_of
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_finished_jobs_are_not_done_again(place, monkeypatch):
+    sweep = read_config("sweep.json")
+    assert run_sweep(sweep, "out", progress=False) == []
+    before = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
+    assert run_sweep(sweep, "out", progress=False) == []
+    assert before == {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
+    config = json.loads(Path("sweep.json").read_text())
+    config["measures"].append("gradient-norm")
+    Path("more.json").write_text(json.dumps(config))
+    assert run_sweep(read_config("more.json"), "out", progress=False) == []
+    after = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
+    assert before.items() < after.items()
+    assert len(after) == len(before) + 4
+    config["steps"] = 5
+    Path("other.json").write_text(json.dumps(config))
+    assert rows_of("out", "other.json") == [r for r in rows_of("out") if r["kind"] != "sharpness"]
+
+
+def test_shards_give_the_same_rows(place):
+    sweep = read_config("sweep.json")
+    run_sweep(sweep, "whole", progress=False)
+    for i in (3, 1, 2):
+        assert cli.main(["sweep", "sweep.json", "--out", "parts", "--shard", f"{i}/3", "--quiet"]) == 0
+    assert rows_of("whole") == rows_of("parts")
+
+
+def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
+    Path("collection/net1.pt").write_bytes(b"no checkpoint")
+    torch.save({"0.weight": torch.zeros(2, 2)}, "collection/net2.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    err = capsys.readouterr().err
+    assert "sharpness: net1.pt, fit: collection/net1.pt is no plain state dict of tensors" in err
+    assert "net2.pt, adaptive: the weights in collection/net2.pt are not those of Sequential" in err
+    assert "Traceback" not in err
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}
+    torch.manual_seed(1)
+    torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "collection/net1.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
+
+
+def start(place, *arguments, torchrun=0):
+    command = [sys.executable, "-W", "ignore"]
+    if torchrun:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
+    command += ["-m", "sharpness", "sweep", "sweep.json", "--out", *arguments, "--quiet"]
+    settings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{place}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=place, env=settings, stderr=subprocess.PIPE, start_new_session=True)
+
+
+@pytest.mark.xdist_group("torchrun")
+def test_torchrun_gives_the_same_rows(place):
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    process = start(place, "spread", torchrun=2)
+    assert process.wait(120) == 0, process.stderr.read().decode()
+    process.stderr.close()
+    assert rows_of("whole") == rows_of("spread")
+
+
+MOMENTS = int(os.environ.get("FUZZ_KILLS", "4"))
+
+
+def _sweep_here(place):
+    os.chdir(place)
+    sys.path.insert(0, str(place))
+    torch.set_num_threads(1)
+    run_sweep(read_config("sweep.json"), "killed", progress=False)
+
+
+def longer(place):
+    config = json.loads(Path("sweep.json").read_text())
+    config["rho"] = {"adaptive": [0.1 * k for k in range(1, 9)], "euclidean": [0.01 * k for k in range(1, 9)]}
+    Path("sweep.json").write_text(json.dumps(config))
+    began = time.monotonic()
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    return time.monotonic() - began
+
+
+def test_killed_at_random_moments(place):
+    """SIGKILL again and again while jobs are written; what is left is finished by the next call."""
+    duration, random = longer(place), np.random.default_rng(0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sharpness.sweep"])
+    killed = 0
+    for moment in random.uniform(0, 1.2 * duration, MOMENTS):
+        process = context.Process(target=_sweep_here, args=(place,))
+        process.start()
+        limit = time.monotonic() + 60
+        while not Path("killed/jobs").is_dir() and process.is_alive() and time.monotonic() < limit:
+            time.sleep(0.001)
+        process.join(moment)
+        killed += process.is_alive()
+        process.kill()
+        process.join()
+        if len(list(Path("killed/jobs").glob("*.json"))) == len(list(Path("whole/jobs").glob("*.json"))):
+            shutil.rmtree("killed")
+    assert killed >= MOMENTS // 4
+    assert run_sweep(read_config("sweep.json"), "killed", progress=False) == []
+    assert rows_of("killed") == rows_of("whole")
+
+
+def test_a_disk_that_is_full_at_random_moments(place, monkeypatch, capsys):
+    """Every write, flush and move may find no space; the file is named, and nothing that was finished is lost."""
+    longer(place)
+    random, calls = np.random.default_rng(0), itertools.count()
+    fails_at = math.inf
+    write_text, replace, fsync = Path.write_text, Path.replace, os.fsync
+
+    def full(original):
+        def call(path, *arguments, **options):
+            if next(calls) == fails_at:
+                if original is write_text:
+                    original(path, "{", encoding="utf-8")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "write_text", full(write_text))
+    monkeypatch.setattr(Path, "replace", full(replace))
+    monkeypatch.setattr(os, "fsync", full(fsync))
+    for moment in random.integers(0, 40, MOMENTS):
+        calls = itertools.count()
+        fails_at = int(moment)
+        kept = {p.name: p.read_bytes() for p in Path("killed/jobs").glob("*.json")}
+        if cli.main(["sweep", "sweep.json", "--out", "killed", "--quiet"]) == 0:  # there was no such write any more
+            shutil.rmtree("killed")
+            continue
+        assert re.search(r"No space left on device: 'killed/.*'", capsys.readouterr().err)
+        found = {p.name: p.read_bytes() for p in Path("killed/jobs").glob("*.json")}
+        assert kept.items() <= found.items()
+        assert not [p for p in Path("killed").rglob(".sharpness-*")]
+    fails_at = math.inf
+    assert cli.main(["sweep", "sweep.json", "--out", "killed", "--quiet"]) == 0
+    assert rows_of("killed") == rows_of("whole")
+
+
+def test_a_garbled_job_is_done_again(place):
+    run_sweep(read_config("sweep.json"), "out", progress=False)
+    whole = rows_of("out")
+    junk = (b"", b"{", b"[1]", b"\xff", b'{"rows": 3}')
+    for path, content in zip(sorted(Path("out/jobs").glob("*.json")), junk, strict=False):
+        path.write_bytes(content)
+    assert len(rows_of("out")) < len(whole)
+    assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
+    assert rows_of("out") == whole
+
+
+BAD = """
+import torch
+from torch import nn
+from sweepmodel import model as sound
+
+class Odd(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(6, 3), error
+
+    def forward(self, x):
+        raise self.error("odd")
+
+"""
+
+
+def test_whatever_one_model_raises_the_others_go_on(place, capsys):
+    kinds = ("TypeError", "AttributeError", "AssertionError", "RecursionError", "ZeroDivisionError")
+    Path("bad.py").write_text(BAD + "".join(f"def {k.lower()}():\n    return Odd({k})\n\n" for k in kinds))
+    for k in kinds:
+        torch.save(nn.Sequential(nn.Linear(6, 3)).state_dict(), f"{k}.pt")
+        weights = {name.replace("0.", "layer."): v for name, v in torch.load(f"{k}.pt").items()}
+        torch.save(weights, f"{k}.pt")
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3)}, "cut.safetensors")
+    Path("cut.safetensors").write_bytes(Path("cut.safetensors").read_bytes()[:20])
+    config = json.loads(Path("sweep.json").read_text())
+    config["checkpoints"] += [{"path": f"{k}.pt", "model": f"bad:{k.lower()}"} for k in kinds]
+    config["checkpoints"].append({"path": "cut.safetensors", "model": "sweepmodel:model"})
+    Path("bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "out", "--quiet"]) == 1
+    err = capsys.readouterr().err
+    assert "cut.safetensors is not a readable safetensors file" in err
+    for k in kinds:
+        assert f"{k}.pt, adaptive: {k}: odd" in err
+    run_sweep(read_config("sweep.json"), "sound", progress=False)
+    assert [r for r in rows_of("out", "bad.json") if r["checkpoint"].startswith("net")] == rows_of("sound")
+
+
+@pytest.mark.xdist_group("torchrun")
+def test_a_killed_rank_ends_the_others(place):
+    config = json.loads(Path("sweep.json").read_text())
+    config["rho"] = {"adaptive": [0.01 * k for k in range(1, 30)], "euclidean": 0.05}
+    config |= {"steps": 40, "relative_tol": 0}
+    Path("sweep.json").write_text(json.dumps(config))
+    process = start(place, "out", torchrun=2)
+    limit = time.monotonic() + 60
+    while not Path("out/jobs").is_dir() and time.monotonic() < limit:
+        time.sleep(0.02)
+    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    ranks = [int(line.split()[0]) for line in listing.stdout.splitlines() if "sharpness" in line]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert process.wait(60) != 0
+    process.stderr.close()
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    assert len(rows_of("out")) < len(rows_of("whole"))
+    assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
+    assert rows_of("out") == rows_of("whole")
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __reduce__(self):
+        return (os.system, ("touch executed",))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bert_folders_good_and_bad(place, capsys):
+    from reproduction.pretrain import wordpiece
+
+    words = ["good film", "bad film", "dull film"] * 3
+    names = {"good": 0, "bad": 1, "dull": 2}
+    tokenizer = wordpiece(["a", "b", "c"], 20, length=16)  # the tiny network knows few tokens
+    for folder in ("good", "wordless", "narrow", "nameless"):
+        model = networks.bert(layers=1)
+        model.config.label2id = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2} if folder == "nameless" else names
+        if folder == "narrow":
+            model.classifier = nn.Linear(model.config.hidden_size, 2)
+            model.num_labels = model.config.num_labels = 2
+            model.config.label2id = names
+        model.save_pretrained(place / "berts" / folder)
+        if folder != "wordless":
+            tokenizer.save_pretrained(place / "berts" / folder)
+    (place / "berts" / "pickled").mkdir()
+    (place / "berts" / "pickled" / "config.json").write_text((place / "berts/good/config.json").read_text())
+    torch.save(Payload(), place / "berts" / "pickled" / "pytorch_model.bin")
+    (place / "texts.tsv").write_text("text\tlabel\n" + "".join(f"{w}\t{w.split()[0]}\n" for w in words))
+    config = {"checkpoints": "berts/*", "data": "texts.tsv", "measures": ["geodesic-inv"], "rho": 0.05, "steps": 2,
+              "baselines": False}  # fmt: skip
+    (place / "berts.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "berts.json", "--out", "b", "--quiet"]) == 1
+    said = {line.split()[1]: line for line in capsys.readouterr().err.splitlines() if line.startswith("sharpness:")}
+    assert [r["checkpoint"] for r in rows_of("b", "berts.json")] == ["good"], said
+    assert rows_of("b", "berts.json")[0]["sharpness"] > 0
+    assert set(said) == {"wordless,", "narrow,", "nameless,", "pickled,"}
+    assert "the model has no tokenizer: put one into its folder" in said["wordless,"]
+    assert "'good', which stands for no class (label_0, label_1); say what labels mean" in said["narrow,"]
+    assert "'good', which stands for no class (label_0, label_1, label_2); say what labels mean" in said["nameless,"]
+    assert "berts/pickled holds pickled objects other than tensors" in said["pickled,"]
+    assert not Path("executed").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_soups_checkpoints_good_and_pickled(place, capsys):
+    open_clip = pytest.importorskip("open_clip")
+    from PIL import Image
+
+    torch.manual_seed(0)
+    visual = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None).visual
+    head = nn.Linear(512, 2)
+    state = {f"model.visual.{k}": v for k, v in visual.state_dict().items()} | {"model.logit_scale": torch.ones(())}
+    (place / "soups").mkdir()
+    torch.save(state | {f"classification_head.{k}": v for k, v in head.state_dict().items()}, "soups/model_0.pt")
+    torch.save({"weights": Payload()}, "soups/model_1.pt")
+    for c, shade in (("cat", 40), ("dog", 200)):
+        (place / "pictures" / c).mkdir(parents=True)
+        Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
+    config = {"checkpoints": [{"path": "soups/*.pt", "model": "ViT-B-32-quickgelu"}], "data": "pictures",
+              "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
+    (place / "soups.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
+    rows = rows_of("s", "soups.json")
+    assert [(r["checkpoint"], r["kind"]) for r in rows] == [("model_0.pt", "baselines"), ("model_0.pt", "sharpness")]
+    assert rows[0]["relative_flatness"] > 0
+    assert rows[1]["sharpness"] > 0
+    assert "soups/model_1.pt is no plain state dict of tensors" in capsys.readouterr().err
+    assert not Path("executed").exists()
+
+
+def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
+    config = json.loads(Path("sweep.json").read_text())
+    config |= {"checkpoints": [{"path": "collection/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
+    (place / "bad.tsv").write_bytes(b"text\tlabel\nna\xefve\t1\n")
+    (place / "bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
+    assert len(lines) == 6  # the fit, the baselines, and two measures with two settings each
+    assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
+    config["data"] = {"source": "empty", "image_size": 2, "mean": [0.5] * 3, "std": [0.5] * 3}
+    (place / "empty" / "cat").mkdir(parents=True)
+    (place / "bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    assert "the class folder cat of empty holds no image" in capsys.readouterr().err
+    (place / "empty" / "cat" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n cut off")
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    assert "the image cat/0.png cannot be read" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+import math
+
+import pytest
+import torch
+
+from sharpness.ascent import auto_pgd, checkpoints, power
+from sharpness.balls import CubeBall, RoundBall
+from tests.functions import both, problem, shifted
+
+
+def plain_auto_pgd(f, start, radius, steps):
+    """Algorithm 1 of Croce and Hein (2020), L2, line by line, with explicit projections."""
+
+    def project(x):
+        norm = x.norm()
+        return x * (radius / norm) if norm > radius else x
+
+    marks, p0, p1 = [], 0, 22
+    while p1 <= 100:
+        marks.append(math.ceil(p1 * steps / 100 - 1e-9))
+        p0, p1 = p1, p1 + max(p1 - p0 - 3, 6)
+    eta, x, x_prev = 2 * radius, start, start
+    value, g = both(f, x)
+    best, best_value, best_g = x, value, g
+    values, etas, bests, last = [value], [eta], [best_value], 0
+    for k in range(steps):
+        z = project(x + eta * g / (g.norm() + 1e-12))
+        alpha = 1.0 if k == 0 else 0.75
+        x, x_prev = project(x + alpha * (z - x) + (1 - alpha) * (x - x_prev)), x
+        value, g = both(f, x)
+        values.append(value)
+        rises = values[-1] > values[-2]
+        etas.append(eta)
+        if value > best_value:
+            best, best_value, best_g = x, value, g
+        bests.append(best_value)
+        etas[-1] = (eta, rises)
+        if k + 1 in marks:
+            count = sum(e[1] for e in etas[last + 1 : k + 2])
+            one = count < 0.75 * (k + 1 - last)
+            before = etas[last][0] if isinstance(etas[last], tuple) else etas[last]
+            two = before == eta and bests[last] == best_value
+            if one or two:
+                eta, x, x_prev, g = eta / 2, best, best, best_g
+                values[-1] = best_value
+            last = k + 1
+    return best, best_value
+
+
+def test_checkpoints():
+    assert checkpoints(20) == [5, 9, 12, 14, 16, 18, 19, 20]
+    assert checkpoints(100) == [22, 41, 57, 70, 80, 87, 93, 99]
+    assert checkpoints(1)[-1] == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("steps", [1, 2, 7, 20, 60])
+def test_equals_the_algorithm_written_out(seed, steps):
+    f, start = problem(seed), 0.1 * torch.randn(20)
+    found = auto_pgd(f, start, RoundBall(1.5), steps)
+    point, value = plain_auto_pgd(f, start, 1.5, steps)
+    torch.testing.assert_close(found.value, value)
+    torch.testing.assert_close(found.point, point)
+
+
+def test_the_best_iterate_and_its_value_belong_together():
+    f = problem(1)
+    found = auto_pgd(f, torch.zeros(20), RoundBall(2.0), 30, first=both(f, torch.zeros(20)))
+    assert found.value == f(found.point, None)
+    assert found.value == max(found.history)
+    assert len(found.history) == 31
+    assert found.point.norm() <= 2 * (1 + 1e-12)
+
+
+def test_quadratics_are_maximised():
+    A = torch.diag(torch.tensor([3.0, 1.0, 0.5]))
+
+    def f(x, out):
+        if out is not None:
+            torch.mv(A, x, out=out)
+        return float(0.5 * x @ A @ x)
+
+    found = auto_pgd(f, torch.tensor([0.1, 0.1, 0.1]), RoundBall(2.0), 100)
+    assert found.value == pytest.approx(0.5 * 3 * 4, rel=1e-6)
+
+
+def test_calls_one_function_a_step_and_no_gradient_at_the_last():
+    calls = []
+    f = problem(0)
+
+    def counted(x, out):
+        calls.append(out is not None)
+        return f(x, out)
+
+    shown = []
+    auto_pgd(counted, torch.zeros(20), RoundBall(1.0), 6, callback=lambda *v: shown.append(v))
+    assert calls == [True] * 6 + [False]
+    assert len(shown) == 6
+
+
+def plain_power(f, radius, steps):
+    """The power method of the docstring with explicit norms, from the origin."""
+
+    def onto(x):
+        return x * (radius / x.norm())
+
+    value, g = both(f, torch.zeros(20))
+    values = [value]
+    best_x = best_g = other = None
+    best, omega = -math.inf, 1.0
+    for _ in range(steps):
+        y = onto(g if best_x is None else best_g)
+        if other is not None:
+            y = onto(y + 0.25 * (best_x - other))
+        x = y if omega == 1 else onto(omega * y + (1 - omega) * best_x)
+        value, g = both(f, x)
+        values.append(value)
+        if value > best:
+            other, best_x, best_g, best, omega = best_x, x, g, value, min(1.0, 1.2 * omega)
+        else:
+            other, omega = None, omega / 2
+    return values, best_x
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("radius", [0.5, 2.0])
+def test_power_equals_the_algorithm_written_out(seed, radius):
+    f = shifted(seed)
+    # Both amplify rounding over many steps wherever the path is unstable.
+    found = power(f, torch.zeros(20), RoundBall(radius), 15)
+    values, point = plain_power(f, radius, 15)
+    torch.testing.assert_close(torch.tensor(found.history), torch.tensor(values), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.point, point, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ball", [RoundBall(0.5), CubeBall(0.1)], ids=["round", "cube"])
+@pytest.mark.parametrize("ascend", [power, auto_pgd])
+@pytest.mark.parametrize("seed", range(3))
+def test_tolerance_ends_an_ascent_near_its_maximum(ball, ascend, seed):
+    f, zero = shifted(seed), torch.zeros(20)
+    full = ascend(f, zero, ball, 300)
+    short = ascend(f, zero, ball, 300, relative_tol=1e-3)
+    assert short.converged
+    assert full.converged is None
+    assert len(short.history) < 290 < len(full.history)
+    base = f(zero, None)
+    assert short.value - base > 0.99 * (full.value - base)
+    value, g = both(f, short.point)
+    assert value == short.value
+    assert short.fw_gap == pytest.approx(ball.linear_max(g) - float(g @ short.point), rel=1e-6, abs=1e-12)
+    assert short.fw_gap <= 1e-3 * (short.value - base) + 1e-12
+    assert ascend(f, zero, ball, 300, relative_tol=0.3).value < short.value
+    for found in (full, short):
+        assert ball.norm(found.point) <= ball.radius * (1 + 1e-9)
+
+
+def test_more_steps_of_the_power_method_continue_fewer():
+    f = shifted(3)
+    long = power(f, torch.zeros(20), RoundBall(2.0), 40)
+    short = power(f, torch.zeros(20), RoundBall(2.0), 12)
+    assert long.history[:13] == short.history
+
+
+@pytest.mark.parametrize("ascend", [power, auto_pgd])
+def test_a_start_on_the_surface_counts_with_its_value(ascend):
+    f, ball = shifted(1), RoundBall(1.0)
+    best = power(f, torch.zeros(20), ball, 200).point
+    start = best.clone()
+    found = ascend(f, start, ball, 3)
+    assert found.value >= f(best, None)
+    torch.testing.assert_close(start, best)  # without buffers it is copied
+
+
+def test_a_maximum_at_the_centre():
+    """The gradient points straight back, and halfway between opposite points there is no direction."""
+
+    def f(x, out):
+        if out is not None:
+            out.copy_(-2 * x)
+        return -float(x @ x)
+
+    for ascend in (power, auto_pgd):
+        found = ascend(f, torch.tensor([0.6, -0.8]), RoundBall(1.0), 8)
+        assert bool(found.point.isfinite().all())
+        assert found.value <= 0

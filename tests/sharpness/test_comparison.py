@@ -1,0 +1,84 @@
+"""Rankings at comparable radii; rows as files; tables and figures of a sweep."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from sharpness.comparison import common_increases, compare, curves, formatted
+from sharpness.rows import targets
+from sharpness.statistics import kendall_difference
+from tests.studies import study
+
+
+def test_every_radius_has_the_tau_of_its_column():
+    rows = study()
+    found = compare(rows, resamples=50)
+    goal = targets(rows)
+    line = next(r for r in found if r.quantity == "adaptive" and r.choice == "ρ" and r.rho == 0.5)
+    values = [next(r["sharpness"] for r in rows if r["checkpoint"] == m and r.get("rho") == 0.5) for m in line.models]
+    assert line.values == tuple(values)
+    assert line.tau.value == pytest.approx(scipy.stats.kendalltau(values, [goal[m] for m in line.models]).statistic)
+    assert line.loss_increase == np.median(values)
+    assert next(r for r in found if r.quantity == "adaptive" and r.choice == "paper").rho == 0.5
+    best = next(r for r in found if r.quantity == "adaptive" and r.choice == "best")
+    assert abs(best.tau.value) == max(
+        abs(r.tau.value) for r in found if r.quantity == "adaptive" and r.choice == "ρ"
+    )  # fmt: skip
+    assert {r.quantity for r in found} >= {"train_loss", "weight_norm", "adaptive, statistic = average"}
+
+
+def test_a_matched_increase_makes_equal_quantities_equal():
+    """The two measures differ by their unit of length alone: no difference at a matched increase, one at a radius."""
+    rows = study()
+    found = [r for r in compare(rows, resamples=50) if r.choice == "matched_increase"]
+    assert len(found) == 6
+    for r in found:
+        assert np.median(r.values) == pytest.approx(r.loss_increase, rel=0.02)
+        if r.quantity == "geodesic-inv":
+            assert (r.difference.value, r.difference.low, r.difference.high) == (0, 0, 0)
+    same_radius = {r.quantity: r.tau.value for r in compare(rows, resamples=50) if r.choice == "ρ" and r.rho == 0.5}
+    assert same_radius["adaptive"] != {r.quantity: r for r in found}["geodesic-inv"].tau.value
+
+
+def test_a_measure_that_no_model_has_at_every_radius_is_left_out():
+    rows = [{**r, "rho": r["rho"] + 1e-3 * int(r["checkpoint"][1:])} if "rho" in r else r for r in study()]
+    assert {r.choice for r in compare(rows, resamples=5)} == {"–"}
+
+
+def test_common_increases_lie_in_all_ranges():
+    found = [c for c in curves(study()) if not c.ablation]
+    increases = common_increases(found)
+    assert increases == sorted(increases)
+    assert all(
+        c.medians.min() <= r * (1 + 1e-9) and r <= c.medians.max() * (1 + 1e-9) for c in found for r in increases
+    )
+    far = [r for r in study() if r.get("measure") != "geodesic-inv" or r["rho"] == 0.01]
+    assert common_increases([c for c in curves(far) if not c.ablation]) == []
+
+
+def test_difference_of_tau_resamples_both_together():
+    rng = np.random.default_rng(0)
+    y = rng.normal(size=40)
+    x, other = y + 0.1 * rng.normal(size=40), rng.normal(size=40)
+    found = kendall_difference(x, other, y)
+    assert found.value == pytest.approx(
+        scipy.stats.kendalltau(x, y).statistic - scipy.stats.kendalltau(other, y).statistic
+    )  # fmt: skip
+    assert 0.3 < found.low < found.value < found.high
+    assert kendall_difference(x, x, y).high == 0
+
+
+def test_too_few_models_with_a_target():
+    with pytest.raises(ValueError, match="0 models have a gap"):
+        compare([r for r in study() if r["kind"] != "fit"])
+    with pytest.raises(ValueError, match="target must be one of"):
+        targets(study(), "luck")
+
+
+@pytest.mark.parametrize("style", ["markdown", "latex", "csv"])
+def test_tables(style):
+    text = formatted(compare(study(), resamples=20), style)
+    assert "geodesic-inv" in text
+    assert text.count("\n") > 10
+    with pytest.raises(ValueError, match="markdown, latex or csv"):
+        formatted([], "html")

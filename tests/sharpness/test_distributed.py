@@ -1,0 +1,100 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sharpness
+from sharpness.distributed import World
+from tests import spread
+
+ROOT = Path(__file__).parents[2]
+
+
+#: One after the other: process groups that come and go side by side on a busy machine were seen to abort.
+pytestmark = pytest.mark.xdist_group("torchrun")
+
+
+def torchrun(world, *arguments, timeout=240, **environment):
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    # A free port: several test processes may do this at once.
+    command += ["--standalone", "-m", "sharpness", "run", *arguments, "--quiet"]
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **threads, **environment}, capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_one_and_two_processes_give_identical_values(tmp_path):
+    options = ["--measure", "geodesic-inv", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--steps", "5"]
+    done = torchrun(2, "tests.spread:model", "tests.spread:batches", *options, "--out", str(tmp_path / "two.json"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("geodesic-inv sharpness of Encoder: 3 batches") == 1  # one process reports
+    found = json.loads((tmp_path / "two.json").read_text())
+    torch.set_default_dtype(torch.float32)
+    for two, measure in zip(found, ("geodesic-inv", "adaptive"), strict=True):
+        one = sharpness.evaluate(
+            spread.model(), spread.batches(), measure=measure, rho=[0.1, 0.3], restarts=1, steps=5
+        ).to_dict()
+        one, two = json.loads(json.dumps(one)), dict(two)
+        assert without_times(one.pop("batches")) == without_times(two.pop("batches"))
+        assert one == two
+
+
+@pytest.mark.parametrize("failure", ["error", "kill"])
+def test_a_process_that_fails_ends_the_run(failure):
+    start = time.monotonic()
+    options = ["--measure", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--tol", "0"]
+    done = torchrun(2, "tests.spread:failing", "tests.spread:batches", *options, FAILURE=failure)
+    assert time.monotonic() - start < 120
+    assert done.returncode != 0
+    if failure == "error":
+        assert "process 1 failed with ValueError: the eighth pass failed" in done.stderr
+
+
+def test_world_of_one():
+    world = World()
+    assert list(world.share(3)) == [0, 1, 2]
+    assert world.owns(7)
+    assert world.gather([1, 2]) == [1, 2]
+    with pytest.raises(ValueError, match="as it was"), world.failing_together():
+        raise ValueError("as it was")
+
+
+def test_nothing_is_communicated_without_a_group(tmp_path):
+    """In an initialised process group, a call on one rank alone must not wait for others."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        called = []
+        real = dist.all_gather_object
+        dist.all_gather_object = lambda *a, **k: called.append(1) or real(*a, **k)
+        try:
+            plain = sharpness.evaluate(spread.model(), spread.batches(), rho=0.1, steps=2)
+            assert not called
+            shared = sharpness.evaluate(spread.model(), spread.batches(), rho=0.1, steps=2, group=dist.group.WORLD)
+            assert len(called) == 2
+        finally:
+            dist.all_gather_object = real
+        assert float(plain) == float(shared)
+    finally:
+        time.sleep(0.1)  # as in torchrun
+        dist.destroy_process_group()
+
+
+def test_units_go_round():
+    worlds = [World() for _ in range(3)]
+    for rank, world in enumerate(worlds):
+        world.rank, world.size = rank, 3
+    for unit in range(10):
+        assert sum(w.owns(unit) for w in worlds) == 1
+    assert sorted(u for w in worlds for u in w.share(10)) == list(range(10))

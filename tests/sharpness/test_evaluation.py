@@ -1,0 +1,327 @@
+import copy
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+import sharpness
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
+from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find_symmetric_pairs, stacks
+from tests import networks
+from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_invariance_along_orbits_in_float64(trained_model, measure):
+    model, batch = trained_model
+    twin = copy.deepcopy(model)
+    assert apply_random_symmetry_(twin, 1e3, seed=2) > 0
+    options = {"measure": measure, "rho": 0.05 if measure == "geodesic-mix" else 0.2, "steps": 10, "restarts": 1}
+    one, two = (float(sharpness.evaluate(m, [batch], **options)) for m in (model, twin))
+    if measure in GEODESIC:
+        assert abs(two - one) < 1e-8 * one
+    else:
+        assert abs(two - one) > 0.05 * one
+
+
+@pytest.mark.parametrize("measure", ALL)
+@pytest.mark.parametrize("rho", [0.1, 0.5])
+def test_invariance_along_orbits_in_float32(measure, rho):
+    torch.set_default_dtype(torch.float32)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    twin = copy.deepcopy(model)
+    apply_random_symmetry_(twin, 1e3, seed=2)
+    one, two = (float(sharpness.evaluate(m, [batch], measure=measure, rho=rho)) for m in (model, twin))
+    if measure in GEODESIC:
+        assert abs(two - one) < 1e-3 * one
+    else:
+        assert abs(two - one) > 0.05 * one
+
+
+class Reference:
+    """The loss over the ball of a measure from the manifolds' public methods, without WeightSpace and its coordinates.
+
+    The variable is an unconstrained ambient tangent vector; pairs are projected and retracted by the manifold.
+    """
+
+    def __init__(self, model, batch, measure):
+        self.model, self.batch = model, batch
+        self.names = [n for n, _ in model.named_parameters()]
+        self.params = [p.detach() for p in model.parameters()]
+        cls = {"geodesic-inv": GLQuotientInv, "geodesic-mix": GLQuotientMix}.get(measure)
+        self.stacks = [] if cls is None else stacks(find_symmetric_pairs(model))
+        self.manifolds = [cls(s.n, s.m) for s in self.stacks]
+        self.points = [s.gather().detach() for s in self.stacks]
+        covered = {id(p) for s in self.stacks for p in s.parameters()}
+        self.free = [i for i, p in enumerate(model.parameters()) if id(p) not in covered]
+        self.weights = [1.0 if measure == "euclidean" else self.params[i].abs() for i in self.free]
+        sizes = [self.params[i].numel() for i in self.free] + [x.numel() for x in self.points]
+        self.sizes, self.dim = sizes, sum(sizes)
+
+    def vectors(self, v):
+        parts = v.split(self.sizes)
+        free = [p.view_as(self.params[i]) for p, i in zip(parts, self.free, strict=False)]
+        pairs = [p.view_as(x) for p, x in zip(parts[len(self.free) :], self.points, strict=True)]
+        return free, [m.proju(x, u) for m, x, u in zip(self.manifolds, self.points, pairs, strict=True)]
+
+    def square(self, v):
+        """Squared norm of the horizontal part."""
+        free, pairs = self.vectors(v)
+        total = sum(((f / w) ** 2).sum() for f, w in zip(free, self.weights, strict=True))
+        return total + sum(m.inner(x, u).sum() for m, x, u in zip(self.manifolds, self.points, pairs, strict=True))
+
+    def loss(self, v):
+        free, pairs = self.vectors(v)
+        moved = dict(zip(self.names, self.params, strict=True))
+        for f, i in zip(free, self.free, strict=True):
+            moved[self.names[i]] = self.params[i] + f
+        ids = {id(p): n for n, p in self.model.named_parameters()}
+        for s, m, x, u in zip(self.stacks, self.manifolds, self.points, pairs, strict=True):
+            for run in s._runs:
+                name = ids[id(run.first.tensor)]
+                part = m.retr(x, u)[run.start : run.start + run.count, run.row : run.row + run.first.rows]
+                flat = moved[name].reshape(-1)
+                index = run.view(torch.arange(flat.numel()).view(moved[name].shape))
+                moved[name] = flat.index_put((index.reshape(-1),), part.reshape(-1)).view(moved[name].shape)
+        return F.cross_entropy(torch.func.functional_call(self.model, moved, (self.batch[0],)), self.batch[1])
+
+    def basis(self):
+        """Columns that span the horizontal vectors, orthonormal in the metric, from its matrix."""
+        weights = [
+            torch.as_tensor(w).expand(self.params[i].shape) for w, i in zip(self.weights, self.free, strict=True)
+        ]
+        scale = torch.cat([w.reshape(-1) for w in weights] + [torch.ones(x.numel()) for x in self.points])
+        form = torch.func.hessian(lambda v: self.square(scale * v) / 2)(torch.zeros(self.dim))
+        values, vectors = torch.linalg.eigh(form)
+        keep = values > 1e-9 * values.max()
+        assert keep.sum() == self.dim - sum(len(s) * s.group.h**2 for s in self.stacks)
+        return scale[:, None] * vectors[:, keep] / values[keep].sqrt()
+
+    def best(self, rho, starts, seed=0):
+        basis = self.basis()
+
+        def loss(z):
+            v = torch.from_numpy(z.copy()).requires_grad_()
+            value = -self.loss(basis @ v)
+            return float(value.detach()), torch.autograd.grad(value, v)[0].numpy()
+
+        rng = np.random.default_rng(seed)
+        found = []
+        for _ in range(starts):
+            z = rng.standard_normal(basis.shape[1])
+            constraint = {"type": "ineq", "fun": lambda z: rho**2 - z @ z, "jac": lambda z: -2 * z}
+            result = scipy.optimize.minimize(
+                loss, z * rho / np.linalg.norm(z), jac=True, method="SLSQP", constraints=constraint,
+                options={"maxiter": 100, "ftol": 1e-9},
+            )  # fmt: skip
+            inside = result.x * min(1.0, rho / np.linalg.norm(result.x))
+            found.append(-loss(inside)[0])
+        return max(found)
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_value_against_constrained_maximisation(measure):
+    batch = networks.tokens(count=10, width=4)
+    model = networks.train(networks.shake(networks.TinyAttention(), 0.5), batch, steps=60)
+    assert sum(p.numel() for p in model.parameters()) < 200
+    rho = {"geodesic-inv": 0.1, "geodesic-mix": 0.3, "adaptive": 0.5, "euclidean": 0.3}[measure]
+    reference = Reference(model, batch, measure)
+    best = reference.best(rho, 30) - float(reference.loss(torch.zeros(reference.dim)))
+    found = float(sharpness.evaluate(model, [batch], measure=measure, rho=rho, steps=200, restarts=10))
+    assert found > 0.01
+    assert abs(found - best) < 0.01 * best
+
+
+def test_first_order_inv_equals_adaptive_for_scalar_pairs():
+    # Paper, App. F: with h = n = m = 1 the linear horizontal ball holds the maximum of the adaptive one.
+    torch.manual_seed(3)
+    model = networks.shake(nn.MultiheadAttention(1, 1, bias=False, batch_first=True), 0.7)
+    x, y = torch.randn(6, 5, 1), torch.randn(6, 5, 1)
+
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0], batch[0], batch[0], need_weights=False)[0], batch[1])
+
+    options = {"rho": 0.1, "steps": 200, "restarts": 2, "relative_tol": 0}
+    inv = float(
+        sharpness.evaluate(
+            model, [(x, y)], loss, measure=sharpness.get_measure("geodesic-inv", geodesic="first-order"), **options
+        )
+    )
+    adaptive = float(sharpness.evaluate(model, [(x, y)], loss, measure="adaptive", **options))
+    curved = float(sharpness.evaluate(model, [(x, y)], loss, measure="geodesic-inv", **options))
+    assert abs(inv - adaptive) < 1e-8 * adaptive
+    assert abs(curved - adaptive) > 1e-4 * adaptive
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_a_scaled_metric_has_the_same_geodesics(trained_model, measure):
+    # Paper, App. I.3.
+    model, batch = trained_model
+    scaled = sharpness.Measure(
+        measure, sharpness.MEASURES[measure].pair_metric, sharpness.MEASURES[measure].elementwise, metric_scale=4.0
+    )
+    one = sharpness.evaluate(model, [batch], measure=measure, rho=0.05, restarts=1)
+    two = sharpness.evaluate(model, [batch], measure=scaled, rho=0.1, restarts=1)
+    other = sharpness.evaluate(model, [batch], measure=scaled, rho=0.05, restarts=1)
+    assert abs(float(one) - float(two)) < 1e-8 * float(one)
+    assert abs(float(one) - float(other)) > 0.1 * float(one)
+
+
+def test_inside_no_grad_and_inference_mode():
+    model, batch = networks.vit(), networks.images()
+    expected = float(sharpness.evaluate(model, [batch], rho=0.1, steps=3))
+    with torch.no_grad():
+        assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=3)) == expected
+    with torch.inference_mode():
+        assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=3)) == expected
+    for rho in (np.float64(0.1), torch.tensor(0.1)):
+        assert float(sharpness.evaluate(model, [batch], rho=rho, steps=3)) == expected
+
+
+def test_several_radii_and_batches():
+    model = networks.vit()
+    batches = [networks.images(seed=s) for s in range(3)]
+    result = sharpness.evaluate(model, iter(batches), rho=[0.05, 0.1], steps=5)
+    assert result.rhos == (0.05, 0.1)
+    with pytest.raises(ValueError, match=r"several radii were measured; take result\[rho\]"):
+        float(result)
+    for rho in (0.05, 0.1):
+        alone = sharpness.evaluate(model, batches, rho=rho, steps=5)
+        assert float(alone) == float(result[rho])
+        assert float(alone) == pytest.approx(sum(b.value for b in alone.batches) / 3)
+        assert [b.batch for b in alone.batches] == [0, 1, 2]
+        assert result[rho].batches[1].worst_loss == alone.batches[1].worst_loss
+    one = sharpness.evaluate(model, [batches[1]], rho=0.1, steps=5)
+    assert float(one) == result[0.1].batches[1].value
+
+
+def test_error_rates():
+    model, (x, y) = networks.vit(), networks.images()
+    y = model(x).logits.argmax(1)  # everything right at the weights
+    result = sharpness.evaluate(model, [(x, y)], rho=0.8)
+    found = result.batches[0]
+    assert found.base_error == 0
+    with sharpness.perturbed(model, result.direction(0)):
+        worst = float((model(x).logits.argmax(1) != y).double().mean())
+    assert 0 < worst <= found.worst_error == result.error_increase
+    custom = sharpness.evaluate(model, [(x, y)], lambda m, b: F.cross_entropy(m(b[0]).logits, b[1]), rho=0.8)
+    assert float(custom) == pytest.approx(float(result))
+    assert custom.error_increase is None
+
+
+def with_dropout(model, batch):
+    return F.cross_entropy(F.dropout(model(batch[0]).logits, 0.5, training=True), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rho": 0.0}, "rho must be one or several positive"),
+        ({"rho": -1}, "rho must be one or several positive"),
+        ({"rho": []}, "rho must be one or several positive"),
+        ({"rho": [0.1, 0.1]}, "names a radius twice"),
+        ({"rho": float("nan")}, "rho must be one or several positive"),
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
+        ({"restarts": -1}, "restarts must be a whole number of at least 0"),
+        ({"measure": "flatness"}, "unknown measure 'flatness'; choose one of geodesic-inv"),
+        ({"statistic": "third"}, "statistic must be 'worst' or 'average'"),
+        ({"batches": []}, "batches is empty"),
+        ({"batches": [torch.ones(3)]}, "a batch is a dict .* pass loss_fn"),
+        ({"batches": {"pixel_values": 1}}, "batches is a single dict; wrap it in a list"),
+        ({"batches": networks.images()}, "wrap a single batch in a list"),
+        ({"rho": "0.1"}, "rho must be one or several positive"),
+        ({"loss_fn": nn.CrossEntropyLoss()}, "CrossEntropyLoss cannot be one"),
+        ({"batches": [{"pixel_values": torch.ones(2, 1, 8, 8)}]}, "returned no loss for a dict .* add the labels"),
+        ({"loss_fn": with_dropout}, "two identical passes .*gave different losses"),
+        ({"loss_fn": lambda m, b: F.cross_entropy(m(b[0]).logits, b[1]) * float("nan")}, "the loss of batch 0 is nan"),
+        ({"loss_fn": lambda m, b: m(b[0]).logits}, "must be a scalar"),
+        ({"loss_fn": lambda m, b: 1.0}, "must return a scalar tensor"),
+        ({"loss_fn": lambda m, b: torch.tensor(1.0)}, "does not depend on any trainable parameter"),
+    ],
+    ids=lambda v: v.replace(" ", "-") if isinstance(v, str) else next(iter(v)),
+)
+def test_bad_input_is_named(options, words):
+    model = networks.vit()
+    before = snapshot(model)
+    arguments = {"batches": [networks.images()], "rho": 0.1, "steps": 2, **options}
+    with pytest.raises(ValueError, match=words):
+        sharpness.evaluate(model, arguments.pop("batches"), arguments.pop("loss_fn", None), **arguments)
+    assert_same(snapshot(model), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_in_main_memory_of_a_model_on_a_gpu():
+    model, batch = networks.vit(), networks.images()
+    expected = float(sharpness.evaluate(model, [batch], rho=0.1, steps=2))
+    assert float(sharpness.evaluate(model.cuda(), [batch], rho=0.1, steps=2)) == pytest.approx(expected, rel=1e-6)
+
+
+class Mystery(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)).mean(1)))
+
+
+def test_unknown_attention_is_refused_by_geodesic_measures_only():
+    model, batch = networks.shake(Mystery()), networks.tokens()
+    before = snapshot(model)
+    for measure in GEODESIC:
+        with pytest.raises(UnknownAttentionError, match="Mystery"):
+            sharpness.evaluate(model, [batch], measure=measure, rho=0.1)
+    for measure in ("adaptive", "euclidean"):
+        assert float(sharpness.evaluate(model, [batch], measure=measure, rho=0.1)) > 0
+    assert_same(snapshot(model), before)
+
+
+def test_registered_attention_is_measured(monkeypatch):
+    monkeypatch.setattr(symmetries.registry, "_HANDLERS", dict(symmetries.registry._HANDLERS))
+
+    @symmetries.register_attention(Mystery)
+    def mystery(module, name):
+        q, k, v = (symmetries.Projection(module.qkv, start=8 * i) for i in range(3))
+        return symmetries.attention_pairs(
+            name, heads=1, head_size=8, q=q, k=k, v=v, o=symmetries.Projection(module.out)
+        )
+
+    model, batch = networks.shake(Mystery()), networks.tokens()
+    twin = copy.deepcopy(model)
+    assert apply_random_symmetry_(twin, 10.0) == 2
+    one, two = (float(sharpness.evaluate(m, [batch], rho=0.1)) for m in (model, twin))
+    assert abs(one - two) < 1e-8 * one
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model():
+    model, batch = networks.vit(), networks.images()
+    expected = sharpness.evaluate(model, [batch], rho=0.1, steps=3)
+    compiled = torch.compile(model, backend="eager")
+    result = sharpness.evaluate(compiled, [batch], rho=0.1, steps=3)
+    assert float(result) == pytest.approx(float(expected), rel=1e-10)
+    with sharpness.perturbed(compiled, expected.direction(0)) as moved, torch.no_grad():
+        loss = float(F.cross_entropy(moved(batch[0]).logits, batch[1]))
+    assert loss == pytest.approx(expected.batches[0].worst_loss, rel=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_computed_weights_count_without_symmetry():
+    model, batch = networks.vit(), networks.images()
+    prune.random_unstructured(networks.projections(networks.vit_layers(model)[0].attention)[0], "weight", amount=0.2)
+    reasons = [p.reason for p in find_symmetric_pairs(model) if p.group is None]
+    assert reasons == ["weight of Linear is computed, not a parameter"] * 2
+    assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_is_refused_by_geodesic_measures():
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 3))
+    batch = (torch.randn(4, 8), torch.randint(3, (4,)))
+    with pytest.raises(UnknownAttentionError, match="TorchScript"):
+        sharpness.evaluate(model, [batch], rho=0.1)

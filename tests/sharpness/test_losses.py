@@ -1,0 +1,238 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+import sharpness
+from quotient_manifolds.symmetries import apply_random_symmetry_
+from sharpness.losses import Objective, normalized_logits
+from tests import networks
+
+
+def masked_language_model():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=12,
+    )  # fmt: skip
+    ids = torch.randint(1, 20, (7, 9))
+    labels = torch.where(torch.rand(7, 9) < 0.4, ids, -100)
+    labels[2] = -100  # an example without any label
+    return BertForMaskedLM(config), {"input_ids": ids, "labels": labels}
+
+
+def causal_language_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=12,
+    )  # fmt: skip
+    ids = torch.randint(1, 20, (7, 9))
+    labels = torch.where(torch.rand(7, 9) < 0.6, ids, -100)
+    labels[:4, 0] = ids[:4, 0]  # never predicted: a count of all labels would be wrong
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": labels}
+
+
+CASES = {
+    "vit": lambda: (networks.vit(), networks.images()),
+    "bert": lambda: (networks.bert(), networks.text()),
+    "masked": masked_language_model,
+    "causal": causal_language_model,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_in_float64(case):
+    model, batch = CASES[case]()
+    networks.shake(model)
+    options = {"rho": 0.1, "steps": 4, "relative_tol": 0}
+    rel = 1e-6 if case == "causal" else 1e-12  # transformers computes that loss in float32
+    whole = sharpness.evaluate(model, [batch], **options)
+    for size in (1, 4, 1000):
+        pieces = sharpness.evaluate(model, [batch], micro_batch=size, **options)
+        assert float(pieces) == pytest.approx(float(whole), rel=10 * rel if case == "causal" else rel)
+        assert pieces.batches[0].worst_error == whole.batches[0].worst_error
+        assert pieces.batches[0].base_loss == pytest.approx(whole.batches[0].base_loss, rel=rel)
+
+
+def test_the_weights_matter():
+    """Equal weights for all pieces would give another loss, for both language models."""
+    for case in ("masked", "causal"):
+        model, batch = CASES[case]()
+        model.eval()
+        objective = Objective(micro_batch=3)
+        pieces = objective.pieces(model, batch)
+        losses = [float(objective(model, part).loss.detach()) for _, part in pieces]
+        whole = float(objective(model, batch).loss.detach())
+        assert sum(w for w, _ in pieces) == pytest.approx(1)
+        assert sum(w * v for (w, _), v in zip(pieces, losses, strict=True)) == pytest.approx(whole, rel=1e-6)
+        assert abs(sum(losses) / len(losses) - whole) > 1e-3 * whole
+
+
+def test_micro_batches_in_float32():
+    torch.set_default_dtype(torch.float32)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    space = sharpness.WeightSpace(model, sharpness.MEASURES["geodesic-inv"])
+    gradients = []
+    with space.attached():
+        for size in (None, 1, 4):
+            objective = Objective(micro_batch=size)
+            losses = (w * objective(model, part).loss for w, part in objective.pieces(model, batch))
+            gradients.append(space.gradient(losses))
+    for g in gradients[1:]:
+        assert float((g - gradients[0]).norm()) < 1e-5 * float(gradients[0].norm())
+    whole, pieces = (float(sharpness.evaluate(model, [batch], rho=0.1, micro_batch=size)) for size in (None, 4))
+    assert pieces == pytest.approx(whole, rel=1e-3)
+
+
+def test_micro_batches_of_a_loss_of_ones_own():
+    model, batch = networks.vit(), networks.images()
+
+    def mean(model, batch):
+        return F.cross_entropy(model(batch["pixels"]).logits, batch["classes"][0])
+
+    def total(model, batch):
+        return F.cross_entropy(model(batch["pixels"]).logits, batch["classes"][0], reduction="sum")
+
+    own = {"pixels": batch[0], "classes": [batch[1]], "temperature": torch.tensor(1.0), "name": "digits"}
+    whole, pieces = (
+        float(sharpness.evaluate(model, [own], mean, rho=0.1, steps=3, micro_batch=size)) for size in (None, 5)
+    )
+    assert pieces == pytest.approx(whole, rel=1e-12)
+    with pytest.raises(ValueError, match=r"micro_batch changes the loss: 5 examples give .* together"):
+        sharpness.evaluate(model, [own], total, rho=0.1, steps=3, micro_batch=5)
+    own["odd"] = torch.ones(3)
+    with pytest.raises(ValueError, match=r"cannot split a batch of 12 examples that has a tensor of shape \(3,\)"):
+        sharpness.evaluate(model, [own], mean, rho=0.1, steps=3, micro_batch=5)
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self, track):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(4, track_running_stats=track), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.norm(x))
+
+
+def test_layers_that_mix_examples():
+    batch = (torch.randn(6, 4), torch.randint(3, (6,)))
+    options = {"measure": "adaptive", "rho": 0.1, "steps": 2}
+    with pytest.raises(ValueError, match=r"micro_batch would change what the layer 'norm' \(BatchNorm1d"):
+        sharpness.evaluate(WithBatchNorm(False), [batch], micro_batch=2, **options)
+    assert float(sharpness.evaluate(WithBatchNorm(False), [batch], **options)) > 0
+    model = WithBatchNorm(True).train()  # running statistics are used while measuring
+    whole, pieces = (float(sharpness.evaluate(model, [batch], micro_batch=m, **options)) for m in (None, 2))
+    assert pieces == pytest.approx(whole, rel=1e-12)
+    with pytest.raises(ValueError, match="micro_batch must be a whole number of at least 1"):
+        sharpness.evaluate(model, [batch], micro_batch=0, **options)
+    with pytest.raises(ValueError, match="micro_batch needs batches of tensors"):
+        sharpness.evaluate(model, ["text"], lambda m, b: m.out.weight.sum(), micro_batch=2, **options)
+
+
+def test_normalized_logits():
+    scores = torch.randn(5, 4)
+    torch.testing.assert_close(normalized_logits(3 * scores), normalized_logits(scores))
+    torch.testing.assert_close(normalized_logits(scores).std(1, correction=0), torch.ones(5))
+    model, batch = networks.vit(), networks.images()
+    louder = networks.vit()
+    louder.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        louder.classifier.weight *= 5
+        louder.classifier.bias *= 5
+    options = {"rho": 0.1, "steps": 4, "relative_tol": 0}
+    normal = [float(sharpness.evaluate(m, [batch], normalize_logits=True, **options)) for m in (model, louder)]
+    plain = [float(sharpness.evaluate(m, [batch], **options)) for m in (model, louder)]
+    assert normal[0] == pytest.approx(normal[1], rel=1e-9)
+    assert plain[1] > 2 * plain[0]
+    as_dict = {"pixel_values": batch[0], "labels": batch[1]}
+    assert float(sharpness.evaluate(model, [as_dict], normalize_logits=True, **options)) == pytest.approx(normal[0])
+    language, words = masked_language_model()
+    with pytest.raises(ValueError, match="normalize_logits needs one label and one row of scores"):
+        sharpness.evaluate(language, [words], normalize_logits=True, **options)
+    with pytest.raises(ValueError, match="normalize_logits applies to the default loss"):
+        sharpness.evaluate(model, [batch], lambda m, b: m(b), normalize_logits=True, **options)
+
+
+# -- half precision ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("measure", ["geodesic-inv", "adaptive"])
+def test_half_precision_is_measured_in_float32(dtype, measure):
+    """A small step next to w is rounded away in half precision: the plain way sees almost nothing of it."""
+    torch.set_default_dtype(torch.float32)
+    x, y = networks.images()
+    half = networks.train(networks.vit(), (x, y)).to(dtype)
+    exact = networks.vit()
+    exact.load_state_dict(half.state_dict())  # the same numbers in float32
+    before = {n: (p.dtype, p.data_ptr(), p.detach().clone()) for n, p in half.named_parameters()}
+    options = {"measure": measure, "rho": 0.02, "steps": 5, "relative_tol": 0}
+    expected = sharpness.evaluate(exact, [(x, y)], **options)
+    found = sharpness.evaluate(half, [(x.to(dtype), y)], **options)
+    rounded = sharpness.evaluate(exact, [(x.to(dtype).float(), y)], **options)
+    assert float(found) == pytest.approx(float(rounded), rel=1e-5)
+    for n, p in half.named_parameters():
+        assert (p.dtype, p.data_ptr()) == before[n][:2]
+        assert torch.equal(p, before[n][2])
+    direction = found.direction(0)
+    with torch.no_grad():
+        with sharpness.perturbed(half, direction) as moved:
+            loss = float(F.cross_entropy(moved(x.to(dtype).float()).logits, y))
+        assert loss == pytest.approx(found.batches[0].worst_loss, rel=1e-5)
+        # The same step taken in half precision, and in float32 weights below autocast.
+        naive = networks.vit()
+        naive.load_state_dict(exact.state_dict())
+        names = dict(naive.named_parameters())
+        swallowed = total = 0
+        for n, v in direction.tensors.items():
+            w = names[n].to(dtype)
+            swallowed += int(((w + v.to(dtype)) == w)[v != 0].sum())
+            total += int((v != 0).sum())
+        assert swallowed > 0.5 * total
+    assert float(expected) == pytest.approx(float(found), rel=0.05)
+
+
+def test_half_precision_moves_along_orbits_as_float32_does():
+    torch.set_default_dtype(torch.float32)
+    x, y = networks.images()
+    model = networks.train(networks.vit(), (x, y))
+    twin = networks.vit()
+    twin.load_state_dict(model.state_dict())
+    apply_random_symmetry_(twin, 3.0, seed=1)
+    values = [float(sharpness.evaluate(m.bfloat16(), [(x.bfloat16(), y)], rho=0.1)) for m in (model, twin)]
+    assert values[0] == pytest.approx(values[1], rel=0.05)  # the weights themselves were rounded to 8 bits
+
+
+def test_a_loss_with_weights_of_classes_is_refused_in_micro_batches():
+    """The first two examples share a class, as in the case that was measured wrongly: .0365 for .0636."""
+    x = torch.randn(12, 4)
+    y = torch.tensor([0, 0, 1, 2, 0, 1, 2, 2, 1, 0, 2, 1])
+    model, weights = nn.Linear(4, 3), torch.tensor([1.0, 5.0, 0.2])
+    losses = {
+        "weighted": lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weights),
+        "mean": lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+    }
+    options = {"measure": "adaptive", "rho": 0.1, "steps": 2}
+    for size in (1, 2, 4, 5):
+        with pytest.raises(ValueError, match="micro_batch changes the loss"):
+            sharpness.evaluate(model, [(x, y)], losses["weighted"], micro_batch=size, **options)
+        first = (torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
+        with pytest.raises(ValueError, match="micro_batch changes the loss"):  # and in a later batch
+            sharpness.evaluate(model, [first, (x, y)], losses["weighted"], micro_batch=max(size, 4), **options)
+        assert float(sharpness.evaluate(model, [(x, y)], losses["mean"], micro_batch=size, **options)) > 0
+
+
+def test_a_loss_that_is_random_from_the_second_batch_on():
+    def loss(model, batch):
+        noise = torch.rand(()) if batch[1][0] else 0.0
+        return F.cross_entropy(model(batch[0]), batch[1]) + noise
+
+    batches = [(torch.randn(4, 4), torch.full((4,), i)) for i in range(2)]
+    with pytest.raises(ValueError, match="two identical passes through batch 1 gave different losses"):
+        sharpness.evaluate(nn.Linear(4, 3), batches, loss, measure="adaptive", rho=0.1, steps=2)
+    options = {"measure": "adaptive", "rho": 0.1, "steps": 2, "micro_batch": 2}
+    with pytest.raises(ValueError, match="two identical passes through batch 1 gave different losses"):
+        sharpness.evaluate(nn.Linear(4, 3), batches, loss, **options)

@@ -1,0 +1,157 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sharpness
+from tests import networks
+from tests.snapshots import ALL, assert_same, snapshot
+
+
+class Interrupt:
+    """A loss that fails at its n-th call."""
+
+    def __init__(self, at, error):
+        self.calls, self.at, self.error = 0, at, error
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+        return F.cross_entropy(model(batch[0]).logits, batch[1])
+
+
+@pytest.mark.parametrize("measure", ALL)
+@pytest.mark.parametrize(
+    ("at", "error"),
+    [(None, None), (1, RuntimeError("boom")), (3, RuntimeError("boom")), (7, KeyboardInterrupt()), (9, MemoryError())],
+    ids=str,
+)
+def test_the_model_is_as_before_on_every_way_out(measure, at, error):
+    model, batch = networks.vit(hidden_dropout_prob=0.3), networks.images()
+    F.cross_entropy(model(batch[0]).logits, batch[1]).backward()
+    model.train()
+    networks.vit_layers(model)[0].eval()
+    model.classifier.bias.requires_grad_(False)
+    model.register_buffer("counter", torch.zeros(1))
+    before = snapshot(model)
+    if error is None:
+        sharpness.evaluate(model, [batch] * 2, Interrupt(None, None), measure=measure, rho=0.1, steps=4, relative_tol=0)
+    else:
+        with pytest.raises(type(error)):
+            sharpness.evaluate(
+                model, [batch] * 2, Interrupt(at, error), measure=measure, rho=0.1, steps=4, relative_tol=0
+            )
+    assert_same(snapshot(model), before)
+
+
+def test_the_measured_weights_are_really_moved():
+    """The test above would hold for a measurement that moves nothing."""
+    model, batch = networks.vit(), networks.images()
+    seen = set()
+
+    def loss(model, batch):
+        seen.add(networks.projections(networks.vit_layers(model)[0].attention)[0].weight.detach().sum().item())
+        return F.cross_entropy(model(batch[0]).logits, batch[1])
+
+    sharpness.evaluate(model, [batch], loss, measure="geodesic-inv", rho=0.1, steps=4)
+    assert len(seen) >= 5
+
+
+def test_buffers_that_the_forward_pass_changes_are_restored():
+    class Counting(networks.Encoder):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model = networks.shake(Counting())
+    before = snapshot(model)
+    sharpness.evaluate(model, [networks.tokens()], measure="adaptive", rho=0.1, steps=2)
+    assert_same(snapshot(model), before)
+
+
+def test_mixed_and_half_precision_weights():
+    torch.set_default_dtype(torch.float32)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    expected = float(sharpness.evaluate(model, [batch], rho=0.1))
+    half = copy.deepcopy(model).bfloat16()
+    before = snapshot(half)
+    rough = sharpness.evaluate(half, [(batch[0].bfloat16(), batch[1])], rho=0.1)
+    assert float(rough) == pytest.approx(expected, rel=0.3)
+    assert_same(snapshot(half), before)
+
+
+def test_inside_autocast():
+    """Autocast keeps casts of weights; they must not survive a move of the weights."""
+    torch.set_default_dtype(torch.float32)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    expected = float(sharpness.evaluate(model, [batch], rho=0.3))
+    cached = torch.is_autocast_cache_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = float(sharpness.evaluate(model, [batch], rho=0.3))
+        assert torch.is_autocast_cache_enabled() == cached
+    assert found == pytest.approx(expected, rel=0.15)
+
+
+class Merging(nn.Linear):
+    """Merges something into its weight whenever it is told to evaluate."""
+
+    def train(self, mode=True):
+        if not mode:
+            self.weight.data += 1
+        return super().train(mode)
+
+
+def test_layers_that_merge_weights_in_eval_are_left_alone():
+    model = nn.Sequential(nn.Linear(8, 8), Merging(8, 3))
+    batch = (torch.randn(4, 8), torch.randint(3, (4,)))
+    before = snapshot(model)
+    sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1)
+    assert_same(snapshot(model), before)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 3), reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_() if self.reentrant else x
+        h = torch.utils.checkpoint.checkpoint(lambda t: self.first(t).relu(), x, use_reentrant=self.reentrant)
+        return self.second(h)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    torch.manual_seed(1)
+    model = Checkpointed(reentrant)
+    x, y = torch.randn(6, 8), torch.randint(3, (6,))
+    plain = nn.Sequential(model.first, nn.ReLU(), model.second)
+    expected = float(sharpness.evaluate(plain, [(x, y)], measure="adaptive", rho=0.5))
+    F.cross_entropy(model(x), y).backward()
+    before = snapshot(model)
+    found = float(sharpness.evaluate(model, [(x, y)], measure="adaptive", rho=0.5))
+    assert found == pytest.approx(expected, rel=1e-10)
+    assert_same(snapshot(model), before)
+
+
+def test_sparse_gradients_and_gradient_penalties():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    batch = (torch.randint(5, (6, 2)), torch.randint(3, (6,)))
+    assert float(sharpness.evaluate(model, [batch], measure="adaptive", rho=0.3)) > 0
+
+    def penalty(model, batch):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    smooth = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    assert float(sharpness.evaluate(smooth, [(torch.randn(5, 4),)], penalty, measure="adaptive", rho=0.3)) > 0

@@ -1,0 +1,477 @@
+"""GeodesicSAM: plain formulas, invariance, and weights that are never left perturbed."""
+
+import copy
+import pickle
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import sharpness
+from quotient_manifolds.optim import QuotientAdam, QuotientSGD
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
+from sharpness import GeodesicSAM
+from tests.networks import Encoder, bert, shake, vit
+
+LABELS = torch.arange(6) % 3
+MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "euclidean"]
+
+
+def batch_of(make):
+    generator = torch.Generator().manual_seed(5)
+    if make is vit:
+        return torch.randn(6, 1, 8, 8, generator=generator, dtype=torch.float64)
+    if make is bert:
+        return torch.randint(20, (6, 7), generator=generator)
+    return torch.randn(6, 5, 8, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model, batch):
+    found = model(batch)
+    return nn.functional.cross_entropy(found if isinstance(found, torch.Tensor) else found.logits, LABELS)
+
+
+def closure_of(sam, model, batch):
+    def closure():
+        sam.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss.detach()
+
+    return closure
+
+
+def snapshot(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(model, before):
+    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def small(make=Encoder):
+    torch.manual_seed(0)
+    return shake(make())
+
+
+# -- against formulas written out ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("measure", ["euclidean", "adaptive"])
+def test_sam_and_asam(measure):
+    """ε = ρ g/‖g‖, or ρ T²g/‖Tg‖ with T = |w|."""
+    model, batch, rho, lr = small(), batch_of(Encoder), 0.1, 0.05
+    twin = copy.deepcopy(model)
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), lr), rho=rho, measure=measure)
+    for _ in range(3):
+        sam.step(closure_of(sam, model, batch))
+        parameters = list(twin.parameters())
+        g = torch.autograd.grad(loss_of(twin, batch), parameters)
+        T = [p.detach().abs() if measure == "adaptive" else torch.ones_like(p) for p in parameters]
+        norm = torch.cat([(t * v).flatten() for t, v in zip(T, g, strict=True)]).norm()
+        with torch.no_grad():
+            steps = [rho * t * t * v / norm for t, v in zip(T, g, strict=True)]
+            for p, e in zip(parameters, steps, strict=True):
+                p.add_(e)
+        second = torch.autograd.grad(loss_of(twin, batch), parameters)
+        with torch.no_grad():
+            for p, e, v in zip(parameters, steps, second, strict=True):
+                p.sub_(e).sub_(lr * v)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+@pytest.mark.parametrize("refresh", [1, 20])
+def test_the_perturbation_is_the_gradient_on_the_manifold(metric, refresh):
+    """Norm, Riemannian gradient and retraction by the manifold's own methods, and an elementwise metric elsewhere."""
+    model, batch, rho = small(), batch_of(Encoder), 0.3
+    apply_random_symmetry_(model, 20.0, seed=1)
+    sam = GeodesicSAM(
+        model, torch.optim.SGD(model.parameters(), 0.05), rho=rho, measure=f"geodesic-{metric}", refresh=refresh
+    )
+    for _ in range(3):
+        sam.zero_grad()
+        loss_of(model, batch).backward()
+        pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
+        points = [p.gather().detach() for p in pairs]
+        grads = {p: p.grad for p in model.parameters()}
+        from quotient_manifolds.symmetries import PairStack
+
+        covectors = [PairStack([p]).gather(grads)[0] for p in pairs]
+        vectors = [p.manifold(metric).egrad2rgrad(x, e) for p, x, e in zip(pairs, points, covectors, strict=True)]
+        squares = sum(p.manifold(metric).inner(x, v, v) for p, x, v in zip(pairs, points, vectors, strict=True))
+        attention = {b.tensor for p in pairs for b in p.G + p.H}
+        for p in model.parameters():
+            if p not in attention:
+                squares = squares + (p.detach() * p.grad).square().sum()
+        norm, grads_before = squares.sqrt(), model.head.weight.grad.clone()
+        expected = [p.manifold(metric).retr(x, rho / norm * v) for p, x, v in zip(pairs, points, vectors, strict=True)]
+        with sam.perturbed(zero_grad=True):
+            for p, x in zip(pairs, expected, strict=True):
+                assert torch.allclose(p.gather().detach(), x, atol=1e-9)
+            head = model.head.weight.detach().clone()
+            loss_of(model, batch).backward()
+        w = model.head.weight.detach()
+        assert torch.allclose(head - w, rho / norm * w**2 * grads_before, rtol=1e-9)
+        sam.step()
+
+
+@pytest.mark.parametrize("measure", MEASURES[:3])
+def test_the_first_ascent_step_is_that_of_the_measure(measure):
+    """The rise after the inner step approaches ρ times the gradient's norm in the metric, as ``evaluate`` gives it."""
+    model, batch = small(), batch_of(Encoder)
+    norm = sharpness.gradient_norm(model, [(batch, LABELS)], measure=measure).gradient_norm
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=1e-5, measure=measure)
+    base = loss_of(model, batch)
+    base.backward()
+    with sam.perturbed():
+        rise = loss_of(model, batch).detach() - base.detach()
+    assert float(rise) == pytest.approx(1e-5 * norm, rel=1e-3)
+
+
+# -- invariance ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [vit, bert, Encoder])
+@pytest.mark.parametrize("measure", MEASURES[:2])
+@pytest.mark.parametrize("base", ["QuotientSGD", "QuotientAdam", "AdamW"])
+def test_equivalent_starts(make, measure, base):
+    """The same function after 20 steps, with a base optimiser that is invariant itself; not with AdamW."""
+    one, batch = small(make), batch_of(make)
+    two = copy.deepcopy(one)
+    apply_random_symmetry_(two, 100.0, seed=4)
+    scores = []
+    for model in (one, two):
+        parameters = list(model.parameters())
+        if base == "QuotientSGD":
+            optimizer = QuotientSGD(parameters, find_symmetric_pairs(model), 1e-2, 0.9)
+        elif base == "QuotientAdam":
+            # The key bias has no gradient but rounding, which Adam's normalisation must not lift out.
+            pairs = find_symmetric_pairs(model, key_bias="drop")
+            paired = {b.tensor for p in pairs for b in p.G + p.H}
+            rest = torch.optim.SGD([p for p in parameters if p not in paired], 1e-2)
+            inner = QuotientAdam([p for p in parameters if p in paired], pairs, 1e-3)
+        else:
+            optimizer = torch.optim.AdamW(parameters, 1e-3)
+        if base == "QuotientAdam":  # plain SGD elsewhere: two optimisers, one perturbation
+            sam = GeodesicSAM(model, inner, rho=0.05, measure=measure, pairs=pairs)
+            for _ in range(20):
+                model.zero_grad()
+                loss_of(model, batch).backward()
+                with sam.perturbed():
+                    model.zero_grad()
+                    loss_of(model, batch).backward()
+                sam.step()
+                rest.step()
+        else:
+            sam = GeodesicSAM(model, optimizer, rho=0.05, measure=measure)
+            for _ in range(20):
+                sam.step(closure_of(sam, model, batch))
+        found = model(batch)
+        scores.append((found if isinstance(found, torch.Tensor) else found.logits).detach())
+    change = float((scores[0] - scores[1]).abs().max())
+    assert change < 1e-7 if base != "AdamW" else change > 1e-5
+
+
+def test_refresh_does_not_change_the_result():
+    ends = []
+    for refresh in (1, 7, 1000):
+        model, batch = small(), batch_of(Encoder)
+        sam = GeodesicSAM(model, torch.optim.AdamW(model.parameters(), 1e-2), rho=0.1, refresh=refresh)
+        for _ in range(15):
+            sam.step(closure_of(sam, model, batch))
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(ends[0], ends[1], atol=1e-9)
+    assert torch.allclose(ends[0], ends[2], atol=1e-9)
+
+
+# -- the three manners, and what trainers do -----------------------------------------------------------------------
+
+
+def test_the_three_manners_agree():
+    ends = []
+    for manner in ("closure", "with", "steps"):
+        model, batch = small(), batch_of(Encoder)
+        sam = GeodesicSAM(model, torch.optim.AdamW(model.parameters(), 1e-2), rho=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(sam, 0.9)
+        for _ in range(4):
+            closure = closure_of(sam, model, batch)
+            if manner == "closure":
+                sam.step(closure)
+            elif manner == "with":
+                closure()
+                with sam.perturbed(zero_grad=True):
+                    closure()
+                sam.step()
+            else:
+                closure()
+                sam.first_step(zero_grad=True)
+                closure()
+                sam.second_step(zero_grad=True)
+                assert all(p.grad is None for p in model.parameters())
+            schedule.step()
+        assert sam.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**4)
+        assert sam.base_optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**4)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+def test_accumulated_gradients():
+    ends = []
+    for parts in (1, 3):
+        model, batch = small(), batch_of(Encoder)
+        sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 1e-2), rho=0.1)
+
+        def backward(model=model, batch=batch, parts=parts):
+            for x, y in zip(batch.chunk(parts), LABELS.chunk(parts), strict=True):
+                (nn.functional.cross_entropy(model(x), y) / parts).backward()
+
+        for _ in range(3):
+            sam.zero_grad()
+            backward()
+            with sam.perturbed(zero_grad=True):
+                backward()
+            sam.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(ends[0], ends[1], atol=1e-12)
+
+
+@pytest.mark.parametrize("measure", ["geodesic-inv", "euclidean"])
+def test_resuming_is_exact(measure):
+    straight, batch = small(), batch_of(Encoder)
+    broken = copy.deepcopy(straight)
+
+    def make(model):
+        return GeodesicSAM(model, torch.optim.AdamW(model.parameters(), 1e-2), rho=0.1, measure=measure, refresh=1)
+
+    sam, other = make(straight), make(broken)
+    for _ in range(6):
+        sam.step(closure_of(sam, straight, batch))
+    for _ in range(2):
+        other.step(closure_of(other, broken, batch))
+    saved = copy.deepcopy((broken.state_dict(), other.state_dict()))
+    resumed = small()
+    resumed.load_state_dict(saved[0])
+    again = make(resumed)
+    again.load_state_dict(saved[1])
+    for _ in range(4):
+        again.step(closure_of(again, resumed, batch))
+    assert same(resumed, snapshot(straight))
+
+
+# -- weights are never left perturbed ------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_exceptions_leave_the_weights(measure):
+    model, batch = small(), batch_of(Encoder)
+    before = snapshot(model)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1, measure=measure)
+    calls = []
+
+    def closure():
+        calls.append(not same(model, before))
+        if len(calls) == 2:
+            raise Stop
+        return closure_of(sam, model, batch)()
+
+    with pytest.raises(Stop):
+        sam.step(closure)
+    assert calls == [False, True]
+    assert same(model, before)
+
+    def fail_inside():
+        with sam.perturbed():
+            assert not same(model, before)
+            raise Stop
+
+    with pytest.raises(Stop):
+        fail_inside()
+    assert same(model, before)
+    with pytest.raises(ValueError, match="needs a closure, or a first_step"):
+        sam.step()
+    with sam.perturbed():
+        torch.no_grad()(model)(batch)  # to log the perturbed loss, say
+        assert not same(model, before)
+    for bring_back in (model.state_dict, sam.restore, lambda: torch.no_grad()(model)(batch)):
+        sam.first_step()
+        assert not same(model, before)
+        bring_back()
+        assert same(model, before)
+    sam.first_step()
+    sam.first_step()  # the gradient is that at the weights; a second call does not start from perturbed ones
+    sam.restore()
+    assert same(model, before)
+    sam.first_step()
+    model.load_state_dict({name: v + 1 for name, v in before.items()})
+    model.state_dict()
+    assert same(model, {name: v + 1 for name, v in before.items()})
+    model.load_state_dict(before)
+    sam.first_step()
+    seen = []
+    with pytest.raises(Stop):
+        sam.step(lambda: seen.append(same(model, before)) or (_ for _ in ()).throw(Stop))
+    assert seen == [True]
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_a_gradient_without_direction_perturbs_nothing(value):
+    model, batch = small(), batch_of(Encoder)
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1)
+    loss_of(model, batch).backward()
+    before = snapshot(model)
+    for p in model.parameters():
+        p.grad.fill_(value)
+    with sam.perturbed():
+        assert same(model, before)
+    assert same(model, before)
+
+
+def test_nan_losses_with_an_optimiser_that_refuses_them():
+    model, batch = small(), batch_of(Encoder)
+    before = snapshot(model)
+    sam = GeodesicSAM(model, QuotientSGD(model.parameters(), find_symmetric_pairs(model), 0.1), rho=0.1)
+    with pytest.raises(ValueError, match="NaN or infinite entries"):
+        sam.step(closure_of(sam, model, batch * float("nan")))
+    assert same(model, before)
+
+
+def test_a_grad_scaler_unscales_and_skips():
+    ends = []
+    for scaled in (False, True):
+        torch.set_default_dtype(torch.float32)
+        model = small()
+        batch = batch_of(Encoder).float()
+        sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+
+        def pass_through(model=model, batch=batch, scaler=scaler, sam=sam):
+            sam.zero_grad()
+            scaler.scale(loss_of(model, batch)).backward()
+
+        for _ in range(3):
+            pass_through()
+            with sam.perturbed():
+                pass_through()
+            scaler.step(sam)
+            scaler.update()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*ends, atol=1e-5)
+    before = snapshot(model)
+    pass_through()
+    sam.first_step()
+    pass_through()
+    next(model.parameters()).grad.fill_(float("inf"))
+    scaler.step(sam)
+    scaler.update()
+    assert same(model, before)
+    assert scaler.get_scale() == 2.0**7
+
+
+def test_models_can_be_pickled_and_outlive_the_optimiser():
+    model, batch = small(), batch_of(Encoder)
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1)
+    loss_of(model, batch).backward()
+    before = snapshot(model)
+    sam.first_step()
+    sam.restore()
+    clone = pickle.loads(pickle.dumps(model))
+    assert same(clone, before)
+    del sam
+    with torch.no_grad():
+        assert torch.equal(model(batch), clone(batch))
+
+
+def test_copies_and_pickles_go_on():
+    model, batch = small(), batch_of(Encoder)
+    sam = GeodesicSAM(model, torch.optim.AdamW(model.parameters(), 1e-2), rho=0.1)
+    torch.optim.lr_scheduler.ExponentialLR(sam, 0.5)
+    sam.step(closure_of(sam, model, batch))
+    copies = [copy.deepcopy((model, sam)), pickle.loads(pickle.dumps((model, sam))), (model, sam)]
+    for other, optimizer in copies:
+        assert optimizer.model is other
+        for _ in range(2):
+            optimizer.step(closure_of(optimizer, other, batch))
+        assert same(other, snapshot(copies[0][0]))
+    base = sam.base_optimizer
+    base.load_state_dict(base.state_dict())
+    assert sam.param_groups is base.param_groups
+
+
+def test_a_scaler_reaches_groups_added_later():
+    torch.set_default_dtype(torch.float32)
+    model, batch = small(), batch_of(Encoder).float()
+    extra = nn.Parameter(torch.ones(3))
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1)
+    sam.add_param_group({"params": [extra]})
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        sam.zero_grad()
+        scaler.scale(loss_of(model, batch) + extra.sum()).backward()
+        if not sam._pending:
+            sam.first_step()
+    scaler.step(sam)
+    assert torch.allclose(extra.detach(), torch.full((3,), 0.9))
+
+
+# -- adapters, dtypes, bad input -----------------------------------------------------------------------------------
+
+
+def test_fresh_adapters():
+    """At B = 0 nothing has a direction in the quotient; later everything has."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "2"])).double()
+    x = batch_of(Encoder)[:, 0]
+    sam = GeodesicSAM(
+        model,
+        QuotientAdam([p for p in model.parameters() if p.requires_grad], find_symmetric_pairs(model), 1e-2),
+        rho=0.1,
+    )
+    losses = [float(sam.step(closure_of(sam, model, x))) for _ in range(15)]
+    assert losses[-1] < losses[0]
+    before = snapshot(model)
+    with sam.perturbed():
+        assert not same(model, before)
+
+
+def test_autocast():
+    torch.set_default_dtype(torch.float32)
+    model, batch = small(), batch_of(Encoder).float()
+    sam = GeodesicSAM(model, torch.optim.AdamW(model.parameters(), 1e-2), rho=0.05)
+
+    def closure():
+        sam.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch)
+        loss.backward()
+        return loss.detach()
+
+    losses = [float(sam.step(closure)) for _ in range(15)]
+    assert losses[-1] < losses[0]
+
+
+def test_bad_input():
+    model = small()
+    base = torch.optim.SGD(model.parameters(), 0.1)
+    for rho in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="rho must be positive"):
+            GeodesicSAM(model, base, rho=rho)
+    with pytest.raises(ValueError, match="refresh must be at least 1"):
+        GeodesicSAM(model, base, rho=0.1, refresh=0)
+    with pytest.raises(ValueError, match="unknown measure 'flat'"):
+        GeodesicSAM(model, base, rho=0.1, measure="flat")
+    with pytest.raises(ValueError, match="unknown measure 'riemannian-hessian'"):
+        GeodesicSAM(model, base, rho=0.1, measure="riemannian-hessian")
+    half = small().bfloat16()
+    with pytest.raises(ValueError, match="keep the weights in float32"):
+        GeodesicSAM(half, torch.optim.SGD(half.parameters(), 0.1), rho=0.1)

@@ -1,0 +1,77 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import sharpness
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, stacks
+from tests import networks
+from tests.snapshots import GEODESIC
+
+
+def test_frozen_pairs_and_partly_covered_parameters_count_elementwise():
+    model, batch = networks.shake(networks.Encoder()), networks.tokens()
+    free = float(sharpness.evaluate(model, [batch], rho=0.2))
+    attention = model.encoder.layers[0].self_attn
+    attention.out_proj.weight.requires_grad_(False)  # the V–O pairs fall away; in_proj_weight is covered in part
+    assert [p.group is None for p in find_symmetric_pairs(model)] == [False, True] * 2
+    twin = copy.deepcopy(model)
+    apply_random_symmetry_(twin, 100.0)
+    one, two = (float(sharpness.evaluate(m, [batch], rho=0.2, restarts=1)) for m in (model, twin))
+    assert abs(one - two) < 1e-8 * one
+    assert one < free
+    # What is left of in_proj_weight has the adaptive metric.
+    direction = sharpness.evaluate(model, [batch], rho=0.2).direction(0)
+    assert (direction.tensors["encoder.layers.0.self_attn.in_proj_weight"][16:] != 0).any()
+
+
+@pytest.mark.parametrize("measure", GEODESIC)
+def test_dead_units_of_a_head_count_as_absent(measure):
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    with torch.no_grad():
+        keys = networks.projections(networks.vit_layers(model)[0].attention)[1]
+        keys.weight[3] = 0
+        keys.bias[3] = 0
+    twin = copy.deepcopy(model)
+    for s in stacks(find_symmetric_pairs(twin)):
+        A = torch.eye(8) + 0.3 * torch.randn(len(s), 8, 8)
+        s.scatter_(s.manifold().act(s.gather().detach(), A))
+    results = [sharpness.evaluate(m, [batch], measure=measure, rho=0.01, restarts=1) for m in (model, twin)]
+    assert [r.num_null for r in results] == [1, 1]
+    assert abs(float(results[0]) - float(results[1])) < 1e-8 * float(results[0])
+    assert "1 directions of pairs" in str(results[0])
+    alive = sharpness.evaluate(networks.vit(), [batch], measure=measure, rho=0.01)
+    assert alive.num_null == 0
+
+
+def test_mix_reports_when_its_ball_leaves_the_manifold():
+    model, batch = networks.vit(), networks.images()
+    sigma = min(
+        torch.linalg.svdvals(s.manifold().to_matrix(s.gather().detach()))[:, 7].min()
+        for s in stacks(find_symmetric_pairs(model))
+    )
+    result = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=float(sigma), steps=1)
+    assert result.min_singular_value == pytest.approx(float(sigma), rel=1e-6)
+    assert "largest rho over the smallest singular value of a pair: 1\n" in str(result)
+    assert "leaves the manifold" in str(result)
+    small = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.1 * float(sigma), steps=1)
+    assert "leaves the manifold" not in str(small)
+    assert small.to_dict()["min_singular_value"] == small.weakest
+
+
+def test_a_layer_that_takes_no_part_is_named():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = networks.TinyAttention(), networks.TinyAttention()
+
+        def forward(self, x):
+            return self.used(x)
+
+    model, batch = networks.shake(Half()), networks.tokens(width=4)
+    with pytest.raises(ValueError, match=r"pair 'unused\.attention qk head 0' gets no gradient"):
+        sharpness.evaluate(model, [batch], rho=0.1)
+    model.unused.requires_grad_(False)
+    assert float(sharpness.evaluate(model, [batch], rho=0.1)) > 0

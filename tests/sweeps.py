@@ -1,0 +1,20 @@
+"""A network in a module of its own, and the rows of its sweep."""
+
+from sharpness.sweep import read_config, read_rows
+
+MODULE = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).float()
+"""
+
+
+TIMES = ("seconds",)
+
+
+def rows_of(folder, config="sweep.json"):
+    rows = read_rows(folder, read_config(config))
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
