@@ -65,8 +65,7 @@ def evaluate(
     measure : str or Measure
         ``"geodesic-inv"``, ``"geodesic-mix"``, ``"adaptive"`` or ``"euclidean"``; see :func:`get_measure`.
     rho : float or iterable of float, optional
-        Radii in the measure's metric, by default the measure's own. Sharpness never falls with the radius: what is
-        found in a smaller ball counts for the larger ones, which contain it.
+        Radii in the measure's metric, by default its own. What is found in a smaller ball counts for larger ones.
     statistic : {"worst", "average"}
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
@@ -82,7 +81,7 @@ def evaluate(
     group : ProcessGroup, optional
         Spread the work over these processes of ``torch.distributed``; every one returns the whole result.
     **search
-        The attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
+        Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
 
     Returns
     -------
@@ -96,17 +95,23 @@ def evaluate(
     ValueError
         Nothing to measure, a loss that is NaN or random, an argument out of range or without meaning.
     RemoteError
-        Another process of the group failed; a ``RuntimeError``.
+        Another process of the group failed.
 
     Notes
     -----
-    Paper, §5.2 and Algorithm 1. Measured in evaluation mode, half precision in float32; the model is as before
-    afterwards, bit for bit, whatever happens: its weights are never written to. See the tutorial for an example.
+    Paper, §5.2 and Algorithm 1. The model is as before afterwards, bit for bit, whatever happens.
+
+    Examples
+    --------
+    >>> import torch
+    >>> batch = torch.eye(2), torch.tensor([0, 1])
+    >>> result = evaluate(torch.nn.Linear(2, 2), [batch], measure="adaptive", rho=[0.1, 0.5])
+    >>> 0 < float(result[0.1]) < float(result[0.5])
+    True
     """
-    return _Evaluation(
-        get_measure(measure), rho, statistic, _search(search), Objective(loss_fn, normalize_logits, micro_batch),
-        World(group), keep_directions,
-    ).run(model, batches, pairs, progress)  # fmt: skip
+    objective = Objective(loss_fn, normalize_logits, micro_batch)
+    work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, World(group), keep_directions)
+    return work.run(model, batches, pairs, progress)
 
 
 def _search(options: Mapping[str, Any]) -> Search:
