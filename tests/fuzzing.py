@@ -692,7 +692,7 @@ def calls(rng, world):
         elif function is sharpness.evaluate:
             assert str(found), found.to_dict()
 
-    lookup = (KeyError,) if where == "state" or function in (measured.at, measured.direction) else ()
+    lookup = (KeyError,) if where == "state" or function in (measured.__getitem__, measured.direction) else ()
     what = [getattr(function, "__name__", function), *(f"{k}={given[k]!r:.80}" for k in names), where, f"{odd!r:.60}"]
     return Job(
         what, call=call, outs=[v for v in [given.get("path")] if isinstance(v, str)], names=names, allowed=lookup

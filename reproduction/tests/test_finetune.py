@@ -217,7 +217,11 @@ def test_a_folder_with_other_models_is_refused(images):
         )
     with pytest.raises(ValueError, match=r"model_00.json was made with another data"):
         train_collection(
-            "tinyvit:tiny", replace(data, seed=1), "collection", recipes=[Recipe(epochs=1, batch=8)], progress=False
+            "tinyvit:tiny",
+            replace(data, subset_seed=1),
+            "collection",
+            recipes=[Recipe(epochs=1, batch=8)],
+            progress=False,
         )
 
 

@@ -189,4 +189,4 @@ def _draw(options: argparse.Namespace, model: Any, batches: Any, result: Any) ->
         for path in plot_model(model, batches[0], result, options.figures, micro_batch=options.micro_batch):
             print(f"drawn: {path}")
     except ValueError as error:  # the measurement stands
-        print(f"sharpness: no figures of {result.measure}: {error}", file=sys.stderr)
+        print(f"sharpness: no figures of {result.measure.name}: {error}", file=sys.stderr)

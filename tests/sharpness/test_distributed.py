@@ -54,7 +54,7 @@ def test_one_and_two_processes_give_identical_values(tmp_path):
 @pytest.mark.parametrize("failure", ["error", "kill"])
 def test_a_process_that_fails_ends_the_run(failure):
     start = time.monotonic()
-    options = ["--measure", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--tol", "0"]
+    options = ["--measure", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--relative-tol", "0"]
     done = torchrun(2, "tests.spread:failing", "tests.spread:batches", *options, FAILURE=failure)
     assert time.monotonic() - start < 120
     assert done.returncode != 0

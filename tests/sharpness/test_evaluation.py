@@ -82,7 +82,7 @@ class Reference:
             moved[self.names[i]] = self.params[i] + f
         ids = {id(p): n for n, p in self.model.named_parameters()}
         for s, m, x, u in zip(self.stacks, self.manifolds, self.points, pairs, strict=True):
-            for run in s._runs:
+            for run in s._rows.runs:
                 name = ids[id(run.first.tensor)]
                 part = m.retr(x, u)[run.start : run.start + run.count, run.row : run.row + run.first.rows]
                 flat = moved[name].reshape(-1)

@@ -58,7 +58,7 @@ def test_mix_reports_when_its_ball_leaves_the_manifold():
     assert "leaves the manifold" in str(result)
     small = sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.1 * float(sigma), steps=1)
     assert "leaves the manifold" not in str(small)
-    assert small.to_dict()["min_singular_value"] == small.weakest
+    assert small.to_dict()["min_singular_value"] == small.min_singular_value
 
 
 def test_a_layer_that_takes_no_part_is_named():

@@ -28,7 +28,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert caught.value.code == 0
     assert "torchrun" in capsys.readouterr().out
     assert cli.main(arguments) == 2
-    assert "has no radius; leave rho out" in capsys.readouterr().err
+    assert "has no radius; leave --rho out" in capsys.readouterr().err
     assert cli.main([*arguments[:-1]]) == 0
     assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
     found = json.loads(out.read_text())[0]
@@ -64,7 +64,7 @@ def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
     # What is wrong is known before any measure takes its time.
     out.unlink()
     assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm", "--rho", "0.1"]) == 2
-    assert "has no radius; leave rho out" in capsys.readouterr().err
+    assert "has no radius; leave --rho out" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert cli.main([*arguments, str(tmp_path / "file")]) == 2
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -25,8 +25,8 @@ def test_rows_are_those_of_evaluate(place):
     batches = sweep.data.load(loaded)
     expected = evaluate(loaded.model, batches, measure="adaptive", rho=[0.1, 0.3], steps=4, progress=False)
     assert row["checkpoint"] == "net0.pt"
-    assert row["sharpness"] == expected.mean(0.3)
-    assert row["per_batch"] == [b.value for b in expected.at(0.3)]
+    assert row["sharpness"] == float(expected[0.3])
+    assert row["per_batch"] == [b.value for b in expected[0.3].batches]
     assert row["settings"]["steps"] == 4
     assert row["data"]["num_examples"] == 16
     fit = next(r for r in rows if r["kind"] == "fit")

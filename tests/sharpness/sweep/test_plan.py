@@ -18,5 +18,5 @@ def test_an_ablation_with_radii_and_measures_of_its_own(place):
     ]
     config["ablations"] = [{"statistic": "average", "measures": ["geometric"]}]
     Path("own.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="unknown measure 'geometric'"):
+    with pytest.raises(ValueError, match="'geometric', which is not among measures"):
         read_config("own.json")
