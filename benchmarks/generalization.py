@@ -44,11 +44,14 @@ RADII = {
         "adaptive": [0.15, 0.5, 0.8, 1.2],
     },
 }  # fmt: skip
+#: Blocks of the laboratory.
+ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
+RK4 = "reproduction.rk4:RungeKuttaBlock"
 #: At ρ = 0.1 in the inv metric, on 64 points.
 ABLATIONS: list[dict[str, Any]] = [
-    {}, {"geodesic": "first-order"}, {"geodesic": "rk4"}, {"geodesic": "exact"}, {"norm": "adaptive"},
-    {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1}, {"relaxation": 0.001, "relaxation_kind": "additive"},
-    {"relaxation": 0.1, "relaxation_kind": "additive"},
+    {}, {"geodesic": "first-order"}, {"pair_block": RK4}, {"geodesic": "exact"}, {"pair_block": ADAPTIVE},
+    {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1}, {"relaxation": 0.001, "pair_block": ADDITIVE},
+    {"relaxation": 0.1, "pair_block": ADDITIVE},
 ]  # fmt: skip
 #: Text: inv and adaptive at their default radii with other steps, batches and numbers of points.
 SENSITIVITY: dict[str, dict[str, Any]] = {
@@ -95,7 +98,7 @@ def sweeps(kind: str, folder: Path, measured: dict[str, Any]) -> dict[str, dict[
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
     few = base["data"] | {"num_examples": 64, "batch_size": 64}
     # The adaptive norm solves a system of size h² a head: half a minute for the heads of the small BERT.
-    switches = [a for a in ABLATIONS if kind == "vision" or "norm" not in a]
+    switches = [a for a in ABLATIONS if kind == "vision" or a.get("pair_block") != ADAPTIVE]
     found = {
         kind: base,
         f"{kind}_ablations": part | {"measures": ["geodesic-inv"], "rho": 0.1, "ablations": switches, "data": few},
