@@ -2,8 +2,6 @@
 
 import io
 
-import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -17,12 +15,6 @@ def png(pixels):
 
 
 COLOUR = ImageFormat((6, 4), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
-
-
-@pytest.fixture
-def pictures():
-    rng = np.random.default_rng(0)
-    return {f"{c}/{i}.png": rng.integers(0, 256, (6, 4, 3), dtype=np.uint8) for c in ("dog", "cat") for i in range(3)}
 
 
 FORMAT = ImageFormat((8, 8), (0.25,), (0.5,), channels=1)
