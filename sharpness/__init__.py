@@ -1,8 +1,8 @@
 """Geodesic sharpness of transformers: the worst rise of the loss within a geodesic ball of the quotient."""
 
+from .curvature import HessianOperator
 from .direction import Direction, perturbed
 from .evaluation import evaluate
-from .hessian import HessianOperator
 from .layers import LayerShare, LayerShares
 from .local import LocalBatch, LocalResult, gradient_norm, hessian
 from .measures import MEASURES, Measure, get_measure

@@ -92,8 +92,8 @@ class Block(ABC):
 class ElementwiseBlock(Block):
     r"""A parameter, or what the pairs leave of it, with the adaptive or the Euclidean metric.
 
-    In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, an isometry of ξ/|w|, so that
-    w + ξ = w + w ζ needs no division, and zero weights stay where they are.
+    In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, as long as ξ over the size of w, so
+    that w + ξ = w + w ζ needs no division, and zero weights stay where they are.
     """
 
     def __init__(

@@ -15,9 +15,9 @@ from torch import nn
 from quotient_manifolds.symmetries import SymmetricPair
 
 from .batch_loss import BatchLoss, for_each_batch
+from .curvature import HessianOperator, hutchpp_trace, largest_eigenvalues
 from .distributed import World
 from .files import write_json
-from .hessian import HessianOperator, hutchpp_trace, largest_eigenvalues
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
 from .space import WeightSpace
@@ -167,7 +167,7 @@ def hessian(
     pairs: Sequence[SymmetricPair] | None = None, normalize_logits: bool = False, micro_batch: int | None = None,
     group: ProcessGroup | None = None,
 ) -> LocalResult:  # fmt: skip
-    """Measure the largest eigenvalue and the trace of the Riemannian Hessian, see :mod:`sharpness.hessian`.
+    """Measure the largest eigenvalue and the trace of the Riemannian Hessian, see :mod:`sharpness.curvature`.
 
     Parameters
     ----------

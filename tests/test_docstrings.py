@@ -20,7 +20,7 @@ PUBLIC = [
     "sharpness.ascent",
     "sharpness.comparison",
     "sharpness.data",
-    "sharpness.hessian",
+    "sharpness.curvature",
     "sharpness.losses",
     "sharpness.models",
     "sharpness.plots",

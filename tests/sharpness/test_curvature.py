@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sharpness
-from sharpness.hessian import HessianOperator, hutchpp_trace, largest_eigenvalues
+from sharpness.curvature import HessianOperator, hutchpp_trace, largest_eigenvalues
 from sharpness.measures import MEASURES, get_measure
 
 
