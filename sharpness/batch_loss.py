@@ -55,6 +55,7 @@ class BatchLoss:
         self.parts: list[float] = []
         self.base = self(None, gradient)
         self._check_again()
+        self._check_symmetries()
         if not bool(self.base_gradient.isfinite().all()):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
@@ -117,6 +118,21 @@ class BatchLoss:
             )
         if self.index > 0:  # of batch 0 all pieces were looked at
             self.objective.check_pieces(self.space.model, self.batch, all_of_them=False)
+
+    def _check_symmetries(self) -> None:
+        """Raise for a pair whose gradient says that it is no symmetry, if a move along its orbit confirms it.
+
+        Near a minimum a gradient may be little more than rounding; moves of the weights do not suffer from that.
+        """
+        certificate, model = self.space.certification.last, self.space.model
+        for pair in certificate.failures:
+            with torch.set_grad_enabled(self.objective.loss_fn is not None):
+                symmetries.apply_random_symmetry_(model, pairs=[pair])
+                moved = float(self.objective(model, self.pieces[0][1]).loss.detach())
+                self.space.move_to(None)
+            rounding = 0.1 * certificate.tolerance + 2e-5
+            if not abs(moved - self.parts[0]) <= rounding * max(abs(moved), abs(self.parts[0]), 1e-3):
+                certificate.check()
 
     def _not_finite(self, value: float, xi: Tensor | None) -> ValueError:
         distance = 0.0 if xi is None else float(torch.linalg.vector_norm(xi))

@@ -127,7 +127,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     moving = {name: parameters[name] for name in direction.tensors}
     with torch.no_grad():
         vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
-        moved: dict[Tensor, Tensor] = {p: torch.empty_like(v) for p, v in vector.items()}
+        moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(p) for p, v in vector.items()}
         pairs = _same_pairs(model, direction)
         for block in build_blocks(model, direction.measure, pairs, moving, torch.float64, at_model=True):
             block.move_(moved, t * block.coordinates(vector))

@@ -119,6 +119,8 @@ class SharpnessResult:
         Directions of the pairs that count as absent (σ_i at rounding level).
     num_clamped : int
         Directions of the pairs whose σ_i the metric's floor replaces.
+    num_uncertified : int
+        Pairs that no batch gave a gradient, so that it could not be certified that they are symmetries.
     batches : tuple of BatchResult
         All batches at all radii.
 
@@ -149,6 +151,7 @@ class SharpnessResult:
     min_singular_value: float | None
     num_null: int
     num_clamped: int
+    num_uncertified: int
     batches: tuple[BatchResult, ...]
     _directions: dict[tuple[int, float], Direction] = field(default_factory=dict, repr=False, compare=False)
 
@@ -323,6 +326,8 @@ def _remarks(result: SharpnessResult) -> list[str]:
             )
     if result.num_clamped:
         lines.append(f"the metric's floor replaces {result.num_clamped} singular values of pairs")
+    if result.num_uncertified:
+        lines.append(f"{result.num_uncertified} pairs got no gradient from the data: their symmetry is not certified")
     if result.num_null:
         lines.append(f"{result.num_null} directions of pairs are at rounding level and count as absent")
     for count, what in (

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.optim.base import QuotientOptimizer
+from quotient_manifolds.symmetries import SymmetricPair, certify
 
-from .blocks import Block, build_blocks
+from .blocks import Block, PairBlock, build_blocks
 from .measures import Measure, get_measure
 from .weights import trainable
 
@@ -74,6 +75,8 @@ class _InnerStep:
     def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
         self.parameters, self.blocks = parameters, blocks
         self.count, self.stale = 0, False
+        stacks = [b.stack for b in blocks if isinstance(b, PairBlock)]
+        self._dropped = {b.tensor for s in stacks for p in s.pairs for b in p.dropped}  # which no block writes
         self._original: dict[Tensor, Tensor] = {}
         self._work: dict[Tensor, Tensor] = {}  # kept: fresh memory costs more than the arithmetic
 
@@ -98,6 +101,8 @@ class _InnerStep:
 
     def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
         self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
+        if self.count == 0:
+            certify([b.stack for b in self.blocks if isinstance(b, PairBlock)], gradients).check()
         factorise, steps = self.count % refresh == 0 or self.stale, []
         for block in self.blocks:
             block.refresh(factorise)
@@ -107,6 +112,8 @@ class _InnerStep:
         norm = float(squares.sum().sqrt())
         if not 0 < norm < math.inf:
             return {}
+        for p in self._dropped:
+            self._work[p].copy_(p)
         for _, move in steps:
             move(rho / norm)
         return self._work
@@ -215,6 +222,8 @@ class GeodesicSAM(Optimizer):
                     "keep the weights in float32 and train under torch.autocast"
                 )
         self.model, self.base_optimizer = model, base_optimizer
+        if isinstance(base_optimizer, QuotientOptimizer):  # its gradients are those of other weights
+            base_optimizer.certify = False
         self.rho, self.measure, self.refresh = float(rho), measure, refresh
         dtype = next(iter(parameters.values())).dtype
         self._inner = _InnerStep(list(parameters.values()), build_blocks(model, measure, pairs, parameters, dtype))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, own_precision
-from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries import Certificate, PairStack, SymmetricPair, certify
+from quotient_manifolds.symmetries.certificate import HALF_PRECISION
 
 from .blocks import Block, ElementwiseBlock, PairBlock, build_blocks
 from .direction import Direction
@@ -43,6 +44,8 @@ class WeightSpace:
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
     pairs : tuple of SymmetricPair
         Those that are divided out.
+    certification : Certification
+        What gradients at the base point say of their symmetry.
 
     Raises
     ------
@@ -91,7 +94,7 @@ class WeightSpace:
         self._gradients = Gradients(list(self._parameters.values()))
         self._copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self._pairs_checked = False
+        self.certification = Certification([b.stack for b in self._pair_blocks])
 
     # -- vectors -----------------------------------------------------------------------------------------------
 
@@ -169,7 +172,8 @@ class WeightSpace:
         Half-precision weights point to float32 copies, and with them all other half-precision tensors of the model.
         Yields the space itself, with the model at the base point.
         """
-        copies = self._copies_like(torch.empty_like)
+        # What no block writes stays as it is: blocks of pairs that were dropped from them.
+        copies = {p: empty.copy_(p.data) for p, empty in self._copies_like(torch.empty_like).items()}
         with pointing_to(self.model, copies):
             self._copies = copies
             try:
@@ -220,9 +224,8 @@ class WeightSpace:
             The loss does not depend on a pair.
         """
         found = self._gradients.sum_over([losses] if isinstance(losses, Tensor) else losses)
-        if not self._pairs_checked:
-            _check_pairs(self.pairs, found)
-            self._pairs_checked = True
+        if self._at is None:
+            self.certification.see(found, autocast=torch.is_autocast_enabled(self.device.type))
         out = self.empty() if out is None else out
         self._pull_back_(out, found, self._at)
         return out
@@ -269,6 +272,29 @@ class WeightSpace:
         self._pull_back_(curved, first, v)
         self._pull_back_(straight, first, None)
         return out.add_(curved).sub_(straight)
+
+
+class Certification:
+    """What gradients at a model's weights have said of its pairs so far.
+
+    Attributes
+    ----------
+    last : Certificate
+        Of the pairs that no gradient had certified before the last one.
+    """
+
+    def __init__(self, found: Sequence[PairStack]) -> None:
+        self._open, self._begun = list(found), False
+        self.last = Certificate({}, (), 0.0)
+
+    def see(self, gradients: Mapping[Tensor, Tensor], *, autocast: bool) -> None:
+        """Hold gradients against the symmetry of every pair, until each has had one that is not zero."""
+        if not self._begun:
+            _check_pairs([p for s in self._open for p in s.pairs], gradients)
+            self._begun = True
+        self.last = certify(self._open, gradients, tolerance=HALF_PRECISION / 3 if autocast else 1e-4)
+        left = set(self.last.unreached)
+        self._open = [s for s in self._open if not left.isdisjoint(s.pairs)]
 
 
 def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:

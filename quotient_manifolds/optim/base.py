@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
-from ..symmetries import SymmetricPair, stacks
+from ..symmetries import SymmetricPair, certify, stacks
 from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of, is_flipped
@@ -27,7 +27,15 @@ class QuotientOptimizer(Optimizer):
 
     A subclass gives ``_step_pairs``, a step of stacked pairs, and ``_step_others`` for what belongs to no pair. State
     lies on the device of the weights, moments in float32 at least; small matrices are worked out in float64.
+
+    Attributes
+    ----------
+    certify : bool
+        Hold the first gradients against the symmetry of every pair. Set it to False where gradients are not taken at
+        the weights that are stepped, as under sharpness-aware minimisers other than ``sharpness.GeodesicSAM``.
     """
+
+    certify = True
 
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
@@ -39,6 +47,7 @@ class QuotientOptimizer(Optimizer):
             raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None does not clip")
         self._pairs: list[SymmetricPair] = []
         self._buckets: list[PairBucket] = []
+        self._uncertified: list[PairBucket] = []
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
@@ -95,6 +104,7 @@ class QuotientOptimizer(Optimizer):
         for (group, flipped), members in chosen.items():
             for stack in stacks(members):
                 self._buckets.append(PairBucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
+        self._uncertified = list(self._buckets)
         self._cover()
 
     def _cover(self) -> None:
@@ -121,6 +131,7 @@ class QuotientOptimizer(Optimizer):
             begun = [b.begin(self.param_groups[b.group]["metric"], gradients) for b in self._buckets]
             steps = [s for s in begun if s is not None]
             check_anchors(steps)
+            self._certify(gradients)
             clip = self._clip(steps, gradients)
             for group in self.param_groups:
                 present = [p for p in group["params"] if p in gradients]
@@ -134,6 +145,14 @@ class QuotientOptimizer(Optimizer):
                 s.clip_(clip)
                 self._step_pairs(self.param_groups[s.bucket.group], s)
         return loss
+
+    def _certify(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Hold the gradients against the symmetry of every pair, until one that is not zero has certified it."""
+        if self.certify and self._uncertified:
+            certificate = certify([b.stack for b in self._uncertified], gradients)
+            certificate.check()
+            open_pairs = set(certificate.unreached)
+            self._uncertified = [b for b in self._uncertified if not open_pairs.isdisjoint(b.stack.pairs)]
 
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> float:
         """Give the factor that brings the gradient's norm, that of pairs in the metric, to ``max_grad_norm``."""
@@ -167,7 +186,7 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_covered", "_rests")
+        names = ("_pairs", "_buckets", "_uncertified", "_covered", "_rests")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

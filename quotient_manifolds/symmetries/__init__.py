@@ -4,6 +4,7 @@ from ..batches import default_forward
 from . import huggingface, torch_nn, vision  # noqa: F401  (each registers its handlers)
 from .attention import Projection, attention_pairs
 from .blocks import block
+from .certificate import Certificate, NotASymmetryError, certify
 from .coverage import UnknownAttentionError, check_coverage
 from .groups import GL
 from .pairs import SymmetricPair, pair
@@ -14,6 +15,8 @@ from .verify import apply_random_symmetry_, verify
 
 __all__ = [
     "GL",
+    "Certificate",
+    "NotASymmetryError",
     "PairStack",
     "Projection",
     "SymmetricPair",
@@ -22,6 +25,7 @@ __all__ = [
     "apply_random_symmetry_",
     "attention_pairs",
     "block",
+    "certify",
     "check_coverage",
     "default_forward",
     "find_symmetric_pairs",

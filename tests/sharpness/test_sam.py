@@ -175,6 +175,28 @@ def test_equivalent_starts(make, measure, base):
     assert change < 1e-7 if base != "AdamW" else change > 1e-5
 
 
+def test_blocks_that_were_dropped_from_pairs_stay(monkeypatch):
+    """A key bias that belongs to no factor moves neither in training nor in a measurement, whatever memory holds."""
+    real = torch.empty_like
+
+    def garbage(t, **options):
+        return real(t, **options).fill_(torch.nan) if t.is_floating_point() else real(t, **options)
+
+    monkeypatch.setattr(torch, "empty_like", garbage)
+    model, batch = small(bert), batch_of(bert)
+    pairs = find_symmetric_pairs(model, key_bias="drop")
+    dropped = {b.tensor for p in pairs for b in p.dropped}
+    assert dropped
+    before = [p.detach().clone() for p in dropped]
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05, pairs=pairs)
+    loss_of(model, batch).backward()
+    with sam.perturbed():
+        assert all(torch.equal(p, b) for p, b in zip(dropped, before, strict=True))
+    result = sharpness.evaluate(model, [(batch, LABELS)], rho=0.1, steps=2, pairs=pairs)
+    with sharpness.perturbed(model, result.direction(0)):
+        assert all(torch.equal(p, b) for p, b in zip(dropped, before, strict=True))
+
+
 def test_refresh_does_not_change_the_result():
     ends = []
     for refresh in (1, 7, 1000):

@@ -1,0 +1,116 @@
+"""What the gradient's certificate finds of symmetries, and of a violation that changes the outputs by one percent.
+
+Residuals of a trained BERT (a transformers folder), of an untrained ViT-B/32 and of a Llama of 300 million weights,
+over random batches, in float32 and under bfloat16 autocast; the certificate's time as a share of a forward and backward
+pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _common import write
+from torch import Tensor, nn
+
+from quotient_manifolds.symmetries import PairStack, certify, find_symmetric_pairs, stacks
+
+
+def bert(folder: str) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
+    """A trained one, and random tokens."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folder)
+    return model, lambda: {"input_ids": torch.randint(model.config.vocab_size, (16, 24))}
+
+
+def vit() -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
+    """ViT-B/32, random weights and images."""
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig(patch_size=32)), lambda: {"pixel_values": torch.randn(4, 3, 224, 224)}
+
+
+def llama() -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
+    """300 million random weights, grouped queries, rotary positions."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=18, num_attention_heads=16,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    return LlamaModel(config), lambda: {"input_ids": torch.randint(8000, (1, 32))}
+
+
+def gradients(model: nn.Module, batch: dict[str, Tensor], *, half: bool) -> dict[Tensor, Tensor]:
+    """Of a random cotangent of the outputs."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        output = model(**batch).last_hidden_state
+        loss = (output.float() * torch.randn(output.shape)).mean()
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def violated(model: nn.Module, found: list[PairStack], batch: dict[str, Tensor]) -> tuple[str, float, Any]:
+    """Bend one projection of a random pair so that the outputs change by about one percent."""
+    stack = found[int(torch.randint(len(found), ()))]
+    pair = stack.pairs[int(torch.randint(len(stack), ()))]
+    linear = pair.G[0].module
+    with torch.no_grad():
+        before = model(**batch).last_hidden_state
+        amount, change = 0.5, 0.0
+        for _ in range(12):
+            hook = linear.register_forward_hook(lambda m, x, y, a=amount: y + a * y.tanh())
+            change = float((model(**batch).last_hidden_state - before).norm() / before.norm())
+            if 0.007 < change < 0.014:
+                break
+            hook.remove()
+            amount *= min(4.0, max(0.25, 0.01 / max(change, 1e-6)))
+    return pair.name, change, hook
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bert", help="a transformers folder of a trained BERT")
+    parser.add_argument("--batches", type=int, default=50)
+    parser.add_argument("--violations", type=int, default=10)
+    options = parser.parse_args()
+    rows = []
+    for name, make in (("bert", lambda: bert(options.bert)), ("vit-b-32", vit), ("llama-300m", llama)):
+        torch.manual_seed(0)
+        model, batch = make()
+        model.eval()
+        found = stacks(find_symmetric_pairs(model))
+        for half in (False, True):
+            worst, shares = [], []
+            for _ in range(options.batches):
+                start = time.perf_counter()
+                g = gradients(model, batch(), half=half)
+                middle = time.perf_counter()
+                worst.append(max(certify(found, g).residuals.values()))
+                shares.append((time.perf_counter() - middle) / (middle - start))
+            row: dict[str, Any] = {
+                "model": name, "half": half, "pairs": sum(map(len, found)), "batches": options.batches,
+                "largest": max(worst), "median": sorted(worst)[len(worst) // 2],
+                "share_of_a_pass": sorted(shares)[len(shares) // 2],
+            }  # fmt: skip
+            if not half:
+                hits = []
+                for _ in range(options.violations):
+                    one = batch()
+                    pair, change, hook = violated(model, found, one)
+                    residual = max(certify(found, gradients(model, one, half=False)).residuals.values())
+                    hook.remove()
+                    hits.append({"pair": pair, "change": change, "residual": residual})
+                row["violations"] = hits
+            print(row, flush=True)
+            rows.append(row)
+    write("certificate", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The gradient's certificate, against finite moves and against what is no symmetry."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import sharpness
+from quotient_manifolds.optim import QuotientAdam
+from quotient_manifolds.symmetries import (
+    NotASymmetryError,
+    apply_random_symmetry_,
+    certify,
+    find_symmetric_pairs,
+    stacks,
+)
+from tests import networks
+from tests.architectures import transformers_model
+
+
+def gradients_of(model, loss):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def error(model, batch):
+    return F.cross_entropy(model(batch[0]).logits, batch[1])
+
+
+def projection(model, which):
+    """The queries (0), keys, values or outputs of the first layer."""
+    return networks.projections(networks.vit_layers(model)[0].attention)[which]
+
+
+def bend(linear, amount):
+    """Let a layer's output pass through something that is not linear; its class stays one that the table knows."""
+    return linear.register_forward_hook(lambda module, x, y: y + amount * y.tanh())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_symmetries_are_certified_and_nothing_else(dtype, tolerance):
+    torch.set_default_dtype(dtype)
+    batch = networks.images()
+    model = networks.train(networks.vit(), batch)
+    pairs = stacks(find_symmetric_pairs(model))
+    found = certify(pairs, gradients_of(model, error(model, batch)), tolerance=tolerance)
+    assert found.failures == found.unreached == ()
+    assert len(found.residuals) == sum(len(s) for s in pairs)
+    for which, kind in ((0, "qk"), (2, "vo")):
+        hook = bend(projection(model, which), 0.01)
+        wrong = certify(pairs, gradients_of(model, error(model, batch)), tolerance=1e-4)
+        assert {(p.kind, p.module) for p in wrong.failures} == {(kind, pairs[0].pairs[0].module)}
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt_neox", "qwen3"])
+def test_every_kind_of_group(name):
+    """Real and complex, whole and diagonal; a gradient of no network has residuals of the order of 1."""
+    torch.manual_seed(0)
+    model, batch = transformers_model(name, "eager")
+    pairs = stacks(find_symmetric_pairs(model))
+    output = model(**batch)[0]
+    found = certify(pairs, gradients_of(model, (output * torch.randn_like(output)).sum()), tolerance=1e-5)
+    assert found.failures == ()  # some of these networks cast to float32 inside
+    assert found.residuals
+    random = certify(pairs, {p: torch.randn_like(p) for p in model.parameters()}, tolerance=1e-5)
+    assert len(random.failures) == sum(len(s) for s in pairs)
+
+
+def test_a_gradient_that_is_zero_certifies_nothing():
+    pairs = stacks(find_symmetric_pairs(networks.vit()))
+    found = certify(pairs, {})
+    assert found.residuals == {}
+    assert len(found.unreached) == sum(len(s) for s in pairs)
+    assert "not certified, for there is no gradient: " in str(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("which", [0, 2])
+def test_evaluate_refuses_by_name_and_leaves_the_model_alone(dtype, which):
+    torch.set_default_dtype(dtype)
+    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
+    bend(projection(model, which), 0.3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(NotASymmetryError, match=r"layer.*0.*is no symmetry of the loss") as caught:
+        sharpness.evaluate(model, [batch], rho=0.1, steps=2)
+    wrong = caught.value.pair
+    assert wrong.kind == ("qk" if which == 0 else "vo")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    others = [p for p in find_symmetric_pairs(model) if (p.kind, p.module) != (wrong.kind, wrong.module)]
+    assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2, pairs=others)) > 0
+    assert float(sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2)) > 0
+
+
+def first_step(optimizer):
+    getattr(optimizer, "first_step", optimizer.step)()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda model: QuotientAdam(list(model.parameters()), find_symmetric_pairs(model)),
+        lambda model: sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1),
+    ],
+    ids=["adam", "sam"],
+)
+def test_optimisers_refuse_before_anything_moves(train):
+    batch = networks.images()
+    sound = networks.train(networks.vit(), batch)
+    error(sound, batch).backward()
+    first_step(train(sound))
+    broken = networks.train(networks.vit(), batch)
+    optimizer = train(broken)
+    projection(broken, 0).register_forward_hook(lambda module, x, y: y.relu())
+    error(broken, batch).backward()
+    before = copy.deepcopy(broken.state_dict())
+    with pytest.raises(NotASymmetryError, match="is no symmetry of the loss"):
+        first_step(optimizer)
+    assert all(torch.equal(v, before[k]) for k, v in broken.state_dict().items())
+
+
+def test_gradients_that_are_rounding_are_no_alarm():
+    """Examples whose gradients cancel leave rounding, with residuals of the order of 1: moves decide."""
+    torch.set_default_dtype(torch.float32)
+    model, (x, _) = networks.train(networks.vit(), networks.images()), networks.images()
+    twice = torch.cat([x, x.flip(0)])
+    weights = torch.randn(len(x), 3)
+
+    def loss(model, batch):
+        logits = model(batch).logits
+        return (logits[: len(x)] * weights - logits[len(x) :].flip(0) * weights).sum() + 1.0
+
+    found = certify(stacks(find_symmetric_pairs(model)), gradients_of(model, loss(model, twice)))
+    assert max(found.residuals.values()) > 1e-2
+    assert sharpness.evaluate(model, [twice], loss, rho=0.1, steps=2).num_uncertified == 0
+
+
+def test_moves_agree_with_the_certificate():
+    """The outputs change under a finite move where, and only where, the residual is large."""
+    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    bend(projection(model, 2), 0.3)
+    seen = set()
+    found = certify(stacks(find_symmetric_pairs(model)), gradients_of(model, error(model, batch)))
+    for p, residual in found.residuals.items():
+        with torch.no_grad():
+            before, kept = model(batch[0]).logits, copy.deepcopy(model.state_dict())
+            apply_random_symmetry_(model, pairs=[p])
+            moved = float((model(batch[0]).logits - before).abs().max() / before.abs().max())
+            model.load_state_dict(kept)
+        assert (moved > 1e-8) == (residual > 1e-8), (p.name, moved, residual)
+        seen.add(moved > 1e-8)
+    assert seen == {True, False}
