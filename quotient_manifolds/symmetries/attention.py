@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .blocks import Block, block
 from .groups import GL
 from .pairs import SymmetricPair
-from .peft_lora import lora_factors, lora_obstacle
+from .peft_lora import is_lora, lora_factors, lora_obstacle
 
 __all__ = ["Projection", "attention_pairs"]
 
@@ -73,8 +74,10 @@ class Projection:
             found = [block(self.module, self.weight, dims, transpose=True, rotary=rotary)]
         whole = self._dims(0, head, size, offset, count)
         found.extend(block(self.module, row, columns=whole, rotary=rotary) for row in self.rows)
-        for _, B in lora_factors(self.module):  # (x Aᵀ) Bᵀ: the rows of Bᵀ are further rows of the stack
-            found.append(block(*B, dims, transpose=True, rotary=rotary))
+        for _, (owner, attribute) in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
+            found.append(block(owner, attribute, dims, transpose=True, rotary=rotary))
+            if getattr(owner, "bias", None) is not None:
+                found.append(block(owner, "bias", dims, rotary=rotary))
         return (*found, *self.bias_blocks(head, size, offset, count, rotary))
 
     def bias_blocks(
@@ -86,6 +89,17 @@ class Projection:
             return ()
         start = self.start if self.bias_start is None else self.bias_start
         return (block(owner, self.bias, self._dims(start, head, size, offset, count), rotary=rotary),)
+
+    def obstacle(self) -> str:
+        """Say why the module is no linear map of its weight, or of that and LoRA's, or give an empty string."""
+        cls, weight = type(self.module), getattr(self.module, self.weight, None)
+        if cls.__module__.startswith("peft.tuners.") and not is_lora(self.module):
+            return f"no known symmetry of {cls.__module__.split('.')[2]}'s {cls.__name__}"
+        if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
+            return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
+        if isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
+            return f"{cls.__name__} is a subclass of Linear with a forward of its own"
+        return lora_obstacle(self.module)
 
     def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
         """Give rows of a stack for a projection *out of* head space: the head's slice of the weight."""
@@ -180,8 +194,8 @@ def attention_pairs(
     if head_size is None:
         head_size = getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads
     value_size = value_size or head_size
-    qk_obstruction = qk_obstruction or lora_obstacle(q.module) or lora_obstacle(k.module)
-    vo_obstruction = vo_obstruction or lora_obstacle(v.module) or lora_obstacle(o.module)
+    qk_obstruction = qk_obstruction or q.obstacle() or k.obstacle()
+    vo_obstruction = vo_obstruction or v.obstacle() or o.obstacle()
     for i in range(heads):
         j = i * (kv_heads or heads) // heads
         if qk_obstruction:

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import (
-    find_symmetric_pairs,
-)
+from quotient_manifolds.symmetries import Projection, attention_pairs, find_symmetric_pairs
 
 from ... import networks
 
@@ -108,3 +106,33 @@ def test_nothing_is_missed_under_rope_and_grouped_queries(name):
     # each other: one number a dimension, less what RoPE mixes (both dimensions of a plane alike).
     assert predicted(layer) == {"Llama": 2 * (4 + 16), "Qwen3": 32}[name]
     assert found == predicted(layer) + {"Llama": 0, "Qwen3": 2}[name]
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Renamed(nn.Linear):
+    """A subclass that computes what nn.Linear does."""
+
+
+def test_modules_that_are_no_linear_maps_are_refused_with_a_reason():
+    def pairs(query):
+        k, v, o = (Projection(nn.Linear(8, 8)) for _ in range(3))
+        return list(attention_pairs("layer", heads=2, q=Projection(query), k=k, v=v, o=o))
+
+    for query, reason in (
+        (OwnForward(8, 8), "OwnForward is a subclass of Linear with a forward of its own"),
+        (quantised(), "quantised: the weight has dtype int8"),
+    ):
+        found = pairs(query)
+        assert {p.reason for p in found if p.kind == "qk"} == {reason}
+        assert all(p.group is not None for p in found if p.kind == "vo")
+    assert all(p.group is not None for p in pairs(Renamed(8, 8)))
+
+
+def quantised():
+    linear = nn.Linear(8, 8)
+    linear.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+    return linear

@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import (
-    find_symmetric_pairs,
-    verify,
-)
+from quotient_manifolds.symmetries import certify, find_symmetric_pairs, stacks, verify
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch, gpt2_and_batch
@@ -116,3 +113,49 @@ def test_merged_and_disabled_adapters_are_listed_with_the_reason():
     with model.disable_adapter():
         assert {p.reason for p in find_symmetric_pairs(model) if p.kind == "lora"} == {"the adapter is disabled"}
     assert all(p.group is not None for p in find_symmetric_pairs(model) if p.kind == "lora")
+
+
+TUNERS = {
+    "IA3": {"target_modules": ["key", "value"], "feedforward_modules": [], "init_ia3_weights": False},
+    "LoHa": {"r": 2, "init_weights": False},
+    "LoKr": {"r": 2, "init_weights": False},
+    "AdaLora": {"init_r": 2, "target_r": 1, "total_step": 10, "init_lora_weights": False},
+    "OFT": {"oft_block_size": 4, "init_weights": False},
+    "HRA": {"r": 2, "init_weights": False},
+    "Vera": {"r": 2, "init_weights": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_other_tuners_of_peft_are_refused_layer_by_layer(tuner):
+    """Their changes of a weight are no products that can be divided out; the layers that they leave alone stay."""
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["query", "value"], **TUNERS[tuner]}
+    options["target_modules"] = [f"bert.encoder.layer.0.attention.self.{t}" for t in options["target_modules"]]
+    model = peft.get_peft_model(networks.bert(), getattr(peft, f"{tuner}Config")(**options))
+    model.requires_grad_(True)
+    found = find_symmetric_pairs(model)
+    refused = [p for p in found if p.group is None]
+    assert refused
+    assert all("layer.0." in p.module and "no known symmetry of" in p.reason for p in refused)
+    assert all("layer.1." in p.module for p in found if p.group is not None)
+    loss = model(**networks.text()).loss
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    gradients = {p: g for p, g in zip(model.parameters(), grads, strict=True) if g is not None}
+    assert certify(stacks(found), gradients, tolerance=1e-10).failures == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bias_of_lora_is_one_more_row_of_the_attention_pairs():
+    """Without it the outputs would move by a seventh."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], lora_bias=True, init_lora_weights=False)
+    model = peft.get_peft_model(networks.bert(), config)
+    model.requires_grad_(True)
+    for name, p in model.named_parameters():
+        if "lora_B" in name and name.endswith("bias"):
+            p.data.normal_()
+    report = verify(model, networks.text())
+    assert report.ok, str(report)
+    assert any(b.attribute == "bias" and "lora" not in p.kind for p in find_symmetric_pairs(model) for b in p.G)
