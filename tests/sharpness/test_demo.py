@@ -10,6 +10,6 @@ def test_the_demo_learns_the_digits():
     x, y, x_test, y_test = demo.digits(0)
     assert (len(y), len(y_test)) == (1437, 360)
     model = demo.vision_transformer()
-    demo.train(model, x, y, epochs=30, progress=False)
+    demo.train(model, x, y, epochs=18, progress=False)
     assert demo._accuracy(model, x_test, y_test) > 0.85
     assert len(find_symmetric_pairs(model)) == 24
