@@ -77,3 +77,17 @@ def test_verify_leaves_the_model_alone_and_sees_what_is_no_symmetry(monkeypatch)
     report = verify(model, batch)
     assert not report.ok
     assert "NOT A SYMMETRY" in str(report)
+
+
+def test_one_backward_pass_sees_what_moves_see():
+    model, batch = networks.vit(), networks.images()
+    sound = verify(model, batch, moves=False)
+    assert sound.ok
+    assert sound.changes == {}
+    assert len(sound.certificate.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
+    values = networks.projections(networks.vit_layers(model)[0].attention)[2]
+    values.register_forward_hook(lambda module, x, y: y + 0.1 * y.tanh())
+    by_gradient, by_moves = verify(model, batch, moves=False), verify(model, batch)
+    moved = {n for n, change in by_moves.changes.items() if change > by_moves.tolerance}
+    assert set(by_gradient.failures) == moved != set()
+    assert "NOT A SYMMETRY" in str(by_gradient)
