@@ -122,7 +122,8 @@ class BatchLoss:
     def _check_symmetries(self) -> None:
         """Raise for a pair whose gradient says that it is no symmetry, if a move along its orbit confirms it.
 
-        Near a minimum a gradient may be little more than rounding; moves of the weights do not suffer from that.
+        Near a minimum a gradient may be little more than rounding; moves of the weights do not suffer from that. What
+        all pairs have in common is the precision in which the model computes inside.
         """
         certificate, model = self.space.certification.last, self.space.model
         for pair in certificate.failures:
@@ -130,7 +131,9 @@ class BatchLoss:
                 symmetries.apply_random_symmetry_(model, pairs=[pair])
                 moved = float(self.objective(model, self.pieces[0][1]).loss.detach())
                 self.space.move_to(None)
-            rounding = 0.1 * certificate.tolerance + 2e-5
+            modules = {p.module for p in certificate.residuals}
+            common = min(certificate.residuals.values()) if len(modules) > 1 else 0.0
+            rounding = max(0.1 * certificate.tolerance + 2e-5, 3 * common)
             if not abs(moved - self.parts[0]) <= rounding * max(abs(moved), abs(self.parts[0]), 1e-3):
                 certificate.check()
 

@@ -138,6 +138,31 @@ def test_gradients_that_are_rounding_are_no_alarm():
     assert sharpness.evaluate(model, [twice], loss, rho=0.1, steps=2).num_uncertified == 0
 
 
+class HalfInside(torch.nn.Module):
+    """A model that computes in bfloat16 whatever its weights are."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x).logits.float()
+
+
+def test_half_precision_inside_a_model_is_no_alarm_and_hides_no_relu():
+    torch.set_default_dtype(torch.float32)
+    model, (x, y) = networks.train(networks.vit(), networks.images()), networks.images()
+    half = HalfInside(model)
+    pairs = stacks(find_symmetric_pairs(half))
+    found = certify(pairs, gradients_of(half, F.cross_entropy(half(x), y)), tolerance=1e-4)
+    assert found.failures
+    assert float(sharpness.evaluate(half, [(x, y)], rho=0.1, steps=2)) > 0
+    projection(model, 2).register_forward_hook(lambda module, x, y: y.relu())
+    with pytest.raises(NotASymmetryError, match="vo head"):
+        sharpness.evaluate(half, [(x, y)], rho=0.1, steps=2)
+
+
 def test_moves_agree_with_the_certificate():
     """The outputs change under a finite move where, and only where, the residual is large."""
     model, batch = networks.train(networks.vit(), networks.images()), networks.images()
