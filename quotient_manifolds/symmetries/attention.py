@@ -10,7 +10,7 @@ from torch import nn
 
 from .blocks import Block, block
 from .groups import GL
-from .pairs import SymmetricPair
+from .pairs import SymmetricPair, pair_or_reason
 from .peft_lora import is_lora, lora_factors, lora_obstacle
 
 __all__ = ["Projection", "attention_pairs"]
@@ -118,13 +118,11 @@ def _qk_pairs(
     if rotary_size:
         dims = (size, 0, rotary_size, rotary)
         group = GL(rotary_size // 2, diagonal=True, field="complex")
-        yield SymmetricPair(
-            name, "qk", group, q.input_blocks(i, *dims), k.input_blocks(j, *dims), head=i, part="rotary"
-        )
+        yield pair_or_reason(name, "qk", group, q.input_blocks(i, *dims), k.input_blocks(j, *dims), i, part="rotary")
     if rotary_size < size:
         rest = (size, rotary_size, size - rotary_size)
         G, H, bias = q.input_blocks(i, *rest), k.input_blocks(j, *rest), k.bias_blocks(j, *rest)
-        yield SymmetricPair(name, "qk", GL(size - rotary_size), G, H, head=i, null=bias if null else ())
+        yield pair_or_reason(name, "qk", GL(size - rotary_size), G, H, i, null=bias if null else ())
 
 
 def attention_pairs(
@@ -206,4 +204,4 @@ def attention_pairs(
             yield SymmetricPair(name, "vo", None, head=i, reason=vo_obstruction)
         else:
             G, H = v.input_blocks(j, value_size, 0, value_size), o.output_blocks(i, value_size)
-            yield SymmetricPair(name, "vo", value_group or GL(value_size), G, H, head=i)
+            yield pair_or_reason(name, "vo", value_group or GL(value_size), G, H, i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -14,6 +14,9 @@ from .groups import GL
 __all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "pair"]
 
 MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
+
+#: Why tied factors are no pair.
+TIED = "the same weights stand in both factors; only an orthogonal group is left"
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,16 @@ def pair(G: Iterable[Block], H: Iterable[Block], group: GL, *, name: str = "pair
     torch.Size([10, 3])
     """
     return SymmetricPair(name, kind, group, tuple(G), tuple(H))
+
+
+def pair_or_reason(
+    module: str, kind: str, group: GL, G: Sequence[Block], H: Sequence[Block], head: int, *, part: str = "",
+    null: Sequence[Block] = (),
+) -> SymmetricPair:  # fmt: skip
+    """Give the pair of a head, or one without a group where both factors are the same weights."""
+    if {b.key for b in G} & {b.key for b in H}:
+        return SymmetricPair(module, kind, None, head=head, part=part, reason=TIED)
+    return SymmetricPair(module, kind, group, tuple(G), tuple(H), head=head, part=part, null=tuple(null))
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .blocks import Block, check_model
-from .pairs import SymmetricPair, check_pairs
+from .blocks import Block, check_model, is_sharded
+from .pairs import TIED, SymmetricPair, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
@@ -112,8 +113,12 @@ def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
     return tuple({b.key: b for some in blocks for b in some}.values())
 
 
+#: Why pairs that overlap are none.
+_SHARED = "its weights stand in another place too (shared or overlapping memory)"
+
+
 def _merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
-    """Merge pairs that share a block: grouped queries, shared layers, tied weights."""
+    """Merge pairs that share a block (grouped queries, shared layers); refuse those that no one group acts on."""
     found: dict[int, SymmetricPair] = {}
     home: dict[object, int] = {}
     for i, p in enumerate(pairs):
@@ -121,11 +126,47 @@ def _merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
         if p.group is None:
             continue
         first, *others = sorted({i, *(home[b.key] for b in p.G + p.H if b.key in home)})
-        parts = [found[first], *(found.pop(j) for j in others)]
+        parts = [found[j] for j in (first, *others)]
         G, H, null = (_union(getattr(q, name) for q in parts) for name in ("G", "H", "null"))
-        found[first] = replace(parts[0], G=G, H=H, null=null)
         home.update((b.key, first) for b in G + H)
+        reason = next((q.reason for q in parts if q.group is None), "")
+        if not reason and ({b.key for b in G} & {b.key for b in H}):
+            reason = TIED
+        if reason:
+            found.update((j, _refused(found[j], reason)) for j in (first, *others))
+            continue
+        for j in others:
+            del found[j]
+        found[first] = replace(parts[0], G=G, H=H, null=null)
     return list(found.values())
+
+
+def _sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
+    """Find the pairs one of whose weights stands in another place too, whatever parameter it is seen through."""
+    places: dict[int, list[tuple[int, Block, Tensor]]] = {}
+    for i, p in enumerate(pairs):
+        for b in p.G + p.H if p.group is not None else ():
+            t = b.tensor
+            if t.device.type != "meta" and not is_sharded(t) and t.is_contiguous():
+                places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
+    found: set[int] = set()
+    for blocks in places.values():
+        first = blocks[0][2]
+        count = first.untyped_storage().nbytes() // first.element_size()
+        taken = torch.zeros(count, dtype=torch.bool)
+        for i, b, t in blocks:
+            mine = taken.as_strided(b.size, b.stride, t.storage_offset() + b.offset)
+            if bool(mine.any()):
+                found |= {i, *(j for j, c, s in blocks if j != i and _meet(b, t, c, s, count))}
+            mine.fill_(True)
+    return found
+
+
+def _meet(b: Block, t: Tensor, c: Block, s: Tensor, count: int) -> bool:
+    """Tell whether two blocks of one storage have a number in common."""
+    mark = torch.zeros(count, dtype=torch.bool)
+    mark.as_strided(b.size, b.stride, t.storage_offset() + b.offset).fill_(True)
+    return bool(mark.as_strided(c.size, c.stride, s.storage_offset() + c.offset).any())
 
 
 def _refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> SymmetricPair:
@@ -205,8 +246,7 @@ def find_symmetric_pairs(
     Raises
     ------
     ValueError
-        A block that stands in both G and H (tied weights); one of ``extra`` that stands in another pair already;
-        another word for ``key_bias``.
+        One of ``extra`` that stands in another pair already; another word for ``key_bias``.
 
     Notes
     -----
@@ -242,7 +282,9 @@ def find_symmetric_pairs(
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
     merged = [_without_null(p) if key_bias == "drop" else p for p in _merged([*found, *extra])]
-    return PairList(_disjoint([_usable(p, include_frozen) for p in merged]))
+    usable = list(_disjoint([_usable(p, include_frozen) for p in merged]))
+    shared = _sharing(usable)
+    return PairList(_refused(p, _SHARED) if i in shared else p for i, p in enumerate(usable))
 
 
 def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairList:

@@ -23,6 +23,7 @@ from quotient_manifolds.symmetries import (
 from quotient_manifolds.symmetries.registry import _HANDLERS, PairList
 
 from ... import networks
+from ...architectures import transformers_model
 from .test_coverage import Mystery
 
 
@@ -115,3 +116,39 @@ def test_key_bias_can_be_quotiented_out():
             assert abs(one - two) < 1e-8 * one
     with pytest.raises(ValueError, match="key_bias must be"):
         find_symmetric_pairs(model, key_bias="forget")
+
+
+def tied(model, *, overlap):
+    """Let the first layer's queries and keys be the same weights, or lie half over one another."""
+    q, k, *_ = networks.projections(networks.vit_layers(model)[0].attention)
+    if overlap:
+        memory = torch.randn(24, 16)
+        q.weight.data, k.weight.data = memory[:16], memory[8:]
+    else:
+        q.weight = k.weight
+    return model
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_shared_and_overlapping_memory_is_refused_layer_by_layer(overlap):
+    model = tied(networks.vit(), overlap=overlap)
+    found = find_symmetric_pairs(model)
+    refused = [p for p in found if p.group is None]
+    assert {(p.kind, p.module) for p in refused} == {("qk", refused[0].module)}
+    assert {p.reason.split(";")[0].split(" (")[0] for p in refused} == {
+        "its weights stand in another place too" if overlap else "the same weights stand in both factors"
+    }
+    assert len(found) - len(refused) == 3 * len(refused)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_keys_that_are_the_values_are_refused(name):
+    """Under RoPE moves changed the outputs by half; without it one pair would have a block on both sides."""
+    model, batch = transformers_model(name, "eager")
+    for layer in model.layers if name == "llama" else [entry.attention.self for entry in model.encoder.layer]:
+        attention = getattr(layer, "self_attn", layer)
+        key, value = ("k_proj", "v_proj") if name == "llama" else ("key", "value")
+        getattr(attention, value).weight = getattr(attention, key).weight
+    found = find_symmetric_pairs(model)
+    assert all(p.group is None for p in found)
+    assert verify(model, batch).ok
