@@ -21,7 +21,7 @@ coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them re
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
 
 fuzz: $(VENV)/.dev  ## ten thousand inputs that are wrong in some way, and sweeps killed at fifty moments or on a full disk
-	FUZZ_CASES=10000 FUZZ_KILLS=50 $(PYTEST) tests/test_fuzz.py tests/test_sweep.py $(ARGS)
+	FUZZ_CASES=10000 FUZZ_KILLS=50 $(PYTEST) tests/test_fuzz.py tests/sharpness/sweep/test_run.py $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist loadgroup $(ARGS)

@@ -88,10 +88,10 @@ def main() -> None:
     moved = copy.deepcopy(model).eval()
     apply_random_symmetry_(moved, 30.0, seed=1)
     ways: dict[str, Any] = {
-        "sharpness, euclidean-hessian": lambda m: ours("euclidean-hessian", m, x, y),
+        "sharpness, euclidean-hessian": lambda m: ours("euclidean", m, x, y),
         "curvlinops": lambda m: by_curvlinops(m, x, y),
         "PyHessian": lambda m: by_pyhessian(m, x, y),
-        "sharpness, riemannian-hessian": lambda m: ours("riemannian-hessian", m, x, y),
+        "sharpness, riemannian-hessian": lambda m: ours("geodesic-inv", m, x, y),
     }
     rows = []
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():

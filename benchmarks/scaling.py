@@ -41,7 +41,7 @@ def spread(world: int, steps: int) -> tuple[float, list[float]]:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(world), "-m", "sharpness", "run", "scaling:model", "scaling:batches"]
-        command += ["--rho", "0.1", "--steps", str(steps), "--tol", "0", "--quiet", "--out", str(out)]
+        command += ["--rho", "0.1", "--steps", str(steps), "--relative-tol", "0", "--quiet", "--out", str(out)]
         settings = {**os.environ, "OMP_NUM_THREADS": "1"}
         start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parent, env=settings)

@@ -28,6 +28,8 @@ class AdaptiveNormBlock(PairBlock):
 
     def __init__(self, *arguments: Any, at_model: bool = True) -> None:
         super().__init__(*arguments, at_model=True)
+        if self.measure.elementwise != "adaptive":
+            raise ValueError('the adaptive norm of pairs needs elementwise="adaptive"')
         self.chart: Any = AdaptiveNorm(self.tangent)
 
 

@@ -61,9 +61,11 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
 class RungeKuttaBlock(PairBlock):
     """Pairs whose retraction takes ``substeps`` steps; ``pair_block="reproduction.rk4:RungeKuttaBlock"``."""
 
-    closed_form = False
+    closed_form, quadratic = False, False
     substeps = 4
 
     def retract(self, u: Tensor) -> Tensor:
-        """Follow the geodesic with velocity u to time 1; never raises."""
+        """Follow the geodesic with velocity u to time 1, unless a straight line is asked for; never raises."""
+        if self.measure.geodesic == "first-order":
+            return super().retract(u)
         return rk4(self.tangent, u, self.substeps)

@@ -7,7 +7,9 @@ plain sums, and the ball is a ball. A new metric or motion is a class of its own
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +24,7 @@ from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.stacks import coverage
 
 from .measures import Measure
+from .vectors import Memory
 
 __all__ = ["Block", "ElementwiseBlock", "PairBlock", "build_blocks"]
 
@@ -196,20 +199,19 @@ class PairBlock(Block):
     closed_form = True
 
     def __init__(
-        self, stack: PairStack, measure: Measure, dtype: torch.dtype, memory: _Memory, *, at_model: bool = False
+        self, stack: PairStack, measure: Measure, dtype: torch.dtype, memory: Memory, *, at_model: bool = False
     ) -> None:
         assert measure.pair_metric is not None
         self.stack, self.measure, self._memory = stack, measure, memory
         self._factor = measure.metric_scale**-0.5
         self.manifold = stack.manifold(measure.pair_metric, relaxation=measure.relaxation)
-        # A group move turns σ_i = 0 into rounding noise times its condition number, which mix would then divide by.
+        # A group move turns σ_i = 0 into rounding times its condition number, which mix would then divide by.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
             x = in_double(stack.gather())
             gauge = canonical_gauge(*self.manifold.unpack_tensor(x))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
-            # From the canonical to the model's own representative, in float64.
-            self._to_model = None if at_model else (gauge.A, gauge.A_inv.mH)
+            self._to_model = None if at_model else (gauge.A, gauge.A_inv.mH)  # from the canonical representative
             own = (gauge, x) if at_model else (gauge.to(dtype),)
             self.tangent = self.chart = self.manifold.at_gauge(*own, tolerance=self._tolerance)
         self.dim = x.numel() * (2 if x.is_complex() else 1)
@@ -321,6 +323,11 @@ class PairBlock(Block):
 
     # -- what the metric meets -----------------------------------------------------------------------------------------
 
+    @property
+    def quadratic(self) -> bool:
+        """Whether the retraction is a quadratic function of the vector, as the Hessian needs."""
+        return self.measure.geodesic != "exact"
+
     def num_clamped(self) -> int:
         """Count the directions that are present, but whose singular value the metric's floor replaces."""
         return int((self.present & (self.sigma < self.measure.relaxation * self.sigma[..., :1])).sum())
@@ -332,18 +339,6 @@ class PairBlock(Block):
         return int(self.tangent.exit_time(self._vector(c)).isfinite().sum())
 
 
-class _Memory:
-    """Memory for one stack that is used again and again: fresh memory costs more than the arithmetic."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._held = torch.empty(0, dtype=dtype, device=device)
-
-    def get(self, size: int) -> Tensor:
-        if len(self._held) < size:
-            self._held = self._held.new_empty(size)
-        return self._held
-
-
 def build_blocks(
     model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor],
     dtype: torch.dtype, *, at_model: bool = False,
@@ -352,9 +347,8 @@ def build_blocks(
 
     Parameters
     ----------
-    model : nn.Module
-    measure : Measure
-        Says which pairs are divided out, and the metrics.
+    model, measure : nn.Module, Measure
+        The measure says which pairs are divided out, and the metrics.
     pairs : sequence of SymmetricPair, optional
         By default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
     parameters : mapping of str to Tensor
@@ -372,6 +366,13 @@ def build_blocks(
     if measure.divides:
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
         found = stacks(p for p in known if measure.symmetry in ("all", p.kind))
+    known_weights = set(parameters.values())
+    for pair in (p for s in found for p in s.pairs):
+        if any(b.tensor not in known_weights for b in pair.G + pair.H):
+            raise ValueError(
+                f"the pair {pair.name!r} has weights that are no trainable parameters of {type(model).__name__}; pass "
+                "pairs as find_symmetric_pairs gives them for this model"
+            )
     covered = coverage(found)
     device = next(iter(parameters.values())).device
     if device.type == "cpu":
@@ -382,6 +383,18 @@ def build_blocks(
         for name, p in parameters.items()
         if p not in covered or not bool(covered[p].all())
     ]
-    kind: Any = pkgutil.resolve_name(measure.pair_block) if found else PairBlock
-    memory = _Memory(dtype, device)
+    kind = pair_block_class(measure.pair_block)
+    memory = Memory(dtype, device)
     return single + [kind(s, measure, dtype, memory, at_model=at_model) for s in found]
+
+
+def pair_block_class(name: str) -> type[PairBlock]:
+    """Import the class of a measure's ``pair_block``; the current folder counts, as for models and data."""
+    sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]
+    try:
+        kind: Any = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"pair_block={name!r} cannot be imported: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, PairBlock)):
+        raise ValueError(f"pair_block={name!r} is no subclass of sharpness.blocks.PairBlock")
+    return kind

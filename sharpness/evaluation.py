@@ -188,7 +188,7 @@ class _Evaluation:
             for r, origin in best
             if self.directions.get((r.batch, origin), (None,))[0] == r.value
         }
-        unreached = space.certification.last.unreached
+        unreached = set.intersection(*self.world.gather([{p.name for p in space.certification.open}]))
         return SharpnessResult(
             self.measure, self.statistic, self.radii, self.search, type(model).__name__, space.min_singular_value(),
             space.num_null(), space.num_clamped(), len(unreached), tuple(r for r, _ in best), directions,

@@ -161,6 +161,8 @@ class Objective:
                 f"loss_fn is called as loss_fn(model, batch), so {type(self.loss_fn).__name__} cannot be one; write "
                 "lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
+        if not isinstance(self.normalize_logits, bool):
+            raise ValueError(f"normalize_logits must be True or False, got {self.normalize_logits!r}")
         if self.normalize_logits and self.loss_fn is not None:
             raise ValueError("normalize_logits applies to the default loss; normalise the logits inside loss_fn")
         whole = isinstance(self.micro_batch, int) and not isinstance(self.micro_batch, bool)
@@ -169,8 +171,6 @@ class Objective:
                 f"micro_batch must be a whole number of at least 1, got {self.micro_batch!r}; leave it out for whole "
                 "batches"
             )
-        if not isinstance(self.normalize_logits, bool):
-            raise ValueError(f"normalize_logits must be True or False, got {self.normalize_logits!r}")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(f"loss_fn must be a function (model, batch) -> loss, got {self.loss_fn!r}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = ["MEASURES", "Measure", "get_measure"]
@@ -154,4 +154,8 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
                     f"{key} says how symmetric pairs are treated, but the measure {measure.name!r} treats them as any "
                     f"other weight; leave {key} out, or use a geodesic measure"
                 )
+    known = [f.name for f in fields(Measure)]
+    for key in changes:
+        if key not in known:
+            raise ValueError(f"a measure has no {key!r}; its fields are {', '.join(known)}")
     return replace(measure, **changes)

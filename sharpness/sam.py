@@ -42,8 +42,10 @@ class _Restore:
 def _check_numbers(rho: Any, refresh: Any) -> None:
     if isinstance(rho, bool) or not isinstance(rho, (int, float)):
         raise TypeError(f"rho must be a number, got {rho!r}")
-    if not 0 < rho < math.inf:
-        raise ValueError(f"rho must be positive, got {rho}; without perturbation use the base optimiser itself")
+    if not 0 < rho < 1e30:
+        raise ValueError(
+            f"rho must be positive and no more than 1e30, got {rho}; without perturbation use the base optimiser itself"
+        )
     if isinstance(refresh, bool) or not isinstance(refresh, int):
         raise TypeError(f"refresh must be a whole number, got {refresh!r}")
     if refresh < 1:
@@ -74,9 +76,14 @@ class _InnerStep:
 
     def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
         self.parameters, self.blocks = parameters, blocks
+        for b in blocks:
+            if isinstance(b, PairBlock) and not b.closed_form:
+                raise ValueError(f"GeodesicSAM moves pairs by closed forms, which {type(b).__name__} has not")
         self.count, self.stale = 0, False
-        stacks = [b.stack for b in blocks if isinstance(b, PairBlock)]
-        self._dropped = {b.tensor for s in stacks for p in s.pairs for b in p.dropped}  # which no block writes
+        self.uncertified = [b.stack for b in blocks if isinstance(b, PairBlock)]
+        self._dropped = {
+            b.tensor for s in self.uncertified for p in s.pairs for b in p.dropped
+        }  # which no block writes
         self._original: dict[Tensor, Tensor] = {}
         self._work: dict[Tensor, Tensor] = {}  # kept: fresh memory costs more than the arithmetic
 
@@ -101,8 +108,11 @@ class _InnerStep:
 
     def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
         self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
-        if self.count == 0:
-            certify([b.stack for b in self.blocks if isinstance(b, PairBlock)], gradients).check()
+        if self.uncertified:
+            certificate = certify(self.uncertified, gradients)
+            certificate.check()
+            unreached = set(certificate.unreached)
+            self.uncertified = [s for s in self.uncertified if not unreached.isdisjoint(s.pairs)]
         factorise, steps = self.count % refresh == 0 or self.stale, []
         for block in self.blocks:
             block.refresh(factorise)
@@ -222,14 +232,14 @@ class GeodesicSAM(Optimizer):
                     "keep the weights in float32 and train under torch.autocast"
                 )
         self.model, self.base_optimizer = model, base_optimizer
-        if isinstance(base_optimizer, QuotientOptimizer):  # its gradients are those of other weights
-            base_optimizer.certify = False
         self.rho, self.measure, self.refresh = float(rho), measure, refresh
         dtype = next(iter(parameters.values())).dtype
         self._inner = _InnerStep(list(parameters.values()), build_blocks(model, measure, pairs, parameters, dtype))
         self._pending = False
         self._held = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
+        if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:  # its gradients will be of other weights
+            base_optimizer.certify = False
         _watch(self)
 
     # Groups and state are the base optimiser's, so that schedulers and scalers reach it.

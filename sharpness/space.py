@@ -84,11 +84,12 @@ class WeightSpace:
         self.device = next(iter(self._parameters.values())).device
         self._dtypes = {p.dtype for p in self._parameters.values()}
         self.dtype = functools.reduce(torch.promote_types, self._dtypes, torch.float32)
-        self._blocks: list[tuple[Block, slice]] = []
-        self.dim = 0
-        for block in build_blocks(model, measure, pairs, self._parameters, self.dtype):
-            self._blocks.append((block, slice(self.dim, self.dim + block.dim)))
+        blocks = build_blocks(model, measure, pairs, self._parameters, self.dtype)
+        self.dim, places = 0, dict[Block, slice]()
+        for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
+            places[block] = slice(self.dim, self.dim + block.dim)
             self.dim += block.dim
+        self._blocks = [(block, places[block]) for block in blocks]
         self._pair_blocks = [b for b, _ in self._blocks if isinstance(b, PairBlock)]
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
         self._gradients = Gradients(list(self._parameters.values()))
@@ -160,7 +161,7 @@ class WeightSpace:
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
-        """Count the pairs whose exact geodesic along xi is shortened, lest it leave the manifold."""
+        """Count the pairs whose exact geodesic along xi is shortened."""
         return sum(b.num_exited_pairs(xi[part]) for b, part in self._blocks if isinstance(b, PairBlock))
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -208,8 +209,7 @@ class WeightSpace:
         Parameters
         ----------
         losses : Tensor or iterable of Tensor
-            Scalar with a graph that reaches the parameters; or several whose sum is the loss, taken one after the
-            other, so that a generator needs the memory of one of them.
+            Scalar with a graph; or several whose sum is the loss, so that a generator needs the memory of one of them.
         out : Tensor, optional
             Where the result is written, (dim,).
 
@@ -254,9 +254,9 @@ class WeightSpace:
         Tensor
             (dim,), horizontal.
         """
-        if self.measure.divides and self.measure.geodesic == "exact":
+        if not all(b.quadratic for b in self._pair_blocks):
             raise ValueError(
-                'the Hessian is the same along exact geodesics; take a measure with geodesic="second-order"'
+                "the Hessian needs a quadratic retraction; take geodesic='second-order', which has the same"
             )
         self.move_to(None)
         v = self.project(v)
@@ -281,20 +281,23 @@ class Certification:
     ----------
     last : Certificate
         Of the pairs that no gradient had certified before the last one.
+    open : set of SymmetricPair
+        The pairs that had no gradient yet.
     """
 
     def __init__(self, found: Sequence[PairStack]) -> None:
-        self._open, self._begun = list(found), False
+        self._stacks, self._begun = list(found), False
+        self.open = {p for s in found for p in s.pairs}
         self.last = Certificate({}, (), 0.0)
 
     def see(self, gradients: Mapping[Tensor, Tensor], *, autocast: bool) -> None:
         """Hold gradients against the symmetry of every pair, until each has had one that is not zero."""
         if not self._begun:
-            _check_pairs([p for s in self._open for p in s.pairs], gradients)
+            _check_pairs([p for s in self._stacks for p in s.pairs], gradients)
             self._begun = True
-        self.last = certify(self._open, gradients, tolerance=HALF_PRECISION / 3 if autocast else 1e-4)
-        left = set(self.last.unreached)
-        self._open = [s for s in self._open if not left.isdisjoint(s.pairs)]
+        self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
+        self.last = certify(self._stacks, gradients, tolerance=HALF_PRECISION / 3 if autocast else 1e-4)
+        self.open &= set(self.last.unreached)
 
 
 def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Buffers", "chunked", "combine_", "gram_matrix"]
+__all__ = ["Buffers", "Memory", "chunked", "combine_", "gram_matrix"]
 
 #: Elements of a vector that are worked on at a time on a CPU, so that they stay in its cache.
 _CHUNK = 2**18
@@ -68,3 +68,16 @@ def combine_(out: Tensor, *terms: tuple[Tensor, float]) -> None:
         for vector, (_, weight) in zip(tail, rest, strict=True):
             if weight:
                 part.add_(vector, alpha=weight)
+
+
+class Memory:
+    """Memory for one stack that is used again and again: fresh memory costs more than the arithmetic."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._held = torch.empty(0, dtype=dtype, device=device)
+
+    def get(self, size: int) -> Tensor:
+        """Give memory for so many numbers at least, with any content."""
+        if len(self._held) < size:
+            self._held = self._held.new_empty(size)
+        return self._held

@@ -160,6 +160,10 @@ def _worst_item(error: Tensor) -> Tensor:
     return rms.nan_to_num(nan=1e9, posinf=1e9).amax()
 
 
+#: Steps after which a solver gives up; geodesics take some tens.
+_MAX_STEPS = 20_000
+
+
 def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol: float) -> Tensor:
     """Solve ẏ = f(t, y) from 0 to ``end``; every batch item keeps the tolerance, and steps end exactly there."""
     if y.numel() == 0:  # a batch without items
@@ -169,6 +173,9 @@ def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol:
 
     t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
     # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.
-    options = {"norm": _worst_item, "step_t": t[1:]}
+    options = {"norm": _worst_item, "step_t": t[1:], "max_num_steps": _MAX_STEPS}
     method = "dopri8" if tol < 1e-8 else "dopri5"
-    return odeint(f, y, t, rtol=tol, atol=tol, method=method, options=options)[-1]
+    try:
+        return odeint(f, y, t, rtol=tol, atol=tol, method=method, options=options)[-1]
+    except AssertionError as error:  # no step is small enough: singular values beyond all reason
+        raise ArithmeticError(f"the geodesic equation cannot be solved here ({error}); scale the factors") from error

@@ -75,7 +75,8 @@ class QuotientOptimizer(Optimizer):
         if "params" not in group:
             raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(group) or 'none'}")
         pairs = group.pop("pairs", ())
-        if group.get("max_grad_norm", self.defaults["max_grad_norm"]) != self.defaults["max_grad_norm"]:
+        bound = group.get("max_grad_norm", self.defaults["max_grad_norm"])
+        if not (bound is None or is_number(bound)) or bound != self.defaults["max_grad_norm"]:
             raise ValueError("max_grad_norm clips all groups together; give it to the optimiser, not to a group")
         self._check_options({**self.defaults, **group})
         super().add_param_group(group)
@@ -186,7 +187,7 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_uncertified", "_covered", "_rests")
+        names = ("_pairs", "_buckets", "_uncertified", "_covered", "_rests", "certify")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -87,6 +87,8 @@ class QuotientSGD(QuotientOptimizer):
         super()._check_options(group)
         if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
             raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}")
+        if not isinstance(group["nesterov"], bool):
+            raise ValueError(f"nesterov must be True or False, got {group['nesterov']!r}")
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov needs a momentum above 0")
 

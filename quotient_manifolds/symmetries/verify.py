@@ -270,15 +270,15 @@ def _certificate(
     parameters = [p for p in twin.parameters() if p.is_floating_point()]
     for p in parameters:
         p.requires_grad_()
+        p.grad = None
     generator = torch.Generator().manual_seed(seed)
     with torch.enable_grad():
         outputs = [t[t.isfinite()].double() for t in tensors(run()) if t.is_floating_point() and t.requires_grad]
         draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in outputs]
-        gradients: tuple[torch.Tensor | None, ...] = (None,) * len(parameters)
-        if outputs:
-            total = torch.stack([(t * d).sum() for t, d in zip(outputs, draws, strict=True)]).sum()
-            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    known: dict[torch.Tensor, torch.Tensor] = {
-        p: g for p, g in zip(parameters, gradients, strict=True) if g is not None
-    }
+        for t, draw in zip(outputs, draws, strict=True):
+            try:
+                (t * draw).sum().backward(retain_graph=True)
+            except RuntimeError:  # what cannot be differentiated certifies nothing; moves decide
+                break
+    known: dict[torch.Tensor, torch.Tensor] = {p: p.grad for p in parameters if p.grad is not None}
     return certify(found, known, tolerance=tolerance)

@@ -142,8 +142,9 @@ class Sweep:
                 local = name in LOCAL
                 radii = {**self.rho, **radii_by_measure(ablation.get("rho", {}), self.measures)}
                 rho = [] if local else list(radii.get(name) or filter(None, [measure.rho]))
+                code = {"code": of_data(ablation["pair_block"])} if "pair_block" in ablation else {}
                 yield {
-                    **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switches(ablation),
+                    **where, **code, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switches(ablation),
                     "data": as_data(self.data), "settings": {**fields_of(Settings()), **self.settings},
                 }  # fmt: skip
 
