@@ -160,3 +160,34 @@ def test_directions_at_the_floor_are_counted(trained):
     assert f"floor replaces {expected} singular values" in str(result)
     assert result.to_dict()["num_clamped"] == expected
     assert sharpness.evaluate(model, [batch], measure="geodesic-mix", rho=0.01, steps=1).num_clamped == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ("nosuchmodule:Block", "cannot be imported"),
+        ("sharpness.blocks:Nope", "cannot be imported"),
+        ("math:pi", "is no subclass of sharpness.blocks.PairBlock"),
+        ("sharpness.blocks:ElementwiseBlock", "is no subclass of sharpness.blocks.PairBlock"),
+    ],
+)
+def test_blocks_that_cannot_be_used_are_named(block, words):
+    measure = get_measure("geodesic-inv", pair_block=block)
+    with pytest.raises(ValueError, match=f"pair_block='{block}' {words}"):
+        sharpness.evaluate(networks.vit(), [networks.images()], measure=measure, rho=0.1)
+
+
+def test_what_a_block_cannot_do_is_said(trained):
+    model, _, batch = trained
+    stepped = get_measure("geodesic-inv", pair_block=RK4)
+    with pytest.raises(ValueError, match="closed forms, which RungeKuttaBlock has not"):
+        sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1, measure=stepped)
+    with pytest.raises(ValueError, match="needs a quadratic retraction"):
+        sharpness.hessian(model, [batch], measure=stepped, num_matvecs=3)
+    direction = sharpness.evaluate(model, [batch], measure=stepped, rho=0.5, steps=2).direction(0)
+    losses = sharpness.profile(model, batch, direction, points=3).losses
+    assert losses["first-order"] != losses["second-order"]
+    with pytest.raises(ValueError, match="has no length of vectors"):
+        sharpness.gradient_norm(model, [batch], measure=get_measure("adaptive", ball_norm=math.inf))
+    with pytest.raises(ValueError, match="a measure has no 'geodesics'; its fields are name"):
+        get_measure("geodesic-inv", geodesics="exact")

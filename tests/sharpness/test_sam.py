@@ -497,3 +497,21 @@ def test_bad_input():
     half = small().bfloat16()
     with pytest.raises(ValueError, match="keep the weights in float32"):
         GeodesicSAM(half, torch.optim.SGD(half.parameters(), 0.1), rho=0.1)
+
+
+def test_certification_outlives_a_gradient_that_overflowed_and_a_copy():
+    model, batch = small(), batch_of(Encoder)
+    sam = GeodesicSAM(model, QuotientSGD(model.parameters(), find_symmetric_pairs(model), 0.1), rho=0.5)
+    loss_of(model, batch).backward()
+    for p in model.parameters():
+        p.grad.fill_(torch.inf)
+    sam.first_step()
+    assert sam._inner.uncertified
+    sam.restore()
+    model.zero_grad()
+    loss_of(model, batch).backward()
+    sam.first_step()
+    assert not sam._inner.uncertified
+    sam.restore()
+    twin = copy.deepcopy(sam)
+    assert twin.base_optimizer.certify is False

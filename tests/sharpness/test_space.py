@@ -7,6 +7,7 @@ from torch import nn
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, stacks
 from tests import networks
+from tests.architectures import transformers_model
 from tests.snapshots import GEODESIC
 
 
@@ -75,3 +76,50 @@ def test_a_layer_that_takes_no_part_is_named():
         sharpness.evaluate(model, [batch], rho=0.1)
     model.unused.requires_grad_(False)
     assert float(sharpness.evaluate(model, [batch], rho=0.1)) > 0
+
+
+def test_complex_pairs_beside_an_odd_number_of_coordinates():
+    """Complex numbers begin at even places; a head with five biases came before them and ended in a traceback."""
+    model, batch = transformers_model("llama", "eager")
+    odd = nn.Sequential()
+    odd.model, odd.extra = model, nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def loss(m, b):
+        return (m.model(**b)[0].square().mean(-1) * m.extra.sum()).mean()
+
+    result = sharpness.evaluate(odd, [batch], loss, rho=0.05, steps=2)
+    assert float(result) > 0
+    with torch.no_grad(), sharpness.perturbed(odd, result.direction(0)):
+        assert float(loss(odd, batch)) == pytest.approx(result.batches[0].worst_loss, rel=1e-5)
+
+
+def test_pairs_that_are_not_the_models_are_named():
+    model, batch = networks.vit(), networks.images()
+    pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
+    with pytest.raises(ValueError, match="has weights that are no trainable parameters of ViT"):
+        sharpness.evaluate(networks.vit(), [batch], rho=0.1, pairs=pairs)
+    networks.projections(networks.vit_layers(model)[0].attention)[3].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="vo head 0' has weights that are no trainable parameters"):
+        sharpness.evaluate(model, [batch], rho=0.1, pairs=pairs)
+
+
+class Gated(nn.Module):
+    """Two attention layers of which a batch reaches one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = networks.TinyAttention(), networks.TinyAttention()
+
+    def forward(self, x):
+        gate = (x[0, 0, 0] > 0).to(x.dtype)
+        return gate * self.first(x) + (1 - gate) * self.second(x)
+
+
+def test_a_pair_is_certified_once_whatever_later_batches_reach():
+    model = networks.shake(Gated())
+    x, y = networks.tokens(count=6, width=4)
+    batches = [(x.index_fill(2, torch.tensor([0]), sign), y) for sign in (1.0, -1.0)]
+    assert sharpness.evaluate(model, batches, rho=0.1, steps=1).num_uncertified == 0
+    half = sharpness.evaluate(model, batches[:1], rho=0.1, steps=1)
+    assert half.num_uncertified == len(half.direction(0).pairs) // 2
+    assert "got no gradient from the data: their symmetry is not certified" in str(half)

@@ -91,3 +91,13 @@ def test_one_backward_pass_sees_what_moves_see():
     moved = {n for n, change in by_moves.changes.items() if change > by_moves.tolerance}
     assert set(by_gradient.failures) == moved != set()
     assert "NOT A SYMMETRY" in str(by_gradient)
+
+
+def test_a_forward_pass_that_autograd_cannot_follow_is_verified_by_moves():
+    model, batch = networks.vit(), networks.images()
+    whole = type(model).forward
+    model.forward = lambda *a, **k: torch.no_grad()(whole)(model, *a, **k)
+    found = verify(model, batch)
+    assert found.ok
+    assert found.certificate.residuals == {}
+    assert found.changes
