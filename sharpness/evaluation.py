@@ -177,6 +177,9 @@ class _Evaluation:
                 model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, world=self.world,
                 jobs=len(self.jobs),
             )  # fmt: skip
+        shares = self.world.gather([(self.found, {p.name for p in space.certification.open})])
+        self.found = [r for found, _ in shares for r in found]
+        unreached = set.intersection(*(open_pairs for _, open_pairs in shares))
         best = [(r, r.rho) for r in self._best()]
         if self.statistic == "worst":
             best = sorted(
@@ -188,7 +191,6 @@ class _Evaluation:
             for r, origin in best
             if self.directions.get((r.batch, origin), (None,))[0] == r.value
         }
-        unreached = set.intersection(*self.world.gather([{p.name for p in space.certification.open}]))
         return SharpnessResult(
             self.measure, self.statistic, self.radii, self.search, type(model).__name__, space.min_singular_value(),
             space.num_null(), space.num_clamped(), len(unreached), tuple(r for r, _ in best), directions,
@@ -215,7 +217,7 @@ class _Evaluation:
 
     def _best(self) -> Iterator[BatchResult]:
         """Take the best start of every batch and radius, with the passes and seconds of all and the worst error."""
-        found = sorted(self.world.gather(self.found), key=lambda r: (r.batch, self.radii.index(r.rho), r.start))
+        found = sorted(self.found, key=lambda r: (r.batch, self.radii.index(r.rho), r.start))
         for _, same in itertools.groupby(found, key=lambda r: (r.batch, r.rho)):
             starts = list(same)
             yield dataclasses.replace(
