@@ -305,7 +305,7 @@ def _cells(row: Ranking) -> list[str]:
 
     partial, difference = row.partial, row.difference
     return [
-        row.quantity if "=" in row.quantity else row.quantity.replace("_", " "),
+        row.quantity if ":" in row.quantity else row.quantity.replace("_", " "),
         row.choice.replace("_", " "),
         number(row.rho, ".3g"),
         number(row.loss_increase, ".3g"),
