@@ -126,6 +126,7 @@ class BatchLoss:
         all pairs have in common is the precision in which the model computes inside.
         """
         certificate, model = self.space.certification.last, self.space.model
+        assert certificate is not None, "the pass at the weights comes first"
         residuals = certificate.residuals
         places = {(p.module, p.kind) for p in residuals}
         common = 3 * min(residuals.values()) if len(places) > 1 else 0.0

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.optim.base import QuotientOptimizer
-from quotient_manifolds.symmetries import SymmetricPair, certify
+from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.certificate import Certification
 
 from .blocks import Block, PairBlock, build_blocks
 from .measures import Measure, get_measure
@@ -80,10 +81,9 @@ class _InnerStep:
             if isinstance(b, PairBlock) and not b.closed_form:
                 raise ValueError(f"GeodesicSAM moves pairs by closed forms, which {type(b).__name__} has not")
         self.count, self.stale = 0, False
-        self.uncertified = [b.stack for b in blocks if isinstance(b, PairBlock)]
-        self._dropped = {
-            b.tensor for s in self.uncertified for p in s.pairs for b in p.dropped
-        }  # which no block writes
+        found = [b.stack for b in blocks if isinstance(b, PairBlock)]
+        self.certification = Certification(found)
+        self._dropped = {b.tensor for s in found for p in s.pairs for b in p.dropped}  # which no block writes
         self._original: dict[Tensor, Tensor] = {}
         self._work: dict[Tensor, Tensor] = {}  # kept: fresh memory costs more than the arithmetic
 
@@ -108,11 +108,8 @@ class _InnerStep:
 
     def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
         self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
-        if self.uncertified:
-            certificate = certify(self.uncertified, gradients)
-            certificate.check()
-            unreached = set(certificate.unreached)
-            self.uncertified = [s for s in self.uncertified if not unreached.isdisjoint(s.pairs)]
+        if self.certification.open:
+            self.certification.see(gradients).check()
         factorise, steps = self.count % refresh == 0 or self.stale, []
         for block in self.blocks:
             block.refresh(factorise)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, own_precision
-from quotient_manifolds.symmetries import Certificate, PairStack, SymmetricPair, certify
-from quotient_manifolds.symmetries.certificate import HALF_PRECISION
+from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 
 from .blocks import Block, ElementwiseBlock, PairBlock, build_blocks
 from .direction import Direction
@@ -71,7 +71,7 @@ class WeightSpace:
     ...     space = WeightSpace(model, MEASURES["geodesic-inv"])
     ...     with space.attached():
     ...         return float(space.gradient((model(x) - x).square().mean()).norm())
-    >>> before, moved = slope(), apply_random_symmetry_(model)
+    >>> before, _ = slope(), apply_random_symmetry_(model)
     >>> abs(slope() / before - 1) < 1e-3
     True
     """
@@ -82,8 +82,7 @@ class WeightSpace:
         self.model, self.measure = model, measure
         self._parameters = trainable(model)
         self.device = next(iter(self._parameters.values())).device
-        self._dtypes = {p.dtype for p in self._parameters.values()}
-        self.dtype = functools.reduce(torch.promote_types, self._dtypes, torch.float32)
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
         blocks = build_blocks(model, measure, pairs, self._parameters, self.dtype)
         self.dim, places = 0, dict[Block, slice]()
         for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
@@ -186,7 +185,7 @@ class WeightSpace:
     @property
     def half_precision(self) -> bool:
         """Whether any weight is narrower than float32."""
-        return any(dtype != at_least_float32(dtype) for dtype in self._dtypes)
+        return any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
 
     @own_precision
     @torch.no_grad()
@@ -225,7 +224,9 @@ class WeightSpace:
         """
         found = self._gradients.sum_over([losses] if isinstance(losses, Tensor) else losses)
         if self._at is None:
-            self.certification.see(found, autocast=torch.is_autocast_enabled(self.device.type))
+            if self.certification.last is None:
+                _check_pairs(self.pairs, found)
+            self.certification.see(found, tolerance=_tolerance(self.device))
         out = self.empty() if out is None else out
         self._pull_back_(out, found, self._at)
         return out
@@ -274,30 +275,8 @@ class WeightSpace:
         return out.add_(curved).sub_(straight)
 
 
-class Certification:
-    """What gradients at a model's weights have said of its pairs so far.
-
-    Attributes
-    ----------
-    last : Certificate
-        Of the pairs that no gradient had certified before the last one.
-    open : set of SymmetricPair
-        The pairs that had no gradient yet.
-    """
-
-    def __init__(self, found: Sequence[PairStack]) -> None:
-        self._stacks, self._begun = list(found), False
-        self.open = {p for s in found for p in s.pairs}
-        self.last = Certificate({}, (), 0.0)
-
-    def see(self, gradients: Mapping[Tensor, Tensor], *, autocast: bool) -> None:
-        """Hold gradients against the symmetry of every pair, until each has had one that is not zero."""
-        if not self._begun:
-            _check_pairs([p for s in self._stacks for p in s.pairs], gradients)
-            self._begun = True
-        self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
-        self.last = certify(self._stacks, gradients, tolerance=HALF_PRECISION / 3 if autocast else 1e-4)
-        self.open &= set(self.last.unreached)
+def _tolerance(device: torch.device) -> float:
+    return HALF_PRECISION / 3 if torch.is_autocast_enabled(device.type) else 1e-4
 
 
 def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..linalg import at_least_float32
-from ..symmetries import SymmetricPair, certify, stacks
+from ..symmetries import SymmetricPair, stacks
+from ..symmetries.certificate import Certification
 from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of, is_flipped
@@ -47,7 +48,7 @@ class QuotientOptimizer(Optimizer):
             raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None does not clip")
         self._pairs: list[SymmetricPair] = []
         self._buckets: list[PairBucket] = []
-        self._uncertified: list[PairBucket] = []
+        self._certification = Certification([])
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
@@ -105,7 +106,7 @@ class QuotientOptimizer(Optimizer):
         for (group, flipped), members in chosen.items():
             for stack in stacks(members):
                 self._buckets.append(PairBucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
-        self._uncertified = list(self._buckets)
+        self._certification = Certification(b.stack for b in self._buckets)
         self._cover()
 
     def _cover(self) -> None:
@@ -149,11 +150,8 @@ class QuotientOptimizer(Optimizer):
 
     def _certify(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Hold the gradients against the symmetry of every pair, until one that is not zero has certified it."""
-        if self.certify and self._uncertified:
-            certificate = certify([b.stack for b in self._uncertified], gradients)
-            certificate.check()
-            open_pairs = set(certificate.unreached)
-            self._uncertified = [b for b in self._uncertified if not open_pairs.isdisjoint(b.stack.pairs)]
+        if self.certify and self._certification.open:
+            self._certification.see(gradients).check()
 
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> float:
         """Give the factor that brings the gradient's norm, that of pairs in the metric, to ``max_grad_norm``."""
@@ -187,7 +185,7 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_uncertified", "_covered", "_rests", "certify")
+        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "certify")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

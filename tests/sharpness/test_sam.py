@@ -506,12 +506,12 @@ def test_certification_outlives_a_gradient_that_overflowed_and_a_copy():
     for p in model.parameters():
         p.grad.fill_(torch.inf)
     sam.first_step()
-    assert sam._inner.uncertified
+    assert sam._inner.certification.open
     sam.restore()
     model.zero_grad()
     loss_of(model, batch).backward()
     sam.first_step()
-    assert not sam._inner.uncertified
+    assert not sam._inner.certification.open
     sam.restore()
     twin = copy.deepcopy(sam)
     assert twin.base_optimizer.certify is False
