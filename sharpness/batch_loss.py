@@ -19,6 +19,7 @@ from .losses import Objective, to_float32
 from .measures import Measure
 from .model_state import preserve_model_state
 from .space import WeightSpace
+from .weights import trainable
 
 __all__ = ["BatchLoss", "RadiusError", "for_each_batch"]
 
@@ -176,9 +177,9 @@ def for_each_batch(
             first = next(stream)
         except StopIteration:
             raise ValueError("batches is empty; give at least one batch") from None
-        space = WeightSpace(model, measure, pairs)
-        first = to_device(first, space.device)
-        _check_first(model, objective, first, coverage=measure.divides and pairs is None)
+        first = to_device(first, next(iter(trainable(model).values())).device)
+        loss = _check_first(model, objective, first, coverage=measure.divides and pairs is None)
+        space = _space(model, measure, pairs, lambda: _base_loss(model, objective, first), loss)
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
@@ -190,16 +191,42 @@ def for_each_batch(
         return preserve_model_state(model, measured)
 
 
-def _check_first(model: nn.Module, objective: Objective, batch: Any, *, coverage: bool) -> None:
+def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
+    # A loss of one's own may contain gradients.
+    with torch.set_grad_enabled(objective.loss_fn is not None):
+        parts = objective.pieces(model, batch)
+        return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
+
+
+def _space(
+    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, run: Callable[[], float], loss: float
+) -> WeightSpace:
+    """Build the space; at a canonical form the loss must be as it was, be it seen through a softmax or not."""
+    if measure.form == "own":
+        return WeightSpace(model, measure, pairs)
+    if pairs is not None:
+        raise ValueError(f"the measure {measure.name!r} finds its pairs with the canonical form; leave pairs out")
+    found = loss
+    for classes in (True, False):
+        space = WeightSpace(model, measure, classes=classes)
+        with space.attached():
+            found = run()
+        if abs(found - loss) <= 1e4 * torch.finfo(space.dtype).eps * max(abs(loss), 1):
+            return space
+    raise ValueError(
+        f"in the canonical form of {type(model).__name__} the loss is {found:.8g} instead of {loss:.8g}: it is not "
+        "wired as its class says (hooks, replaced layers?); register its wiring, or use the measure 'geodesic-inv'"
+    )
+
+
+def _check_first(model: nn.Module, objective: Objective, batch: Any, *, coverage: bool) -> float:
     """Look whether the loss is finite, and every attention layer known if pairs are divided out."""
 
     def run() -> float:
-        # A loss of one's own may contain gradients.
-        with torch.set_grad_enabled(objective.loss_fn is not None):
-            parts = objective.pieces(model, batch)
-            return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
+        return _base_loss(model, objective, batch)
 
-    loss = symmetries.check_coverage(model, run) if coverage else run()
+    loss: float = symmetries.check_coverage(model, run) if coverage else run()
     if not math.isfinite(loss):
         raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
     objective.check_pieces(model, batch)
+    return loss

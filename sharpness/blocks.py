@@ -22,8 +22,10 @@ from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.stacks import coverage
+from quotient_manifolds.symmetries.whole import CanonicalForm
 
 from .measures import Measure
+from .stream import vector_lengths
 from .vectors import Memory
 
 __all__ = ["Block", "ElementwiseBlock", "PairBlock", "build_blocks"]
@@ -93,16 +95,19 @@ class Block(ABC):
 
 
 class ElementwiseBlock(Block):
-    r"""A parameter, or what the pairs leave of it, with the adaptive or the Euclidean metric.
+    r"""A parameter, or what the pairs leave of it, with the adaptive, the Euclidean or the metric of vectors.
 
     In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, as long as ξ over the size of w, so
-    that w + ξ = w + w ζ needs no division, and zero weights stay where they are.
+    that w + ξ = w + w ζ needs no division, and zero weights stay where they are. With ``lengths``, those of the vectors
+    that the entries belong to, they take the place of w.
     """
 
     def __init__(
-        self, name: str, parameter: Tensor, measure: Measure, dtype: torch.dtype, covered: Tensor | None = None
-    ) -> None:
+        self, name: str, parameter: Tensor, measure: Measure, dtype: torch.dtype, covered: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.parameter, self.dtype, self.dim = name, parameter, dtype, parameter.numel()
+        self._lengths = lengths
         self._adaptive, self._covered = measure.elementwise == "adaptive", covered
         self._factor = measure.metric_scale**-0.5
         self.refresh(factorise=False)
@@ -111,6 +116,7 @@ class ElementwiseBlock(Block):
         """Read the weights anew."""
         self._base = self.parameter.data
         scale = self._base if self._adaptive else self._base.new_ones(()).expand(self._base.shape)
+        scale = scale if self._lengths is None else self._lengths.expand(self._base.shape)
         self._scale = scale if self._covered is None else scale.masked_fill(self._covered, 0)  # ξ = scale · ζ
 
     def _view(self, c: Tensor) -> Tensor:
@@ -341,7 +347,7 @@ class PairBlock(Block):
 
 def build_blocks(
     model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor],
-    dtype: torch.dtype, *, at_model: bool = False,
+    dtype: torch.dtype, *, at_model: bool = False, form: CanonicalForm | None = None,
 ) -> list[Block]:  # fmt: skip
     """Give the blocks of some parameters: single ones first, then stacks of pairs.
 
@@ -357,6 +363,8 @@ def build_blocks(
         Of the coordinates.
     at_model : bool
         See :class:`PairBlock`.
+    form : CanonicalForm, optional
+        Where the parameters stand: its pairs are divided out, its constants do not move.
 
     Returns
     -------
@@ -364,6 +372,7 @@ def build_blocks(
     """
     found: list[PairStack] = []
     if measure.divides:
+        pairs = form.pairs if form is not None else pairs
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
         found = stacks(p for p in known if measure.symmetry in ("all", p.kind))
     known_weights = set(parameters.values())
@@ -374,12 +383,15 @@ def build_blocks(
                 "pairs as find_symmetric_pairs gives them for this model"
             )
     covered = coverage(found)
+    for p, mask in ({} if form is None else form.constant).items():
+        covered[p] = covered[p] | mask if p in covered else mask
+    lengths = vector_lengths(model, None if form is None else form.wiring) if measure.elementwise == "vector" else {}
     device = next(iter(parameters.values())).device
     if device.type == "cpu":
         count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
         found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
     single: list[Block] = [
-        ElementwiseBlock(name, p, measure, dtype, covered.get(p))
+        ElementwiseBlock(name, p, measure, dtype, covered.get(p), lengths.get(p))
         for name, p in parameters.items()
         if p not in covered or not bool(covered[p].all())
     ]

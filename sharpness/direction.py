@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
+from quotient_manifolds.symmetries.whole import canonical_form
 
 from .blocks import build_blocks
 from .measures import Measure
@@ -29,7 +30,8 @@ class Direction:
         Says how to move along it.
     tensors : dict of str to Tensor
         One tensor a trainable parameter, of its shape and dtype (at least float32), on the CPU, by the parameter's
-        name. For attention pairs it is the horizontal vector at the model's own representative.
+        name. For attention pairs it is the horizontal vector at the model's own representative; of the measures
+        that are taken at the canonical form it is a vector there.
     norm : float
         Length in the measure's metric.
     pairs : tuple of SymmetricPair
@@ -38,6 +40,8 @@ class Direction:
         Squared length in the metric of what moves every parameter, but for what belongs to pairs, by its name.
     pair_squares : tuple of float
         That of what moves every pair. With ``squares`` they add up to norm².
+    classes : bool
+        Of measures at the canonical form: the logits are centred over the classes there.
 
     Examples
     --------
@@ -59,6 +63,7 @@ class Direction:
     pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
     squares: dict[str, float] = field(default_factory=dict, repr=False)
     pair_squares: tuple[float, ...] = field(default=(), repr=False)
+    classes: bool = False
 
 
 def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
@@ -127,9 +132,14 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     moving = {name: parameters[name] for name in direction.tensors}
     with torch.no_grad():
         vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
-        moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(p) for p, v in vector.items()}
-        pairs = _same_pairs(model, direction)
-        for block in build_blocks(model, direction.measure, pairs, moving, torch.float64, at_model=True):
+        measure, canonical = direction.measure, direction.measure.form == "canonical"
+        form = canonical_form(model, classes=direction.classes) if canonical else None
+        base = {} if form is None else form.values
+        pairs = _same_pairs(model, direction) if form is None else None
+        moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(base.get(p, p)) for p, v in vector.items()}
+        with pointing_to(model, base):
+            blocks = build_blocks(model, measure, pairs, moving, torch.float64, at_model=True, form=form)
+        for block in blocks:
             block.move_(moved, t * block.coordinates(vector))
     with pointing_to(model, moved):
         yield model

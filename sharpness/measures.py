@@ -19,8 +19,13 @@ class Measure:
         Shown in results; those of :data:`MEASURES` can be given in place of the measure.
     pair_metric : {"inv", "mix", None}
         Metric of the symmetric pairs; None treats their weights like all others.
-    elementwise : {"adaptive", "euclidean"}
-        Metric of every other weight w: :math:`\|ξ \oslash |w|\|^2` or :math:`\|ξ\|^2`.
+    elementwise : {"adaptive", "euclidean", "vector"}
+        Metric of every other weight w: :math:`\|ξ \oslash |w|\|^2` or :math:`\|ξ\|^2`; or, of every vector v in the
+        residual stream (a neuron's row with its bias, a column of a layer that writes, a row of an embedding),
+        :math:`\|ξ_v\|^2 / \|v\|^2`.
+    form : {"own", "canonical"}
+        Measured at the model's own weights, or at their canonical form
+        (:mod:`quotient_manifolds.symmetries.whole`), which all equivalent weights share.
     geodesic : {"second-order", "first-order", "exact"}
         How pairs move along ξ: x + ξ + ½ acceleration(ξ); the straight line x + ξ; or the exact geodesic (mix: where it
         would leave the manifold, shortened to 0.99 of its exit time).
@@ -65,6 +70,7 @@ class Measure:
     name: str
     pair_metric: str | None = None
     elementwise: str = "adaptive"
+    form: str = "own"
     geodesic: str = "second-order"
     symmetry: str = "all"
     relaxation: float = 1e-12
@@ -76,7 +82,8 @@ class Measure:
     def __post_init__(self) -> None:
         for attribute, allowed in (
             ("pair_metric", ("inv", "mix", None)),
-            ("elementwise", ("adaptive", "euclidean")),
+            ("elementwise", ("adaptive", "euclidean", "vector")),
+            ("form", ("own", "canonical")),
             ("geodesic", ("second-order", "first-order", "exact")),
             ("symmetry", ("all", "qk", "vo", "none")),
             ("ball_norm", (2, math.inf)),
@@ -111,6 +118,8 @@ class Measure:
 MEASURES: dict[str, Measure] = {
     "geodesic-inv": Measure("geodesic-inv", pair_metric="inv", rho=0.1),
     "geodesic-mix": Measure("geodesic-mix", pair_metric="mix", rho=0.1),
+    "complete-inv": Measure("complete-inv", pair_metric="inv", elementwise="vector", form="canonical", rho=0.1),
+    "complete-mix": Measure("complete-mix", pair_metric="mix", elementwise="vector", form="canonical", rho=0.1),
     "adaptive": Measure("adaptive", rho=0.5),
     "euclidean": Measure("euclidean", elementwise="euclidean", rho=0.05),
 }

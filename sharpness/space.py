@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quotient_manifolds.linalg import at_least_float32, own_precision
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
+from quotient_manifolds.symmetries.whole import canonical_form
 
 from .blocks import Block, ElementwiseBlock, PairBlock, build_blocks
 from .direction import Direction
@@ -76,14 +77,19 @@ class WeightSpace:
     True
     """
 
-    def __init__(self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *, classes: bool = False
+    ) -> None:
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure = model, measure
+        self.model, self.measure, self.classes = model, measure, classes
         self._parameters = trainable(model)
         self.device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
-        blocks = build_blocks(model, measure, pairs, self._parameters, self.dtype)
+        self.form = canonical_form(model, classes=classes) if measure.form == "canonical" else None
+        self._base = {} if self.form is None else self.form.values
+        with pointing_to(model, self._base):
+            blocks = build_blocks(model, measure, pairs, self._parameters, self.dtype, form=self.form)
         self.dim, places = 0, dict[Block, slice]()
         for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
             places[block] = slice(self.dim, self.dim + block.dim)
@@ -134,7 +140,7 @@ class WeightSpace:
                 pair_squares += block.squares(xi[part])
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
         norm = float(torch.linalg.vector_norm(xi))
-        return Direction(self.measure, tensors, norm, self.pairs, squares, tuple(pair_squares))
+        return Direction(self.measure, tensors, norm, self.pairs, squares, tuple(pair_squares), self.classes)
 
     def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
         contiguous = torch.contiguous_format
@@ -173,7 +179,8 @@ class WeightSpace:
         Yields the space itself, with the model at the base point.
         """
         # What no block writes stays as it is: blocks of pairs that were dropped from them.
-        copies = {p: empty.copy_(p.data) for p, empty in self._copies_like(torch.empty_like).items()}
+        empty = self._copies_like(torch.empty_like)
+        copies = {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
         with pointing_to(self.model, copies):
             self._copies = copies
             try:

@@ -20,6 +20,8 @@ class GL:
         Number of columns of G and H, over the field at hand.
     diagonal : bool
         Every column is multiplied by a non-zero number of its own.
+    positive : bool
+        These numbers are positive, as before a ReLU.
     field : {"real", "complex"}
         Over the complex numbers a column is a pair of real columns, as the planes that RoPE rotates.
 
@@ -42,6 +44,7 @@ class GL:
     h: int
     _: KW_ONLY
     diagonal: bool = False
+    positive: bool = False
     field: str = "real"
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class GL:
 
     def __str__(self) -> str:
         if self.diagonal:
-            return f"({'ℂ' if self.field == 'complex' else 'ℝ'}*)^{self.h}"
+            return f"({'ℂ*' if self.field == 'complex' else 'ℝ+' if self.positive else 'ℝ*'})^{self.h}"
         return f"GL({self.h}, ℂ)" if self.field == "complex" else f"GL({self.h})"
 
     @property

@@ -76,6 +76,7 @@ def apply_random_symmetry_(
         wide = torch.complex128 if x.is_complex() else torch.float64
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
         A = _random_elements(shape, condition, wide, generator).to(x.device)
+        A = A.abs() if s.group.positive else A
         manifold = s.manifold()
         G, H = manifold.unpack_tensor(x.to(wide))
         gauge = canonical_gauge(G, H)

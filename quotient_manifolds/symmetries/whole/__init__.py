@@ -1,0 +1,30 @@
+"""Every continuous symmetry of a whole network: counted, moved, folded into a canonical form, held against nullity."""
+
+from . import language, vision
+from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, count, neuron_pairs
+from .kinds import Symmetry
+from .nullity import Nullity, nullity
+from .wiring import Affine, Neurons, Norm, Site, State, Table, Wiring, register_wiring, wiring_of
+
+__all__ = [
+    "Affine",
+    "CanonicalForm",
+    "Neurons",
+    "Norm",
+    "Nullity",
+    "Site",
+    "State",
+    "Symmetry",
+    "Table",
+    "Wiring",
+    "apply_random_moves_",
+    "canonical_form",
+    "canonicalize_",
+    "count",
+    "language",
+    "neuron_pairs",
+    "nullity",
+    "register_wiring",
+    "vision",
+    "wiring_of",
+]

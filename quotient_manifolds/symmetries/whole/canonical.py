@@ -1,0 +1,288 @@
+"""The canonical form of a network: one point for all weights that differ by a continuous symmetry outside the heads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ...linalg import at_least_float32
+from ..blocks import Block, block, check_model
+from ..groups import GL
+from ..pairs import SymmetricPair
+from ..registry import PairList, find_symmetric_pairs
+from .kinds import Symmetry, symmetries_of
+from .wiring import State, Wiring, wiring_of
+
+__all__ = ["CanonicalForm", "apply_random_moves_", "canonical_form", "canonicalize_", "count", "neuron_pairs"]
+
+
+@dataclass(frozen=True)
+class CanonicalForm:
+    """Where a network stands in canonical form, and what symmetries it has.
+
+    Attributes
+    ----------
+    values : dict of Tensor to Tensor
+        The parameters that change, and their canonical values, in the parameters' dtypes, at least float32.
+    constant : dict of Tensor to Tensor
+        Entries that are constant in the canonical form, by parameter: they are no coordinates any more.
+    pairs : list of SymmetricPair
+        Heads and neurons, without what is constant.
+    symmetries : list of Symmetry
+        The others, in the order of folding.
+    refused : dict of str to str
+        What could not be folded, and why.
+    wiring : Wiring or None
+        None where no adapter knows the network: then only its heads are treated.
+    """
+
+    values: dict[Tensor, Tensor] = field(repr=False)
+    constant: dict[Tensor, Tensor] = field(repr=False)
+    pairs: PairList
+    symmetries: list[Symmetry] = field(repr=False)
+    refused: dict[str, str]
+    wiring: Wiring | None = field(repr=False)
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The dimension of every kind of symmetry."""
+        found: Counter[str] = Counter()
+        for p in self.pairs:
+            if p.group is not None:
+                found[p.kind] += p.group.dimension
+        for s in self.symmetries:
+            found[s.kind] += s.dimension
+        return dict(found)
+
+    def __str__(self) -> str:
+        lines = [f"{kind:<12} {dimension:>9,}" for kind, dimension in self.dimensions.items()]
+        lines.append(f"{'all':<12} {sum(self.dimensions.values()):>9,}")
+        if self.wiring is None:
+            lines.append("only heads: no adapter says how this class is wired (register_wiring)")
+        reasons = Counter((name.split()[-1], why) for name, why in self.refused.items())
+        lines += [f"not folded: {times} × {kind} ({why})" for (kind, why), times in reasons.items()]
+        return "\n".join(lines)
+
+
+def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[SymmetricPair]:
+    r"""Give the pairs of hidden neurons: row of a gated up-projection, or into a ReLU, against column down.
+
+    u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
+    """
+    found = []
+    for n in [] if wiring is None else wiring.neurons:
+        up, down = n.up, n.down
+        size = down.W.numel() // down.W.shape[down.stream_dim]
+        rows = slice(n.first, n.first + size)
+        if up.transposed:
+            G = [block(up.module, up.weight, columns=rows)]
+        else:
+            G = [block(up.module, up.weight, rows, transpose=True)]
+        G += [] if up.b is None else [block(up.module, up.bias, rows)]
+        H = (block(down.module, down.weight, transpose=down.transposed),)
+        frozen = [b.place for b in (*G, *H) if not b.tensor.requires_grad]
+        if frozen and not include_frozen:
+            reason = f"frozen: {', '.join(frozen)}"
+            found.append(SymmetricPair(n.name, n.kind, None, part="neurons", reason=reason, frozen=True))
+        else:
+            group = GL(size, diagonal=True, positive=n.kind == "relu")
+            found.append(SymmetricPair(n.name, n.kind, group, tuple(G), H, part="neurons"))
+    return found
+
+
+@torch.no_grad()
+def canonical_form(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
+    """Find a network's canonical form; the network is left as it is.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Whole; of a class that an adapter knows, see :func:`register_wiring`. Else only its heads are treated.
+    classes : bool
+        The logits are seen through a softmax alone: what they have in common is folded too. Their function changes by
+        that constant.
+
+    Returns
+    -------
+    CanonicalForm
+        ``print`` gives the dimensions.
+
+    Notes
+    -----
+    Norms' gains and shifts, LayerScale, the biases of keys and values are folded into other weights, readers and
+    writers are centred, what embeddings share is moved to one of them. It is computed in float64. Heads, neurons and
+    rotations of the stream stay as they are: the metrics do not see them.
+
+    Examples
+    --------
+    >>> from transformers import ViTConfig, ViTForImageClassification
+    >>> from quotient_manifolds.symmetries.whole import canonical_form
+    >>> config = ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+    ...                    image_size=8, patch_size=4, num_channels=1)
+    >>> print(canonical_form(ViTForImageClassification(config)))
+    qk                  64
+    vo                  64
+    gain                40
+    shift               40
+    reader              74
+    key bias            16
+    value bias          16
+    embeddings          14
+    writer              67
+    rotation            21
+    all                416
+    """
+    check_model(model)
+    wiring = wiring_of(model)
+    pairs = [*find_symmetric_pairs(model), *neuron_pairs(wiring)]
+    symmetries, refused = symmetries_of(wiring, pairs, classes=classes)
+    state = State()
+    for s in symmetries:
+        s.fold(state)
+    constant: dict[Tensor, Tensor] = {}
+    whole: set[tuple[int, ...]] = set()
+    for c in (c for s in symmetries for c in s.constant):
+        p = c.tensor if isinstance(c, Block) else c
+        mask = constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
+        if isinstance(c, Block):
+            mask.as_strided(c.size, c.stride, c.offset).fill_(True)
+            whole.add((id(p), c.offset))
+        else:
+            mask.fill_(True)
+    kept = PairList(_without(p, whole) for p in pairs)
+    values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
+    return CanonicalForm(values, constant, kept, symmetries, refused, wiring)
+
+
+def _without(pair: SymmetricPair, constant: set[tuple[int, ...]]) -> SymmetricPair:
+    """Take the blocks that are constant from a pair."""
+    if pair.group is None:
+        return pair
+    G, H = (
+        tuple(b for b in blocks if (id(b.tensor), b.offset) not in constant or b.rows > 1)
+        for blocks in (pair.G, pair.H)
+    )
+    return SymmetricPair(pair.module, pair.kind, pair.group, G, H, pair.head, pair.part)
+
+
+def _write(values: dict[Tensor, Tensor]) -> None:
+    """Write parameters, all or none."""
+    before = {p: p.detach().clone() for p in values}
+    try:
+        for p, value in values.items():
+            p.copy_(value)
+    except BaseException:
+        for p, value in before.items():
+            p.copy_(value)
+        raise
+
+
+@torch.no_grad()
+def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
+    """Move a network to its canonical form: the function stays the same to rounding.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place; as before if anything fails.
+    classes : bool
+        As for :func:`canonical_form`.
+
+    Returns
+    -------
+    CanonicalForm
+        What was folded, and what could not be.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> from quotient_manifolds.symmetries.whole import canonicalize_
+    >>> config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+    ...                     vocab_size=11)
+    >>> model, words = BertForSequenceClassification(config).eval(), torch.arange(5)[None]
+    >>> before = model(words).logits
+    >>> _ = canonicalize_(model)
+    >>> torch.allclose(model(words).logits, before, atol=1e-5), float(model.bert.embeddings.LayerNorm.bias.norm())
+    (True, 0.0)
+    """
+    form = canonical_form(model, classes=classes)
+    _write(form.values)
+    return form
+
+
+def count(model: nn.Module, *, classes: bool = False) -> dict[str, int]:
+    """Count the directions of every continuous symmetry of a network's weights.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As for :func:`canonical_form`.
+    classes : bool
+        As for :func:`canonical_form`.
+
+    Returns
+    -------
+    dict of str to int
+        Dimension by kind. For the families that the adapters know, the sum is all that there is: tests compare it with
+        :func:`nullity`.
+
+    Examples
+    --------
+    See :func:`register_wiring`.
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import count
+    >>> count(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    {'qk': 32, 'vo': 32, 'key bias': 8, 'value bias': 8}
+    """
+    return canonical_form(model, classes=classes).dimensions
+
+
+@torch.no_grad()
+def apply_random_moves_(model: nn.Module, scale: float = 0.3, seed: int = 0, *, classes: bool = False) -> list[str]:
+    """Move a network by a random element of every symmetry outside its pairs: the function stays the same.
+
+    It is canonicalised first; gains, shifts, biases, embeddings then move away from there, the last one folded first.
+    Heads and neurons are moved by :func:`~quotient_manifolds.symmetries.apply_random_symmetry_`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place.
+    scale : float
+        Standard deviation of the moves.
+    seed : int
+        Of the moves.
+    classes : bool
+        As for :func:`canonical_form`.
+
+    Returns
+    -------
+    list of str
+        The kinds that were moved.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from quotient_manifolds.symmetries.whole import apply_random_moves_
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=6, n_embd=8, n_layer=1, n_head=2)).eval()
+    >>> words = torch.arange(5)[None]
+    >>> before = model(words).logits
+    >>> apply_random_moves_(model)
+    ['writer', 'value bias', 'key bias', 'reader', 'shift', 'gain']
+    >>> torch.allclose(model(words).logits, before, atol=1e-4)
+    True
+    """
+    form = canonical_form(model, classes=classes)
+    state = State({p: value.to(torch.promote_types(value.dtype, torch.float64)) for p, value in form.values.items()})
+    generator = torch.Generator().manual_seed(seed)
+    for s in reversed(form.symmetries):
+        like = state.of(s.parameters[0])
+        s.move(state, scale * torch.randn(s.shape, dtype=torch.float64, generator=generator).to(like))
+    _write({p: value.to(p.dtype) for p, value in state.items()})
+    return list(dict.fromkeys(s.kind for s in reversed(form.symmetries)))

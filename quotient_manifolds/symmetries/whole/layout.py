@@ -1,0 +1,162 @@
+"""The common shape of transformers: layers of sublayers, each with a norm, its readers and a writer, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .wiring import Affine, Neurons, Norm, Site, Table, Wiring
+
+__all__ = ["Layout", "Sublayer", "affine", "norm", "table", "wire"]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """Names within a layer; of several, separated by ``|``, the first that is there (versions of a library differ).
+
+    Attributes
+    ----------
+    norm : str
+        Before the sublayer (pre-norm) or after its sum with the stream (post-norm).
+    readers : tuple of str
+        Layers that read the stream.
+    writer : str
+        The layer whose output is added to it.
+    scale : str
+        Parameter of LayerScale.
+    act : str
+        What stands between the last reader and the writer: ``"glu"``, ``"relu"``, or nothing of the kind.
+    blind : tuple of str
+        Readers without a bias where a constant in the output would not be seen: keys.
+    """
+
+    norm: str
+    readers: tuple[str, ...]
+    writer: str
+    scale: str = ""
+    act: str = ""
+    blind: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A stack of layers between embeddings and a last norm.
+
+    Attributes
+    ----------
+    layers : str
+        Name of the list of layers.
+    sublayers : tuple of Sublayer
+        In their order within a layer.
+    last : str
+        Pre-norm: the norm behind the stack. Post-norm: the norm of the embeddings, in front of it.
+    tables : tuple of str
+        Parameters whose rows are added to the stream.
+    patches : str
+        A convolution that writes to it.
+    common : tuple of (str, str)
+        Parameters whose rows are always added together, each of the first with one of the second, which may end in the
+        rows that are meant, ``"position_embeddings[1:]"``, and name several such ranges: ``"words[:1]+words[2:]"``.
+    post_norm : bool
+    centring : bool
+        LayerNorm; else RMSNorm.
+    offset : float
+        1 where γ = 1 + weight.
+    """
+
+    layers: str
+    sublayers: tuple[Sublayer, ...]
+    last: str
+    tables: tuple[str, ...] = ()
+    patches: str = ""
+    common: tuple[tuple[str, str], ...] = ()
+    post_norm: bool = False
+    centring: bool = True
+    offset: float = 0.0
+
+
+def _find(root: nn.Module, names: str) -> tuple[str, nn.Module, str]:
+    """Give the name, owner and attribute of the first of some names that is there."""
+    for name in names.split("|"):
+        owner, _, attribute = name.rpartition(".")
+        try:
+            module = root.get_submodule(owner)
+        except AttributeError:
+            continue
+        if getattr(module, attribute, None) is not None:
+            return name, module, attribute
+    raise AttributeError(f"{type(root).__name__} has none of {names}")
+
+
+def affine(root: nn.Module, name: str, *, blind: bool = False) -> Affine:
+    """Describe a linear layer, a convolution, GPT-2's ``Conv1D``, or a bare matrix x ↦ x P."""
+    _, owner, attribute = _find(root, name)
+    found = getattr(owner, attribute)
+    if not isinstance(found, nn.Module):
+        return Affine(owner, attribute, "", transposed=True, blind=blind)
+    if isinstance(found, nn.MultiheadAttention):
+        return Affine(found, "in_proj_weight", "in_proj_bias", blind=blind)
+    return Affine(found, transposed=type(found).__name__ == "Conv1D", blind=blind)
+
+
+def norm(root: nn.Module, name: str, layout: Layout) -> Norm:
+    """Describe a norm; a module that does nothing has no gain."""
+    _, owner, attribute = _find(root, name)
+    return Norm(getattr(owner, attribute), layout.centring, layout.offset)
+
+
+def table(root: nn.Module, name: str) -> Table:
+    """Describe the rows of a parameter, or of an embedding's: "positions[1:]"."""
+    name, _, part = name.partition("[")
+    first, last = (int(b) if b else None for b in (part.rstrip("]") or ":").split(":"))
+    rows = (first, last)
+    _, owner, attribute = _find(root, name)
+    found = getattr(owner, attribute)
+    return Table(found, "weight", rows) if isinstance(found, nn.Module) else Table(owner, attribute, rows)
+
+
+def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], name: str = "") -> Wiring:
+    """Add a stack of layers to a wiring.
+
+    ``heads`` read the last norm's output; none if it is not known what does.
+    """
+    layers = root.get_submodule(_find(root, layout.layers)[0])
+    steps: list[tuple[str, nn.Module, Sublayer]] = []
+    for i, layer in enumerate(layers.children()):
+        steps += [
+            (f"{name}{layout.layers.split('|')[0]}.{i}.{s.norm.split('|')[0]}", layer, s) for s in layout.sublayers
+        ]
+    read = [[affine(m, r, blind=r in s.blind) for r in s.readers] for _, m, s in steps]
+    written = [affine(m, s.writer) for _, m, s in steps]
+    norms = [norm(m, s.norm, layout) for _, m, s in steps]
+    last = norm(root, layout.last, layout) if layout.last else None
+    if layout.post_norm:
+        own = ([] if last is None else [(f"{name}{layout.last}", last)]) + list(
+            zip((n for n, *_ in steps), norms, strict=True)
+        )
+        after: list[tuple[list[Affine], Affine | None]] = list(zip(read, written, strict=True))
+        after = after if last is not None else after[1:]
+        for (site, its), (readers, carried) in zip(own, [*after, (list(heads), None)], strict=True):
+            w.sites.append(Site(site, its, tuple(readers), carried))
+    else:
+        for (site, _, _), its, readers in zip(steps, norms, read, strict=True):
+            w.sites.append(Site(site, its, tuple(readers)))
+        if last is not None:
+            w.sites.append(Site(f"{name}{layout.last}", last, tuple(heads)))
+    for (site, layer, s), readers, writer in zip(steps, read, written, strict=True):
+        w.writers.append((f"{site} writer", writer))
+        if s.scale and dict(layer.named_parameters()).get(s.scale) is not None:
+            w.scales.append((f"{site} scale", table(layer, s.scale), writer))
+        if s.act:
+            inner = writer.W.numel() // writer.W.shape[writer.stream_dim]
+            outer = readers[-1].W.shape[readers[-1].stream_dim]
+            w.neurons.append(Neurons(site, s.act, readers[-1], writer, outer - inner))
+    for t in layout.tables:
+        w.tables.append((f"{name}{t}", table(root, t)))
+    if layout.patches:
+        w.writers.append((f"{name}{layout.patches}", affine(root, layout.patches)))
+    for a, b in layout.common:
+        w.common.append((f"{name}{a}", table(root, a), tuple(table(root, part) for part in b.split("+"))))
+    return w

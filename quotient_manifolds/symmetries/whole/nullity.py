@@ -1,0 +1,116 @@
+"""The numerical null dimension of a small network: how many directions of its weights its outputs do not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...batches import default_forward, tensors
+
+__all__ = ["Nullity", "nullity"]
+
+
+@dataclass(frozen=True)
+class Nullity:
+    """The null dimension of the outputs' Jacobian.
+
+    Attributes
+    ----------
+    dimension : int
+        Number of null directions among ``parameters``.
+    parameters : int
+        Entries of trainable parameters that some output depends on.
+    unused : int
+        The others: rows of embeddings that no input asks for, for example.
+    null, first : float
+        The largest singular value that counts as zero and the smallest that does not, both relative to the largest.
+    """
+
+    dimension: int
+    parameters: int
+    unused: int
+    null: float
+    first: float
+
+    @property
+    def gap(self) -> float:
+        """Ratio of the smallest singular value that is not zero to the largest that is; a clear answer has 1e4."""
+        return self.first / max(self.null, 1e-300)
+
+
+def nullity(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    *,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    tolerance: float = 1e-11,
+    classes: bool = False,
+) -> Nullity:
+    """Count the directions of the weights that the outputs do not see, by the singular values of their Jacobian.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Small (some thousand parameters), in float64 and evaluation mode; of its parameters those that are trainable.
+    inputs : sequence
+        Batches, with at least as many numbers in their outputs as there are parameters: three times as many is safe.
+    forward : callable
+        ``forward(model, batch)`` → a tensor of outputs.
+    tolerance : float
+        Singular values below it, relative to the largest, are null.
+    classes : bool
+        Look at the logarithms of the softmax over the last dimension in place of the outputs.
+
+    Returns
+    -------
+    Nullity
+
+    Raises
+    ------
+    ValueError
+        Fewer outputs than parameters.
+
+    Notes
+    -----
+    Some models cast to float32 inside (transformers' softmax and RMSNorm), which hides null directions at 1e-7.
+
+    Examples
+    --------
+    Of two linear layers in a row, GL(2) is not seen:
+
+    >>> import torch
+    >>> from quotient_manifolds.symmetries.whole import nullity
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)).double()
+    >>> nullity(model, [torch.randn(9, 3, dtype=torch.float64)]).dimension
+    4
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows: list[Tensor] = []
+    for batch in inputs:
+        out = next(t for t in tensors(forward(model, batch)) if t.is_floating_point())
+        out = (out.log_softmax(-1) if classes else out).flatten()
+        eye = torch.eye(out.numel(), dtype=out.dtype, device=out.device)
+        for piece in eye.split(256):
+            found = torch.autograd.grad(
+                out, parameters, piece, retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+            parts = [
+                piece.new_zeros(len(piece), p.numel()) if g is None else g.reshape(len(piece), -1)
+                for p, g in zip(parameters, found, strict=True)
+            ]
+            rows.append(torch.cat(parts, 1).detach())
+    J = torch.cat(rows)
+    used = (J != 0).any(0)
+    J = J[:, used]
+    if J.shape[0] < J.shape[1]:
+        raise ValueError(f"{J.shape[0]} outputs cannot tell {J.shape[1]} parameters apart; give more inputs")
+    J = J / J.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    sigma = torch.linalg.svdvals(torch.linalg.qr(J).R)
+    sigma = sigma / sigma[0]
+    kept = int((sigma > tolerance).sum())
+    null = float(sigma[kept]) if kept < len(sigma) else 0.0
+    return Nullity(len(sigma) - kept, J.shape[1], int((~used).sum()), null, float(sigma[kept - 1]))

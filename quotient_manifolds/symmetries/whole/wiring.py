@@ -1,0 +1,285 @@
+"""How a network is wired around its residual streams: which norm feeds which layers, and what is added to a stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "register_wiring", "wiring_of"]
+
+
+class State(dict[Tensor, Tensor]):
+    """The values of parameters, in float64, where they differ from those that the parameters have."""
+
+    def of(self, p: Tensor) -> Tensor:
+        """Give the value of a parameter."""
+        return self[p] if p in self else p.detach().to(torch.promote_types(p.dtype, torch.float64))
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A map x ↦ W x + b, or a part of one: where W (outputs, inputs) and b lie.
+
+    Attributes
+    ----------
+    module : nn.Module
+        Owner of the parameters.
+    weight, bias : str
+        Their names; a bias that is missing or None is none. Dimensions after the second count as inputs (convolutions).
+    transposed : bool
+        The weight is (inputs, outputs), as GPT-2's ``Conv1D``.
+    inputs : (int, int)
+        The columns of W that are meant, from and up to, where one layer reads several things.
+    blind : bool
+        What reads the output does not see a constant that is added to it: keys under softmax.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import Affine, State
+    >>> Affine(nn.Linear(3, 2)).matrix(State()).shape
+    torch.Size([2, 3])
+    """
+
+    module: nn.Module = field(repr=False)
+    weight: str = "weight"
+    bias: str = "bias"
+    transposed: bool = False
+    inputs: tuple[int | None, int | None] = (None, None)
+    blind: bool = False
+
+    @property
+    def W(self) -> Tensor:
+        """The parameter of the weight."""
+        found: Tensor = getattr(self.module, self.weight)
+        return found
+
+    @property
+    def b(self) -> Tensor | None:
+        """The parameter of the bias, if there is one."""
+        return getattr(self.module, self.bias, None)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters, the weight first."""
+        return [self.W] if self.b is None else [self.W, self.b]
+
+    @property
+    def stream_dim(self) -> int:
+        """The dimension of the weight that runs over the outputs."""
+        return 1 if self.transposed else 0
+
+    def matrix(self, state: State) -> Tensor:
+        """Read W, (outputs, inputs)."""
+        w = state.of(self.W)
+        return (w.T if self.transposed else w.flatten(1))[:, slice(*self.inputs)]
+
+    def set_matrix(self, state: State, W: Tensor) -> None:
+        """Write W."""
+        whole = state.of(self.W)
+        flat = (whole.T if self.transposed else whole.flatten(1)).clone()
+        flat[:, slice(*self.inputs)] = W
+        state[self.W] = (flat.T if self.transposed else flat).reshape(whole.shape)
+
+    def add_to_bias(self, state: State, c: Tensor) -> None:
+        """Add a constant to the output; one that is not seen is left out."""
+        if self.b is not None:
+            state[self.b] = state.of(self.b) + c
+        else:
+            assert self.blind, "no bias"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A LayerNorm (``centring``) or an RMSNorm x ↦ γ ⊙ n(x) + β, γ = offset + weight."""
+
+    module: nn.Module = field(repr=False)
+    centring: bool
+    offset: float = 0.0
+
+    @property
+    def gain(self) -> Tensor | None:
+        """The parameter of γ."""
+        return getattr(self.module, "weight", None)
+
+    @property
+    def shift(self) -> Tensor | None:
+        """The parameter of β."""
+        return getattr(self.module, "bias", None)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of γ and β, those that there are."""
+        return [p for p in (self.gain, self.shift) if p is not None]
+
+    def gamma(self, state: State) -> Tensor | None:
+        """Read γ."""
+        return None if self.gain is None else state.of(self.gain) + self.offset
+
+
+@dataclass(frozen=True)
+class Table:
+    """Vectors in a stream: rows of a parameter (…, d), such as embeddings, positions, a class token, a bias."""
+
+    module: nn.Module = field(repr=False)
+    attribute: str = "weight"
+    rows: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter."""
+        found: Tensor = getattr(self.module, self.attribute)
+        return found
+
+    def vectors(self, state: State) -> Tensor:
+        """Read the vectors, (rows, d)."""
+        whole = state.of(self.parameter)
+        return whole.reshape(-1, whole.shape[-1])[slice(*self.rows)]
+
+    def add(self, state: State, c: Tensor) -> None:
+        """Add to the vectors what fits (rows, d)."""
+        whole = state.of(self.parameter)
+        rows = whole.reshape(-1, whole.shape[-1]).clone()
+        rows[slice(*self.rows)] = rows[slice(*self.rows)] + c
+        state[self.parameter] = rows.reshape(whole.shape)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A norm, the layers that read its output, and the next layer whose output is added to that (post-norm only)."""
+
+    name: str
+    norm: Norm
+    readers: tuple[Affine, ...]
+    carried: Affine | None = None
+    #: The output is read by something else too, so that nothing can be moved into the readers.
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """Hidden neurons: rows of ``up`` and their columns of ``down``, between them a gate or a ReLU."""
+
+    name: str
+    kind: str
+    up: Affine
+    down: Affine
+    first: int = 0
+
+
+@dataclass
+class Wiring:
+    """What is known of a network around its streams; everything is a list to which an adapter adds.
+
+    Attributes
+    ----------
+    sites : list of Site
+    writers : list of (str, Affine)
+        Layers whose output is added to a stream.
+    tables : list of (str, Table)
+        Other vectors that are added to a stream.
+    common : list of (str, Table, tuple of Table)
+        Vectors that are always added together: every one of the first with exactly one of the others.
+    scales : list of (str, Table, Affine)
+        LayerScale: one number an output of a writer.
+    neurons : list of Neurons
+    qk_norms : list of (str, Norm, Norm)
+        Norms of queries and keys, under RoPE in halves.
+    score_tables : list of (str, tuple of Table)
+        Rows of a table (positions, heads) that are added to the scores of the same queries before softmax.
+    classifiers : list of (str, Affine)
+        What gives the logits of a softmax.
+    reads_stream_raw : bool
+        A stream is also read without a norm that centres.
+    closed : bool
+        All that reads from or writes to a stream is listed, so that it can be rotated.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    writers: list[tuple[str, Affine]] = field(default_factory=list)
+    tables: list[tuple[str, Table]] = field(default_factory=list)
+    common: list[tuple[str, Table, tuple[Table, ...]]] = field(default_factory=list)
+    scales: list[tuple[str, Table, Affine]] = field(default_factory=list)
+    neurons: list[Neurons] = field(default_factory=list)
+    qk_norms: list[tuple[str, Norm, Norm]] = field(default_factory=list)
+    score_tables: list[tuple[str, tuple[Table, ...]]] = field(default_factory=list)
+    classifiers: list[tuple[str, Affine]] = field(default_factory=list)
+    reads_stream_raw: bool = False
+    closed: bool = True
+
+    @property
+    def centred(self) -> bool:
+        """Whether nothing sees the mean over the entries of a vector in the stream."""
+        return not self.reads_stream_raw and all(s.norm.centring for s in self.sites)
+
+    def tied(self) -> set[Tensor]:
+        """Find the parameters that stand in several places."""
+        uses: Counter[Tensor] = Counter()
+        readers = {(id(r.module), r.weight): r for s in self.sites for r in s.readers}
+        places = sum(len({(id(r.module), r.weight) for r in s.readers}) for s in self.sites)
+        for r in readers.values():
+            uses.update([r.W])
+        uses.update(w.W for _, w in self.writers)
+        uses.update({(id(t.module), t.attribute): t.parameter for _, t in self.tables}.values())
+        shared = {p for p, count in uses.items() if count > 1}
+        if places > len(readers):  # one layer reads several norms
+            seen: Counter[Tensor] = Counter()
+            for s in self.sites:
+                seen.update({r.W for r in s.readers})
+            shared |= {p for p, count in seen.items() if count > 1}
+        return shared
+
+
+Adapter = Callable[[nn.Module], Wiring]
+_ADAPTERS: dict[str, Adapter] = {}
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
+    """Register an adapter for networks of exactly these classes.
+
+    Parameters
+    ----------
+    classes : type or str
+        Classes of whole networks, or their qualified names.
+
+    Returns
+    -------
+    callable
+        Decorator for a function ``adapter(model) -> Wiring``.
+
+    Examples
+    --------
+    A norm in front of a linear layer that reads it alone:
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import Affine, Norm, Site, Wiring, count, register_wiring
+    >>> class Probe(nn.Sequential): pass
+    >>> @register_wiring(Probe)
+    ... def probe(model):
+    ...     return Wiring(sites=[Site("0", Norm(model[0], centring=True), (Affine(model[1]),))])
+    >>> count(Probe(nn.LayerNorm(4), nn.Linear(4, 3)))
+    {'gain': 4, 'shift': 4, 'reader': 3}
+    """
+
+    def decorate(adapter: Adapter) -> Adapter:
+        for cls in classes:
+            _ADAPTERS[cls if isinstance(cls, str) else _qualified(cls)] = adapter
+        return adapter
+
+    return decorate
+
+
+def wiring_of(model: nn.Module) -> Wiring | None:
+    """Look up how a network is wired, by its exact class; None if nobody said."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        model = next(model.children())
+    adapter = _ADAPTERS.get(_qualified(type(model)))
+    return None if adapter is None else adapter(model)

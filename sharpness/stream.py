@@ -1,0 +1,42 @@
+"""Vectors of a network's residual stream as units of length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds.symmetries.whole import Affine, Wiring
+
+__all__ = ["vector_lengths"]
+
+
+@torch.no_grad()
+def vector_lengths(model: nn.Module, wiring: Wiring | None) -> dict[Tensor, Tensor]:
+    """Give for every parameter the lengths of the vectors that its entries belong to, in a shape that broadcasts.
+
+    A neuron's row with its bias is one vector, so is a column of a layer that writes to the stream, its bias, and a row
+    of an embedding or of any other table.
+    """
+    wiring = Wiring() if wiring is None else wiring
+    writers = [a for _, a in wiring.writers]
+    affines = {a.W: a for s in wiring.sites for a in s.readers}
+    for module in model.modules():
+        for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
+            W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
+            if W is not None and W.dim() > 1 and (b is not None or isinstance(module, nn.Linear)):
+                affines.setdefault(W, Affine(module, weight, bias, transposed=type(module).__name__ == "Conv1D"))
+    found: dict[Tensor, Tensor] = {}
+    for a in affines.values():
+        if a.W not in {w.W for w in writers}:
+            lengths = a.W.transpose(0, a.stream_dim).flatten(1).norm(dim=1)
+            if a.b is not None:
+                found[a.b] = lengths = torch.hypot(lengths, a.b)
+            shape = [1] * a.W.dim()
+            shape[a.stream_dim] = -1
+            found[a.W] = lengths.view(shape)
+    for a in writers:
+        found[a.W] = a.W.norm(dim=a.stream_dim, keepdim=True)
+    for p in model.parameters():
+        if p not in found:
+            found[p] = p.abs() if p.dim() == 0 else p.norm(dim=-1, keepdim=True)
+    return found
