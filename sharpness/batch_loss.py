@@ -156,7 +156,7 @@ class BatchLoss:
 def for_each_batch(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
     work: Callable[[WeightSpace, int, Any, list[int]], None], *,
-    pairs: Sequence[SymmetricPair] | None = None, world: World | None = None, jobs: int = 1,
+    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, world: World | None = None, jobs: int = 1,
 ) -> WeightSpace:  # fmt: skip
     """Prepare a model, and call ``work(space, index, batch, numbers of the jobs)`` for every batch.
 
@@ -177,9 +177,9 @@ def for_each_batch(
             first = next(stream)
         except StopIteration:
             raise ValueError("batches is empty; give at least one batch") from None
-        first = to_device(first, next(iter(trainable(model).values())).device)
+        first = to_device(first, next(iter(trainable(model, only).values())).device)
         loss = _check_first(model, objective, first, coverage=measure.divides and pairs is None)
-        space = _space(model, measure, pairs, lambda: _base_loss(model, objective, first), loss)
+        space = _space(model, measure, pairs, only, lambda: _base_loss(model, objective, first), loss)
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
@@ -199,16 +199,17 @@ def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
 
 
 def _space(
-    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, run: Callable[[], float], loss: float
-) -> WeightSpace:
+    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, only: str | None,
+    run: Callable[[], float], loss: float,
+) -> WeightSpace:  # fmt: skip
     """Build the space; at a canonical form the loss must be as it was, be it seen through a softmax or not."""
     if measure.form == "own":
-        return WeightSpace(model, measure, pairs)
+        return WeightSpace(model, measure, pairs, only=only)
     if pairs is not None:
         raise ValueError(f"the measure {measure.name!r} finds its pairs with the canonical form; leave pairs out")
     found = loss
     for classes in (True, False):
-        space = WeightSpace(model, measure, classes=classes)
+        space = WeightSpace(model, measure, classes=classes, only=only)
         with space.attached():
             found = run()
         if abs(found - loss) <= 1e4 * torch.finfo(space.dtype).eps * max(abs(loss), 1):

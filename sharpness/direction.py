@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
 from quotient_manifolds.symmetries.whole import canonical_form
 
-from .blocks import build_blocks
+from .building import build_blocks
 from .measures import Measure
 from .perturb import pointing_to
 from .weights import named_weights
@@ -42,6 +42,8 @@ class Direction:
         That of what moves every pair. With ``squares`` they add up to norm².
     classes : bool
         Of measures at the canonical form: the logits are centred over the classes there.
+    parts : dict of str to float
+        Squared length of what moves every part of the network, see :data:`sharpness.parts.PARTS`.
 
     Examples
     --------
@@ -64,6 +66,7 @@ class Direction:
     squares: dict[str, float] = field(default_factory=dict, repr=False)
     pair_squares: tuple[float, ...] = field(default=(), repr=False)
     classes: bool = False
+    parts: dict[str, float] = field(default_factory=dict, repr=False)
 
 
 def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:

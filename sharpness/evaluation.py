@@ -42,6 +42,7 @@ def evaluate(
     rho: float | Iterable[float] | None = None,
     statistic: str = "worst",
     pairs: Sequence[SymmetricPair] | None = None,
+    only: str | None = None,
     normalize_logits: bool = False,
     micro_batch: int | None = None,
     keep_directions: bool | None = None,
@@ -63,13 +64,15 @@ def evaluate(
     loss_fn : callable, optional
         ``loss_fn(model, batch)`` → scalar; else ``model(**batch).loss`` or the cross-entropy of ``model(x)`` and y.
     measure : str or Measure
-        ``"geodesic-inv"``, ``"geodesic-mix"``, ``"adaptive"`` or ``"euclidean"``; see :func:`get_measure`.
+        A name in :data:`MEASURES`: ``"geodesic-inv"``, ``"complete-inv"``, ``"adaptive"``, …; see :func:`get_measure`.
     rho : float or iterable of float, optional
         Radii in the measure's metric, by default its own. What is found in a smaller ball counts for larger ones.
     statistic : {"worst", "average"}
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
         What is divided out, by default ``find_symmetric_pairs(model)``. A pair without a group is like other weights.
+    only : str, optional
+        A regular expression: parameters whose name has no match do not move, nor do pairs that they belong to.
     normalize_logits : bool
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
@@ -111,7 +114,7 @@ def evaluate(
     """
     objective = Objective(loss_fn, normalize_logits, micro_batch)
     work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, World(group), keep_directions)
-    return work.run(model, batches, pairs, progress)
+    return work.run(model, batches, pairs, only, progress)
 
 
 def _search(options: Mapping[str, Any]) -> Search:
@@ -166,16 +169,17 @@ class _Evaluation:
         self._ball_search: BallSearch | None = None
 
     def run(
-        self, model: nn.Module, batches: Iterable[Any], pairs: Sequence[SymmetricPair] | None, progress: bool
-    ) -> SharpnessResult:
+        self, model: nn.Module, batches: Iterable[Any], pairs: Sequence[SymmetricPair] | None, only: str | None,
+        progress: bool,
+    ) -> SharpnessResult:  # fmt: skip
         """Do everything and put the parts together."""
         effort = self.search.steps if self.statistic == "worst" else self.search.num_samples
         count = len(batches) if isinstance(batches, Sized) else None
         total = None if count is None else len(self.world.share(count * len(self.jobs))) * effort
         with progress_bar(total, self.measure.name, "step", progress=progress) as self.bar:
             space = for_each_batch(
-                model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, world=self.world,
-                jobs=len(self.jobs),
+                model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, only=only,
+                world=self.world, jobs=len(self.jobs),
             )  # fmt: skip
         shares = self.world.gather([(self.found, {p.name for p in space.certification.open})])
         self.found = [r for found, _ in shares for r in found]

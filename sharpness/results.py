@@ -12,6 +12,7 @@ from .extras import require_extra
 from .files import write_json
 from .layers import LayerShares, layer_shares
 from .measures import Measure
+from .parts import PARTS
 from .search import Search
 
 __all__ = ["BatchResult", "SharpnessResult"]
@@ -230,6 +231,24 @@ class SharpnessResult:
             raise KeyError(f"there is no worst direction for statistic={self.statistic!r}")
         return layer_shares([self.direction(b.batch) for b in self.batches])
 
+    def by_part(self) -> dict[str, float]:
+        """Say which parts of the network the worst directions move, at one radius: shares of their squared length.
+
+        Returns
+        -------
+        dict of str to float
+            In the order of :data:`sharpness.parts.PARTS`, in the mean over the batches whose loss rose.
+
+        Raises
+        ------
+        KeyError, ValueError
+            As :meth:`direction`.
+        """
+        found = [self.direction(b.batch) for b in self.batches]
+        moved = [d for d in found if d.norm > 0]
+        shares = {part: fmean(d.parts.get(part, 0.0) / d.norm**2 for d in moved) for part in PARTS if moved}
+        return {part: share for part, share in shares.items() if share > 0}
+
     def to_dict(self) -> dict[str, Any]:
         """Give everything but the directions as plain numbers, strings, lists and dicts."""
         batches = [{**asdict(b), "error_increase": b.error_increase, "history": list(b.history)} for b in self.batches]
@@ -314,8 +333,18 @@ def _switches(measure: Measure) -> list[str]:
     return found + [f"{k}={getattr(measure, k)}" for k in switches if getattr(measure, k) != _DEFAULTS[k]]
 
 
+def _moved(result: SharpnessResult) -> list[str]:
+    """Say what the worst directions at the largest radius move, where they were kept and there are several parts."""
+    rho = max(result.rhos)
+    try:
+        shares = [f"{part} {share:.0%}" for part, share in result[rho].by_part().items()]
+    except KeyError:
+        return []
+    return [f"moved at rho = {rho:g}: " + ", ".join(shares)] if len(shares) > 1 else []
+
+
 def _remarks(result: SharpnessResult) -> list[str]:
-    lines, batches = [], result.batches
+    lines, batches = _moved(result), result.batches
     if result.measure.pair_metric == "mix" and result.min_singular_value:
         top = max(result.rhos) * result.measure.metric_scale**-0.5 / result.min_singular_value
         lines.append(f"largest rho over the smallest singular value of a pair: {top:.3g}")

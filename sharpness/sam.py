@@ -17,7 +17,8 @@ from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification
 
-from .blocks import Block, PairBlock, build_blocks
+from .blocks import Block, PairBlock
+from .building import build_blocks
 from .measures import Measure, get_measure
 from .weights import trainable
 
@@ -220,6 +221,10 @@ class GeodesicSAM(Optimizer):
         measure = get_measure(measure)
         if measure.ball_norm != 2:
             raise ValueError(f"GeodesicSAM takes measures with the round ball, ball_norm=2, not {measure.name!r}")
+        if measure.form != "own" or measure.elementwise == "vector":
+            raise ValueError(
+                f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not"
+            )
         _check_numbers(rho, refresh)
         parameters = trainable(model)
         for name, p in parameters.items():

@@ -14,9 +14,11 @@ from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.symmetries.whole import canonical_form
 
-from .blocks import Block, ElementwiseBlock, PairBlock, build_blocks
+from .blocks import Block, ElementwiseBlock, PairBlock
+from .building import build_blocks
 from .direction import Direction
 from .measures import Measure
+from .parts import Parts
 from .perturb import Gradients, pointing_to
 from .weights import trainable
 
@@ -36,6 +38,10 @@ class WeightSpace:
         Metric and retraction; for example ``MEASURES["geodesic-inv"]``.
     pairs : sequence of SymmetricPair, optional
         The symmetric pairs; by default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
+    classes : bool
+        Of measures at the canonical form: the loss sees logits through a softmax alone.
+    only : str, optional
+        A regular expression: parameters whose name has no match do not move.
 
     Attributes
     ----------
@@ -78,18 +84,21 @@ class WeightSpace:
     """
 
     def __init__(
-        self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *, classes: bool = False
-    ) -> None:
+        self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
+        classes: bool = False, only: str | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes = model, measure, classes
-        self._parameters = trainable(model)
+        self._parameters = trainable(model, only)
         self.device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
         self.form = canonical_form(model, classes=classes) if measure.form == "canonical" else None
         self._base = {} if self.form is None else self.form.values
         with pointing_to(model, self._base):
-            blocks = build_blocks(model, measure, pairs, self._parameters, self.dtype, form=self.form)
+            blocks = build_blocks(
+                model, measure, pairs, self._parameters, self.dtype, form=self.form, only_some=bool(only)
+            )
         self.dim, places = 0, dict[Block, slice]()
         for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
             places[block] = slice(self.dim, self.dim + block.dim)
@@ -131,16 +140,18 @@ class WeightSpace:
     def direction(self, xi: Tensor) -> Direction:
         """Give the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         found = self._copies_like(torch.zeros_like)
-        squares, pair_squares = dict[str, float](), list[float]()
+        squares, pair_squares, parts = dict[str, float](), list[float](), dict[str, float]()
+        places = Parts(self.model, self._parameters)
         for block, part in self._blocks:
             block.vector_(found, xi[part], at_model=True)
             if isinstance(block, ElementwiseBlock):
                 squares[block.name] = sum(block.squares(xi[part]))
             else:
                 pair_squares += block.squares(xi[part])
+            places.add_squares(parts, block, xi[part])
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
         norm = float(torch.linalg.vector_norm(xi))
-        return Direction(self.measure, tensors, norm, self.pairs, squares, tuple(pair_squares), self.classes)
+        return Direction(self.measure, tensors, norm, self.pairs, squares, tuple(pair_squares), self.classes, parts)
 
     def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
         contiguous = torch.contiguous_format
@@ -181,7 +192,7 @@ class WeightSpace:
         # What no block writes stays as it is: blocks of pairs that were dropped from them.
         empty = self._copies_like(torch.empty_like)
         copies = {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
-        with pointing_to(self.model, copies):
+        with pointing_to(self.model, {**self._base, **copies}):
             self._copies = copies
             try:
                 self.move_to(None)

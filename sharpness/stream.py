@@ -14,11 +14,11 @@ __all__ = ["vector_lengths"]
 def vector_lengths(model: nn.Module, wiring: Wiring | None) -> dict[Tensor, Tensor]:
     """Give for every parameter the lengths of the vectors that its entries belong to, in a shape that broadcasts.
 
-    A neuron's row with its bias is one vector, so is a column of a layer that writes to the stream, its bias, and a row
-    of an embedding or of any other table.
+    A neuron's row with its bias is one vector, so is a column of a layer that writes to the stream or reads rectified
+    neurons, its bias, and a row of an embedding or of any other table.
     """
     wiring = Wiring() if wiring is None else wiring
-    writers = [a for _, a in wiring.writers]
+    writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
     affines = {a.W: a for s in wiring.sites for a in s.readers}
     for module in model.modules():
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from quotient_manifolds.symmetries.blocks import check_model, is_sharded
@@ -17,8 +19,11 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give the trainable parameters by name, after a look at their devices, dtypes and entries."""
+def trainable(model: nn.Module, only: str | None = None) -> dict[str, nn.Parameter]:
+    """Give the trainable parameters by name, after a look at their devices, dtypes and entries.
+
+    ``only`` is a regular expression; names without a match are left out.
+    """
     check_model(model)
     found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
     if not found:
@@ -26,6 +31,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
+    found = {name: p for name, p in found.items() if only is None or re.search(only, name)}
+    if not found:
+        raise ValueError(f"only={only!r} matches no trainable parameter's name")
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ValueError(

@@ -80,7 +80,8 @@ def apply_random_symmetry_(
         manifold = s.manifold()
         G, H = manifold.unpack_tensor(x.to(wide))
         gauge = canonical_gauge(G, H)
-        full = gauge.present()[..., -1]  # a head without full rank has no balanced representative of the same orbit
+        # A head without full rank has no balanced representative of the same orbit; nor has one where signs matter.
+        full = gauge.present()[..., -1] & (not s.group.positive)
         balanced = torch.where(full[..., None, None], gauge.x, x.to(wide))
         s.scatter_(manifold.act(balanced, A))
         moved += len(s)
@@ -155,7 +156,7 @@ def _rebound(p: SymmetricPair, copies: Mapping[int, Any]) -> SymmetricPair:
     return replace(p, G=tuple(G), H=tuple(H), null=())
 
 
-class _CastWatch(TorchFunctionMode):
+class CastWatch(TorchFunctionMode):
     """Notices float64 tensors that a model narrows to float32 and widens again."""
 
     seen = False
@@ -236,7 +237,7 @@ def verify(
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with _CastWatch() as casts:
+        with CastWatch() as casts:
             before = _outputs(forward(twin, wide))
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")

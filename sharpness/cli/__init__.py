@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ..errors import RemoteError, words_of
 from .demo import add_demo
 from .many_models import add_plot, add_sweep, add_table
-from .one_model import add_run, add_symmetries
+from .one_model import add_canonicalize, add_run, add_symmetries
 
 __all__ = ["Parser", "main", "parser", "run_parser"]
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         description="Geodesic sharpness of transformers: the worst rise of the loss around the weights.",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_demo, add_symmetries, add_run, add_sweep, add_table, add_plot):
+    for add in (add_demo, add_symmetries, add_canonicalize, add_run, add_sweep, add_table, add_plot):
         add(commands)
     return top
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .options import Formatter, add_data_options, checked_device, data_choice, place, seed
 
-__all__ = ["add_run", "add_symmetries"]
+__all__ = ["add_canonicalize", "add_run", "add_symmetries"]
 
 
 def add_symmetries(commands: Any) -> None:
@@ -34,8 +34,41 @@ def add_symmetries(commands: Any) -> None:
     found.add_argument(
         "--verify", action="store_true", help="act on every pair and compare the outputs; exit code 1 if they move"
     )
+    found.add_argument(
+        "--complete", action="store_true", help="count every continuous symmetry of the whole network, by kind"
+    )
     found.add_argument("--seed", type=seed, default=0, help="seed of the group elements")
     found.set_defaults(run=_symmetries)
+
+
+def add_canonicalize(commands: Any) -> None:
+    """Add ``sharpness canonicalize``."""
+    found = commands.add_parser(
+        "canonicalize",
+        help="save a model in canonical form: norms folded, layers centred",
+        description="Save a transformers model with the same function in canonical form, which all weights that differ "
+        "by a continuous symmetry outside the heads share. The folder loads in transformers as before.",
+        formatter_class=Formatter,
+    )
+    found.add_argument("model", metavar="MODEL", help="a transformers folder")
+    found.add_argument("--out", type=place, required=True, metavar="FOLDER", help="folder that is written")
+    found.add_argument("--classes", action="store_true", help="centre the logits over the classes too")
+    found.set_defaults(run=_canonicalize)
+
+
+def _canonicalize(options: argparse.Namespace) -> int:
+    from quotient_manifolds.symmetries.whole import canonicalize_
+
+    from ..models import load
+
+    model: Any = load(options.model, None).model
+    if not hasattr(model, "save_pretrained"):
+        raise ValueError(f"{options.model}: only transformers models are saved again")
+    if Path(options.out).exists():
+        raise ValueError(f"--out {options.out} exists already; give a new folder")
+    print(canonicalize_(model, classes=options.classes))
+    model.save_pretrained(options.out)
+    return 0
 
 
 def _symmetries(options: argparse.Namespace) -> int:
@@ -45,6 +78,8 @@ def _symmetries(options: argparse.Namespace) -> int:
     from ..models import load
 
     loaded = load(options.model, options.checkpoint)
+    if options.complete:
+        return _complete(options, loaded)
     print(symmetries.find_symmetric_pairs(loaded.model, key_bias=options.key_bias))
     if not options.verify:
         return 0
@@ -55,6 +90,19 @@ def _symmetries(options: argparse.Namespace) -> int:
     with naming(f"{options.model} cannot be verified"):
         symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, loaded.example))
         report = symmetries.verify(loaded.model, loaded.example, options.seed)
+    print(f"\n{report}")
+    return 0 if report.ok else 1
+
+
+def _complete(options: argparse.Namespace, loaded: Any) -> int:
+    from quotient_manifolds.symmetries.whole import canonical_form, verify_whole
+
+    print(canonical_form(loaded.model.requires_grad_()))
+    if not options.verify:
+        return 0
+    if loaded.example is None:
+        raise ValueError("--verify needs inputs, which are known for the models of libraries only")
+    report = verify_whole(loaded.model, loaded.example, options.seed)
     print(f"\n{report}")
     return 0 if report.ok else 1
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..blocks import pair_block_class
+from ..building import pair_block_class
 from ..data import DataChoice, TextColumns
 from ..data.loading import is_function
 from ..errors import naming, words_of

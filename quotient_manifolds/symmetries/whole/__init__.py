@@ -4,6 +4,7 @@ from . import language, vision
 from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, count, neuron_pairs
 from .kinds import Symmetry
 from .nullity import Nullity, nullity
+from .verify import WholeVerification, verify_whole
 from .wiring import Affine, Neurons, Norm, Site, State, Table, Wiring, register_wiring, wiring_of
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "State",
     "Symmetry",
     "Table",
+    "WholeVerification",
     "Wiring",
     "apply_random_moves_",
     "canonical_form",
@@ -25,6 +27,7 @@ __all__ = [
     "neuron_pairs",
     "nullity",
     "register_wiring",
+    "verify_whole",
     "vision",
     "wiring_of",
 ]

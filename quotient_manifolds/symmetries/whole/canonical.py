@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,8 @@ from ..blocks import Block, block, check_model
 from ..groups import GL
 from ..pairs import SymmetricPair
 from ..registry import PairList, find_symmetric_pairs
-from .kinds import Symmetry, symmetries_of
+from .kinds import Symmetry
+from .listing import symmetries_of
 from .wiring import State, Wiring, wiring_of
 
 __all__ = ["CanonicalForm", "apply_random_moves_", "canonical_form", "canonicalize_", "count", "neuron_pairs"]
@@ -243,7 +245,9 @@ def count(model: nn.Module, *, classes: bool = False) -> dict[str, int]:
 
 
 @torch.no_grad()
-def apply_random_moves_(model: nn.Module, scale: float = 0.3, seed: int = 0, *, classes: bool = False) -> list[str]:
+def apply_random_moves_(
+    model: nn.Module, scale: float = 0.3, seed: int = 0, *, classes: bool = False, kinds: Collection[str] | None = None
+) -> list[str]:
     """Move a network by a random element of every symmetry outside its pairs: the function stays the same.
 
     It is canonicalised first; gains, shifts, biases, embeddings then move away from there, the last one folded first.
@@ -259,6 +263,8 @@ def apply_random_moves_(model: nn.Module, scale: float = 0.3, seed: int = 0, *, 
         Of the moves.
     classes : bool
         As for :func:`canonical_form`.
+    kinds : collection of str, optional
+        Which to move, by default all.
 
     Returns
     -------
@@ -281,8 +287,9 @@ def apply_random_moves_(model: nn.Module, scale: float = 0.3, seed: int = 0, *, 
     form = canonical_form(model, classes=classes)
     state = State({p: value.to(torch.promote_types(value.dtype, torch.float64)) for p, value in form.values.items()})
     generator = torch.Generator().manual_seed(seed)
-    for s in reversed(form.symmetries):
+    moving = [s for s in reversed(form.symmetries) if kinds is None or s.kind in kinds]
+    for s in moving:
         like = state.of(s.parameters[0])
         s.move(state, scale * torch.randn(s.shape, dtype=torch.float64, generator=generator).to(like))
     _write({p: value.to(p.dtype) for p, value in state.items()})
-    return list(dict.fromkeys(s.kind for s in reversed(form.symmetries)))
+    return list(dict.fromkeys(s.kind for s in moving))

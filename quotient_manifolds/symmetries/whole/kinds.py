@@ -1,6 +1,6 @@
-r"""The kinds of continuous symmetry outside the heads: each a move of weights that the network's function ignores.
+"""The kinds of continuous symmetry outside the heads: each a move of weights that the network's function ignores.
 
-One function a kind makes its :class:`Symmetry`. Folding is done in the order in which :func:`symmetries_of` lists them;
+One function a kind makes its :class:`Symmetry`. They are folded in the order in which ``symmetries_of`` lists them;
 each formula relies on what was folded before. Notation: d is the width of the stream, γ ⊙ n(x) + β a norm's output,
 W x + b a reader (fed by a norm) or a writer (added to the stream).
 """
@@ -51,14 +51,8 @@ class Symmetry:
     move: Callable[[State, Tensor], None] = field(repr=False)
     fold: Callable[[State], None] = field(repr=False)
 
-
-def _safe(r: Tensor) -> Tensor:
-    return torch.where(r == 0, torch.ones_like(r), r)
-
-
-def _divided(a: Tensor, r: Tensor) -> Tensor:
-    """Divide, with 0/0 = 1: a gain that is folded away leaves 1, whatever it was."""
-    return torch.where(a == r, torch.ones_like(a), a / _safe(r))
+    def __post_init__(self) -> None:
+        self.parameters = list(dict.fromkeys(self.parameters))
 
 
 def null_input(norm: Norm, state: State, like: Tensor) -> Tensor:
@@ -73,25 +67,24 @@ def gain(site: Site) -> Symmetry:
     """γ → γ s, β → β s, columns of the readers / s: a norm that only linear layers read. Folded, γ = 1."""
     norm, readers, p = site.norm, site.readers, site.norm.parameters[0]
 
-    def divide(state: State, r: Tensor) -> None:
-        gamma = norm.gamma(state)
-        assert gamma is not None
-        state[p] = _divided(gamma, r) - norm.offset
+    def divide(state: State, r: Tensor, after: Tensor) -> None:
+        state[p] = after - norm.offset
         if norm.shift is not None:
-            state[norm.shift] = state.of(norm.shift) / _safe(r)
+            state[norm.shift] = state.of(norm.shift) / torch.where(r == 0, torch.ones_like(r), r)
         for reader in readers:
             reader.set_matrix(state, reader.matrix(state) * r)
 
+    def move(state: State, t: Tensor) -> None:
+        divide(state, torch.exp(-t), (state.of(p) + norm.offset) * torch.exp(t))
+
     def fold(state: State) -> None:
-        gamma = norm.gamma(state)
-        assert gamma is not None
+        gamma = state.of(p) + norm.offset
         if norm.shift is not None and not bool((gamma != 0).all()):  # where γ is 0, β is a bias, and must go first
             shift(site).fold(state)
-        divide(state, gamma)
+        divide(state, gamma, torch.ones_like(gamma))
 
-    moving = [p, *([] if norm.shift is None else [norm.shift]), *(r.W for r in readers)]
     d = p.numel()
-    return Symmetry("gain", site.name, d, (d,), moving, [p], lambda s, t: divide(s, torch.exp(-t)), fold)
+    return Symmetry("gain", site.name, d, (d,), [*norm.parameters, *(r.W for r in readers)], [p], move, fold)
 
 
 def shift(site: Site) -> Symmetry:
@@ -180,7 +173,7 @@ def common(name: str, source: Table, targets: Sequence[Table], centred: bool) ->
     p = source.parameter
     d = p.shape[-1]
     alone: list[Tensor | Block] = [p] if p.numel() == d else []
-    moving = list(dict.fromkeys([p, *(target.parameter for target in targets)]))
+    moving = [p, *(target.parameter for target in targets)]
 
     def move(state: State, t: Tensor) -> None:
         source.add(state, t)
@@ -200,16 +193,19 @@ def layer_scale(name: str, scale: Table, affine: Affine) -> Symmetry:
     """λ → λ s, the writer's rows and bias / s. Folded, λ = 1."""
     p = scale.parameter
 
-    def divide(state: State, r: Tensor) -> None:
-        state[p] = _divided(state.of(p), r.view(p.shape))
+    def divide(state: State, r: Tensor, after: Tensor) -> None:
+        state[p] = after
         affine.set_matrix(state, affine.matrix(state) * r[:, None])
         if affine.b is not None:
             state[affine.b] = state.of(affine.b) * r
 
-    return Symmetry(
-        "layer scale", name, p.numel(), (p.numel(),), [p, *affine.parameters], [p],
-        lambda s, t: divide(s, torch.exp(-t)), lambda s: divide(s, s.of(p).flatten()),
-    )  # fmt: skip
+    def move(state: State, t: Tensor) -> None:
+        divide(state, torch.exp(-t), state.of(p) * torch.exp(t).view(p.shape))
+
+    def fold(state: State) -> None:
+        divide(state, state.of(p).flatten(), torch.ones_like(state.of(p)))
+
+    return Symmetry("layer scale", name, p.numel(), (p.numel(),), [p, *affine.parameters], [p], move, fold)
 
 
 def _part(state: State, b: Block) -> Tensor:
@@ -293,7 +289,7 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
             state[bias] = state.of(bias) - weight @ t
 
     h = own.block.size[1]
-    moving = list(dict.fromkeys([own.block.tensor, *(bias for _, bias in outputs)]))
+    moving = [own.block.tensor, *(bias for _, bias in outputs)]
     return Symmetry(
         "value bias", pair.name, h, (h,), moving, own.constant, move, lambda state: move(state, -own.read(state))
     )
@@ -360,80 +356,4 @@ def rotation(name: str, wiring: Wiring) -> Symmetry:
             state[p] = state.of(p) @ Q.mT
 
     moving = [r.W for r in readers.values()] + [p for _, w in wiring.writers for p in w.parameters] + tables
-    return Symmetry(
-        "rotation", name, k * (k - 1) // 2, (k, k), list(dict.fromkeys(moving)), [], move, lambda state: None
-    )
-
-
-def symmetries_of(
-    wiring: Wiring | None, pairs: Sequence[SymmetricPair], *, classes: bool
-) -> tuple[list[Symmetry], dict[str, str]]:
-    """List the symmetries of a network outside its pairs, in the order of folding; and what is none, with the reason.
-
-    ``classes``: the network's logits are seen through a softmax only.
-    """
-    found: list[Symmetry] = []
-    refused: dict[str, str] = {}
-    w = Wiring(closed=False) if wiring is None else wiring
-    tied = w.tied()
-
-    def add(s: Symmetry) -> bool:
-        if any(p in tied for p in s.parameters):
-            refused[f"{s.name} {s.kind}"] = "weights that stand in another place too"
-        elif any(not p.requires_grad for p in s.parameters):
-            refused[f"{s.name} {s.kind}"] = "frozen weights"
-        else:
-            found.append(s)
-            return True
-        return False
-
-    for name, scale, affine in w.scales:
-        add(layer_scale(name, scale, affine))
-    folded = [
-        site.norm.gain is None or (bool(site.readers) and not site.raw and not site.carried and add(gain(site)))
-        for site in w.sites
-    ]
-    for site in w.sites:
-        open_ends = [r for r in site.readers if r.b is None and not r.blind]
-        if site.norm.shift is None or site.raw or not site.readers:
-            continue
-        if open_ends and not site.norm.centring:
-            refused[f"{site.name} shift"] = "a reader without a bias"
-        elif site.carried is not None and site.carried.b is None:
-            refused[f"{site.name} shift"] = "the next writer has no bias"
-        else:
-            add(shift(site))
-    parts: dict[Tensor, int] = {}
-    for site in w.sites:
-        for r in site.readers:
-            free = site.norm.shift is None or r.b is not None or r.blind
-            if site.norm.centring and free and add(reader(site, r)):
-                parts[r.W] = parts.get(r.W, 0) + 1
-    for name, q, k in w.qk_norms:
-        add(qk_gain(name, q, k))
-    for name, tables in w.score_tables:
-        add(score_bias(name, tables))
-    norms = {
-        r.W: s.norm
-        for s in w.sites
-        for r in s.readers
-        if s.norm.centring and s.norm.shift is not None
-        if r.b is None and not r.blind
-    }
-    for make in (key_bias, value_bias):
-        for s in (make(p, norms) for p in pairs):
-            if s is not None:
-                add(s)
-    for name, source, targets in w.common:
-        add(common(name, source, targets, w.centred))
-    if w.centred and w.sites:
-        for name, affine in w.writers:
-            add(writer(name, affine))
-        for name, table in w.tables:
-            add(writer_table(name, table))
-    if classes:
-        for name, affine in w.classifiers:
-            add(writer(name, affine, "classes", parts.get(affine.W, 0)))
-    if w.closed and w.sites and not w.reads_stream_raw and all(folded):
-        add(rotation("the stream", w))
-    return found, refused
+    return Symmetry("rotation", name, k * (k - 1) // 2, (k, k), moving, [], move, lambda state: None)

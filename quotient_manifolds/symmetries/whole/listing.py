@@ -1,0 +1,88 @@
+"""From a wiring to the list of symmetries: which conditions each kind needs, and in which order they are folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..pairs import SymmetricPair
+from . import kinds
+from .kinds import Symmetry
+from .wiring import Wiring
+
+__all__ = ["symmetries_of"]
+
+
+def symmetries_of(
+    wiring: Wiring | None, pairs: Sequence[SymmetricPair], *, classes: bool
+) -> tuple[list[Symmetry], dict[str, str]]:
+    """List the symmetries of a network outside its pairs, in the order of folding; and what is none, with the reason.
+
+    ``classes``: the network's logits are seen through a softmax only.
+    """
+    found: list[Symmetry] = []
+    refused: dict[str, str] = {}
+    w = Wiring(closed=False) if wiring is None else wiring
+    tied = w.tied()
+
+    def add(s: Symmetry) -> bool:
+        if any(p in tied for p in s.parameters):
+            refused[f"{s.name} {s.kind}"] = "weights that stand in another place too"
+        elif any(not p.requires_grad for p in s.parameters):
+            refused[f"{s.name} {s.kind}"] = "frozen weights"
+        else:
+            found.append(s)
+            return True
+        return False
+
+    for name, scale, affine in w.scales:
+        add(kinds.layer_scale(name, scale, affine))
+    folded = [
+        site.norm.gain is None or (bool(site.readers) and not site.raw and not site.carried and add(kinds.gain(site)))
+        for site in w.sites
+    ]
+    for site in w.sites:
+        open_ends = [r for r in site.readers if r.b is None and not r.blind]
+        if site.norm.shift is None or site.raw or not site.readers:
+            continue
+        if open_ends and not site.norm.centring:
+            refused[f"{site.name} shift"] = "a reader without a bias"
+        elif site.carried is not None and site.carried.b is None:
+            refused[f"{site.name} shift"] = "the next writer has no bias"
+        else:
+            add(kinds.shift(site))
+    parts: dict[Tensor, int] = {}
+    for site in w.sites:
+        for r in site.readers:
+            free = site.norm.shift is None or r.b is not None or r.blind
+            if site.norm.centring and free and add(kinds.reader(site, r)):
+                parts[r.W] = parts.get(r.W, 0) + 1
+    for name, q, k in w.qk_norms:
+        add(kinds.qk_gain(name, q, k))
+    for name, tables in w.score_tables:
+        add(kinds.score_bias(name, tables))
+    norms = {
+        r.W: s.norm
+        for s in w.sites
+        for r in s.readers
+        if s.norm.centring and s.norm.shift is not None
+        if r.b is None and not r.blind
+    }
+    for make in (kinds.key_bias, kinds.value_bias):
+        for s in (make(p, norms) for p in pairs):
+            if s is not None:
+                add(s)
+    for name, source, targets in w.common:
+        add(kinds.common(name, source, targets, w.centred))
+    if w.centred and w.sites:
+        for name, affine in w.writers:
+            add(kinds.writer(name, affine))
+        for name, table in w.tables:
+            add(kinds.writer_table(name, table))
+    if classes:
+        for name, affine in w.classifiers:
+            add(kinds.writer(name, affine, "classes", parts.get(affine.W, 0)))
+    if w.closed and w.sites and not w.reads_stream_raw and all(folded):
+        add(kinds.rotation("the stream", w))
+    return found, refused

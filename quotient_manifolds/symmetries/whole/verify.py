@@ -1,0 +1,158 @@
+"""Hold every kind of symmetry against what the network does: by one gradient, and by finite moves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...batches import default_forward, tensors, tree_map
+from ..pairs import check_pairs
+from ..verify import CastWatch, apply_random_symmetry_
+from .canonical import apply_random_moves_, canonicalize_
+from .kinds import Symmetry
+from .wiring import State
+
+__all__ = ["WholeVerification", "verify_whole"]
+
+
+@dataclass(frozen=True)
+class WholeVerification:
+    """What the outputs' gradient, and moves, say of every kind of symmetry.
+
+    Attributes
+    ----------
+    residuals : dict of str to float
+        By kind: the largest derivative of the outputs along a symmetry, relative to the lengths of gradient and move.
+    changes : dict of str to float
+        By kind: the largest change of an output when all symmetries of the kind move, relative to the largest output.
+    tolerance : float
+        What counts as rounding: more where the model computes in float32 inside.
+    """
+
+    residuals: dict[str, float]
+    changes: dict[str, float]
+    tolerance: float = 1e-8
+
+    @property
+    def failures(self) -> list[str]:
+        """The kinds that are no symmetries."""
+        found = {**self.residuals, **{k: max(v, self.residuals.get(k, 0.0)) for k, v in self.changes.items()}}
+        return [kind for kind, size in found.items() if not size <= self.tolerance]
+
+    @property
+    def ok(self) -> bool:
+        """Every kind is one."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = [f"{'':<12} {'gradient':>9} {'move':>9}"]
+        for kind, change in self.changes.items():
+            residual = f"{self.residuals[kind]:>9.0e}" if kind in self.residuals else " " * 9
+            wrong = "  NOT A SYMMETRY" * (kind in self.failures)
+            lines.append(f"{kind:<12} {residual} {change:>9.0e}{wrong}")
+        return "\n".join(lines)
+
+
+def verify_whole(
+    model: nn.Module,
+    batch: Any,
+    seed: int = 0,
+    *,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    classes: bool = False,
+) -> WholeVerification:
+    """Certify every kind of symmetry of a network, heads, neurons and all others, and move it.
+
+    Done on a copy in float64, which is canonicalised.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Left as it is; of a class that is known, see :func:`register_wiring`.
+    batch : object
+        What ``forward`` takes; floating-point tensors are widened.
+    seed : int
+        Of the cotangent and the moves.
+    forward : callable
+        ``forward(model, batch)`` → outputs.
+    classes : bool
+        The outputs are seen through a softmax over their last dimension.
+
+    Returns
+    -------
+    WholeVerification
+        ``print`` gives a row a kind.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries.whole import verify_whole
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> encoder = torch.nn.TransformerEncoder(layer, 2)
+    >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
+    True
+    """
+    twin = copy.deepcopy(model).double().eval().requires_grad_()
+    wide = tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
+
+    def outputs() -> list[Tensor]:
+        found = [t for t in tensors(forward(twin, wide)) if t.is_floating_point()]
+        return [t.log_softmax(-1) for t in found[:1]] if classes else found
+
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        form = canonicalize_(twin, classes=classes)
+        generator = torch.Generator().manual_seed(seed)
+        with CastWatch() as casts:
+            outputs()
+        at = [t for t in outputs() if t.requires_grad]
+        draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in at]
+        parameters = list(twin.parameters())
+        gradients = torch.autograd.grad(at, parameters, draws, allow_unused=True)
+        known: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
+        residuals: dict[str, float] = {}
+        for s in form.symmetries:
+            residuals[s.kind] = max(residuals.get(s.kind, 0.0), _residual(s, known))
+        before, weights = [t.detach() for t in at], {p: p.detach().clone() for p in parameters}
+        changes = {}
+        for kind in form.dimensions:
+            with torch.no_grad():
+                mine = check_pairs(p for p in form.pairs if p.kind == kind)
+                if mine:
+                    apply_random_symmetry_(twin, seed=seed, pairs=mine)
+                else:
+                    apply_random_moves_(twin, seed=seed, classes=classes, kinds=[kind])
+                changes[kind] = _change(before, [t for t in outputs() if t.is_floating_point()])
+                for p, value in weights.items():
+                    p.copy_(value)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    return WholeVerification(residuals, changes, 1e-4 if casts.seen else 1e-8)
+
+
+def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
+    """Give the derivative along a symmetry at t = 0, relative to the gradient's and the move's lengths."""
+    t = torch.zeros(s.shape, dtype=torch.float64, device=s.parameters[0].device, requires_grad=True)
+    at, near = State(), State()
+    s.move(at, t)
+    step = 1e-4 * torch.randn(s.shape, dtype=t.dtype, generator=torch.Generator().manual_seed(0)).to(t.device)
+    s.move(near, step)
+    known = [p for p in s.parameters if p in gradients and at.of(p).requires_grad]
+    if not known:
+        return 0.0
+    (along,) = torch.autograd.grad(torch.stack([(gradients[p] * at[p]).sum() for p in known]).sum(), t)
+    floor = 1e-6 * max(float(g.norm()) for g in gradients.values())  # a gradient may be nothing but rounding
+    moved = sum(max(float(gradients[p].norm()), floor) * float((near.of(p) - p).norm()) for p in known)
+    sizes = moved / float(step.norm())
+    return float(along.norm()) / sizes if sizes else 0.0
+
+
+def _change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    scale = max(float(t.abs().max()) for t in before)
+    return max(float((a - b).abs().max()) for a, b in zip(after, before, strict=True)) / max(scale, 1e-300)

@@ -1,0 +1,127 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries.whole import (
+    apply_random_moves_,
+    canonical_form,
+    canonicalize_,
+    neuron_pairs,
+    wiring_of,
+)  # fmt: skip
+from tests.whole_networks import FAMILIES, build, forward, inputs
+
+
+def difference(a, b):
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_function_stays_and_equivalent_weights_meet(family):
+    model = build(family)
+    (batch,) = inputs(family)
+    before = forward(model, batch)
+    moved = copy.deepcopy(model)
+    kinds = apply_random_moves_(moved)
+    assert kinds
+    assert difference(forward(moved, batch), before) < 1e-12
+    norms = [difference(p, q) for p, q in zip(moved.parameters(), model.parameters(), strict=True)]
+    assert max(norms) > 1e-2  # the move was one
+    form = canonicalize_(model)
+    assert difference(forward(model, batch), before) < 1e-12
+    if "rotation" not in form.dimensions:  # else the two differ by one
+        canonicalize_(moved)
+        for p, q in zip(model.parameters(), moved.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-9)
+    once = [p.clone() for p in model.parameters()]
+    canonicalize_(model)
+    for p, q in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_single_precision():
+    model = build("bert").float()
+    (batch,) = inputs("bert")
+    before = forward(model, batch)
+    canonicalize_(model)
+    assert difference(forward(model, batch), before) < 1e-5
+
+
+def test_a_gain_of_zero_is_folded():
+    model = build("vit")
+    model.vit.layers[0].layernorm_before.weight.data[2] = 0
+    (batch,) = inputs("vit")
+    before = forward(model, batch)
+    canonicalize_(model)
+    assert difference(forward(model, batch), before) < 1e-12
+    assert torch.equal(model.vit.layers[0].layernorm_before.weight, torch.ones(8, dtype=torch.float64))
+
+
+def test_a_failure_half_way_harms_nothing(monkeypatch):
+    model = build("vit")
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    write = torch.Tensor.copy_
+    calls = []
+
+    def failing(self, *arguments):
+        calls.append(self)
+        if len(calls) == 5:
+            raise RuntimeError("no room")
+        return write(self, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", failing)
+    with pytest.raises(RuntimeError, match="no room"):
+        canonicalize_(model)
+    monkeypatch.undo()
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_frozen_weights_stay():
+    model = build("bert")
+    model.bert.encoder.layer[0].intermediate.dense.weight.requires_grad_(False)
+    form = canonical_form(model)
+    assert model.bert.encoder.layer[0].intermediate.dense.weight not in form.values
+    assert "frozen weights" in form.refused.values()
+    assert "not folded" in str(form)
+
+
+def test_a_class_that_nobody_wired():
+    form = canonical_form(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)))
+    assert set(form.dimensions) == {"qk", "vo", "key bias", "value bias"}
+    assert "register_wiring" in str(form)
+
+
+def test_neurons_are_pairs():
+    model = build("llama")
+    (batch,) = inputs("llama")
+    before = forward(model, batch)
+    pairs = neuron_pairs(wiring_of(model))
+    assert [str(p.group) for p in pairs] == ["(ℝ*)^12"] * 2
+    apply_random_symmetry_(model, pairs=pairs)
+    assert difference(forward(model, batch), before) < 1e-12
+    model = build("opt")
+    (batch,) = inputs("opt")
+    before = forward(model, batch)
+    rectified = neuron_pairs(wiring_of(model))
+    assert [str(p.group) for p in rectified] == ["(ℝ+)^12"] * 2
+    apply_random_symmetry_(model, pairs=rectified)
+    assert difference(forward(model, batch), before) < 1e-12
+    wrong = next(p for p in find_symmetric_pairs(model) if p.kind == "vo")
+    wrong.G[0].tensor.data[0] *= -1  # one half alone
+    assert difference(forward(model, batch), before) > 1e-3
+
+
+def test_a_saved_canonical_checkpoint_loads_in_its_own_library(tmp_path):
+    from transformers import ViTForImageClassification
+
+    model = build("vit").float()
+    (batch,) = inputs("vit")
+    batch = {key: value.float() for key, value in batch.items()}
+    before = forward(model, batch)
+    canonicalize_(model)
+    model.save_pretrained(tmp_path)
+    again = ViTForImageClassification.from_pretrained(tmp_path).eval()
+    assert difference(forward(again, batch), before) < 1e-5

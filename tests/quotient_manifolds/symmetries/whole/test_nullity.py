@@ -1,0 +1,64 @@
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.symmetries.whole import count, nullity, register_wiring, wiring_of
+from tests.whole_networks import FAMILIES, build, forward, inputs
+
+#: CLIP has one direction more: of the d gains of the norm between embeddings and stream only d − 1 singular values are
+#: seen, since both sides rotate.
+EXTRA = {"clip": 1}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("distilbert", "llama-tied", "mistral", "phi3")])
+def test_the_list_is_complete(family):
+    """Counted dimension = numerical null dimension of a whole network."""
+    model = build(family)
+    numbers = sum(p.numel() for p in model.parameters())
+    repeated = family in ("gpt2", "gpt2-untied", "opt", "llama", "qwen2", "qwen3", "gemma")  # few first words
+    found = nullity(model, list(inputs(family, int((2.2 if repeated else 1.3) * numbers))), forward=forward)
+    assert found.dimension == sum(count(model).values()) + EXTRA.get(family, 0)
+    assert found.gap > 1e4
+
+
+def test_known_counts():
+    """The numbers of a ViT, by hand: 64 + 64 + 16 + 16 + 40 γ + 40 β + 75 readers + 67 writers + 14 + 21."""
+    found = count(build("vit"))
+    assert found == {
+        "qk": 64, "vo": 64, "gain": 40, "shift": 40, "reader": 75, "key bias": 16, "value bias": 16, "embeddings": 14,
+        "writer": 67, "rotation": 21,
+    }  # fmt: skip
+    assert sum(count(build("vit"), classes=True).values()) == 425
+    for family, dimension in {"bert": 365, "gpt2": 346, "gpt2-untied": 401, "llama": 132, "llama-tied": 96}.items():
+        assert sum(count(build(family)).values()) == dimension, family
+
+
+def test_the_softmax_of_the_classes():
+    model = build("vit")
+    numbers = sum(p.numel() for p in model.parameters())
+    found = nullity(model, list(inputs("vit", int(1.8 * numbers))), forward=forward, classes=True)
+    assert found.dimension == sum(count(model, classes=True).values()) == 425
+
+
+def test_an_incomplete_list_falls_short():
+    """Without what embeddings share, the count is not the nullity."""
+
+    class Forgetful(type(build("vit"))):
+        pass
+
+    @register_wiring(Forgetful)
+    def forgetful(model):
+        model.__class__ = Forgetful.__base__
+        wiring = wiring_of(model)
+        model.__class__ = Forgetful
+        wiring.common.clear()
+        return wiring
+
+    model = build("vit")
+    model.__class__ = Forgetful
+    assert sum(count(model).values()) == 417 - 14
+
+
+def test_too_few_outputs_are_refused():
+    with pytest.raises(ValueError, match="give more inputs"):
+        nullity(nn.Linear(3, 2).double(), [torch.ones(2, 3, dtype=torch.float64)])

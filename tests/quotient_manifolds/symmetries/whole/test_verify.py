@@ -1,0 +1,44 @@
+import torch
+
+from quotient_manifolds.symmetries.whole import register_wiring, verify_whole, wiring_of
+from tests.whole_networks import build, forward, inputs
+
+
+def test_every_kind_is_certified_and_moved():
+    for family in ("dinov2", "bert", "qwen3", "t5"):
+        report = verify_whole(build(family), next(inputs(family)), forward=forward)
+        assert report.ok, report
+        assert set(report.residuals) <= set(report.changes)
+        assert max(report.changes.values()) < 1e-10
+
+
+def test_a_wrong_wiring_is_found_by_gradient_and_by_move():
+    """A norm in the stack of BERT is read by the residual too."""
+
+    class Wrong(type(build("bert"))):
+        pass
+
+    @register_wiring(Wrong)
+    def wrong(model):
+        model.__class__ = Wrong.__base__
+        wiring = wiring_of(model)
+        model.__class__ = Wrong
+        first = wiring.sites[0]
+        wiring.sites[0] = type(first)(first.name, first.norm, first.readers)
+        return wiring
+
+    model = build("bert")
+    model.__class__ = Wrong
+    report = verify_whole(model, next(inputs("bert")), forward=forward)
+    assert {"gain", "shift"} <= set(report.failures)
+    assert min(report.residuals["gain"], report.changes["gain"]) > 1e-3
+    assert "NOT A SYMMETRY" in str(report)
+
+
+def test_the_model_stays():
+    model = build("vit").float().train()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    batch = {key: value.float() for key, value in next(inputs("vit")).items()}
+    assert verify_whole(model, batch, forward=forward, classes=True).ok
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert model.training

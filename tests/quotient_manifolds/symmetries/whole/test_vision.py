@@ -1,0 +1,34 @@
+import timm
+import torch
+
+from quotient_manifolds.symmetries.whole import canonicalize_, count, wiring_of
+from tests.whole_networks import TIMM, build
+
+
+def test_layer_scale_and_blind_keys():
+    found = count(build("beit"))
+    assert found["layer scale"] == 2 * 2 * 8
+    assert "key bias" not in found  # keys have none
+
+
+def test_an_open_clip_tower():
+    import open_clip
+
+    tower = {"layers": 1, "width": 8, "head_width": 4, "patch_size": 4, "image_size": 8}
+    text = {"context_length": 6, "vocab_size": 11, "width": 8, "heads": 2, "layers": 1}
+    model = open_clip.CLIP(embed_dim=5, vision_cfg=tower, text_cfg=text).visual.eval().double()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = model(x)
+    form = canonicalize_(model)
+    torch.testing.assert_close(model(x), before, rtol=1e-11, atol=1e-11)
+    assert {"gain", "shift", "writer", "embeddings"} <= set(form.dimensions)
+
+
+def test_unusual_blocks_are_left_to_their_heads():
+    assert not wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM, qk_norm=True)).sites
+    assert wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM)).sites
+
+
+def test_encoders_on_their_own():
+    assert "writer" in count(build("torch-post"))
+    assert "rotation" not in count(build("torch-pre"))

@@ -1,0 +1,132 @@
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import sharpness
+from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries.whole import apply_random_moves_, neuron_pairs, wiring_of
+from sharpness import MEASURES, get_measure
+from tests.whole_networks import build, inputs, loss
+
+
+def worst(model, family, measure, **options):
+    options = {"steps": 4, "progress": False, **options}
+    return float(sharpness.evaluate(model, list(inputs(family)), loss, measure=measure, **options))
+
+
+def moved(family, kinds=None):
+    model = build(family)
+    if kinds != ["heads"]:
+        apply_random_moves_(model, classes=True, kinds=kinds)
+    if kinds is None or kinds == ["heads"]:
+        apply_random_symmetry_(model)
+        apply_random_symmetry_(model, pairs=neuron_pairs(wiring_of(model)))
+    return model
+
+
+@pytest.mark.parametrize("geodesic", ["second-order", "exact"])
+@pytest.mark.parametrize("family", ["vit", "bert", "llama", "gpt2-untied", "llama-tied", "distilbert"])
+@pytest.mark.parametrize("measure", ["complete-inv", "complete-mix"])
+def test_the_complete_measures_see_no_symmetry(family, measure, geodesic):
+    """Pre-norm and post-norm LayerNorm, RMSNorm with SwiGLU and grouped queries, tied and untied, ReLU."""
+    measure = get_measure(measure, geodesic=geodesic)
+    before = worst(build(family), family, measure)
+    assert before > 1e-3
+    assert worst(moved(family), family, measure) == pytest.approx(before, rel=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["heads", "gain", "shift", "reader", "writer", "rotation"])
+def test_the_other_measures_see_some(kind):
+    """Of every kind of move at least one measure of the literature takes notice, by more than 5 %."""
+    changes = []
+    for name in ("geodesic-inv", "adaptive", "euclidean"):
+        before = worst(build("vit"), "vit", name)
+        changes.append(abs(worst(moved("vit", [kind]), "vit", name) / before - 1))
+    assert max(changes) > 0.05
+    assert worst(moved("vit", [kind]), "vit", "complete-inv") == pytest.approx(
+        worst(build("vit"), "vit", "complete-inv")
+    )
+
+
+def test_single_precision():
+    def single(model):
+        batches = [{key: value.float() for key, value in batch.items()} for batch in inputs("vit")]
+        options = {"measure": "complete-inv", "steps": 4, "progress": False}
+        return float(sharpness.evaluate(model.float(), batches, loss, **options))
+
+    values = [single(model) for model in (build("vit"), moved("vit"))]
+    assert values[1] == pytest.approx(values[0], rel=1e-3)
+
+
+def test_gradient_norm_at_the_canonical_form():
+    found = [
+        float(sharpness.gradient_norm(m, list(inputs("vit")), loss, measure="complete-inv", progress=False))
+        for m in (build("vit"), moved("vit"))
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-8)
+
+
+def test_the_model_stays_and_directions_lead_back():
+    model = moved("vit")
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    batches = list(inputs("vit"))
+    result = sharpness.evaluate(model, batches, loss, measure="complete-inv", steps=3, progress=False)
+    with torch.no_grad(), sharpness.perturbed(model, result.direction(0)):
+        assert float(loss(model, batches[0])) == pytest.approx(result.batches[0].worst_loss, rel=1e-10)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+    def failing(model, batch):
+        if failing.calls > 3:
+            raise KeyboardInterrupt
+        failing.calls += 1
+        return loss(model, batch)
+
+    failing.calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        sharpness.evaluate(model, batches, failing, measure="complete-inv", progress=False)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_a_wiring_that_is_not_the_models_is_refused():
+    model = build("vit")
+    model.vit.layers[0].layernorm_before.register_forward_hook(lambda m, i, out: out.tanh())
+    with pytest.raises(ValueError, match="canonical form of ViTForImageClassification"):
+        worst(model, "vit", "complete-inv")
+
+
+def test_pairs_and_sam_are_refused():
+    model = build("vit")
+    with pytest.raises(ValueError, match="leave pairs out"):
+        worst(model, "vit", "complete-inv", pairs=[])
+    with pytest.raises(ValueError, match="one by one"):
+        sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1, measure="complete-inv")
+
+
+def test_only_some_parameters():
+    """Against a model whose other weights are frozen."""
+    model = build("vit")
+    frozen = copy.deepcopy(model)
+    for name, p in frozen.named_parameters():
+        p.requires_grad_("layers.1" in name)
+    for name in ("adaptive", "geodesic-inv"):
+        some = worst(model, "vit", name, only=r"layers\.1\.")
+        assert some == pytest.approx(worst(frozen, "vit", name), rel=1e-10)
+        assert some < worst(model, "vit", name)
+    queries = worst(model, "vit", "geodesic-inv", only="q_proj")  # whose pairs have keys too
+    assert queries == pytest.approx(worst(model, "vit", "adaptive", only="q_proj", rho=0.1))
+    with pytest.raises(ValueError, match="matches no trainable"):
+        worst(model, "vit", "adaptive", only="nothing")
+
+
+def test_the_metric_of_vectors_on_a_linear_model():
+    """One neuron: the loss rises by ρ ‖(w, b)‖ ‖(x, 1)‖, whatever the basis of the inputs."""
+    layer = nn.Linear(3, 1).double()
+    x = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    measure = replace(MEASURES["adaptive"], name="vectors", elementwise="vector")
+    with torch.no_grad():
+        length = torch.hypot(layer.weight.norm(), layer.bias.norm()) * torch.hypot(x.norm(), torch.ones(()))
+    found = sharpness.evaluate(layer, [x], lambda m, x: m(x).sum(), measure=measure, rho=0.1, progress=False)
+    assert float(found) == pytest.approx(0.1 * float(length))

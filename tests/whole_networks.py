@@ -1,0 +1,157 @@
+"""Tiny whole networks, in double precision and with random weights, for the symmetries of whole networks."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+IMAGES = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+WORDS = {"vocab_size": 11, "max_position_embeddings": 6, "num_labels": 3}
+CAUSAL = {
+    "vocab_size": 11, "max_position_embeddings": 6, "head_dim": 4, "num_key_value_heads": 1, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+GPT2 = {"vocab_size": 11, "n_positions": 6, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_inner": 12}
+T5 = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+
+#: Family: (class, configuration's class, options) of transformers.
+TRANSFORMERS = {
+    "vit": ("ViTForImageClassification", "ViTConfig", {**SMALL, **IMAGES}),
+    "deit": ("DeiTForImageClassification", "DeiTConfig", {**SMALL, **IMAGES}),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {**SMALL, **IMAGES, "mlp_ratio": 2}),
+    "beit": ("BeitForImageClassification", "BeitConfig", {**SMALL, **IMAGES}),
+    "clip": ("CLIPVisionModelWithProjection", "CLIPVisionConfig", {**SMALL, **IMAGES, "projection_dim": 5}),
+    "bert": ("BertForSequenceClassification", "BertConfig", {**SMALL, **WORDS}),
+    "roberta": ("RobertaForSequenceClassification", "RobertaConfig",
+                {**SMALL, **WORDS, "max_position_embeddings": 8, "type_vocab_size": 2}),
+    "electra": ("ElectraForSequenceClassification", "ElectraConfig", {**SMALL, **WORDS, "embedding_size": 8}),
+    "distilbert": ("DistilBertForSequenceClassification", "DistilBertConfig",
+                   {**WORDS, "dim": 8, "n_layers": 2, "n_heads": 2, "hidden_dim": 12}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt2-untied": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "tie_word_embeddings": False}),
+    "opt": ("OPTForCausalLM", "OPTConfig",
+            {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 12,
+             "word_embed_proj_dim": 8, "vocab_size": 11, "max_position_embeddings": 6}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, **CAUSAL}),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, **CAUSAL, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**SMALL, **CAUSAL}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**SMALL, **CAUSAL}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SMALL, **CAUSAL}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**SMALL, **CAUSAL}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**SMALL, **CAUSAL}),
+    "t5": ("T5ForConditionalGeneration", "T5Config",
+           {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}  # fmt: skip
+TIMM = {"embed_dim": 8, "depth": 2, "num_heads": 2, "num_classes": 3, "img_size": 8, "patch_size": 4, "in_chans": 1,
+        "mlp_ratio": 1.5}  # fmt: skip
+FAMILIES = [*TRANSFORMERS, "timm", "timm-no-bias", "torch-pre", "torch-post"]
+
+
+def _make(name):
+    if name in TRANSFORMERS:
+        import transformers
+
+        model, config, options = TRANSFORMERS[name]
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
+    if name.startswith("timm"):
+        import timm
+
+        odd = {"qkv_bias": False, "init_values": 0.1, "global_pool": "avg"} if name == "timm-no-bias" else {}
+        return timm.create_model("vit_tiny_patch16_224", **TIMM, **odd)
+    before = name == "torch-pre"
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=before)
+    last = nn.LayerNorm(8) if before else None
+    return nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=False)
+
+
+def _stay_double(model):
+    """RMSNorms of transformers cast to float32, which hides null directions at 1e-7; padding has no gradient."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+        if type(module).__name__.endswith("RMSNorm") or type(module).__name__ == "T5LayerNorm":
+            module.__class__ = type(
+                module.__class__.__name__, (module.__class__,), {"forward": _rms, "__deepcopy__": _copied_norm}
+            )
+
+
+def _rms(self, x):
+    offset = 1.0 if "Gemma" in type(self).__name__ else 0.0
+    return (offset + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+
+
+def _copied_norm(self, memo):
+    twin = copy.copy(self)
+    twin._parameters = copy.deepcopy(self._parameters, memo)
+    return twin
+
+
+def build(name, seed=1):
+    """A network of a family, in evaluation mode, with random weights everywhere."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = _make(name).eval().double()
+    _stay_double(model)
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-3
+    for setting in ("layer_norm_eps", "layer_norm_epsilon"):
+        if hasattr(getattr(model, "config", None), setting):
+            setattr(model.config, setting, 1e-3)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            gain = p.dim() == 1 and not key.endswith("bias") and "class_embedding" not in key and name != "gemma"
+            size = 0.1 if key.endswith("bias") else 1.0 if "embed" in key and "orm" not in key else 0.4
+            p.copy_(float(gain) + size * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+def inputs(name, numbers=1, seed=2):
+    """Batches of a family whose outputs are at least so many numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words():
+        return torch.randint(0, 11, (6, 6), generator=generator)
+
+    def pixels():
+        return torch.randn(24, 1, 8, 8, generator=generator, dtype=torch.float64)
+
+    each = {
+        "clip": 120,
+        "bert": 18,
+        "roberta": 18,
+        "electra": 18,
+        "distilbert": 18,
+        "torch-pre": 288,
+        "torch-post": 288,
+    }
+    images = name in ("vit", "deit", "dinov2", "beit") or name.startswith("timm")
+    for _ in range(-(-numbers // each.get(name, 72 if images else 396))):
+        if name.startswith("torch"):
+            yield torch.randn(6, 6, 8, generator=generator, dtype=torch.float64)
+        elif name.startswith("timm"):
+            yield pixels()
+        elif images or name == "clip":
+            yield {"pixel_values": pixels()}
+        else:
+            batch = {"input_ids": words()}
+            if name in ("bert", "roberta", "electra"):
+                batch["token_type_ids"] = torch.randint(0, 2, (6, 6), generator=generator)
+            yield {**batch, "decoder_input_ids": words()} if name == "t5" else batch
+
+
+def forward(model, batch):
+    """The outputs of a network of any family."""
+    found = model(**batch) if isinstance(batch, dict) else model(batch)
+    if isinstance(found, torch.Tensor):
+        return found
+    return found.logits if "logits" in found else found.image_embeds
+
+
+def loss(model, batch):
+    """A cross-entropy whose labels are fixed."""
+    scores = forward(model, batch).flatten(0, -2)
+    return F.cross_entropy(scores, torch.arange(len(scores)) % scores.shape[-1])
