@@ -15,6 +15,7 @@ PUBLIC = [
     "quotient_manifolds",
     "quotient_manifolds.optim",
     "quotient_manifolds.symmetries",
+    "quotient_manifolds.symmetries.whole",
     "quotient_manifolds.testing",
     "sharpness",
     "sharpness.ascent",

@@ -63,7 +63,7 @@ def test_single_precision():
 
 def test_gradient_norm_at_the_canonical_form():
     found = [
-        float(sharpness.gradient_norm(m, list(inputs("vit")), loss, measure="complete-inv", progress=False))
+        float(sharpness.gradient_norm(m, list(inputs("vit")), loss, measure="complete-inv"))
         for m in (build("vit"), moved("vit"))
     ]
     assert found[1] == pytest.approx(found[0], rel=1e-8)
