@@ -1,6 +1,6 @@
-"""Exact symmetries that geodesic sharpness does not divide out: what each does to the measures.
+"""What the equivalent choices of a network's weights do to every measure: ten moves that leave its scores as they are.
 
-The demo's vision transformer, trained for a few epochs; every move leaves its scores as they are.
+The demo's vision transformer, trained for some epochs.
 """
 
 from __future__ import annotations
@@ -15,60 +15,40 @@ from torch import Tensor, nn
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness.demo import digits, train, vision_transformer
 
-MEASURES = {"geodesic-inv": 0.1, "geodesic-mix": 0.1, "adaptive": 0.5}
+MEASURES = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1, "complete-mix": 0.1}
 
 
-def gl(model: nn.Module) -> None:
-    """Move every head along its orbit of GL(h); this one is divided out."""
-    apply_random_symmetry_(model, condition=30.0)
+def _only(kind: str, scale: float = 1.0) -> Callable[[nn.Module], object]:
+    return lambda model: apply_random_moves_(model, scale, seed=1, classes=True, kinds=[kind])
 
 
-@torch.no_grad()
-def layer_norm(model: nn.Module) -> None:
-    """Multiply γ and β before attention by e^N(0,1), and divide the columns of the weights that read them."""
-    for layer in model.vit.layers:
-        scale = torch.randn(layer.layernorm_before.weight.shape).exp()
-        layer.layernorm_before.weight.mul_(scale)
-        layer.layernorm_before.bias.mul_(scale)
-        for projection in (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj):
-            projection.weight.div_(scale)
-
-
-@torch.no_grad()
-def key_bias(model: nn.Module) -> None:
-    """Shift the key biases: softmax does not see it."""
-    for layer in model.vit.layers:
-        layer.attention.k_proj.bias.add_(torch.randn_like(layer.attention.k_proj.bias))
-
-
-@torch.no_grad()
-def value_bias(model: nn.Module) -> None:
-    """Shift the value biases, and take away from the output bias what comes of it: attention weights add up to 1."""
-    for layer in model.vit.layers:
-        shift = torch.randn_like(layer.attention.v_proj.bias)
-        layer.attention.v_proj.bias.add_(shift)
-        layer.attention.o_proj.bias.sub_(layer.attention.o_proj.weight @ shift)
-
-
-MOVES: dict[str, Callable[[nn.Module], None]] = {
-    "as it is": lambda model: None,
-    "GL(h) of every head": gl,
-    "LayerNorm against the columns that read it": layer_norm,
-    "key bias": key_bias,
-    "value bias against output bias": value_bias,
-}
+#: The moves of one kind start at the canonical form, where the others are folded.
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "canonical form": lambda model: apply_random_moves_(model, kinds=[], classes=True),
+    "heads, GL(h)": lambda model: (
+        apply_random_moves_(model, kinds=[], classes=True), apply_random_symmetry_(model, condition=30.0),
+    ),
+    "norm's gain against its readers' columns": _only("gain"),
+    "norm's shift against its readers' biases": _only("shift"),
+    "readers' null direction": _only("reader", 0.1),
+    "writers' null direction": _only("writer", 0.1),
+    "key bias": _only("key bias"),
+    "value bias against output bias": _only("value bias"),
+    "embeddings that are added together": _only("embeddings"),
+    "logits of a softmax": _only("classes", 0.1),
+    "rotation of the stream": _only("rotation"),
+}  # fmt: skip
 
 
 def measured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
     """Measure by all measures."""
-    found = {}
-    for name, rho in MEASURES.items():
-        value = float(sharpness.evaluate(model, [batch], measure=name, rho=rho, progress=False))
-        assert isinstance(value, float)
-        found[name] = round(value, 6)
-    return found
+    return {
+        name: round(float(sharpness.evaluate(model, [batch], measure=name, rho=rho, progress=False)), 6)
+        for name, rho in MEASURES.items()
+    }
 
 
 def main() -> None:
@@ -80,15 +60,18 @@ def main() -> None:
     images, labels, _, _ = digits()
     model = vision_transformer()
     train(model, images, labels, epochs=options.epochs, progress=False)
+    model.eval()
     batch = (images[:128], labels[:128])
-    rows = []
+    with torch.no_grad():
+        before = model(images).logits.log_softmax(-1)
+    rows = [{"move": "as trained", "largest change of a log-probability": 0.0, **measured(model, batch)}]
     for name, move in MOVES.items():
-        torch.manual_seed(1)
         twin = copy.deepcopy(model)
         move(twin)
         with torch.no_grad():
-            change = float((twin(images).logits - model(images).logits).abs().max())
-        rows.append({"move": name, "largest change of a score": change, **measured(twin, batch)})
+            change = float((twin(images).logits.log_softmax(-1) - before).abs().max())
+        rows.append({"move": name, "largest change of a log-probability": change, **measured(twin, batch)})
+        print(rows[-1])
     write("other_symmetries", rows)
 
 

@@ -61,12 +61,12 @@ def test_single_precision():
     assert values[1] == pytest.approx(values[0], rel=1e-3)
 
 
-def test_gradient_norm_at_the_canonical_form():
-    found = [
-        float(sharpness.gradient_norm(m, list(inputs("vit")), loss, measure="complete-inv"))
-        for m in (build("vit"), moved("vit"))
-    ]
-    assert found[1] == pytest.approx(found[0], rel=1e-8)
+def test_local_measures_at_the_canonical_form():
+    models, options = (build("vit"), moved("vit")), {"measure": "complete-inv"}
+    norms = [sharpness.gradient_norm(m, list(inputs("vit")), loss, **options).gradient_norm for m in models]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-8)
+    largest = [sharpness.hessian(m, list(inputs("vit")), loss, num_matvecs=3, **options).max_eigenvalue for m in models]
+    assert largest[1] == pytest.approx(largest[0], rel=1e-4)
 
 
 def test_the_model_stays_and_directions_lead_back():

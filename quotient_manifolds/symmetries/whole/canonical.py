@@ -39,6 +39,15 @@ class CanonicalForm:
         What could not be folded, and why.
     wiring : Wiring or None
         None where no adapter knows the network: then only its heads are treated.
+
+    Examples
+    --------
+    See :func:`canonical_form`.
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import canonical_form
+    >>> canonical_form(nn.Linear(2, 2)).wiring is None
+    True
     """
 
     values: dict[Tensor, Tensor] = field(repr=False)
@@ -73,6 +82,24 @@ def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[Sy
     r"""Give the pairs of hidden neurons: row of a gated up-projection, or into a ReLU, against column down.
 
     u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
+
+    Parameters
+    ----------
+    wiring : Wiring or None
+    include_frozen : bool
+        Keep the group of pairs whose parameters are not trainable.
+
+    Returns
+    -------
+    list of SymmetricPair
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import neuron_pairs, wiring_of
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1)
+    >>> [str(p.group) for p in neuron_pairs(wiring_of(encoder))]
+    ['(ℝ+)^16']
     """
     found = []
     for n in [] if wiring is None else wiring.neurons:

@@ -40,6 +40,14 @@ class Symmetry:
         ``move(state, t)`` moves a :class:`State`, differentiably.
     fold : callable
         ``fold(state)`` goes to the one point of the orbit that all equivalent weights share.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import canonical_form
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1)
+    >>> [(s.kind, s.dimension) for s in canonical_form(encoder).symmetries][:3]
+    [('shift', 8), ('reader', 16), ('key bias', 4)]
     """
 
     kind: str

@@ -28,6 +28,14 @@ class Nullity:
         The others: rows of embeddings that no input asks for, for example.
     null, first : float
         The largest singular value that counts as zero and the smallest that does not, both relative to the largest.
+
+    Examples
+    --------
+    See :func:`nullity`.
+
+    >>> from quotient_manifolds.symmetries.whole import Nullity
+    >>> f"{Nullity(dimension=4, parameters=12, unused=0, null=1e-16, first=1e-3).gap:.0e}"
+    '1e+13'
     """
 
     dimension: int

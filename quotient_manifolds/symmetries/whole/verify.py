@@ -32,6 +32,14 @@ class WholeVerification:
         By kind: the largest change of an output when all symmetries of the kind move, relative to the largest output.
     tolerance : float
         What counts as rounding: more where the model computes in float32 inside.
+
+    Examples
+    --------
+    See :func:`verify_whole`.
+
+    >>> from quotient_manifolds.symmetries.whole import WholeVerification
+    >>> WholeVerification({"gain": 1e-16}, {"gain": 0.1, "shift": 1e-15}).failures
+    ['gain']
     """
 
     residuals: dict[str, float]

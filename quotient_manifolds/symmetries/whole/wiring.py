@@ -13,7 +13,17 @@ __all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "reg
 
 
 class State(dict[Tensor, Tensor]):
-    """The values of parameters, in float64, where they differ from those that the parameters have."""
+    """The values of parameters, in float64, where they differ from those that the parameters have.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries.whole import State
+    >>> p = torch.nn.Parameter(torch.ones(2))
+    >>> state = State({p: torch.zeros(2, dtype=torch.float64)})
+    >>> float(state.of(p).sum()), float(State().of(p).sum())
+    (0.0, 2.0)
+    """
 
     def of(self, p: Tensor) -> Tensor:
         """Give the value of a parameter."""
@@ -95,7 +105,24 @@ class Affine:
 
 @dataclass(frozen=True)
 class Norm:
-    """A LayerNorm (``centring``) or an RMSNorm x ↦ γ ⊙ n(x) + β, γ = offset + weight."""
+    """A norm x ↦ γ ⊙ n(x) + β, with γ = offset + weight.
+
+    Attributes
+    ----------
+    module : nn.Module
+        Owner of ``weight`` and ``bias``; either may be missing.
+    centring : bool
+        n(x) sums to 0, as of LayerNorm; else RMSNorm.
+    offset : float
+        1 for Gemma's norms.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import Norm
+    >>> [tuple(p.shape) for p in Norm(nn.LayerNorm(3), centring=True).parameters]
+    [(3,), (3,)]
+    """
 
     module: nn.Module = field(repr=False)
     centring: bool
@@ -123,7 +150,24 @@ class Norm:
 
 @dataclass(frozen=True)
 class Table:
-    """Vectors in a stream: rows of a parameter (…, d), such as embeddings, positions, a class token, a bias."""
+    """Vectors in a stream: rows of a parameter (…, d), such as embeddings, positions, a class token, a bias.
+
+    Attributes
+    ----------
+    module : nn.Module
+        Owner of the parameter.
+    attribute : str
+        Its name.
+    rows : (int, int)
+        The rows that are meant, from and up to.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import State, Table
+    >>> Table(nn.Embedding(5, 3), rows=(1, None)).vectors(State()).shape
+    torch.Size([4, 3])
+    """
 
     module: nn.Module = field(repr=False)
     attribute: str = "weight"
@@ -150,19 +194,57 @@ class Table:
 
 @dataclass(frozen=True)
 class Site:
-    """A norm, the layers that read its output, and the next layer whose output is added to that (post-norm only)."""
+    """A norm and what reads its output.
+
+    Attributes
+    ----------
+    name : str
+    norm : Norm
+    readers : tuple of Affine
+        All layers that read the output.
+    carried : Affine or None
+        Post-norm: the next layer whose output is added to the norm's.
+    raw : bool
+        Something else reads the output too, so that nothing can be moved into the readers.
+
+    Examples
+    --------
+    See :func:`register_wiring`.
+
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import Affine, Norm, Site
+    >>> Site("norm1", Norm(nn.LayerNorm(3), centring=True), (Affine(nn.Linear(3, 4)),)).raw
+    False
+    """
 
     name: str
     norm: Norm
     readers: tuple[Affine, ...]
     carried: Affine | None = None
-    #: The output is read by something else too, so that nothing can be moved into the readers.
     raw: bool = False
 
 
 @dataclass(frozen=True)
 class Neurons:
-    """Hidden neurons: rows of ``up`` and their columns of ``down``, between them a gate or a ReLU."""
+    """Hidden neurons between two layers.
+
+    Attributes
+    ----------
+    name : str
+    kind : str
+        ``"glu"`` if another layer gates them, ``"relu"`` if they are rectified.
+    up, down : Affine
+        Their rows, and their columns.
+    first : int
+        Row of ``up`` where they begin: a gate may stand before them.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import Affine, Neurons
+    >>> Neurons("mlp", "relu", Affine(nn.Linear(3, 8)), Affine(nn.Linear(8, 3))).first
+    0
+    """
 
     name: str
     kind: str
@@ -197,6 +279,14 @@ class Wiring:
         A stream is also read without a norm that centres.
     closed : bool
         All that reads from or writes to a stream is listed, so that it can be rotated.
+
+    Examples
+    --------
+    See :func:`register_wiring`.
+
+    >>> from quotient_manifolds.symmetries.whole import Wiring
+    >>> Wiring().centred
+    True
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -278,7 +368,25 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
 
 
 def wiring_of(model: nn.Module) -> Wiring | None:
-    """Look up how a network is wired, by its exact class; None if nobody said."""
+    """Look up how a network is wired, by its exact class.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Plain, compiled, or in DDP.
+
+    Returns
+    -------
+    Wiring or None
+        None if nobody said.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import wiring_of
+    >>> len(wiring_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)).sites)
+    6
+    """
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         model = next(model.children())
     adapter = _ADAPTERS.get(_qualified(type(model)))
