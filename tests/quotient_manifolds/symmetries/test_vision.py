@@ -31,7 +31,7 @@ def test_open_clip(options, none):
     check_coverage(model, lambda: model(**batch))
     report = verify(model, batch)
     assert len(report.changes) == 8 - 4 * len(none) + 4
-    assert max(report.changes.values()) < (1e-6 if report.single_precision else 1e-9)
+    assert max(report.changes.values()) < 1e-9
 
 
 TIMM = {
