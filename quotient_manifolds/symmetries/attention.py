@@ -65,8 +65,10 @@ class Projection:
 
     def dimensions(self, *, into: bool = True) -> int:
         """Give the number of dimensions of all heads, of a projection into head space or out of it."""
-        size: int = getattr(self.module, self.weight).shape[into == self.conv1d]
-        return size
+        size = getattr(self.module, "out_features" if into else "in_features", None)  # quantised ones are packed
+        if self.weight == "weight" and isinstance(size, int):
+            return size
+        return int(getattr(self.module, self.weight).shape[into == self.conv1d])
 
     def _dims(self, start: int, head: int, size: int, offset: int, count: int) -> slice:
         group, number = divmod(head, self.per)

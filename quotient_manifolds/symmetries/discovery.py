@@ -26,7 +26,7 @@ from .blocks import BlockStack
 from .groups import random_elements
 from .merging import merged
 from .pairs import SymmetricPair
-from .roles import PLANES, Place, Roles, layout_pairs, roles_of
+from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
@@ -39,8 +39,6 @@ _LOCAL = "flat at the weights, but not further along the orbit"
 ROUNDING = 1e-7
 #: Cotangents (and inputs shifted at random) that a hypothesis has to stand.
 SAMPLES = 2
-#: Head sizes beyond this are not tried, for the width's sake.
-LARGEST = 512
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -83,27 +81,6 @@ def _hypotheses(h: int) -> list[_Hypothesis]:
     return sorted((f for f in found if f.dimension), key=lambda f: -f.dimension)
 
 
-def _places(roles: Roles, kind: str) -> Iterator[Place]:
-    """List where the heads may lie."""
-    width = roles.width
-    homes = {c: roles.home(c) for c in "qkvo"}
-    for h in range(2, LARGEST + 1):
-        apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values all heads are of a size
-        queries = width[homes["q"]] // len(homes["q"]) if apart else width["o"]
-        keys = homes["k" if kind == "qk" else "v"]
-        shared = width[keys] - queries * ("q" in keys)
-        others = len(keys) - ("q" in keys)
-        if queries % h or shared <= 0 or shared % (others * h):
-            continue
-        heads, kv_heads = queries // h, shared // (others * h)
-        if heads % kv_heads:
-            continue
-        several = len(keys) > 1
-        for blocks in sorted({1, *((kv_heads,) if several else ()), *((4,) if several and kv_heads % 4 == 0 else ())}):
-            for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
-                yield Place(heads, kv_heads, h, blocks, order)
-
-
 def _moments(found: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Give Gᵀ∇_G and (Hᵀ∇_H)ᵀ, (samples, pairs, h, h)."""
     (stack,) = stacks(found)
@@ -128,7 +105,7 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
     """Find where the heads lie and what acts on them: the largest group, in doubt heads of a known size."""
     candidates: list[tuple[tuple[int, int, int], Place]] = []
     unreached, reason = False, ""
-    for place in _places(roles, kind):
+    for place in places(roles, kind):
         found = [p for p in merged(layout_pairs("", roles, place, place)) if p.kind == kind]
         reason = next((p.reason for p in found if p.group is None), reason)
         if reason:

@@ -13,7 +13,7 @@ from .attention import Projection, attention_pairs
 from .groups import GL
 from .pairs import SymmetricPair
 
-__all__ = ["Place", "Roles", "layout_pairs", "roles_of"]
+__all__ = ["Place", "Roles", "layout_pairs", "places", "roles_of"]
 
 #: Words that say nothing of the role, and what the others mean. What is left empty ("proj", "dense") is the output.
 _NOISE = frozenset("""
@@ -27,6 +27,8 @@ _LETTERS = {
 }  # fmt: skip
 _PACKED = ("c_attn", "in_proj", "in_proj_weight", "w_pack")
 _FURTHER = frozenset({"pos", "global"})
+#: Head sizes beyond this are not tried, for the width's sake.
+LARGEST = 512
 #: Which dimensions RoPE pairs.
 PLANES = ("half", "interleaved")
 
@@ -169,3 +171,24 @@ def layout_pairs(name: str, roles: Roles, qk: Place, vo: Place) -> list[Symmetri
         )  # fmt: skip
         found += [p for p in emitted if p.kind == kind]
     return sorted(found, key=lambda p: p.head or 0)
+
+
+def places(roles: Roles, kind: str) -> Iterator[Place]:
+    """List where the heads may lie."""
+    width = roles.width
+    homes = {c: roles.home(c) for c in "qkvo"}
+    for h in range(1, LARGEST + 1):
+        apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values all heads are of a size
+        queries = width[homes["q"]] // len(homes["q"]) if apart else width["o"]
+        keys = homes["k" if kind == "qk" else "v"]
+        shared = width[keys] - queries * ("q" in keys)
+        others = len(keys) - ("q" in keys)
+        if queries % h or shared <= 0 or shared % (others * h):
+            continue
+        heads, kv_heads = queries // h, shared // (others * h)
+        if heads % kv_heads:
+            continue
+        several = len(keys) > 1
+        for blocks in sorted({1, *((kv_heads,) if several else ()), *((4,) if several and kv_heads % 4 == 0 else ())}):
+            for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
+                yield Place(heads, kv_heads, h, blocks, order)
