@@ -81,6 +81,10 @@ def _hypotheses(h: int) -> list[_Hypothesis]:
     return sorted((f for f in found if f.dimension), key=lambda f: -f.dimension)
 
 
+def _pairs(kind: str, roles: Roles, place: Place) -> list[SymmetricPair]:
+    return merged(layout_pairs("", roles, *((place, None) if kind == "qk" else (None, place))))
+
+
 def _moments(found: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Give Gᵀ∇_G and (Hᵀ∇_H)ᵀ, (samples, pairs, h, h)."""
     (stack,) = stacks(found)
@@ -103,10 +107,10 @@ def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
 
 def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], sizes: Sequence[int]) -> Place:
     """Find where the heads lie and what acts on them: the largest group, in doubt heads of a known size."""
-    candidates: list[tuple[tuple[int, int, int], Place]] = []
+    fits: list[tuple[tuple[int, int, int], Place]] = []
     unreached, reason = False, ""
     for place in places(roles, kind):
-        found = [p for p in merged(layout_pairs("", roles, place, place)) if p.kind == kind]
+        found = _pairs(kind, roles, place)
         reason = next((p.reason for p in found if p.group is None), reason)
         if reason:
             break
@@ -117,10 +121,11 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
                 doubt = sizes.index(place.size) if place.size in sizes else len(sizes)
                 rank = (-len(found) * hypothesis.dimension, doubt, place.size)
                 rotary = hypothesis.rotary_size
-                candidates.append((rank, replace(place, group=hypothesis.group, rotary_size=rotary)))
+                facts = {"group": hypothesis.group, "dimension": hypothesis.dimension, "rotary_size": rotary}
+                fits.append((rank, replace(place, **facts)))
                 break
-    if candidates and not reason:
-        return min(candidates, key=lambda c: c[0])[1]
+    if fits and not reason:
+        return min(fits, key=lambda c: c[0])[1]
     reason = reason or (_UNREACHED if unreached else "no continuous symmetry was found")
     return Place(1, 1, min(roles.width.values()), group=reason)
 
@@ -210,7 +215,9 @@ def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float
         for p, value in kept.items():
             p.copy_(value)
     pairs_of = zip(after, before, strict=True)
-    return max(float((a - b).nan_to_num().abs().max() / b.abs().max()) for a, b in pairs_of if b.any())
+    return (
+        max(float((a - b).nan_to_num().abs().max() / b.abs().max()) for a, b in pairs_of if b.any()) if found else 0.0
+    )
 
 
 def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
@@ -236,10 +243,10 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
     qk = replace(qk, key_bias_null=_key_bias_is_null(roles, qk, samples))
-    for kind in ("qk", "vo"):
-        pairs = [p for p in merged(layout_pairs("", roles, qk, vo)) if p.kind == kind and p.group is not None]
-        if pairs and not _moves(twin, call, pairs) <= ROUNDING:
-            qk, vo = (replace(p, group=_LOCAL) if kind == k else p for k, p in (("qk", qk), ("vo", vo)))
+    if not _moves(twin, call, _pairs("qk", roles, qk)) <= ROUNDING:
+        qk = replace(qk, group=_LOCAL)
+    if not _moves(twin, call, _pairs("vo", roles, vo)) <= ROUNDING:
+        vo = replace(vo, group=_LOCAL)
     return qk, vo
 
 

@@ -15,7 +15,7 @@ from .merging import SHARED, merged, refused, sharing
 from .pairs import SymmetricPair, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs
 
-__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
+__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "plain_path", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS: dict[str, Handler] = {}
@@ -147,7 +147,7 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
             yield p
 
 
-def _plain(path: str) -> str:
+def plain_path(path: str) -> str:
     """Take the prefixes of ``torch.compile`` and DDP from a module's name."""
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
 
@@ -215,10 +215,10 @@ def find_symmetric_pairs(
     examined: dict[str, list[SymmetricPair]] = {}
     unknown = {} if batch is None else candidates(model, lambda m: handler_of(m) is not None)
     for path, p in discover(unknown, lambda: forward(model, batch)) if unknown else ():
-        examined.setdefault(path, []).append(replace(p, module=_plain(path)))
+        examined.setdefault(path, []).append(replace(p, module=plain_path(path)))
     found: list[SymmetricPair] = []
     for path, module in model.named_modules():
-        name = _plain(path)
+        name = plain_path(path)
         handler = handler_of(module)
         if handler is not None:
             found.extend(handler(module, name))
@@ -268,7 +268,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     """
     check_model(model)
     names = [names] if isinstance(names, str) else names
-    layers = [(_plain(path), m) for path, m in model.named_modules() if is_lora(m)]
+    layers = [(plain_path(path), m) for path, m in model.named_modules() if is_lora(m)]
     known = {a for _, m in layers for a in adapter_names(m)}
     unknown = sorted(set(names or ()) - known)
     if unknown:

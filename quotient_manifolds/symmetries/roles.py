@@ -62,7 +62,8 @@ class Place:
 
     A matrix of several letters consists of ``blocks`` equal parts, in each of which the letters follow in ``order``,
     every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"half"`` or ``"interleaved"`` (RoPE
-    on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out.
+    on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out; ``dimension`` is that of
+    the symmetry that was found on a head's dimensions, whether it is divided out or not.
     """
 
     heads: int
@@ -73,6 +74,7 @@ class Place:
     group: str = "GL"
     rotary_size: int = 0
     key_bias_null: bool = False
+    dimension: int = 0
 
     def __post_init__(self) -> None:
         if self.group in PLANES and not self.rotary_size:
@@ -152,24 +154,26 @@ def roles_of(module: nn.Module) -> Roles | None:
     return Roles(main, further, beside)
 
 
-def layout_pairs(name: str, roles: Roles, qk: Place, vo: Place) -> list[SymmetricPair]:
+def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) -> list[SymmetricPair]:
     """Emit the pairs of a layer, head by head: those of queries and keys, and those of values and outputs."""
     found: list[SymmetricPair] = []
     for kind, place in (("qk", qk), ("vo", vo)):
+        if place is None:
+            continue
         q, k, v, o = (place.projection(roles, c) for c in "qkvo")
         rotary = place.group if place.group in PLANES else ""
-        reason = "" if place.group in ("GL", "diagonal", *PLANES) else place.group
-        size, value_group = place.size, None
-        if kind == "vo" and place.group == "diagonal":
-            value_group = GL(size, diagonal=True)
-        elif kind == "vo" and rotary:
-            value_group = GL(size // 2, diagonal=True, field="complex")
+        none = {"qk": "of the other kind", "vo": "of the other kind"}
+        none[kind] = "" if place.group in ("GL", "diagonal", *PLANES) else place.group
         emitted = attention_pairs(
-            name, heads=place.heads, kv_heads=place.kv_heads, head_size=size, q=q, k=k, v=v, o=o,
-            rotary_size=place.rotary_size if rotary else 0, rotary=rotary or "half", qk_obstruction=reason,
-            vo_obstruction=reason, value_group=value_group, key_bias_null=place.key_bias_null,
+            name, heads=place.heads, kv_heads=place.kv_heads, head_size=place.size, q=q, k=k, v=v, o=o,
+            rotary_size=place.rotary_size if rotary else 0, rotary=rotary or "half", key_bias_null=place.key_bias_null,
+            value_group=GL(place.size // 2, diagonal=True, field="complex") if rotary else None,
+            qk_obstruction=none["qk"], vo_obstruction=none["vo"],
         )  # fmt: skip
-        found += [p for p in emitted if p.kind == kind]
+        mine = [p for p in emitted if p.kind == kind]
+        if place.group == "diagonal":
+            mine = [p if p.group is None else replace(p, group=GL(place.size, diagonal=True)) for p in mine]
+        found += mine
     return sorted(found, key=lambda p: p.head or 0)
 
 

@@ -1,0 +1,126 @@
+"""What is found of classes that nobody wrote down: groups, by null spaces; symmetries, by moves."""
+
+import copy
+import csv
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.batches import default_forward, tensors
+from quotient_manifolds.symmetries import apply_random_symmetry_, discovery, find_symmetric_pairs, registry, stacks
+from quotient_manifolds.symmetries.discovery import _UNREACHED as UNREACHED
+from quotient_manifolds.symmetries.roles import places, roles_of
+from quotient_manifolds.symmetries.wide import Wide, widened
+
+from ... import zoo
+
+#: One line an architecture: library, name, group on queries and keys, on values and outputs.
+TABLE = Path(__file__).parents[3] / "docs/tables/architectures.csv"
+WHOLE = "ARCHITECTURES" in os.environ
+#: One of each kind, for every run of the tests.
+SOME = {
+    "vit_mae", "bloom", "dinov3_vit", "cohere", "stablelm", "glm", "olmo2", "llama4_text", "swinv2", "yoso",
+    "qwen3_next", "diffllama", "gpt_bigcode", "nystromformer", "beit_base_patch16_224", "custom",
+}  # fmt: skip
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """Forget every class."""
+    monkeypatch.setattr(registry, "_HANDLERS", {})
+
+
+def nullity(module, call, kind, place):
+    """Dimension of what leaves the outputs as they are, of all h × h matrices, head by head: no list of groups."""
+    twin = copy.deepcopy(module).double().eval()
+    roles, call = roles_of(twin), (widened(call[0]), widened(call[1]))
+    general = discovery.replace(place, group="GL", rotary_size=0)
+    count = place.size**2 + 20
+    pairs = discovery._pairs(kind, roles, general)
+    one, two = discovery._moments(pairs, list(discovery._samples(twin, call, roles, count)))
+    C = ((one - two) / one.flatten(1).norm(dim=1)[:, None, None, None]).flatten(2)
+    found = set()
+    for head in range(C.shape[1]):
+        s = torch.linalg.svdvals(C[:, head])
+        s = torch.cat([s, s.new_zeros(place.size**2 - len(s))])
+        seen = s > 1e-9
+        assert not seen.any() or not (~seen).any() or s[seen].min() > 30 * s[~seen].max(), "no clear gap"
+        found.add(int((~seen).sum()))
+    (dimension,) = found
+    return dimension
+
+
+def words(pairs):
+    """The groups of a model's pairs, as "(ℂ*)^4, GL(4)" for a head; reasons in place of them."""
+    found = {"qk": [], "vo": []}
+    for p in pairs:
+        word = str(p.group) if p.group else p.reason.split(",")[0]
+        if word not in found[p.kind] and word != "the batch does not reach it":
+            found[p.kind].append(word)
+    return tuple(" + ".join(found[kind]) for kind in ("qk", "vo"))
+
+
+@torch.no_grad()
+def changes(run, pairs):
+    """Relative change of the outputs when all pairs move, and when G alone does."""
+    with Wide():
+        before = run()
+        kept = {t: t.clone() for p in pairs for t in p.parameters()}
+        apply_random_symmetry_(nn.Identity(), 3.0, 1, pairs)
+        whole = run()
+        for s in stacks(pairs):
+            s.scatter_(torch.cat([s.gather()[..., : s.n, :], s.gather(kept)[..., s.n :, :]], -2))
+        half = run()
+        for p, value in kept.items():
+            p.copy_(value)
+    scale = max(float(b.abs().max()) for b in before)
+    return [max(float((a - b).nan_to_num().abs().max()) for a, b in zip(x, before, strict=True)) / scale
+            for x in (whole, half)]  # fmt: skip
+
+
+def check(model, batch):
+    """Hold what is found of a model against null spaces and moves; give the groups in words."""
+
+    def outputs():
+        torch.manual_seed(0)  # ViT-MAE draws its mask
+        with Wide():
+            return [t for t in tensors(default_forward(model, batch)) if t.is_floating_point()]
+
+    modules = discovery.candidates(model, lambda m: False)
+    first = {}
+    for name, module in modules.items():
+        first.setdefault(discovery._kind(module), name)
+    for name, call in discovery._record(outputs, {name: modules[name] for name in first.values()}).items():
+        roles, sizes = roles_of(modules[name]), set(discovery._known_sizes(modules[name]))
+        qk, vo = discovery.examine(modules[name], call)
+        for kind, place in (("qk", qk), ("vo", vo)):
+            if not place.dimension:  # nothing at all is left of heads of this size
+                place = next((p for p in places(roles, kind) if p.size in sizes | {vo.size}), None)
+            if place is not None and UNREACHED not in (qk.group, vo.group):
+                assert nullity(modules[name], call, kind, place) == place.dimension, (name, kind, place)
+    found = find_symmetric_pairs(model, batch=batch, forward=lambda *_: outputs())
+    pairs = [p for p in found if p.group is not None]
+    if pairs:
+        whole, half = changes(outputs, pairs)
+        assert whole < 1e-10
+        assert half > 1e-4
+    return words(found)
+
+
+def rows():
+    with TABLE.open() as file:
+        return {
+            (r["library"], r["model"]): (r["queries and keys"], r["values and outputs"]) for r in csv.DictReader(file)
+        }
+
+
+CASES = [pytest.param(*key, id="-".join(key)) for key in rows() if WHOLE or key[1] in SOME]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "name"), CASES)
+def test_groups_are_null_spaces_and_moves_leave_the_outputs(library, name, nobody):
+    assert check(*zoo.MODELS[library](name)) == rows()[library, name]
