@@ -15,6 +15,7 @@ from ..batches import tensors
 from .discovery import candidates
 from .pairs import SymmetricPair
 from .registry import handler_of, plain_path
+from .roles import roles_of
 
 __all__ = ["UnknownAttentionError", "check_coverage"]
 
@@ -171,7 +172,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     examined = {p.module for p in pairs}
     known = [m for m, n in names.items() if handler_of(m) is not None or plain_path(n) in examined]
     covered = {inner for module in known for inner in module.modules()}
-    unseen = candidates(model, lambda m: m in covered).values()
+    unseen = [m for m in candidates(model, lambda m: m in covered).values() if roles_of(m) is not None]
     for module, call in [
         *watch.calls,
         *((m, "code that cannot be watched, by the names of its weights") for m in unseen),

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from ..batches import tensors
 from .blocks import BlockStack
+from .certificate import orbit_residuals
 from .groups import random_elements
-from .merging import merged
+from .merging import merged, refused
+from .mixers import proposals
 from .pairs import SymmetricPair
 from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
@@ -33,6 +35,7 @@ from .wide import Wide, widened
 __all__ = ["candidates", "discover", "examine"]
 
 _UNREACHED = "the batch does not reach it"
+_NONE = "no continuous symmetry was found"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
 #: Relative residuals up to this are rounding: float64 shows 1e-10 at worst, what is no symmetry 1e-4 at least.
@@ -41,6 +44,7 @@ ROUNDING = 1e-7
 SAMPLES = 2
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Emit = Callable[[nn.Module, str], Sequence[SymmetricPair]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ def _hypotheses(h: int) -> list[_Hypothesis]:
     found.append(_Hypothesis(f"O({h}) and one scale, which have no quotient here", h * (h - 1) // 2 + 1, skew + trace))
     found.append(_Hypothesis("diagonal", h, (lambda C: C.diagonal(dim1=-2, dim2=-1),)))
     found.append(_Hypothesis("one scale, which has no quotient here", 1, trace))
+    ones = (lambda C: C.sum((-2, -1)).unsqueeze(-1),)
+    found.append(_Hypothesis("one shift along (1, …, 1), which has no quotient here", 1, ones))
     return sorted((f for f in found if f.dimension), key=lambda f: -f.dimension)
 
 
@@ -126,7 +132,7 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
                 break
     if fits and not reason:
         return min(fits, key=lambda c: c[0])[1]
-    reason = reason or (_UNREACHED if unreached else "no continuous symmetry was found")
+    reason = reason or (_UNREACHED if unreached else _NONE)
     return Place(1, 1, min(roles.width.values()), group=reason)
 
 
@@ -174,11 +180,11 @@ def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
         return [t for t in tensors(twin(*call[0], **call[1])) if t.is_floating_point()]
 
 
-def _samples(twin: nn.Module, call: Call, roles: Roles, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:
+def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:
     """Give gradients of random cotangents at shifted inputs."""
     generator = torch.Generator().manual_seed(0)
     weights = [p for p in twin.parameters() if p.is_floating_point()]
-    widths = {getattr(p.module, p.weight).shape[int(not p.conv1d)] for c, p in roles.main.items() if c != "o"}
+    widths = {size for p in weights if p.dim() > 1 for size in p.shape[:2]}
     for _ in range(count):
         with torch.enable_grad():
             outputs = [t for t in _outputs(twin, _shifted(call, widths, generator)) if t.requires_grad]
@@ -236,10 +242,9 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
         Where their heads lie and what acts on them, or why nothing does.
     """
     twin = copy.deepcopy(module).double().eval()
-    roles = roles_of(twin)
-    assert roles is not None
+    roles = _roles(twin)
     call = widened(call[0]), widened(call[1])
-    samples = list(_samples(twin, call, roles))
+    samples = list(_samples(twin, call))
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
     qk = replace(qk, key_bias_null=_key_bias_is_null(roles, qk, samples))
@@ -276,20 +281,56 @@ def discover(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> Iterat
     firsts: dict[object, str] = {}
     alike = {name: firsts.setdefault(_kind(module), name) for name, module in modules.items()}
     calls = _record(run, {name: modules[name] for name in firsts.values()})
-    found = dict[str, tuple[Place, Place]]()
+    found: dict[str, _Emit] = {}
     for name, module in modules.items():
-        first, roles = alike[name], roles_of(module)
-        assert roles is not None
+        first = alike[name]
         if first not in found:
             try:
-                found[first] = examine(modules[first], calls[first]) if first in calls else _nothing(_UNREACHED)
-            except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+                found[first] = _emitter(modules[first], calls[first]) if first in calls else _nothing(_UNREACHED)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 found[first] = _nothing(f"could not be examined alone: {error}".splitlines()[0])
-        yield from ((name, p) for p in layout_pairs(name, roles, *found[first]))
+        yield from ((name, p) for p in found[first](module, name))
 
 
-def _nothing(reason: str) -> tuple[Place, Place]:
-    return Place(1, 1, 1, group=reason), Place(1, 1, 1, group=reason)
+def _roles(module: nn.Module) -> Roles:
+    """Give the roles of a module that is known to have them."""
+    found = roles_of(module)
+    assert found is not None
+    return found
+
+
+def _nothing(reason: str) -> _Emit:
+    return lambda _, name: [SymmetricPair(name, "attention", None, reason=reason)]
+
+
+def _emitter(module: nn.Module, call: Call) -> _Emit:
+    """Examine a module, and give what lists the pairs of those that are like it."""
+    if roles_of(module) is not None:
+        qk, vo = examine(module, call)
+        return lambda m, name: layout_pairs(name, _roles(m), qk, vo)
+    chosen = _held(module, call)
+
+    def emit(m: nn.Module, name: str) -> list[SymmetricPair]:
+        pairs = proposals(m, name)
+        return [refused(one[0], _NONE) if i is None else one[i] for one, i in zip(pairs, chosen, strict=True)]
+
+    return emit
+
+
+def _held(module: nn.Module, call: Call) -> list[int | None]:
+    """Tell which of the alternatives of each proposal a gradient and a move confirm."""
+    twin = copy.deepcopy(module).double().eval()
+    call = widened(call[0]), widened(call[1])
+    samples = list(_samples(twin, call))
+
+    def holds(pair: SymmetricPair) -> bool:
+        (stack,) = stacks([pair])
+        with torch.no_grad():
+            x = stack.gather()
+            residuals = [float(orbit_residuals(x, stack.gather(s), stack.n)) for s in samples]
+        return all(r <= ROUNDING for r in residuals) and _moves(twin, call, [pair]) <= ROUNDING
+
+    return [next((i for i, pair in enumerate(one) if holds(pair)), None) for one in proposals(twin, "")]
 
 
 def _kind(module: nn.Module) -> object:
@@ -308,6 +349,6 @@ def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str
     """List the innermost modules that hold queries, keys, values and outputs, outside of those that are known."""
     modules = dict(model.named_modules())
     covered = {inner for m in modules.values() if known(m) for inner in m.modules()}
-    found = {n: m for n, m in modules.items() if m not in covered and roles_of(m) is not None}
+    found = {n: m for n, m in modules.items() if m not in covered and (roles_of(m) is not None or proposals(m, ""))}
     attention = covered | set(found.values())
     return {n: m for n, m in found.items() if attention.isdisjoint(itertools.islice(m.modules(), 1, None))}

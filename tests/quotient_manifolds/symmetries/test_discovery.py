@@ -3,6 +3,7 @@
 import copy
 import csv
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,24 +34,22 @@ def nobody(monkeypatch):
     monkeypatch.setattr(registry, "_HANDLERS", {})
 
 
-def nullity(module, call, kind, place):
-    """Dimension of what leaves the outputs as they are, of all h × h matrices, head by head: no list of groups."""
+def nullities(module, call, kinds):
+    """Dimension of what leaves the outputs as they are, of all h × h matrices of a head: no list of groups."""
     twin = copy.deepcopy(module).double().eval()
     roles, call = roles_of(twin), (widened(call[0]), widened(call[1]))
-    general = discovery.replace(place, group="GL", rotary_size=0)
-    count = place.size**2 + 20
-    pairs = discovery._pairs(kind, roles, general)
-    one, two = discovery._moments(pairs, list(discovery._samples(twin, call, roles, count)))
-    C = ((one - two) / one.flatten(1).norm(dim=1)[:, None, None, None]).flatten(2)
-    found = set()
-    for head in range(C.shape[1]):
-        s = torch.linalg.svdvals(C[:, head])
-        s = torch.cat([s, s.new_zeros(place.size**2 - len(s))])
-        seen = s > 1e-9
-        assert not seen.any() or not (~seen).any() or s[seen].min() > 30 * s[~seen].max(), "no clear gap"
-        found.add(int((~seen).sum()))
-    (dimension,) = found
-    return dimension
+    samples = list(discovery._samples(twin, call, max(place.size for place in kinds.values()) ** 2 + 20))
+    for kind, place in kinds.items():
+        pairs = discovery._pairs(kind, roles, replace(place, group="GL", rotary_size=0))
+        one, two = discovery._moments(pairs, samples)
+        C = ((one - two) / one.flatten(1).norm(dim=1)[:, None, None, None]).flatten(2)
+        found = set()
+        for head in range(min(C.shape[1], 4)):
+            s = torch.linalg.svdvals(C[:, head])
+            seen = s > 1e-9
+            assert not seen.any() or not (~seen).any() or s[seen].min() > 30 * s[~seen].max(), "no clear gap"
+            found.add(place.size**2 - int(seen.sum()))
+        yield kind, found
 
 
 def words(pairs):
@@ -95,18 +94,20 @@ def check(model, batch):
         first.setdefault(discovery._kind(module), name)
     for name, call in discovery._record(outputs, {name: modules[name] for name in first.values()}).items():
         roles, sizes = roles_of(modules[name]), set(discovery._known_sizes(modules[name]))
-        qk, vo = discovery.examine(modules[name], call)
-        for kind, place in (("qk", qk), ("vo", vo)):
+        kinds = dict(zip(("qk", "vo"), discovery.examine(modules[name], call), strict=True))
+        expected = {kind: {place.dimension} for kind, place in kinds.items()}
+        for kind, place in list(kinds.items()):
             if not place.dimension:  # nothing at all is left of heads of this size
-                place = next((p for p in places(roles, kind) if p.size in sizes | {vo.size}), None)
-            if place is not None and UNREACHED not in (qk.group, vo.group):
-                assert nullity(modules[name], call, kind, place) == place.dimension, (name, kind, place)
+                one = next((p for p in places(roles, kind) if p.size in sizes | {kinds["vo"].size}), None)
+                kinds[kind] = one if place.group != UNREACHED else None
+        for kind, found in nullities(modules[name], call, {k: p for k, p in kinds.items() if p is not None}):
+            assert found == expected[kind], (name, kind, kinds[kind])
     found = find_symmetric_pairs(model, batch=batch, forward=lambda *_: outputs())
     pairs = [p for p in found if p.group is not None]
     if pairs:
         whole, half = changes(outputs, pairs)
-        assert whole < 1e-10
-        assert half > 1e-4
+        assert whole < 1e-10, "moves change the outputs"
+        assert half > 1e-4, "and so should one half of a move"
     return words(found)
 
 
