@@ -38,6 +38,14 @@ _OWN = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 3, "attn_layer_indices": [1],
               "mamba_n_groups": 1},
 }  # fmt: skip
+#: Layers small enough for the Jacobian of all their weights.
+LAYERS = {
+    "deepseek_v2": {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 2,
+                    "qk_rope_head_dim": 2, "v_head_dim": 2, "kv_lora_rank": 4, "head_dim": 2},
+    "deepseek_v3": {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 2,
+                    "qk_rope_head_dim": 2, "v_head_dim": 2, "kv_lora_rank": 3, "q_lora_rank": 2, "head_dim": 2},
+    "jamba": {"hidden_size": 4, "mamba_expand": 2, "mamba_d_state": 2, "mamba_dt_rank": 2, "mamba_d_conv": 2},
+}  # fmt: skip
 _IDS = torch.arange(16).reshape(2, 8) * 7 % 37 + 3
 
 
@@ -72,13 +80,13 @@ def _batch(model, config):
     return {"input_values": torch.randn(2, 2000, generator=generator)}
 
 
-def transformers_model(name):
+def transformers_model(name, **given):
     """A tiny model of a type of transformers, in float64, and a batch for it."""
     import transformers
 
     if name in architectures.TRANSFORMERS:
         return architectures.transformers_model(name, "eager")
-    config = _shrunk(transformers.CONFIG_MAPPING[name](), _OWN.get(name, {}))
+    config = _shrunk(transformers.CONFIG_MAPPING[name](), {**_OWN.get(name, {}), **given})
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config, attn_implementation="eager", experts_implementation="eager")
     batch = _batch(model, config)

@@ -83,7 +83,7 @@ def _hypotheses(h: int) -> list[_Hypothesis]:
     found.append(_Hypothesis("diagonal", h, (lambda C: C.diagonal(dim1=-2, dim2=-1),)))
     found.append(_Hypothesis("one scale, which has no quotient here", 1, trace))
     ones = (lambda C: C.sum((-2, -1)).unsqueeze(-1),)
-    found.append(_Hypothesis("one shift along (1, …, 1), which has no quotient here", 1, ones))
+    found.append(_Hypothesis("one shift of all dimensions alike, which has no quotient here", 1, ones))
     return sorted((f for f in found if f.dimension), key=lambda f: -f.dimension)
 
 
@@ -127,8 +127,8 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
                 doubt = sizes.index(place.size) if place.size in sizes else len(sizes)
                 rank = (-len(found) * hypothesis.dimension, doubt, place.size)
                 rotary = hypothesis.rotary_size
-                facts = {"group": hypothesis.group, "dimension": hypothesis.dimension, "rotary_size": rotary}
-                fits.append((rank, replace(place, **facts)))
+                fit = replace(place, group=hypothesis.group, dimension=hypothesis.dimension, rotary_size=rotary)
+                fits.append((rank, fit))
                 break
     if fits and not reason:
         return min(fits, key=lambda c: c[0])[1]

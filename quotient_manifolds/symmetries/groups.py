@@ -81,10 +81,11 @@ class GL:
 def random_elements(x: Tensor, condition: float, generator: torch.Generator) -> Tensor:
     """Draw U diag(s) Vᴴ for each of some points, in double precision.
 
-    U and V are random orthogonal, s is log-uniform from condition^-½ to condition^½.
+    U and V are random orthogonal, numbers have random signs or phases; s is log-uniform, from condition^-½ to its root.
     """
     shape, dtype = (*x.shape[:-2], x.shape[-1], x.shape[-1]), torch.promote_types(x.dtype, torch.float64)
-    U, V = (torch.linalg.qr(torch.randn(shape, dtype=dtype, generator=generator)).Q for _ in range(2))
+    draws = [torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2)]
+    U, V = (d / d.abs() if shape[-1] == 1 else torch.linalg.qr(d).Q for d in draws)
     exponent = torch.rand(shape[:-1], dtype=torch.float64, generator=generator) - 0.5
     if shape[-1] > 1:
         exponent[..., 0], exponent[..., -1] = -0.5, 0.5

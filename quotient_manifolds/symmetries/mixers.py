@@ -55,7 +55,7 @@ def _latent(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
     group = GL(rope // 2, diagonal=True, field="complex")
     yield tuple(
         SymmetricPair(
-            name, "qk", group, [b for i in range(heads) for b in turned.input_blocks(i, rope, 0, rope, planes)],
+            name, "qk", group, tuple(b for i in range(heads) for b in turned.input_blocks(i, rope, 0, rope, planes)),
             shared.input_blocks(0, rope, 0, rope, planes), part="rotary",
         ) for planes in PLANES
     )  # fmt: skip
@@ -64,11 +64,10 @@ def _latent(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
 def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[tuple[SymmetricPair, ...]]:
     """Scale the channels of a projection against the convolution that each of them passes alone."""
 
-    def scaled(projection: nn.Module, row: int, channel: int, count: int, part: str) -> SymmetricPair:
+    def scaled(projection: nn.Linear, row: int, channel: int, count: int, part: str) -> SymmetricPair:
         rows = slice(row, row + count)
-        G = [block(projection, "weight", rows, transpose=True)]
-        if getattr(projection, "bias", None) is not None:
-            G.append(block(projection, "bias", rows))
+        bias = () if projection.bias is None else (block(projection, "bias", rows),)
+        G = (block(projection, "weight", rows, transpose=True), *bias)
         H = block(conv, "weight", slice(channel, channel + count), transpose=True)
         return SymmetricPair(name, "conv", GL(count, diagonal=True), G, (H,), part=part)
 
@@ -90,12 +89,12 @@ def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[tuple[SymmetricPa
 
 def _states(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
     """Scale what enters a state of Mamba against what reads it, for states are independent of one another."""
-    source, rank, count = (getattr(m, a, None) for a in ("x_proj", "time_step_rank", "ssm_state_size"))
-    if source is None:
+    if not isinstance(getattr(m, "x_proj", None), nn.Linear):
         return
-    B, C = (block(source, "weight", slice(s, s + count), transpose=True) for s in (rank, rank + count))
+    rank, count = m.time_step_rank, m.ssm_state_size
+    B, C = (block(m.x_proj, "weight", slice(s, s + count), transpose=True) for s in (rank, rank + count))
     pairs = [SymmetricPair(name, "state", GL(count, diagonal=True), (B,), (C,), part="states")]
-    gains = [getattr(m, f"{letter}_layernorm", None) for letter in "bc"]
-    if None not in gains:  # Jamba normalises both, with gains
-        pairs.append(replace(pairs[0], G=(block(gains[0], "weight"),), H=(block(gains[1], "weight"),)))
+    if hasattr(m, "b_layernorm"):  # Jamba normalises both, with gains
+        G, H = (block(norm, "weight") for norm in (m.b_layernorm, m.c_layernorm))
+        pairs.append(replace(pairs[0], G=(G,), H=(H,)))
     yield tuple(pairs)

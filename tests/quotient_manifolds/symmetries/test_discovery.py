@@ -16,16 +16,22 @@ from quotient_manifolds.symmetries.discovery import _UNREACHED as UNREACHED
 from quotient_manifolds.symmetries.roles import places, roles_of
 from quotient_manifolds.symmetries.wide import Wide, widened
 
-from ... import zoo
+from ... import architectures, networks, zoo
 
 #: One line an architecture: library, name, group on queries and keys, on values and outputs.
 TABLE = Path(__file__).parents[3] / "docs/tables/architectures.csv"
 WHOLE = "ARCHITECTURES" in os.environ
 #: One of each kind, for every run of the tests.
 SOME = {
-    "vit_mae", "bloom", "dinov3_vit", "cohere", "stablelm", "glm", "olmo2", "llama4_text", "swinv2", "yoso",
+    "bloom", "dinov3_vit", "cohere", "stablelm", "glm", "olmo2", "llama4_text", "yoso",
     "qwen3_next", "diffllama", "gpt_bigcode", "nystromformer", "beit_base_patch16_224", "custom",
 }  # fmt: skip
+
+
+#: Models whose classes are in the table.
+KNOWN_MODELS = [name for name in architectures.TRANSFORMERS if WHOLE or name in {
+    "bert", "albert", "deberta_v2", "gpt2-cross", "bloom", "gpt_neox", "gptj", "llama", "phi3-partial", "qwen3", "swin",
+}]  # fmt: skip
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def words(pairs):
     """The groups of a model's pairs, as "(ℂ*)^4, GL(4)" for a head; reasons in place of them."""
     found = {"qk": [], "vo": []}
     for p in pairs:
-        word = str(p.group) if p.group else p.reason.split(",")[0]
+        word = str(p.group) if p.group else p.reason.split(",")[0].replace(discovery._NONE, "none")
         if word not in found[p.kind] and word != "the batch does not reach it":
             found[p.kind].append(word)
     return tuple(" + ".join(found[kind]) for kind in ("qk", "vo"))
@@ -125,3 +131,75 @@ CASES = [pytest.param(*key, id="-".join(key)) for key in rows() if WHOLE or key[
 @pytest.mark.parametrize(("library", "name"), CASES)
 def test_groups_are_null_spaces_and_moves_leave_the_outputs(library, name, nobody):
     assert check(*zoo.MODELS[library](name)) == rows()[library, name]
+
+
+def same(found, others):
+    """Whether two lists of pairs divide out the same rows by the same groups."""
+    one, two = (
+        {(p.name, p.group, *(frozenset(b.key for b in blocks) for blocks in (p.G, p.H, p.null)))
+         for p in pairs if p.group is not None} for pairs in (found, others)
+    )  # fmt: skip
+    return one == two
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_what_is_known_is_what_is_found(name, monkeypatch):
+    """Every line of the table of classes, against the examination."""
+    model, batch = architectures.transformers_model(name, "eager")
+    known = find_symmetric_pairs(model)
+    monkeypatch.setattr(registry, "_HANDLERS", {})
+    assert same(known, find_symmetric_pairs(model, batch=batch, forward=wide))
+
+
+def wide(model, batch):
+    with Wide():
+        return default_forward(model, batch)
+
+
+def tampered(name, change, nobody):
+    model, batch = zoo.transformers_model(name)
+    change(model)
+    return find_symmetric_pairs(model, batch=batch, forward=wide)
+
+
+def clip(model):
+    for layer in model.layers:
+        layer.self_attn.config.clip_qkv = 0.3
+
+
+def test_options_and_hooks_that_break_a_symmetry_are_seen(nobody):
+    """OLMo clips what comes of its projections; a hook bends the values of one layer."""
+    assert all(p.group is None for p in tampered("olmo", clip, nobody))
+
+    def bend(model):
+        model.layers[1].self_attn.v_proj.register_forward_hook(lambda m, x, y: y + 0.01 * y.tanh())
+
+    found = tampered("olmo", bend, nobody)
+    assert {(p.module, p.kind) for p in found if p.group is None} == {("layers.1.self_attn", "vo")}
+
+
+def test_names_that_say_nothing_and_modules_that_are_not_reached(nobody):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = (nn.MultiheadAttention(8, n, batch_first=True) for n in (2, 4))
+            self.odd = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.odd(self.used(x, x, x, need_weights=False)[0])
+
+    found = find_symmetric_pairs(networks.shake(Pair()), batch=torch.randn(2, 5, 8))
+    assert {p.module: p.reason for p in found} == {"used": "", "idle": UNREACHED}
+    assert [str(p.group) for p in found if p.module == "used"] == ["GL(4)"] * 4
+    with pytest.raises(ValueError, match="holds no tensor"):
+        find_symmetric_pairs(networks.shake(Pair()), batch=[])
+
+
+def test_a_model_in_single_precision_is_examined_and_left_alone(nobody):
+    torch.set_default_dtype(torch.float32)
+    model = networks.vit()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    found = find_symmetric_pairs(model, batch=networks.images())
+    assert {str(p.group) for p in found} == {"GL(8)"}
+    assert all(v.dtype is torch.float32 and torch.equal(v, before[k]) for k, v in model.state_dict().items())
