@@ -325,9 +325,7 @@ def _held(module: nn.Module, call: Call) -> list[int | None]:
 
     def holds(pair: SymmetricPair) -> bool:
         (stack,) = stacks([pair])
-        with torch.no_grad():
-            x = stack.gather()
-            residuals = [float(orbit_residuals(x, stack.gather(s), stack.n)) for s in samples]
+        residuals = [float(orbit_residuals(stack, s)) for s in samples]
         return all(r <= ROUNDING for r in residuals) and _moves(twin, call, [pair]) <= ROUNDING
 
     return [next((i for i, pair in enumerate(one) if holds(pair)), None) for one in proposals(twin, "")]

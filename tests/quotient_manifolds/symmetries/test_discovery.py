@@ -63,7 +63,7 @@ def words(pairs):
     found = {"qk": [], "vo": []}
     for p in pairs:
         word = str(p.group) if p.group else p.reason.split(",")[0].replace(discovery._NONE, "none")
-        if word not in found[p.kind] and word != "the batch does not reach it":
+        if p.kind in found and word not in found[p.kind] and word != UNREACHED:
             found[p.kind].append(word)
     return tuple(" + ".join(found[kind]) for kind in ("qk", "vo"))
 
