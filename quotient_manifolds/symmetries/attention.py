@@ -28,14 +28,16 @@ class Projection:
         Names of its parameters; a bias that is missing or None is left out.
     start, bias_start : int
         First head dimension of head 0 in the weight and in the bias.
-    stride : int
-        Distance from head to head (0: the head's size).
+    stride, per : int
+        Distance from one group of ``per`` heads to the next (0: the heads follow one another).
     conv1d : bool
         The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
     rows : tuple of str
         Further parameters whose last dimension runs over the heads: more rows of the same stack.
     bias_module : nn.Module, optional
-        Owner of the bias, if another.
+        Owner of the bias, if another: there the heads follow one another.
+    further : tuple of Projection
+        Others that add to the same scores, as those of positions: more rows of the same stack.
 
     Examples
     --------
@@ -55,12 +57,22 @@ class Projection:
     start: int = 0
     bias_start: int | None = None
     stride: int = 0
+    per: int = 1
     conv1d: bool = False
     rows: tuple[str, ...] = ()
     bias_module: nn.Module | None = None
+    further: tuple[Projection, ...] = ()
+
+    def dimensions(self, *, into: bool = True) -> int:
+        """Give the number of dimensions of all heads, of a projection into head space or out of it."""
+        size = getattr(self.module, "out_features" if into else "in_features", None)  # quantised ones are packed
+        if self.weight == "weight" and isinstance(size, int):
+            return size
+        return int(getattr(self.module, self.weight).shape[into == self.conv1d])
 
     def _dims(self, start: int, head: int, size: int, offset: int, count: int) -> slice:
-        first = start + head * (self.stride or size) + offset
+        group, number = divmod(head, self.per)
+        first = start + group * (self.stride or size * self.per) + number * size + offset
         return slice(first, first + count)
 
     def input_blocks(
@@ -72,13 +84,14 @@ class Projection:
             found = [block(self.module, self.weight, columns=dims, rotary=rotary)]
         else:
             found = [block(self.module, self.weight, dims, transpose=True, rotary=rotary)]
-        whole = self._dims(0, head, size, offset, count)
+        whole = slice(head * size + offset, head * size + offset + count)
         found.extend(block(self.module, row, columns=whole, rotary=rotary) for row in self.rows)
         for _, (owner, attribute) in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
             found.append(block(owner, attribute, dims, transpose=True, rotary=rotary))
             if getattr(owner, "bias", None) is not None:
                 found.append(block(owner, "bias", dims, rotary=rotary))
-        return (*found, *self.bias_blocks(head, size, offset, count, rotary))
+        found.extend(self.bias_blocks(head, size, offset, count, rotary))
+        return (*found, *(b for p in self.further for b in p.input_blocks(head, size, offset, count, rotary)))
 
     def bias_blocks(
         self, head: int, size: int, offset: int, count: int, rotary: str | None = None
@@ -88,7 +101,10 @@ class Projection:
         if getattr(owner, self.bias, None) is None:
             return ()
         start = self.start if self.bias_start is None else self.bias_start
-        return (block(owner, self.bias, self._dims(start, head, size, offset, count), rotary=rotary),)
+        dims = self._dims(start, head, size, offset, count)
+        if self.bias_module is not None:
+            dims = slice(start + head * size + offset, start + head * size + offset + count)
+        return (block(owner, self.bias, dims, rotary=rotary),)
 
     def obstacle(self) -> str:
         """Say why the module is no linear map of its weight, or of that and LoRA's, or give an empty string."""
@@ -101,14 +117,14 @@ class Projection:
             return f"{cls.__name__} is a subclass of Linear with a forward of its own"
         return lora_obstacle(self.module)
 
-    def output_blocks(self, head: int, size: int) -> tuple[Block, ...]:
+    def output_blocks(self, head: int, size: int, rotary: str | None = None) -> tuple[Block, ...]:
         """Give rows of a stack for a projection *out of* head space: the head's slice of the weight."""
         dims = self._dims(self.start, head, size, 0, size)
         if self.conv1d:
-            found = block(self.module, self.weight, dims, transpose=True)
+            found = block(self.module, self.weight, dims, transpose=True, rotary=rotary)
         else:
-            found = block(self.module, self.weight, columns=dims)
-        return (found, *(block(*A, columns=dims) for A, _ in lora_factors(self.module)))
+            found = block(self.module, self.weight, columns=dims, rotary=rotary)
+        return (found, *(block(*A, columns=dims, rotary=rotary) for A, _ in lora_factors(self.module)))
 
 
 def _qk_pairs(
@@ -165,7 +181,7 @@ def attention_pairs(
     qk_obstruction, vo_obstruction : str
         Reason why there is no symmetry on Q–K or V–O, if so.
     value_group : GL, optional
-        Group on V–O if it is not GL(h).
+        Group on V–O if it is not GL(h); a complex one acts on the planes of ``rotary``.
     key_bias_null : bool
         The key bias adds the same number to all scores of a query, so that softmax drops it (not under RoPE).
 
@@ -203,5 +219,7 @@ def attention_pairs(
         if vo_obstruction:
             yield SymmetricPair(name, "vo", None, head=i, reason=vo_obstruction)
         else:
-            G, H = v.input_blocks(j, value_size, 0, value_size), o.output_blocks(i, value_size)
-            yield pair_or_reason(name, "vo", value_group or GL(value_size), G, H, i)
+            group = value_group or GL(value_size)
+            planes = rotary if group.field == "complex" else None
+            G, H = v.input_blocks(j, value_size, 0, value_size, planes), o.output_blocks(i, value_size, planes)
+            yield pair_or_reason(name, "vo", group, G, H, i)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .registry import handler_of
+from ..batches import tensors
+from .discovery import candidates
+from .pairs import SymmetricPair
+from .registry import handler_of, plain_path
+from .roles import roles_of
 
 __all__ = ["UnknownAttentionError", "check_coverage"]
 
@@ -20,8 +25,12 @@ _ATTENTION_CALLS = {
     "multi_head_attention_forward",
     "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
+    "flex_attention",
     "softmax",
 }
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
+#: What a tensor is, if no plain activation: made of weights alone, or of a product of two activations.
+_WEIGHT, _SCORE = 1, 2
 
 
 class UnknownAttentionError(ValueError):
@@ -53,19 +62,25 @@ class UnknownAttentionError(ValueError):
         self.path, self.cls = path, cls
         super().__init__(
             f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
-            "no handler knows the symmetries of this class; write one with "
-            "quotient_manifolds.symmetries.register_attention, count its weights without symmetry by "
-            'quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
+            "no handler knows the symmetries of this class; let find_symmetric_pairs(model, batch=batch) examine it, "
+            "write a handler with quotient_manifolds.symmetries.register_attention, count its weights without symmetry "
+            'by quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
         )
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which module was running when an attention function was called."""
+    """Notes which module was running when attention was computed.
 
-    def __init__(self) -> None:
+    That is a call of a function that is known for it, or a product of activations with what came of a product of
+    activations, whatever was done to that in between (sigmoid, exponentials and their sum, nothing at all).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.calls: list[tuple[nn.Module, str]] = []
         self._running: list[nn.Module] = []
+        self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
 
     def __enter__(self) -> _Watch:
         enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
@@ -82,17 +97,40 @@ class _Watch(TorchFunctionMode):
         while self._running and self._running.pop() is not module:
             pass
 
+    @staticmethod
+    def _place(t: Tensor) -> int:
+        return t.untyped_storage().data_ptr() if t.layout == torch.strided and t.device.type != "meta" else 0
+
+    def _kind(self, t: Tensor) -> int:
+        own = self._place(t) in self._weights
+        return _WEIGHT if own else self._kinds.get(t, 0)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _ATTENTION_CALLS and self._running:
+        result = func(*args, **(kwargs or {}))
+        if not self._running:
+            return result
+        operands = [*tensors(args), *tensors(kwargs or {})]
+        kinds = [self._kind(t) for t in operands if t.is_floating_point()]
+        if name in _ATTENTION_CALLS and (name != "softmax" or operands[0].dim() >= 3):
             # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
-            first = args[0] if args else (kwargs or {}).get("input")
-            if name != "softmax" or (isinstance(first, torch.Tensor) and first.dim() >= 3):
-                self.calls.append((self._running[-1], name))
-        return func(*args, **(kwargs or {}))
+            self.calls.append((self._running[-1], name))
+        made = _SCORE if _SCORE in kinds else 0
+        if kinds and set(kinds) == {_WEIGHT}:
+            made = _WEIGHT
+        elif name in _PRODUCTS and len(kinds) > 1 and _WEIGHT not in kinds:
+            if made:
+                self.calls.append((self._running[-1], f"{name} on what came of a product"))
+            made = 0 if made else _SCORE
+        elif name == "linear":
+            made = 0
+        if made:
+            for t in tensors(result):
+                self._kinds[t] = made
+        return result
 
 
-def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
+def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[SymmetricPair] = ()) -> Any:
     """Run a forward pass and refuse attention that no handler covers.
 
     Parameters
@@ -101,6 +139,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
         A compiled one is watched as the eager one that it was compiled from.
     run : callable
         Performs one forward pass of the model.
+    pairs : iterable of SymmetricPair
+        Modules that one of them names were examined.
 
     Returns
     -------
@@ -110,8 +150,10 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
     Raises
     ------
     UnknownAttentionError
-        A module that is neither registered nor inside a registered one calls softmax (on three or more dimensions),
-        scaled-dot-product attention or torch's own multi-head attention; or TorchScript code, which cannot be watched.
+        A module that is neither registered nor examined, nor inside such a one, calls softmax (on three or more
+        dimensions), scaled-dot-product attention, flex_attention or torch's own multi-head attention; or multiplies
+        activations with what came of a product of activations; or holds what its names call queries, keys, values and
+        outputs (what it does with them may happen in code that cannot be watched); or is TorchScript.
 
     Examples
     --------
@@ -124,11 +166,17 @@ def check_coverage(model: nn.Module, run: Callable[[], Any]) -> Any:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
-    with torch.compiler.set_stance("force_eager"), _Watch() as watch:
+    with torch.compiler.set_stance("force_eager"), _Watch(model) as watch:
         result = run()
     names = {module: name for name, module in model.named_modules()}
-    covered = {inner for module in names if handler_of(module) is not None for inner in module.modules()}
-    for module, call in watch.calls:
+    examined = {p.module for p in pairs}
+    known = [m for m, n in names.items() if handler_of(m) is not None or plain_path(n) in examined]
+    covered = {inner for module in known for inner in module.modules()}
+    unseen = [m for m in candidates(model, lambda m: m in covered).values() if roles_of(m) is not None]
+    for module, call in [
+        *watch.calls,
+        *((m, "code that cannot be watched, by the names of its weights") for m in unseen),
+    ]:
         if module not in covered:
             path = names.get(module, "(outside the model)") or "(the model itself)"
             raise UnknownAttentionError(path, type(module), call)

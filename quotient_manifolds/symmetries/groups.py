@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GL"]
+__all__ = ["GL", "random_elements"]
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,17 @@ class GL:
         if self.diagonal:
             x = x.squeeze(-1).transpose(1, 2)
         return torch.view_as_real(x) if self.field == "complex" else x
+
+
+def random_elements(x: Tensor, condition: float, generator: torch.Generator) -> Tensor:
+    """Draw U diag(s) Vᴴ for each of some points, in double precision.
+
+    U and V are random orthogonal, numbers have random signs or phases; s is log-uniform, from condition^-½ to its root.
+    """
+    shape, dtype = (*x.shape[:-2], x.shape[-1], x.shape[-1]), torch.promote_types(x.dtype, torch.float64)
+    draws = [torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2)]
+    U, V = (d / d.abs() if shape[-1] == 1 else torch.linalg.qr(d).Q for d in draws)
+    exponent = torch.rand(shape[:-1], dtype=torch.float64, generator=generator) - 0.5
+    if shape[-1] > 1:
+        exponent[..., 0], exponent[..., -1] = -0.5, 0.5
+    return ((U * (condition**exponent).unsqueeze(-2)) @ V.mH).to(x.device)

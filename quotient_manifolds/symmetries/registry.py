@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .blocks import Block, check_model, is_sharded
-from .pairs import TIED, SymmetricPair, check_pairs
+from ..batches import default_forward
+from .blocks import check_model
+from .discovery import candidates, discover
+from .merging import SHARED, merged, refused, sharing
+from .pairs import SymmetricPair, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs
 
-__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
+__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "plain_path", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS: dict[str, Handler] = {}
@@ -108,77 +111,12 @@ class PairList(list[SymmetricPair]):
         return "\n".join(rows) or "no symmetric pairs"
 
 
-def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
-    """List all blocks, each once."""
-    return tuple({b.key: b for some in blocks for b in some}.values())
-
-
-#: Why pairs that overlap are none.
-_SHARED = "its weights stand in another place too (shared or overlapping memory)"
-
-
-def _merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
-    """Merge pairs that share a block (grouped queries, shared layers); refuse those that no one group acts on."""
-    found: dict[int, SymmetricPair] = {}
-    home: dict[object, int] = {}
-    for i, p in enumerate(pairs):
-        found[i] = p
-        if p.group is None:
-            continue
-        first, *others = sorted({i, *(home[b.key] for b in p.G + p.H if b.key in home)})
-        parts = [found[j] for j in (first, *others)]
-        G, H, null = (_union(getattr(q, name) for q in parts) for name in ("G", "H", "null"))
-        home.update((b.key, first) for b in G + H)
-        reason = next((q.reason for q in parts if q.group is None), "")
-        if not reason and ({b.key for b in G} & {b.key for b in H}):
-            reason = TIED
-        if reason:
-            found.update((j, _refused(found[j], reason)) for j in (first, *others))
-            continue
-        for j in others:
-            del found[j]
-        found[first] = replace(parts[0], G=G, H=H, null=null)
-    return list(found.values())
-
-
-def _sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
-    """Find the pairs one of whose weights stands in another place too, whatever parameter it is seen through."""
-    places: dict[int, list[tuple[int, Block, Tensor]]] = {}
-    for i, p in enumerate(pairs):
-        for b in p.G + p.H if p.group is not None else ():
-            t = b.tensor
-            if t.device.type != "meta" and not is_sharded(t) and t.is_contiguous():
-                places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
-    found: set[int] = set()
-    for blocks in places.values():
-        first = blocks[0][2]
-        count = first.untyped_storage().nbytes() // first.element_size()
-        taken = torch.zeros(count, dtype=torch.bool)
-        for i, b, t in blocks:
-            mine = taken.as_strided(b.size, b.stride, t.storage_offset() + b.offset)
-            if bool(mine.any()):
-                found |= {i, *(j for j, c, s in blocks if j != i and _meet(b, t, c, s, count))}
-            mine.fill_(True)
-    return found
-
-
-def _meet(b: Block, t: Tensor, c: Block, s: Tensor, count: int) -> bool:
-    """Tell whether two blocks of one storage have a number in common."""
-    mark = torch.zeros(count, dtype=torch.bool)
-    mark.as_strided(b.size, b.stride, t.storage_offset() + b.offset).fill_(True)
-    return bool(mark.as_strided(c.size, c.stride, s.storage_offset() + c.offset).any())
-
-
-def _refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> SymmetricPair:
-    return replace(pair, group=None, reason=reason, frozen=frozen)
-
-
 def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
     """Take the group from a pair with a parameter that is not trainable."""
     names = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
     if pair.group is None or not names:
         return pair
-    return _refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
+    return refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
 
 
 def _without_null(pair: SymmetricPair) -> SymmetricPair:
@@ -192,10 +130,10 @@ def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
         return pair
     for b in pair.G + pair.H:
         if not isinstance(b.tensor, nn.Parameter):
-            return _refused(pair, f"{b.place} is computed, not a parameter")
+            return refused(pair, f"{b.place} is computed, not a parameter")
     kept = pair if include_frozen else _without_frozen(pair)
     if kept.group is not None and not kept.group.diagonal and kept.group.h > min(kept.n, kept.m):
-        return _refused(kept, f"h = {kept.group.h} columns, but factors of {kept.n} and {kept.m} rows")
+        return refused(kept, f"h = {kept.group.h} columns, but factors of {kept.n} and {kept.m} rows")
     return kept
 
 
@@ -204,12 +142,12 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
     taken = {id(b.tensor) for p in pairs if p.group is not None and p.kind != "lora" for b in p.G + p.H}
     for p in pairs:
         if p.kind == "lora" and p.group is not None and any(id(b.tensor) in taken for b in p.G + p.H):
-            yield _refused(p, "its factors stand in the attention pairs of the trainable base weights")
+            yield refused(p, "its factors stand in the attention pairs of the trainable base weights")
         else:
             yield p
 
 
-def _plain(path: str) -> str:
+def plain_path(path: str) -> str:
     """Take the prefixes of ``torch.compile`` and DDP from a module's name."""
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
 
@@ -220,14 +158,16 @@ def find_symmetric_pairs(
     extra: Sequence[SymmetricPair] = (),
     key_bias: str = "keep",
     include_frozen: bool = False,
+    batch: Any = None,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
 ) -> PairList:
     """Name the continuous symmetries of a model's attention and LoRA weights.
 
     Parameters
     ----------
     model : nn.Module
-        Any model; modules of a class without a handler are passed over (``sharpness.evaluate`` refuses models in
-        which such a module computes attention).
+        Any model; without a batch, modules of a class that nobody wrote down are passed over (``sharpness.evaluate``
+        refuses models in which such a module computes attention).
     extra : sequence of SymmetricPair
         Pairs of your own.
     key_bias : {"keep", "drop"}
@@ -236,6 +176,11 @@ def find_symmetric_pairs(
         depends on its value. ``"drop"`` quotients it out too. (Under RoPE it is no null direction, and stays.)
     include_frozen : bool
         Keep the group of pairs whose parameters are not trainable.
+    batch : object, optional
+        What ``forward`` takes. Attention modules of unknown classes are then examined one by one, each alone and in
+        float64, on the inputs that this batch gives them; see ``docs/math/certificate.md``.
+    forward : callable
+        ``forward(model, batch)``, by default as for :func:`sharpness.evaluate`, without its loss.
 
     Returns
     -------
@@ -267,12 +212,17 @@ def find_symmetric_pairs(
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     check_model(model)
     extra = check_pairs(extra)
+    examined: dict[str, list[SymmetricPair]] = {}
+    unknown = {} if batch is None else candidates(model, lambda m: handler_of(m) is not None)
+    for path, p in discover(unknown, lambda: forward(model, batch)) if unknown else ():
+        examined.setdefault(path, []).append(replace(p, module=plain_path(path)))
     found: list[SymmetricPair] = []
     for path, module in model.named_modules():
-        name = _plain(path)
+        name = plain_path(path)
         handler = handler_of(module)
         if handler is not None:
             found.extend(handler(module, name))
+        found.extend(examined.get(path, ()))
         if is_lora(module):
             found.extend(lora_pairs(module, name))
     taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
@@ -281,10 +231,10 @@ def find_symmetric_pairs(
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
-    merged = [_without_null(p) if key_bias == "drop" else p for p in _merged([*found, *extra])]
-    usable = list(_disjoint([_usable(p, include_frozen) for p in merged]))
-    shared = _sharing(usable)
-    return PairList(_refused(p, _SHARED) if i in shared else p for i, p in enumerate(usable))
+    whole = [_without_null(p) if key_bias == "drop" else p for p in merged([*found, *extra])]
+    usable = list(_disjoint([_usable(p, include_frozen) for p in whole]))
+    shared = sharing(usable)
+    return PairList(refused(p, SHARED) if i in shared else p for i, p in enumerate(usable))
 
 
 def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairList:
@@ -318,7 +268,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     """
     check_model(model)
     names = [names] if isinstance(names, str) else names
-    layers = [(_plain(path), m) for path, m in model.named_modules() if is_lora(m)]
+    layers = [(plain_path(path), m) for path, m in model.named_modules() if is_lora(m)]
     known = {a for _, m in layers for a in adapter_names(m)}
     unknown = sorted(set(names or ()) - known)
     if unknown:
@@ -327,5 +277,5 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     for path, m in layers:
         wanted = [a for a in adapter_names(m) if names is None or a in names]
         found.extend(lora_pairs(m, path, wanted))
-    trainable = [p for p in _merged(found) if p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)]
+    trainable = [p for p in merged(found) if p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)]
     return PairList(_without_frozen(p) for p in trainable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -89,6 +89,14 @@ class PairStack:
     def scatter_(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
         """Write a point of :meth:`gather`'s shape, rounded to their dtype, into the parameters or ``tensors``."""
         self._rows.scatter_(self.group.from_point(x), tensors)
+
+    def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
+        """Give, without a copy, which pairs, whether rows of G, those rows, and the same of ``tensors``."""
+        for run in self._rows.runs:
+            own, other = run.first.tensor, tensors.get(run.first.tensor)
+            if other is not None:
+                pairs = slice(run.start, run.start + run.count)
+                yield pairs, run.row < self.n, run.view(own.contiguous()), run.view(other.contiguous())
 
     def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
         """Set what ``tensors`` gives for each parameter to True wherever a block lies, dropped ones included."""

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from ..batches import default_forward, tensors, tree_map
+from ..batches import default_forward, tensors
 from ..gl.gauge import canonical_gauge
 from .blocks import check_model
 from .certificate import Certificate, certify
+from .groups import random_elements
 from .pairs import SymmetricPair, check_pairs
 from .registry import find_symmetric_pairs
 from .stacks import PairStack, stacks
+from .wide import Wide, widened
 
 __all__ = ["Verification", "apply_random_symmetry_", "verify"]
 
@@ -74,8 +75,7 @@ def apply_random_symmetry_(
     for s in stacks(find_symmetric_pairs(model) if pairs is None else pairs):
         x = s.gather()
         wide = torch.complex128 if x.is_complex() else torch.float64
-        shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
-        A = _random_elements(shape, condition, wide, generator).to(x.device)
+        A = random_elements(x, condition, generator)
         A = A.abs() if s.group.positive else A
         manifold = s.manifold()
         G, H = manifold.unpack_tensor(x.to(wide))
@@ -88,30 +88,17 @@ def apply_random_symmetry_(
     return moved
 
 
-def _random_elements(
-    shape: tuple[int, ...], condition: float, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    """Draw U diag(s) Vᴴ with random orthogonal U, V and log-uniform s from condition^-½ to condition^½."""
-    draws = [torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2)]
-    U, V = (torch.linalg.qr(d).Q for d in draws)
-    exponent = torch.rand(shape[:-1], dtype=torch.float64, generator=generator) - 0.5
-    if shape[-1] > 1:
-        exponent[..., 0], exponent[..., -1] = -0.5, 0.5
-    return (U * (condition**exponent).unsqueeze(-2)) @ V.mH
-
-
 @dataclass(frozen=True)
 class Verification:
     """What the outputs' gradient says of each pair, and what acting on it did to the outputs.
 
     ``changes`` is the largest change of an output relative to the largest output, by the pair's name; up to
-    ``tolerance`` it counts as rounding, which is larger where a model computes in ``single_precision`` inside.
+    ``tolerance`` it counts as rounding.
     """
 
     certificate: Certificate
     changes: dict[str, float]
-    tolerance: float
-    single_precision: bool
+    tolerance: float = 1e-9
 
     @property
     def failures(self) -> list[str]:
@@ -125,13 +112,12 @@ class Verification:
         return not self.failures
 
     def __str__(self) -> str:
-        why = ", since the model computes in float32 inside" if self.single_precision else ""
         lines = str(self.certificate).splitlines()
         if self.changes:
             worst = max(self.changes.values())
             lines.append(
                 f"{len(self.changes)} pairs moved, largest relative change of an output {worst:.1e} "
-                f"(rounding is up to {self.tolerance:.0e}{why})"
+                f"(rounding is up to {self.tolerance:.0e})"
             )
             moved = [n for n, change in self.changes.items() if not change <= self.tolerance]
             lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in moved]
@@ -156,18 +142,6 @@ def _rebound(p: SymmetricPair, copies: Mapping[int, Any]) -> SymmetricPair:
     return replace(p, G=tuple(G), H=tuple(H), null=())
 
 
-class CastWatch(TorchFunctionMode):
-    """Notices float64 tensors that a model narrows to float32 and widens again."""
-
-    seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-            self.seen |= any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
-        return result
-
-
 @torch.no_grad()
 def verify(
     model: nn.Module,
@@ -181,7 +155,8 @@ def verify(
 ) -> Verification:
     """Certify every pair by one backward pass, then act on it with a random group element and compare the outputs.
 
-    This is done on a float64 copy of the model in evaluation mode, from the balanced representative of every pair.
+    This is done on a float64 copy of the model in evaluation mode, which casts nothing to single precision, from the
+    balanced representative of every pair. Attention of unknown classes is examined first.
 
     Parameters
     ----------
@@ -232,21 +207,24 @@ def verify(
     extra = check_pairs(extra)
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo).double().eval()
-    wide = tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
+    batch = widened(batch)
+
+    def run() -> Any:
+        return forward(twin, batch)
 
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with CastWatch() as casts:
-            before = _outputs(forward(twin, wide))
-        if not before:
-            raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-        pairs = find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra])
-        certificate = _certificate(twin, stacks(pairs), lambda: forward(twin, wide), seed, 1e-4 if casts.seen else 1e-8)
-        changes = _changes(twin, pairs, lambda: forward(twin, wide), before, condition, seed) if moves else {}
+        with Wide():
+            before = _outputs(run())
+            if not before:
+                raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
+            pairs = find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra], batch=batch, forward=forward)
+            certificate = _certificate(twin, stacks(pairs), run, seed)
+            changes = _changes(twin, pairs, run, before, condition, seed) if moves else {}
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    return Verification(certificate, changes, 1e-5 if casts.seen else 1e-9, casts.seen)
+    return Verification(certificate, changes)
 
 
 def _changes(
@@ -265,9 +243,7 @@ def _changes(
     return changes
 
 
-def _certificate(
-    twin: nn.Module, found: Sequence[PairStack], run: Callable[[], Any], seed: int, tolerance: float
-) -> Certificate:
+def _certificate(twin: nn.Module, found: Sequence[PairStack], run: Callable[[], Any], seed: int) -> Certificate:
     """Certify pairs by the gradient of the outputs along a random cotangent."""
     parameters = [p for p in twin.parameters() if p.is_floating_point()]
     for p in parameters:
@@ -283,4 +259,4 @@ def _certificate(
             except RuntimeError:  # what cannot be differentiated certifies nothing; moves decide
                 break
     known: dict[torch.Tensor, torch.Tensor] = {p: p.grad for p in parameters if p.grad is not None}
-    return certify(found, known, tolerance=tolerance)
+    return certify(found, known, tolerance=1e-8)

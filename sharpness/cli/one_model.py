@@ -18,12 +18,15 @@ def add_symmetries(commands: Any) -> None:
     found = commands.add_parser(
         "symmetries",
         help="list the symmetries of a model's attention and LoRA weights",
-        description="List, layer by layer, which weights of a model can be changed without changing its function.",
+        description="List, layer by layer, which weights of a model can be changed without changing its function. "
+        "Attention of a class that nobody wrote down is examined, on examples of --data or else on random inputs.",
         formatter_class=Formatter,
     )
     found.add_argument(
         "model", metavar="MODEL", help="a transformers folder, or the name of an open_clip or timm model"
     )
+    found.add_argument("--data", metavar="DATA", help="examples to run the model on, given as for sharpness run")
+    add_data_options(found)
     found.add_argument("--checkpoint", help="local weights for a name (.safetensors, or a state dict saved by torch)")
     found.add_argument(
         "--key-bias",
@@ -38,7 +41,7 @@ def add_symmetries(commands: Any) -> None:
         "--complete", action="store_true", help="count every continuous symmetry of the whole network, by kind"
     )
     found.add_argument("--seed", type=seed, default=0, help="seed of the group elements")
-    found.set_defaults(run=_symmetries)
+    found.set_defaults(run=_symmetries, batch_size=8, batches=1)
 
 
 def add_canonicalize(commands: Any) -> None:
@@ -72,6 +75,8 @@ def _canonicalize(options: argparse.Namespace) -> int:
 
 
 def _symmetries(options: argparse.Namespace) -> int:
+    import torch
+
     from quotient_manifolds import symmetries
 
     from ..errors import naming
@@ -80,16 +85,18 @@ def _symmetries(options: argparse.Namespace) -> int:
     loaded = load(options.model, options.checkpoint)
     if options.complete:
         return _complete(options, loaded)
-    print(symmetries.find_symmetric_pairs(loaded.model, key_bias=options.key_bias))
+    batch = loaded.example
+    if options.data is not None:
+        batch = data_choice(options).load(loaded, torch.device("cpu"))[0]
+    found = symmetries.find_symmetric_pairs(loaded.model, key_bias=options.key_bias, batch=batch)
+    print(found)
     if not options.verify:
         return 0
-    if loaded.example is None:
-        raise ValueError(
-            "--verify needs inputs, which are known for the models of libraries only; use verify in Python"
-        )
+    if batch is None:
+        raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
     with naming(f"{options.model} cannot be verified"):
-        symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, loaded.example))
-        report = symmetries.verify(loaded.model, loaded.example, options.seed)
+        symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, batch), found)
+        report = symmetries.verify(loaded.model, batch, options.seed)
     print(f"\n{report}")
     return 0 if report.ok else 1
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...batches import default_forward, tensors
+from ..wide import Wide
 
 __all__ = ["Nullity", "nullity"]
 
@@ -84,7 +85,7 @@ def nullity(
 
     Notes
     -----
-    Some models cast to float32 inside (transformers' softmax and RMSNorm), which hides null directions at 1e-7.
+    Casts to float32 inside (transformers' RMSNorm), which would hide null directions at 1e-7, go to float64.
 
     Examples
     --------
@@ -99,7 +100,8 @@ def nullity(
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows: list[Tensor] = []
     for batch in inputs:
-        out = next(t for t in tensors(forward(model, batch)) if t.is_floating_point())
+        with Wide():
+            out = next(t for t in tensors(forward(model, batch)) if t.is_floating_point())
         out = (out.log_softmax(-1) if classes else out).flatten()
         eye = torch.eye(out.numel(), dtype=out.dtype, device=out.device)
         for piece in eye.split(256):

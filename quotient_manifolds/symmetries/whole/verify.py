@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...batches import default_forward, tensors, tree_map
+from ...batches import default_forward, tensors
 from ..pairs import check_pairs
-from ..verify import CastWatch, apply_random_symmetry_
+from ..verify import apply_random_symmetry_
+from ..wide import Wide, widened
 from .canonical import apply_random_moves_, canonicalize_
 from .kinds import Symmetry
 from .wiring import State
@@ -31,7 +32,7 @@ class WholeVerification:
     changes : dict of str to float
         By kind: the largest change of an output when all symmetries of the kind move, relative to the largest output.
     tolerance : float
-        What counts as rounding: more where the model computes in float32 inside.
+        What counts as rounding.
 
     Examples
     --------
@@ -106,10 +107,11 @@ def verify_whole(
     True
     """
     twin = copy.deepcopy(model).double().eval().requires_grad_()
-    wide = tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
+    wide = widened(batch)
 
     def outputs() -> list[Tensor]:
-        found = [t for t in tensors(forward(twin, wide)) if t.is_floating_point()]
+        with Wide():
+            found = [t for t in tensors(forward(twin, wide)) if t.is_floating_point()]
         return [t.log_softmax(-1) for t in found[:1]] if classes else found
 
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -117,8 +119,6 @@ def verify_whole(
         torch.backends.mha.set_fastpath_enabled(False)
         form = canonicalize_(twin, classes=classes)
         generator = torch.Generator().manual_seed(seed)
-        with CastWatch() as casts:
-            outputs()
         at = [t for t in outputs() if t.requires_grad]
         draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in at]
         parameters = list(twin.parameters())
@@ -141,7 +141,7 @@ def verify_whole(
                     p.copy_(value)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    return WholeVerification(residuals, changes, 1e-4 if casts.seen else 1e-8)
+    return WholeVerification(residuals, changes)
 
 
 def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:

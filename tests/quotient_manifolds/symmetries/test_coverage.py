@@ -1,13 +1,12 @@
 """Attention that no handler covers is named."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
-from quotient_manifolds.symmetries import (
-    UnknownAttentionError,
-    check_coverage,
-)
+from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage, find_symmetric_pairs
 
 
 class Mystery(nn.Module):
@@ -44,3 +43,75 @@ def test_unknown_attention_is_named(module):
 def test_a_softmax_over_class_scores_is_no_attention():
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
     check_coverage(model, lambda: model(torch.randn(2, 4)))
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.three, self.mix = nn.Linear(4, 12), mix
+
+    def forward(self, x):
+        return self.mix(*self.three(x).chunk(3, -1))
+
+
+def exponentials(q, k, v):
+    weights = (q @ k.mT).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+MIXERS = {
+    "softmax of two dimensions": lambda q, k, v: (q[0] @ k[0].T).softmax(-1) @ v[0],
+    "sigmoid": lambda q, k, v: torch.sigmoid(q @ k.mT) @ v,
+    "exponentials and their sum": exponentials,
+    "einsum": lambda q, k, v: torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", q, k).relu(), v),
+    "linear": lambda q, k, v: q @ (k.mT @ v),
+    "transposed": lambda q, k, v: (k @ q.mT).softmax(-2).mT @ v,
+    "flex_attention": lambda q, k, v: flex_attention(q[:, None], k[:, None], v[:, None]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MIXERS)
+def test_attention_without_a_softmax_of_three_dimensions(name):
+    model, x = nn.Sequential(nn.Linear(4, 4), Mixing(MIXERS[name])).float(), torch.randn(2, 3, 4).float()
+    with torch.no_grad(), pytest.raises(UnknownAttentionError, match="module '1'"):
+        check_coverage(model, lambda: model(x))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda q, k, v: q[:, 0] @ k[:, 0].T,  # similarities of two towers
+        lambda q, k, v: (q @ k.mT).flatten(1).softmax(-1),
+        lambda q, k, v: q * k.sigmoid() + v,
+    ],
+)
+def test_what_is_no_attention_is_let_be(mix):
+    model, x = nn.Sequential(nn.Linear(4, 4), Mixing(mix)), torch.randn(2, 3, 4)
+    check_coverage(model, lambda: model(x))
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).numpy() for f in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(torch.from_numpy(np.tanh(q @ k.swapaxes(1, 2)) @ v))
+
+
+def test_what_cannot_be_watched_is_said():
+    model, x = nn.Sequential(Named()), torch.randn(2, 3, 4)
+    with torch.no_grad(), pytest.raises(UnknownAttentionError, match="cannot be watched"):
+        check_coverage(model, lambda: model(x))
+
+
+def test_what_was_examined_is_covered():
+    model, x = nn.Sequential(Named()), torch.randn(2, 3, 4)
+    Named.forward = lambda self, x: self.o_proj(
+        nn.functional.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+    )
+    found = find_symmetric_pairs(model, batch=x)
+    assert [str(p.group) for p in found] == ["GL(4)", "GL(4)"]
+    check_coverage(model, lambda: model(x), found)

@@ -1,0 +1,352 @@
+r"""Attention modules of a class that nobody wrote down: which groups leave their outputs as they are.
+
+A module is run alone, in float64, on the inputs that a forward pass of the model gave it, and the gradient of a random
+cotangent of its outputs is held against hypotheses: where the heads lie (divisors of the widths, letters that share a
+matrix) and which matrices Λ act on them. With the matrices C of :mod:`.certificate`, a head's group is the largest that
+
+.. math:: \langle C, Λ \rangle = 0 \quad \text{for all } Λ \text{ of its Lie algebra}
+
+admits. C is linear in the cotangent, so that one random cotangent decides each hypothesis at these inputs, but for a
+set of measure zero. A finite move then confirms what is divided out.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batches import tensors
+from .blocks import BlockStack
+from .certificate import orbit_residuals
+from .groups import random_elements
+from .merging import merged, refused
+from .mixers import proposals
+from .pairs import SymmetricPair
+from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
+from .stacks import stacks
+from .wide import Wide, widened
+
+__all__ = ["candidates", "discover", "examine"]
+
+_UNREACHED = "the batch does not reach it"
+_NONE = "no continuous symmetry was found"
+_LOCAL = "flat at the weights, but not further along the orbit"
+
+#: Relative residuals up to this are rounding: float64 shows 1e-10 at worst, what is no symmetry 1e-4 at least.
+ROUNDING = 1e-7
+#: Cotangents (and inputs shifted at random) that a hypothesis has to stand.
+SAMPLES = 2
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Emit = Callable[[nn.Module, str], Sequence[SymmetricPair]]
+
+
+@dataclass(frozen=True)
+class _Hypothesis:
+    """A Lie algebra of h × h matrices, by the linear maps that have to vanish on C."""
+
+    group: str
+    dimension: int
+    parts: tuple[Callable[[Tensor], Tensor], ...]
+    rotary_size: int = 0
+
+
+def _planes(C: Tensor, size: int, pairing: str, *, turns_only: bool = False) -> Tensor:
+    """Give the part of C along complex numbers, or along rotations alone, of the leading planes."""
+    i = torch.arange(size // 2, device=C.device)
+    a, b = (i, i + size // 2) if pairing == "half" else (2 * i, 2 * i + 1)
+    turn = C[..., a, b] - C[..., b, a]
+    return turn if turns_only else torch.cat([C[..., a, a] + C[..., b, b], turn], -1)
+
+
+def _hypotheses(h: int) -> list[_Hypothesis]:
+    """List the algebras in question, the largest first."""
+    found = [_Hypothesis("GL", h * h, (lambda C: C.flatten(-2),))]
+    for size in range(2, h + 1, 2):
+        rest = (lambda C, r=size: C[..., r:, r:].flatten(-2),) if size < h else ()
+        for pairing in PLANES[: 1 + (size > 2)]:
+            turns = (lambda C, r=size, p=pairing: _planes(C, r, p), *rest)
+            found.append(_Hypothesis(pairing, size + (h - size) ** 2, turns, size))
+    for pairing in PLANES[: h // 2 if h % 2 == 0 else 0]:
+        turn = (lambda C, p=pairing: _planes(C, h, p, turns_only=True),)
+        found.append(_Hypothesis(f"rotations of the planes only ({pairing}), which are compact", h // 2, turn))
+    trace = (lambda C: C.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True),)
+    skew = (lambda C: (C - C.mT).flatten(-2),)
+    found.append(_Hypothesis(f"O({h}) only, which is compact", h * (h - 1) // 2, skew))
+    found.append(_Hypothesis(f"O({h}) and one scale, which have no quotient here", h * (h - 1) // 2 + 1, skew + trace))
+    found.append(_Hypothesis("diagonal", h, (lambda C: C.diagonal(dim1=-2, dim2=-1),)))
+    found.append(_Hypothesis("one scale, which has no quotient here", 1, trace))
+    ones = (lambda C: C.sum((-2, -1)).unsqueeze(-1),)
+    found.append(_Hypothesis("one shift of all dimensions alike, which has no quotient here", 1, ones))
+    return sorted((f for f in found if f.dimension), key=lambda f: -f.dimension)
+
+
+def _pairs(kind: str, roles: Roles, place: Place) -> list[SymmetricPair]:
+    return merged(layout_pairs("", roles, *((place, None) if kind == "qk" else (None, place))))
+
+
+def _moments(found: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Give Gᵀ∇_G and (Hᵀ∇_H)ᵀ, (samples, pairs, h, h)."""
+    (stack,) = stacks(found)
+    with torch.no_grad():
+        G, H = stack.gather().split([stack.n, stack.m], dim=1)
+        gradients = torch.stack([stack.gather(s) for s in samples]).split([stack.n, stack.m], dim=2)
+        return G.mT @ gradients[0], (H.mT @ gradients[1]).mT
+
+
+def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
+    """Tell whether the moments of both factors agree along an algebra, head by head."""
+    floor = 1e-6 * torch.maximum(one.flatten(-2).norm(dim=-1), two.flatten(-2).norm(dim=-1))
+    for part in hypothesis.parts:
+        a, b = part(one), part(two)
+        scale = torch.maximum(torch.maximum(a.norm(dim=-1), b.norm(dim=-1)), floor)
+        if bool(((a - b).norm(dim=-1) > ROUNDING * scale).any()):
+            return False
+    return True
+
+
+def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], sizes: Sequence[int]) -> Place:
+    """Find where the heads lie and what acts on them: the largest group, in doubt heads of a known size."""
+    fits: list[tuple[tuple[int, int, int], Place]] = []
+    unreached, reason = False, ""
+    for place in places(roles, kind):
+        found = _pairs(kind, roles, place)
+        reason = next((p.reason for p in found if p.group is None), reason)
+        if reason:
+            break
+        one, two = _moments(found, samples)
+        unreached = not bool(one.any()) and not bool(two.any())
+        for hypothesis in () if unreached else _hypotheses(place.size):
+            if _holds(hypothesis, one, two):
+                doubt = sizes.index(place.size) if place.size in sizes else len(sizes)
+                rank = (-len(found) * hypothesis.dimension, doubt, place.size)
+                rotary = hypothesis.rotary_size
+                fit = replace(place, group=hypothesis.group, dimension=hypothesis.dimension, rotary_size=rotary)
+                fits.append((rank, fit))
+                break
+    if fits and not reason:
+        return min(fits, key=lambda c: c[0])[1]
+    reason = reason or (_UNREACHED if unreached else _NONE)
+    return Place(1, 1, min(roles.width.values()), group=reason)
+
+
+def _record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
+    """Run a model and keep the inputs of the first call of each module, without what remembers earlier tokens."""
+    calls: dict[str, Call] = {}
+    hooks = []
+
+    def plain(value: Any) -> Any:
+        return None if type(value).__name__.endswith("Cache") else value
+
+    for name, module in wanted.items():
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            if name not in calls:
+                calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
+
+        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
+    """Add noise to what the projections read, so that nothing holds by chance of the inputs."""
+
+    def shift(value: Any, name: str = "") -> Any:
+        known = (
+            isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[-1] in widths
+        )
+        if not known or any(word in name for word in ("mask", "bias", "pos", "cos", "sin")):
+            return value
+        noise = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(value.device)
+        return value + 0.5 * value.std() * noise
+
+    return tuple(map(shift, call[0])), {k: shift(v, k) for k, v in call[1].items()}
+
+
+def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
+    with Wide():
+        return [t for t in tensors(twin(*call[0], **call[1])) if t.is_floating_point()]
+
+
+def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:
+    """Give gradients of random cotangents at shifted inputs."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [p for p in twin.parameters() if p.is_floating_point()]
+    widths = {size for p in weights if p.dim() > 1 for size in p.shape[:2]}
+    for _ in range(count):
+        with torch.enable_grad():
+            outputs = [t for t in _outputs(twin, _shifted(call, widths, generator)) if t.requires_grad]
+            loss = sum(
+                (t * torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device)).sum() for t in outputs
+            )
+            assert isinstance(loss, Tensor), "no output depends on the weights"
+            found = torch.autograd.grad(loss, weights, allow_unused=True)
+        yield {p: g for p, g in zip(weights, found, strict=True) if g is not None}
+
+
+def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Tensor]]) -> bool:
+    """Tell whether the outputs do not see the bias of the keys, on the dimensions that are not rotated."""
+    k, start = qk.projection(roles, "k"), qk.rotary_size
+    rest = [(j, qk.size, start, qk.size - start) for j in range(qk.kv_heads)]
+    biases = [[b] for r in rest for b in k.bias_blocks(*r)] if start < qk.size else []
+    if not biases:
+        return False
+    weights = [[k.input_blocks(*r)[0]] for r in rest]
+    null, seen = (max(float(BlockStack(b).gather(s).norm()) for s in samples) for b in (biases, weights))
+    return null <= ROUNDING * seen
+
+
+def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
+    """Act on all pairs at once by random group elements, and give the relative change of the outputs."""
+    generator, found = torch.Generator().manual_seed(0), stacks(pairs)
+    kept = {p: p.detach().clone() for s in found for p in s.parameters()}
+    with torch.no_grad():
+        before = _outputs(twin, call)
+        for s in found:
+            x = s.gather()
+            s.scatter_(s.manifold().act(x, random_elements(x, 3.0, generator)))
+        after = _outputs(twin, call)
+        for p, value in kept.items():
+            p.copy_(value)
+    pairs_of = zip(after, before, strict=True)
+    return (
+        max(float((a - b).nan_to_num().abs().max() / b.abs().max()) for a, b in pairs_of if b.any()) if found else 0.0
+    )
+
+
+def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
+    """Find the symmetries of queries and keys, and of values and outputs, in an attention module.
+
+    Parameters
+    ----------
+    module : nn.Module
+        One that :func:`.roles.roles_of` can read; left as it is.
+    call : tuple
+        Positional arguments and keywords of a call, which decide what the module does.
+
+    Returns
+    -------
+    qk, vo : Place
+        Where their heads lie and what acts on them, or why nothing does.
+    """
+    twin = copy.deepcopy(module).double().eval()
+    roles = _roles(twin)
+    call = widened(call[0]), widened(call[1])
+    samples = list(_samples(twin, call))
+    vo = _best("vo", roles, samples, _known_sizes(module))
+    qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
+    qk = replace(qk, key_bias_null=_key_bias_is_null(roles, qk, samples))
+    if not _moves(twin, call, _pairs("qk", roles, qk)) <= ROUNDING:
+        qk = replace(qk, group=_LOCAL)
+    if not _moves(twin, call, _pairs("vo", roles, vo)) <= ROUNDING:
+        vo = replace(vo, group=_LOCAL)
+    return qk, vo
+
+
+def _known_sizes(module: nn.Module) -> list[int]:
+    """List the head sizes that a module knows by a usual name."""
+    found = [
+        getattr(m, name, None) for m in module.modules() for name in ("head_dim", "head_size", "attention_head_size")
+    ]
+    return [size for size in found if isinstance(size, int)]
+
+
+def discover(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> Iterator[tuple[str, SymmetricPair]]:
+    """Examine attention modules of unknown classes on the inputs that a forward pass gives them.
+
+    Parameters
+    ----------
+    modules : mapping of str to Module
+        The modules by their names in the model, as :func:`candidates` lists them.
+    run : callable
+        Performs a forward pass of the model.
+
+    Yields
+    ------
+    str, SymmetricPair
+        The module's name, and a pair; one without a group where nothing can be divided out, with the reason.
+    """
+    firsts: dict[object, str] = {}
+    alike = {name: firsts.setdefault(_kind(module), name) for name, module in modules.items()}
+    calls = _record(run, {name: modules[name] for name in firsts.values()})
+    found: dict[str, _Emit] = {}
+    for name, module in modules.items():
+        first = alike[name]
+        if first not in found:
+            try:
+                found[first] = _emitter(modules[first], calls[first]) if first in calls else _nothing(_UNREACHED)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                found[first] = _nothing(f"could not be examined alone: {error}".splitlines()[0])
+        yield from ((name, p) for p in found[first](module, name))
+
+
+def _roles(module: nn.Module) -> Roles:
+    """Give the roles of a module that is known to have them."""
+    found = roles_of(module)
+    assert found is not None
+    return found
+
+
+def _nothing(reason: str) -> _Emit:
+    return lambda _, name: [SymmetricPair(name, "attention", None, reason=reason)]
+
+
+def _emitter(module: nn.Module, call: Call) -> _Emit:
+    """Examine a module, and give what lists the pairs of those that are like it."""
+    if roles_of(module) is not None:
+        qk, vo = examine(module, call)
+        return lambda m, name: layout_pairs(name, _roles(m), qk, vo)
+    chosen = _held(module, call)
+
+    def emit(m: nn.Module, name: str) -> list[SymmetricPair]:
+        pairs = proposals(m, name)
+        return [refused(one[0], _NONE) if i is None else one[i] for one, i in zip(pairs, chosen, strict=True)]
+
+    return emit
+
+
+def _held(module: nn.Module, call: Call) -> list[int | None]:
+    """Tell which of the alternatives of each proposal a gradient and a move confirm."""
+    twin = copy.deepcopy(module).double().eval()
+    call = widened(call[0]), widened(call[1])
+    samples = list(_samples(twin, call))
+
+    def holds(pair: SymmetricPair) -> bool:
+        (stack,) = stacks([pair])
+        residuals = [float(orbit_residuals(stack, s)) for s in samples]
+        return all(r <= ROUNDING for r in residuals) and _moves(twin, call, [pair]) <= ROUNDING
+
+    return [next((i for i, pair in enumerate(one) if holds(pair)), None) for one in proposals(twin, "")]
+
+
+def _kind(module: nn.Module) -> object:
+    """Give what makes two modules compute the same: classes, shapes, switches and numbers, but not the layer's."""
+
+    def facts(m: nn.Module) -> object:
+        plain = {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str, type(None)))}
+        shapes = [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)]
+        hooks = [len(v) for k, v in vars(m).items() if k.startswith("_forward") and isinstance(v, dict)]
+        return type(m), hooks, sorted((k, v) for k, v in plain.items() if "layer_i" not in k and "idx" not in k), shapes
+
+    return repr([(path, facts(m)) for path, m in module.named_modules()])
+
+
+def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """List the innermost modules that hold queries, keys, values and outputs, outside of those that are known."""
+    modules = dict(model.named_modules())
+    covered = {inner for m in modules.values() if known(m) for inner in m.modules()}
+    found = {n: m for n, m in modules.items() if m not in covered and (roles_of(m) is not None or proposals(m, ""))}
+    attention = covered | set(found.values())
+    return {n: m for n, m in found.items() if attention.isdisjoint(itertools.islice(m.modules(), 1, None))}

@@ -1,0 +1,80 @@
+"""Pairs that share weights: merged where one group acts on all of them, refused where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .blocks import Block, is_sharded
+from .pairs import TIED, SymmetricPair
+
+__all__ = ["SHARED", "merged", "refused", "sharing"]
+
+
+def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
+    """List all blocks, each once."""
+    return tuple({b.key: b for some in blocks for b in some}.values())
+
+
+#: Why pairs that overlap are none.
+SHARED = "its weights stand in another place too (shared or overlapping memory)"
+
+
+def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
+    """Merge pairs that share a block (grouped queries, shared layers); refuse those that no one group acts on."""
+    found: dict[int, SymmetricPair] = {}
+    home: dict[object, int] = {}
+    for i, p in enumerate(pairs):
+        found[i] = p
+        if p.group is None:
+            continue
+        first, *others = sorted({i, *(home[b.key] for b in p.G + p.H if b.key in home)})
+        parts = [found[j] for j in (first, *others)]
+        G, H, null = (_union(getattr(q, name) for q in parts) for name in ("G", "H", "null"))
+        home.update((b.key, first) for b in G + H)
+        reason = next((q.reason for q in parts if q.group is None), "")
+        if not reason and ({b.key for b in G} & {b.key for b in H}):
+            reason = TIED
+        if reason:
+            found.update((j, refused(found[j], reason)) for j in (first, *others))
+            continue
+        for j in others:
+            del found[j]
+        found[first] = replace(parts[0], G=G, H=H, null=null)
+    return list(found.values())
+
+
+def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
+    """Find the pairs one of whose weights stands in another place too, whatever parameter it is seen through."""
+    places: dict[int, list[tuple[int, Block, Tensor]]] = {}
+    for i, p in enumerate(pairs):
+        for b in p.G + p.H if p.group is not None else ():
+            t = b.tensor
+            if t.device.type != "meta" and not is_sharded(t) and t.is_contiguous():
+                places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
+    found: set[int] = set()
+    for blocks in places.values():
+        first = blocks[0][2]
+        count = first.untyped_storage().nbytes() // first.element_size()
+        taken = torch.zeros(count, dtype=torch.bool)
+        for i, b, t in blocks:
+            mine = taken.as_strided(b.size, b.stride, t.storage_offset() + b.offset)
+            if bool(mine.any()):
+                found |= {i, *(j for j, c, s in blocks if j != i and _meet(b, t, c, s, count))}
+            mine.fill_(True)
+    return found
+
+
+def _meet(b: Block, t: Tensor, c: Block, s: Tensor, count: int) -> bool:
+    """Tell whether two blocks of one storage have a number in common."""
+    mark = torch.zeros(count, dtype=torch.bool)
+    mark.as_strided(b.size, b.stride, t.storage_offset() + b.offset).fill_(True)
+    return bool(mark.as_strided(c.size, c.stride, s.storage_offset() + c.offset).any())
+
+
+def refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> SymmetricPair:
+    """Take the group from a pair, and say why."""
+    return replace(pair, group=None, reason=reason, frozen=frozen)

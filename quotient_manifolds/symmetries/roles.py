@@ -1,0 +1,198 @@
+"""Which weights of an attention layer play queries, keys, values and output: read from the names of its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from .attention import Projection, attention_pairs
+from .groups import GL
+from .pairs import SymmetricPair
+
+__all__ = ["Place", "Roles", "layout_pairs", "places", "roles_of"]
+
+#: Words that say nothing of the role, and what the others mean. What is left empty ("proj", "dense") is the output.
+_NOISE = frozenset("""
+    proj projection lin linear layer attn attention self dense to fc head heads weight in net post pack unify
+    kernel base default w c att states
+""".split())  # fmt: skip  # noqa: SIM905
+_LETTERS = {
+    "q": "q", "query": "q", "queries": "q", "wq": "q", "k": "k", "key": "k", "keys": "k", "wk": "k", "v": "v",
+    "value": "v", "values": "v", "wv": "v", "qkv": "qkv", "wqkv": "qkv", "kv": "kv", "wkv": "kv", "qk": "qk",
+    "o": "o", "out": "o", "output": "o", "wo": "o",
+}  # fmt: skip
+_PACKED = ("c_attn", "in_proj", "in_proj_weight", "w_pack")
+_FURTHER = frozenset({"pos", "global"})
+#: Head sizes beyond this are not tried, for the width's sake.
+LARGEST = 512
+#: Which dimensions RoPE pairs.
+PLANES = ("half", "interleaved")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The projections of an attention layer.
+
+    ``main`` has them by letters: ``"q"``, ``"k"``, ``"v"``, ``"o"``, or several in one matrix, ``"qkv"``. ``further``
+    are more rows of the same factor, as the projections of positions; ``beside`` says where the bias of a letter is
+    that lies beside a matrix without one, as BEiT's.
+    """
+
+    main: Mapping[str, Projection]
+    further: Mapping[str, tuple[Projection, ...]]
+    beside: Mapping[str, dict[str, Any]]
+
+    def home(self, letter: str) -> str:
+        """Give the letters of the matrix that a letter lies in."""
+        return next(letters for letters in self.main if letter in letters)
+
+    @property
+    def width(self) -> dict[str, int]:
+        """Number of head dimensions, of all heads, in every matrix."""
+        return {c: p.dimensions(into=c != "o") for c, p in self.main.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the heads lie in the matrices, and what acts on them.
+
+    A matrix of several letters consists of ``blocks`` equal parts, in each of which the letters follow in ``order``,
+    every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"half"`` or ``"interleaved"`` (RoPE
+    on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out; ``dimension`` is that of
+    the symmetry that was found on a head's dimensions, whether it is divided out or not.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    blocks: int = 1
+    order: str = "qkv"
+    group: str = "GL"
+    rotary_size: int = 0
+    key_bias_null: bool = False
+    dimension: int = 0
+
+    def __post_init__(self) -> None:
+        if self.group in PLANES and not self.rotary_size:
+            object.__setattr__(self, "rotary_size", self.size)
+
+    def projection(self, roles: Roles, letter: str) -> Projection:
+        """Say where a letter's heads lie."""
+        home = roles.home(letter)
+        found = replace(roles.main[home], further=roles.further.get(letter, ()), **roles.beside.get(letter, {}))
+        if home == letter:
+            return found
+        share = {c: (self.heads if c == "q" else self.kv_heads) // self.blocks * self.size for c in home}
+        before = self.order[: self.order.index(letter)]
+        start = found.start + sum(share[c] for c in before if c in home)
+        return replace(found, start=start, stride=sum(share.values()), per=share[letter] // self.size)
+
+
+def _words(name: str) -> set[str]:
+    """Split a parameter's name into the words that matter."""
+    words = [w for w in re.split(r"[._\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if w]
+    return {w for w in words if w not in _NOISE}
+
+
+def _letters(words: set[str]) -> str | None:
+    """Give the letters of a role, or None for what is no projection."""
+    if not words:
+        return "o"
+    found = [_LETTERS.get(w) for w in words]
+    if None in found:
+        return None
+    return "".join(c for c in "qkvo" if any(c in (letters or "") for letters in found))
+
+
+def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projection]]:
+    """Walk through what may be projections: linear layers, adapted ones, convolutions, and matrices of their own."""
+    base = getattr(module, "base_layer", module)
+    if isinstance(base, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(base).__name__ == "Conv1D" or base is not module:
+        yield path, Projection(module, conv1d=type(base).__name__ == "Conv1D")
+        return
+    for name, p in module.named_parameters(recurse=False):
+        if p.dim() == 2 and name.endswith("weight") and name != "weight":
+            yield f"{path}.{name}", Projection(module, name, f"{name.removesuffix('weight')}bias")
+    for name, child in module.named_children():
+        yield from _weights(child, f"{path}.{name}")
+
+
+def roles_of(module: nn.Module) -> Roles | None:
+    """Read the roles of the weights in a module from their names; None where they do not make one attention layer."""
+    if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
+        return None
+    main: dict[str, Projection] = {}
+    further: dict[str, tuple[Projection, ...]] = {}
+    for name, found in _weights(module):
+        words = _words(name)
+        letters = (
+            "qkv"
+            if name.lower().endswith(("c_attn", "in_proj", "in_proj_weight", "w_pack"))
+            else _letters(words - _FURTHER)
+        )
+        if letters is None or (letters == "o" and words & _FURTHER):
+            continue
+        if words & _FURTHER:
+            further[letters] = (*further.get(letters, ()), found)
+        elif letters in main:
+            return None
+        else:
+            main[letters] = found
+    if "q" in main and "qkv" in main:
+        main["kv"] = main.pop("qkv")
+    if sorted("".join(main)) != sorted("qkvo"):
+        return None
+    beside = {
+        c: {"bias_module": owner, "bias": f"{c}_bias", "bias_start": 0}
+        for owner in module.modules() for c in "qkv"
+        if c not in main and isinstance(getattr(owner, f"{c}_bias", None), nn.Parameter)
+    }  # fmt: skip
+    return Roles(main, further, beside)
+
+
+def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) -> list[SymmetricPair]:
+    """Emit the pairs of a layer, head by head: those of queries and keys, and those of values and outputs."""
+    found: list[SymmetricPair] = []
+    for kind, place in (("qk", qk), ("vo", vo)):
+        if place is None:
+            continue
+        q, k, v, o = (place.projection(roles, c) for c in "qkvo")
+        rotary = place.group if place.group in PLANES else ""
+        none = {"qk": "of the other kind", "vo": "of the other kind"}
+        none[kind] = "" if place.group in ("GL", "diagonal", *PLANES) else place.group
+        emitted = attention_pairs(
+            name, heads=place.heads, kv_heads=place.kv_heads, head_size=place.size, q=q, k=k, v=v, o=o,
+            rotary_size=place.rotary_size if rotary else 0, rotary=rotary or "half", key_bias_null=place.key_bias_null,
+            value_group=GL(place.size // 2, diagonal=True, field="complex") if rotary else None,
+            qk_obstruction=none["qk"], vo_obstruction=none["vo"],
+        )  # fmt: skip
+        mine = [p for p in emitted if p.kind == kind]
+        if place.group == "diagonal":
+            mine = [p if p.group is None else replace(p, group=GL(place.size, diagonal=True)) for p in mine]
+        found += mine
+    return sorted(found, key=lambda p: p.head or 0)
+
+
+def places(roles: Roles, kind: str) -> Iterator[Place]:
+    """List where the heads may lie."""
+    width = roles.width
+    homes = {c: roles.home(c) for c in "qkvo"}
+    for h in range(1, LARGEST + 1):
+        apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values all heads are of a size
+        queries = width[homes["q"]] // len(homes["q"]) if apart else width["o"]
+        keys = homes["k" if kind == "qk" else "v"]
+        shared = width[keys] - queries * ("q" in keys)
+        others = len(keys) - ("q" in keys)
+        if queries % h or shared <= 0 or shared % (others * h):
+            continue
+        heads, kv_heads = queries // h, shared // (others * h)
+        if heads % kv_heads:
+            continue
+        several = len(keys) > 1
+        for blocks in sorted({1, *((kv_heads,) if several else ()), *((4,) if several and kv_heads % 4 == 0 else ())}):
+            for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
+                yield Place(heads, kv_heads, h, blocks, order)

@@ -1,0 +1,205 @@
+"""What is found of classes that nobody wrote down: groups, by null spaces; symmetries, by moves."""
+
+import copy
+import csv
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.batches import default_forward, tensors
+from quotient_manifolds.symmetries import apply_random_symmetry_, discovery, find_symmetric_pairs, registry, stacks
+from quotient_manifolds.symmetries.discovery import _UNREACHED as UNREACHED
+from quotient_manifolds.symmetries.roles import places, roles_of
+from quotient_manifolds.symmetries.wide import Wide, widened
+
+from ... import architectures, networks, zoo
+
+#: One line an architecture: library, name, group on queries and keys, on values and outputs.
+TABLE = Path(__file__).parents[3] / "docs/tables/architectures.csv"
+WHOLE = "ARCHITECTURES" in os.environ
+#: One of each kind, for every run of the tests.
+SOME = {
+    "bloom", "dinov3_vit", "cohere", "stablelm", "glm", "olmo2", "llama4_text", "yoso",
+    "qwen3_next", "diffllama", "gpt_bigcode", "nystromformer", "beit_base_patch16_224", "custom",
+}  # fmt: skip
+
+
+#: Models whose classes are in the table.
+KNOWN_MODELS = [name for name in architectures.TRANSFORMERS if WHOLE or name in {
+    "bert", "albert", "deberta_v2", "gpt2-cross", "bloom", "gpt_neox", "gptj", "llama", "phi3-partial", "qwen3", "swin",
+}]  # fmt: skip
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """Forget every class."""
+    monkeypatch.setattr(registry, "_HANDLERS", {})
+
+
+def nullities(module, call, kinds):
+    """Dimension of what leaves the outputs as they are, of all h × h matrices of a head: no list of groups."""
+    twin = copy.deepcopy(module).double().eval()
+    roles, call = roles_of(twin), (widened(call[0]), widened(call[1]))
+    samples = list(discovery._samples(twin, call, max(place.size for place in kinds.values()) ** 2 + 20))
+    for kind, place in kinds.items():
+        pairs = discovery._pairs(kind, roles, replace(place, group="GL", rotary_size=0))
+        one, two = discovery._moments(pairs, samples)
+        C = ((one - two) / one.flatten(1).norm(dim=1)[:, None, None, None]).flatten(2)
+        found = set()
+        for head in range(min(C.shape[1], 4)):
+            s = torch.linalg.svdvals(C[:, head])
+            seen = s > 1e-9
+            assert not seen.any() or not (~seen).any() or s[seen].min() > 30 * s[~seen].max(), "no clear gap"
+            found.add(place.size**2 - int(seen.sum()))
+        yield kind, found
+
+
+def words(pairs):
+    """The groups of a model's pairs, as "(ℂ*)^4, GL(4)" for a head; reasons in place of them."""
+    found = {"qk": [], "vo": []}
+    for p in pairs:
+        word = str(p.group) if p.group else p.reason.split(",")[0].replace(discovery._NONE, "none")
+        if p.kind in found and word not in found[p.kind] and word != UNREACHED:
+            found[p.kind].append(word)
+    return tuple(" + ".join(found[kind]) for kind in ("qk", "vo"))
+
+
+@torch.no_grad()
+def changes(run, pairs):
+    """Relative change of the outputs when all pairs move, and when G alone does."""
+    with Wide():
+        before = run()
+        kept = {t: t.clone() for p in pairs for t in p.parameters()}
+        apply_random_symmetry_(nn.Identity(), 3.0, 1, pairs)
+        whole = run()
+        for s in stacks(pairs):
+            s.scatter_(torch.cat([s.gather()[..., : s.n, :], s.gather(kept)[..., s.n :, :]], -2))
+        half = run()
+        for p, value in kept.items():
+            p.copy_(value)
+    scale = max(float(b.abs().max()) for b in before)
+    return [max(float((a - b).nan_to_num().abs().max()) for a, b in zip(x, before, strict=True)) / scale
+            for x in (whole, half)]  # fmt: skip
+
+
+def check(model, batch):
+    """Hold what is found of a model against null spaces and moves; give the groups in words."""
+
+    def outputs():
+        torch.manual_seed(0)  # ViT-MAE draws its mask
+        with Wide():
+            return [t for t in tensors(default_forward(model, batch)) if t.is_floating_point()]
+
+    modules = discovery.candidates(model, lambda m: False)
+    first = {}
+    for name, module in modules.items():
+        first.setdefault(discovery._kind(module), name)
+    for name, call in discovery._record(outputs, {name: modules[name] for name in first.values()}).items():
+        roles, sizes = roles_of(modules[name]), set(discovery._known_sizes(modules[name]))
+        kinds = dict(zip(("qk", "vo"), discovery.examine(modules[name], call), strict=True))
+        expected = {kind: {place.dimension} for kind, place in kinds.items()}
+        for kind, place in list(kinds.items()):
+            if not place.dimension:  # nothing at all is left of heads of this size
+                one = next((p for p in places(roles, kind) if p.size in sizes | {kinds["vo"].size}), None)
+                kinds[kind] = one if place.group != UNREACHED else None
+        for kind, found in nullities(modules[name], call, {k: p for k, p in kinds.items() if p is not None}):
+            assert found == expected[kind], (name, kind, kinds[kind])
+    found = find_symmetric_pairs(model, batch=batch, forward=lambda *_: outputs())
+    pairs = [p for p in found if p.group is not None]
+    if pairs:
+        whole, half = changes(outputs, pairs)
+        assert whole < 1e-10, "moves change the outputs"
+        assert half > 1e-4, "and so should one half of a move"
+    return words(found)
+
+
+def rows():
+    with TABLE.open() as file:
+        return {
+            (r["library"], r["model"]): (r["queries and keys"], r["values and outputs"]) for r in csv.DictReader(file)
+        }
+
+
+CASES = [pytest.param(*key, id="-".join(key)) for key in rows() if WHOLE or key[1] in SOME]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "name"), CASES)
+def test_groups_are_null_spaces_and_moves_leave_the_outputs(library, name, nobody):
+    assert check(*zoo.MODELS[library](name)) == rows()[library, name]
+
+
+def same(found, others):
+    """Whether two lists of pairs divide out the same rows by the same groups."""
+    one, two = (
+        {(p.name, p.group, *(frozenset(b.key for b in blocks) for blocks in (p.G, p.H, p.null)))
+         for p in pairs if p.group is not None} for pairs in (found, others)
+    )  # fmt: skip
+    return one == two
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_what_is_known_is_what_is_found(name, monkeypatch):
+    """Every line of the table of classes, against the examination."""
+    model, batch = architectures.transformers_model(name, "eager")
+    known = find_symmetric_pairs(model)
+    monkeypatch.setattr(registry, "_HANDLERS", {})
+    assert same(known, find_symmetric_pairs(model, batch=batch, forward=wide))
+
+
+def wide(model, batch):
+    with Wide():
+        return default_forward(model, batch)
+
+
+def tampered(name, change, nobody):
+    model, batch = zoo.transformers_model(name)
+    change(model)
+    return find_symmetric_pairs(model, batch=batch, forward=wide)
+
+
+def clip(model):
+    for layer in model.layers:
+        layer.self_attn.config.clip_qkv = 0.3
+
+
+def test_options_and_hooks_that_break_a_symmetry_are_seen(nobody):
+    """OLMo clips what comes of its projections; a hook bends the values of one layer."""
+    assert all(p.group is None for p in tampered("olmo", clip, nobody))
+
+    def bend(model):
+        model.layers[1].self_attn.v_proj.register_forward_hook(lambda m, x, y: y + 0.01 * y.tanh())
+
+    found = tampered("olmo", bend, nobody)
+    assert {(p.module, p.kind) for p in found if p.group is None} == {("layers.1.self_attn", "vo")}
+
+
+def test_names_that_say_nothing_and_modules_that_are_not_reached(nobody):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = (nn.MultiheadAttention(8, n, batch_first=True) for n in (2, 4))
+            self.odd = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.odd(self.used(x, x, x, need_weights=False)[0])
+
+    found = find_symmetric_pairs(networks.shake(Pair()), batch=torch.randn(2, 5, 8))
+    assert {p.module: p.reason for p in found} == {"used": "", "idle": UNREACHED}
+    assert [str(p.group) for p in found if p.module == "used"] == ["GL(4)"] * 4
+    with pytest.raises(ValueError, match="holds no tensor"):
+        find_symmetric_pairs(networks.shake(Pair()), batch=[])
+
+
+def test_a_model_in_single_precision_is_examined_and_left_alone(nobody):
+    torch.set_default_dtype(torch.float32)
+    model = networks.vit()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    found = find_symmetric_pairs(model, batch=networks.images())
+    assert {str(p.group) for p in found} == {"GL(8)"}
+    assert all(v.dtype is torch.float32 and torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -1,0 +1,37 @@
+"""Pairs that share weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from quotient_manifolds.symmetries import GL, block, pair
+from quotient_manifolds.symmetries.merging import SHARED, merged, refused, sharing
+
+
+def layers(count=4):
+    return [nn.Linear(3, 3, bias=False) for _ in range(count)]
+
+
+def test_pairs_with_a_block_in_common_become_one():
+    a, b, c, _ = layers()
+    one, two = (pair([block(x, "weight")], [block(c, "weight")], GL(3)) for x in (a, b))
+    (found,) = merged([one, two])
+    assert (len(found.G), len(found.H)) == (2, 1)
+    other = pair([block(c, "weight")], [block(a, "weight")], GL(3))
+    assert [p.group for p in merged([one, other])] == [None, None]  # one block on both sides
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_memory_in_common_is_found_whatever_it_is_seen_through(overlap):
+    a, b, c, d = layers()
+    memory = torch.randn(30)
+    a.weight.data = memory[:9].view(3, 3)
+    c.weight.data = memory[5:14].view(3, 3) if overlap else memory[9:18].view(3, 3)
+    pairs = [pair([block(x, "weight")], [block(y, "weight")], GL(3)) for x, y in ((a, b), (c, d))]
+    assert sharing(pairs) == ({0, 1} if overlap else set())
+
+
+def test_a_refused_pair_says_why():
+    a, b, *_ = layers()
+    found = refused(pair([block(a, "weight")], [block(b, "weight")], GL(3)), SHARED, frozen=True)
+    assert (found.group, found.reason, found.frozen) == (None, SHARED, True)

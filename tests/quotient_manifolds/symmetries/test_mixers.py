@@ -1,0 +1,71 @@
+"""Latent attention and state-space layers: what shapes propose, and what gradients choose."""
+
+import pytest
+import torch
+
+from quotient_manifolds.symmetries import find_symmetric_pairs
+from quotient_manifolds.symmetries.discovery import candidates
+from quotient_manifolds.symmetries.wide import Wide, widened
+
+from ... import zoo
+from .test_attention import null_dimension
+from .test_discovery import changes
+
+#: What is found of tiny layers, and what else leaves the outputs as they are: a latent vector of r dimensions is
+#: normalised between two projections, which may be rotated, and scaled against the norm's gains: r (r - 1) / 2 + r.
+#: In Jamba the step is one of two; and one number scales D and the gains of C against the output projection.
+LAYERS = {"deepseek_v2": (8 + 8 + 2, 10), "deepseek_v3": (8 + 8 + 2, 6 + 3), "jamba": (8 + 2, 3 + 1)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LAYERS)
+def test_nothing_is_missed(name):
+    model, batch = zoo.transformers_model(name, **zoo.LAYERS[name])
+    (path, module), *_ = candidates(model, lambda m: False).items()
+    pairs = [p for p in find_symmetric_pairs(model, batch=batch) if p.group is not None and p.module == path]
+    call = {}
+    module.register_forward_pre_hook(lambda m, args, kwargs: call.update(kwargs), with_kwargs=True)
+    with torch.no_grad():
+        model(**batch)
+    call = {k: None if type(v).__name__.endswith("Cache") else v for k, v in call.items()}
+    call["hidden_states"] = torch.randn(12, *call["hidden_states"].shape[1:])[:, :6]
+    if name != "jamba":
+        call["attention_mask"] = torch.zeros(1, 1, 6, 6)
+        call = widened(call) | {"position_embeddings": sliced(call["position_embeddings"])}
+
+    def run(f):
+        with Wide():
+            found = f(**call)
+        return found[0] if isinstance(found, tuple) else found
+
+    dimension, others = LAYERS[name]
+    assert sum(p.group.dimension for p in pairs) == dimension
+    assert null_dimension(module, run, 1e-9) == dimension + others
+
+
+def sliced(embeddings):
+    """Rotations of the first six positions, of one example."""
+    if isinstance(embeddings, tuple):
+        return tuple(t[:1, :6].double() for t in embeddings)
+    return embeddings[:1, :6].to(torch.complex128)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next-linear"])
+def test_moves_leave_the_outputs(name):
+    name, *linear = name.split("-")
+    layers = {"layer_types": ["linear_attention", "full_attention"]} if linear else {}
+    model, batch = zoo.transformers_model(name, **layers)
+
+    def outputs():
+        with Wide():
+            return [model(**batch)[0]]
+
+    found = find_symmetric_pairs(model, batch=batch, forward=lambda *_: outputs())
+    assert {p.kind for p in found} == {"conv", "qk", "vo"}
+    pairs = [p for p in found if p.kind == "conv"]
+    assert pairs
+    assert all(p.group is not None for p in pairs)
+    whole, half = changes(outputs, pairs)
+    assert whole < 1e-10
+    assert half > 1e-4
