@@ -20,9 +20,9 @@ import torch
 from _common import RESULTS
 
 from reproduction.collection import train_collection
-from reproduction.finetune import Recipe
 from reproduction.plots import plot_ablations
 from reproduction.pretrain import pretrain
+from reproduction.recipes import Recipe
 from sharpness.comparison import compare, formatted, label
 from sharpness.data import DataChoice, TextColumns
 from sharpness.data.text import read_table, read_texts

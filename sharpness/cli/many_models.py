@@ -79,11 +79,14 @@ def add_table(commands: Any) -> None:
         "table",
         "print how every measure ranks the models of a sweep",
         "Kendall's tau of the generalisation gap with every measure: at every radius, at the paper's, at its best and "
-        "at matched increases of the loss; with bootstrap intervals, controlled for the training loss, beside norms "
-        "and other baselines.",
+        "at matched increases of the loss; with bootstrap intervals, and given training loss and error (partial tau) "
+        "with intervals corrected for all that is compared, beside norms and other baselines.",
     )
     shown.add_argument("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table")
     shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
+    shown.add_argument(
+        "--level", type=float, default=0.95, help="that all corrected intervals hold; raise it for several targets"
+    )
     shown.add_argument("--out", type=place, help="file (default: print)")
     shown.set_defaults(run=_table)
 
@@ -96,7 +99,8 @@ def _table(options: argparse.Namespace) -> int:
     if options.out is not None:
         check_file(options.out)
 
-    found = compare(read_results(options.results), options.target, every_radius=not options.short)
+    rows = read_results(options.results)
+    found = compare(rows, options.target, every_radius=not options.short, level=options.level)
     text = formatted(found, options.format)
     if options.out is None:
         print(text, end="")
