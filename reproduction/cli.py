@@ -251,6 +251,30 @@ def _zoo(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def add_radii(commands: Any) -> None:
+    """Add ``python -m reproduction radii``."""
+    radii = commands.add_parser(
+        "radii",
+        help="find the radii at which the median model of a zoo gains a given loss",
+        description="Find, for every measure, the radii at which the median model of a zoo loses 0.1 and 0.5 nats, "
+        "and write ZOO/models/measure.json and hessian.json for `sharpness sweep --out ZOO/results`.",
+        formatter_class=Formatter,
+    )
+    radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")
+    radii.add_argument("--measures", nargs="+", help="which (default: the six of the study)")
+    radii.add_argument("--quiet", action="store_true", help="no progress bar")
+    radii.set_defaults(run=_radii)
+
+
+def _radii(options: argparse.Namespace) -> int:
+    from .radii import PRIMARY, choose_radii
+
+    config = choose_radii(options.zoo, measures=options.measures or PRIMARY, progress=not options.quiet)
+    if not options.quiet:
+        print(f"measure them with: sharpness sweep {config} --out {options.zoo / 'results'}")
+    return 0
+
+
 def add_power(commands: Any) -> None:
     """Add ``python -m reproduction power``."""
     power = commands.add_parser(
@@ -289,7 +313,7 @@ def parser() -> argparse.ArgumentParser:
         description="The paper's studies and ours: analytic networks, fine-tuned models, converted checkpoints.",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_finetune, add_pretrain, add_convert, add_toy, add_diagonal, add_zoo, add_power):
+    for add in (add_finetune, add_pretrain, add_convert, add_toy, add_diagonal, add_zoo, add_radii, add_power):
         add(commands)
     return top
 

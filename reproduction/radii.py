@@ -20,6 +20,7 @@ __all__ = ["LEVELS", "PRIMARY", "choose_radii", "median_models", "radius_at", "r
 
 #: Increases of the loss, in nats.
 LEVELS = (0.1, 0.5)
+HESSIANS = ["riemannian-hessian", "euclidean-hessian"]
 PRIMARY = ("euclidean", "adaptive", "geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
 
 
@@ -129,7 +130,7 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
 
 
 def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool = True) -> Path:
-    """Write the configuration that measures a zoo, ``models/measure.json``, with the radii found by rule.
+    """Write the configurations that measure a zoo: ``models/measure.json``, with the radii found by rule, and Hessians.
 
     Parameters
     ----------
@@ -142,8 +143,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     Returns
     -------
     Path
-        Of the configuration; results belong into ``results``, where losses and errors are. Measures whose radii it has
-        already are kept.
+        Of the first; results belong into ``results``, where losses and errors are. Measures whose radii it has already
+        are kept. ``models/hessian.json`` is for a quarter of the examples.
 
     Raises
     ------
@@ -163,4 +164,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
                 own = {"measures": [m for m in radii if radii[m]] + ["gradient-norm"], "rho": radii}
                 write_json(path, base | own | {"relative_tol": 1e-3})
             shown.update()
+    few = base["data"]["num_examples"] // 4
+    local = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}
+    local |= {"measures": HESSIANS, "data": base["data"] | {"num_examples": few, "batch_size": few}}
+    write_json(path.with_name("hessian.json"), local)
     return path

@@ -22,7 +22,7 @@ from .measures import MEASURES
 from .rows import BASELINES, Row, targets
 from .statistics import Correlation, kendall, kendall_difference, kendall_family
 
-__all__ = ["Ranking", "compare"]
+__all__ = ["Ranking", "compare", "verdicts"]
 
 _Array = npt.NDArray[np.float64]
 #: What a measure is to say something besides.
@@ -200,8 +200,9 @@ class _Judge:
             return list(family)
         tables = [dict(zip(r.models, r.values, strict=True)) for r in members]
         xs = {str(i): [table[m] for m in models] for i, table in enumerate(tables)}
-        goal, seed = [self.goal[m] for m in models], self.options["seed"]
-        found = kendall_family(xs, goal, given=self.given(models), level=level, seed=seed).values()
+        goal = [self.goal[m] for m in models]
+        options = {"seed": self.options["seed"], "resamples": 10 * self.options["resamples"]}  # its level is higher
+        found = kendall_family(xs, goal, given=self.given(models), level=level, **options).values()
         by_member = dict(zip(map(id, members), found, strict=True))
         return [replace(r, corrected=by_member.get(id(r))) for r in family]
 
@@ -267,7 +268,7 @@ def compare(
     target : {"gap", "loss-gap", "test-error", "test-loss"}
         See :func:`sharpness.rows.targets`.
     resamples, seed : int
-        Of the bootstrap over models, see :func:`sharpness.statistics.kendall`.
+        Of the bootstrap over models, see :func:`sharpness.statistics.kendall`; of families ten times as many.
     every_radius : bool
         Every measure at all radii of the sweep too, not only at those that were chosen; ablations always are.
     level : float
@@ -320,6 +321,46 @@ def compare(
         found += [*(at_radii if every_radius else []), *_chosen(c, at_radii)]
     found += judge.at_matched_increases(own)
     return found + [r for c in everything if c.ablation for r in judge.at_radii(c)]
+
+
+def verdicts(found: Sequence[Ranking], bound: float = 0.3) -> dict[str, str]:
+    """Say of every quantity whether it says anything of the target that training loss and error do not say.
+
+    Parameters
+    ----------
+    found : sequence of Ranking
+        Of :func:`compare`; those with a corrected interval count, a measure's at all its radii together.
+    bound : float
+        A partial τ below it is nothing of size.
+
+    Returns
+    -------
+    dict of str to str
+        By quantity: ``"yes, +"`` or ``"yes, −"`` if the corrected intervals at all radii leave out 0 on one side;
+        ``"nothing of size"`` if all of them lie within ±bound; ``"unresolved"`` otherwise.
+
+    Examples
+    --------
+    A quantity that is the gap itself, and one that is noise, given a training loss of no consequence:
+
+    >>> rng = np.random.default_rng(0)
+    >>> gap, loss, noise = rng.uniform(size=(3, 60))
+    >>> of = [{"checkpoint": i, "kind": "fit", "train_loss": loss[i], "test_loss": gap[i] + loss[i]} for i in range(60)]
+    >>> of += [{"checkpoint": i, "kind": "baselines", "margin": gap[i], "distance": noise[i]} for i in range(60)]
+    >>> verdicts(compare(of, "loss-gap"))
+    {'distance': 'unresolved', 'margin': 'yes, +'}
+    """
+    intervals: dict[str, list[Correlation]] = {}
+    for r in found:
+        if r.corrected is not None and r.choice in ("ρ", "–"):
+            intervals.setdefault(r.quantity, []).append(r.corrected)
+    return {name: _verdict(taus, bound) for name, taus in intervals.items()}
+
+
+def _verdict(taus: Sequence[Correlation], bound: float) -> str:
+    if all(t.low > 0 for t in taus) or all(t.high < 0 for t in taus):
+        return "yes, +" if taus[0].value > 0 else "yes, −"
+    return "nothing of size" if all(-bound < t.low and t.high < bound for t in taus) else "unresolved"
 
 
 _HEAD = (

@@ -92,7 +92,7 @@ def add_table(commands: Any) -> None:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from ..comparison import compare, formatted
+    from ..comparison import compare, formatted, verdicts
     from ..files import check_file, write_text
     from ..rows import read_results
 
@@ -102,6 +102,10 @@ def _table(options: argparse.Namespace) -> int:
     rows = read_results(options.results)
     found = compare(rows, options.target, every_radius=not options.short, level=options.level)
     text = formatted(found, options.format)
+    said = verdicts(found)
+    if options.format == "markdown" and said:
+        text += "\nDoes it say anything that training loss and error do not?\n\n"
+        text += "".join(f"- {name.replace('_', ' ')}: {words}\n" for name, words in said.items())
     if options.out is None:
         print(text, end="")
     else:
