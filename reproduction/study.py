@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sharpness.comparison import CONTROLS, Ranking, compare, verdicts
+from sharpness.comparison import CONTROLS, Ranking, compare
 from sharpness.plots.look import COLOURS, MARKERS, figure
 from sharpness.rows import TARGETS, Row, targets
 from sharpness.statistics import kendall_difference
 from sharpness.sweep import read_config, read_rows
+from sharpness.tables import verdicts
 
 from .power import LEVEL
 from .radii import PRIMARY

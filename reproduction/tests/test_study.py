@@ -5,7 +5,8 @@ import pytest
 
 from reproduction.power import LEVEL, draw
 from reproduction.study import differences, plot_partial, plot_radius, table
-from sharpness.comparison import compare, verdicts
+from sharpness.comparison import compare
+from sharpness.tables import verdicts
 
 
 def zoo(models=96, seed=0, sign=1.0):

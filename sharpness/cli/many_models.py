@@ -92,9 +92,10 @@ def add_table(commands: Any) -> None:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from ..comparison import compare, formatted, verdicts
+    from ..comparison import compare
     from ..files import check_file, write_text
     from ..rows import read_results
+    from ..tables import formatted, verdicts
 
     if options.out is not None:
         check_file(options.out)

@@ -86,15 +86,21 @@ def test_the_trace_of_the_fisher_matrix_is_that_of_the_matrix():
     """F = Jᵀ (diag p − p pᵀ) J, example by example, with the Jacobian of the scores from autograd."""
     torch.manual_seed(0)
     net, x, y = Net(), torch.randn(5, 5), torch.randint(3, (5,))
-    weights, expected = dict(net.named_parameters()), 0.0
+    weights, expected = list(net.parameters()), 0.0
     for row in x:
-        jacobian = torch.func.jacrev(lambda w, row=row: torch.func.functional_call(net, w, (row[None],))[0])(weights)
-        J = torch.cat([j.flatten(1) for j in jacobian.values()], dim=1).detach()
-        p = net(row[None])[0].softmax(0).detach()
+        scores = net(row[None])[0]
+        rows = [torch.autograd.grad(s, weights, retain_graph=True) for s in scores]
+        J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        p = scores.softmax(0).detach()
         expected += float((J.T @ (p.diag() - p.outer(p)) @ J).trace()) / 5
     assert fisher_trace(net, [(x[:3], y[:3]), (x[3:], y[3:])]) == pytest.approx(expected, rel=1e-10)
     # The labels of the data do not enter: this is no empirical Fisher matrix.
     assert fisher_trace(net, [(x, (y + 1) % 3)]) == pytest.approx(expected, rel=1e-10)
+    # Of many classes labels are drawn: twelve of which nine have no chance are as good as three, up to the draws.
+    many = nn.Sequential(net, nn.ConstantPad1d((0, 9), -1e3))
+    drawn = fisher_trace(many, [(x.repeat(30, 1), y.repeat(30))])
+    assert drawn == pytest.approx(expected, rel=0.25)
+    assert drawn != pytest.approx(expected, rel=1e-6)
     assert fisher_trace(nn.Linear(2, 1), [(torch.randn(6, 2), torch.randn(6, 1))]) is None
 
 
