@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sharpness.comparison import CONTROLS, Ranking, compare
+from sharpness.models import load, load_state_dict
 from sharpness.plots.look import COLOURS, MARKERS, figure
 from sharpness.rows import TARGETS, Row, targets
 from sharpness.statistics import kendall_difference
-from sharpness.sweep import read_config, read_rows
+from sharpness.sweep import Checkpoint, read_config, read_rows
 from sharpness.tables import verdicts
 
 from .power import LEVEL
@@ -37,7 +41,38 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """
     configs = [path for name in ("measure", "hessian") if (path := zoo / "models" / f"{name}.json").is_file()]
     found = [row for path in configs for row in read_rows(zoo / "results", read_config(path))]
+    more = {"distance": from_starts(zoo / "models"), "alpha": alphas(read_config(configs[0]).checkpoints)}
+    for row in found:
+        if row["kind"] == "baselines":
+            row |= {k: v[row["checkpoint"]] for k, v in more.items() if row["checkpoint"] in v}
     return found, read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
+
+
+def from_starts(models: Path) -> dict[str, float]:
+    """Compute the Euclidean distance of each network trained from scratch from its own start, by checkpoint."""
+    found = {}
+    for path in sorted(models.glob("start_*.safetensors")):
+        name = path.name.replace("start", "model", 1)
+        if (models / name).is_file():
+            end, start = (load_state_dict(p) for p in (models / name, path))
+            found[name] = math.sqrt(sum(float((end[k].double() - start[k].double()).square().sum()) for k in end))
+    return found
+
+
+def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, float]:
+    """Compute WeightWatcher's α of models, by checkpoint; none where the package weightwatcher is not installed.
+
+    The mean over layers of the exponent of a power law that is fitted to the eigenvalues of :math:`W^T W` (Martin,
+    Peng, Mahoney 2021). It sees linear layers and convolutions, not the packed projections of torch's attention.
+    """
+    if importlib.util.find_spec("weightwatcher") is None:
+        return {}
+    watcher = importlib.import_module("weightwatcher").WeightWatcher
+    found = {}
+    for c in checkpoints:
+        model = load(c.model, c.weights, head=c.head).model
+        found[c.name] = float(watcher(model=model).analyze()["alpha"].mean())
+    return found
 
 
 def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -> dict[tuple[str, int], Any]:

@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 BASELINES = {
     "train_loss": "fit", "train_error": "fit", "weight_norm": "baselines", "log_spectral": "baselines",
     "distance": "baselines", "relative_flatness": "baselines", "margin": "baselines", "fisher_trace": "baselines",
-    "critical_sharpness": "baselines",
+    "critical_sharpness": "baselines", "alpha": "baselines",
 }  # fmt: skip
 #: What a measure is held against: name and words.
 TARGETS = {
@@ -176,6 +176,7 @@ class _Baselines(_Row, tag="baselines"):
     margin: Finite | None = None
     fisher_trace: Finite | None = None
     critical_sharpness: Finite | None = None
+    alpha: Finite | None = None
 
 
 class _Sharpness(_Row, tag="sharpness"):

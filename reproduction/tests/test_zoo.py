@@ -13,10 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from reproduction import cli, zoo
+from reproduction import cli, study, zoo
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import cli as measuring
+from sharpness.baselines import distance
 from sharpness.batch_loss import RadiusError
 from sharpness.models import load, load_state_dict
 from sharpness.sweep import read_config, read_rows, run_sweep
@@ -104,6 +105,10 @@ def test_starts_differ_and_are_those_of_the_models(place):
     record = json.loads(Path("zoo/models/model_01.json").read_text())
     assert record["recipe"]["seed"] == 2001
     assert record["device"] == "cpu"
+    net = load("reproduction.vision:scratch_vit", "zoo/models/model_01.safetensors").model
+    far = study.from_starts(Path("zoo/models"))
+    assert far["model_01.safetensors"] == pytest.approx(distance(net, starts[1]))
+    assert set(far) == {"model_00.safetensors", "model_01.safetensors"}
 
 
 def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys):
@@ -124,6 +129,11 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys):
             assert len(values) == 3
             assert np.median(chosen) == pytest.approx(level, rel=0.2)
     assert measuring.main(["sweep", str(config), "--out", "zoo/results", "--quiet"]) == 0
+    own, shifted = study.rows_of(Path("zoo"))
+    assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
+    assert {r["kind"] for r in shifted} == {"fit"}
+    starts = study.from_starts(Path("zoo/models"))
+    assert {r["checkpoint"]: r["distance"] for r in own if r["kind"] == "baselines"} == starts
     capsys.readouterr()
     assert measuring.main(["table", "zoo/results", "--target", "test-loss", "--level", "0.985"]) == 0
     out = capsys.readouterr().out
