@@ -1,48 +1,43 @@
-"""Does geodesic sharpness rank models by how they generalise? One collection of images, one of texts.
+"""Does geodesic sharpness rank models by how they generalise? The study's three zoos, and the pilot that came before.
 
-``vision``: 24 fine-tunes of the public ``vit_cifar10`` on 2,000 CIFAR-10 images, each with a random recipe.
-``text``: a small BERT, pre-trained on the texts of SST-2, AG News and MNLI, fine-tuned 24 times on 8,000 phrases of
-SST-2 with different heads and orders. Both are trained, measured and written to tables in ``results/``. Every step
-resumes where it was stopped; ``--shard i/n`` shares the work among processes, and the last call gathers.
-``report`` draws the figures and writes the tables of docs/ from those tables.
+``gather KIND --zoo ZOO`` writes what was measured of a zoo (``python -m reproduction zoo``, ``radii``, and ``sharpness
+sweep``) to tables in ``results/``. ``vision``, the pilot: 24 fine-tunes of the public ``vit_cifar10`` on 2,000 CIFAR-10
+images, each with a random recipe, trained, measured and written to tables; every step resumes where it was stopped, and
+``--shard i/n`` shares the work among processes. ``report`` draws the figures and writes the tables of docs/ from all.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from _common import RESULTS
 
 from reproduction.collection import train_collection
-from reproduction.finetune import Recipe
 from reproduction.plots import plot_ablations
-from reproduction.pretrain import pretrain
-from sharpness.comparison import compare, formatted, label
-from sharpness.data import DataChoice, TextColumns
-from sharpness.data.text import read_table, read_texts
-from sharpness.files import write_json, write_text
+from reproduction.study import plot_partial, plot_radius, rows_of, table
+from reproduction.zoo import KINDS
+from sharpness.comparison import compare, label
+from sharpness.data import DataChoice
+from sharpness.files import write_json
 from sharpness.plots import plot_sweep
-from sharpness.rows import Row, read_results, targets, write_results
+from sharpness.rows import Row, read_results, write_results
 from sharpness.statistics import kendall
 from sharpness.sweep import read_config, read_rows, run_sweep
+from sharpness.tables import formatted
 
 DOCS = RESULTS.parent.parent / "docs"
+#: Test examples of each collection.
+TESTED = {"pilot": 10_000, "vit": 10_000, "minilm": 9_815, "scratch": 10_000}
 MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
-    "vision": {
-        "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
-        "adaptive": [0.06, 0.15, 0.5, 0.8],
-    },
-    "text": {
-        "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
-        "adaptive": [0.15, 0.5, 0.8, 1.2],
-    },
+    "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
 }  # fmt: skip
 #: Blocks of the laboratory.
 ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
@@ -53,68 +48,21 @@ ABLATIONS: list[dict[str, Any]] = [
     {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1}, {"relaxation": 0.001, "pair_block": ADDITIVE},
     {"relaxation": 0.1, "pair_block": ADDITIVE},
 ]  # fmt: skip
-#: Text: inv and adaptive at their default radii with other steps, batches and numbers of points.
-SENSITIVITY: dict[str, dict[str, Any]] = {
-    "64 points": {"num_examples": 64, "batch_size": 64},
-    "128 points": {"num_examples": 128, "batch_size": 128},
-    "256 points, batches of 64": {"num_examples": 256, "batch_size": 64},
-    "64 points, 2 steps": {"num_examples": 64, "batch_size": 64, "steps": 2, "relative_tol": 0},
-    "64 points, 5 steps": {"num_examples": 64, "batch_size": 64, "steps": 5, "relative_tol": 0},
-    "64 points, 20 steps": {"num_examples": 64, "batch_size": 64, "steps": 20, "relative_tol": 0},
-}
 
 
-def sst2(folder: Path, out: Path) -> tuple[Path, Path]:
-    """Phrases of at least eight words to train on, as the sentences of the dev and test parts are; those as test."""
-    train, test = out / "train.jsonl", out / "test.jsonl"
-    if not test.is_file():
-        rows: dict[str, str] = {}
-        for r in read_table(folder / "train.tsv"):
-            rows.setdefault(r["sentence"].strip(), r["label"])
-        chosen = [(t, y) for t, y in rows.items() if len(t.split()) >= 8]
-        held = [(r["content"].strip(), r["label"]) for p in ("dev", "test") for r in read_table(folder / f"{p}.tsv")]
-        for path, found in ((train, chosen), (test, held)):  # test last: it says that both are there
-            text = "".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in found)
-            write_text(path, text)
-    return train, test
-
-
-def small_bert(data: Path, folder: Path) -> None:
-    """Pre-train, unless it was done."""
-    if folder.is_dir():  # written as a whole
-        return
-    texts = read_texts(data / "sst2" / "train.tsv", ["sentence"])
-    with (data / "ag_news" / "alps" / "dev.tsv").open(encoding="utf-8") as file:
-        texts += [line.split("\t")[0] for line in file]
-    texts += read_texts(data / "mnli" / "train15k" / "multinli.train.en.tsv", ["premise", "hypo"])
-    pretrain(texts, folder, steps=9000)
-
-
-def sweeps(kind: str, folder: Path, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The configurations of a study by name, from the one that the collection came with."""
+def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
+    """The configurations of the pilot by name, from the one that the collection came with."""
     base = json.loads((folder / "sweep.json").read_text())
-    base["data"] |= measured
-    base |= {"measures": MEASURES, "rho": RADII[kind], "relative_tol": 1e-3}
+    base |= {"measures": MEASURES, "rho": RADII, "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
     few = base["data"] | {"num_examples": 64, "batch_size": 64}
-    # The adaptive norm solves a system of size h² a head: half a minute for the heads of the small BERT.
-    switches = [a for a in ABLATIONS if kind == "vision" or a.get("pair_block") != ADAPTIVE]
-    found = {
-        kind: base,
-        f"{kind}_ablations": part | {"measures": ["geodesic-inv"], "rho": 0.1, "ablations": switches, "data": few},
-    }
-    if kind == "text":
-        both = {"measures": ["geodesic-inv", "adaptive"], "rho": {"geodesic-inv": 0.1, "adaptive": 0.5}}
-        for i, change in enumerate(SENSITIVITY.values()):
-            settings = {k: v for k, v in change.items() if k in ("steps", "relative_tol")}
-            data = base["data"] | {k: v for k, v in change.items() if k not in settings}
-            found[f"text_sensitivity_{i}"] = part | both | settings | {"data": data}
-    return found
+    ablated = {"measures": ["geodesic-inv"], "rho": 0.1, "ablations": ABLATIONS, "data": few}
+    return {"vision": base, "vision_ablations": part | ablated}
 
 
-def measure(kind: str, out: Path, measured: dict[str, Any], shard: tuple[int, int]) -> None:
-    """Run all sweeps of a study and write its tables."""
-    for name, config in sweeps(kind, out / "collection", measured).items():
+def measure(out: Path, shard: tuple[int, int]) -> None:
+    """Run all sweeps of the pilot and write its tables."""
+    for name, config in sweeps(out / "collection").items():
         path = out / "collection" / f"{name}.json"
         write_json(path, config)
         sweep = read_config(path)
@@ -124,36 +72,25 @@ def measure(kind: str, out: Path, measured: dict[str, Any], shard: tuple[int, in
         write_results(RESULTS / f"{name}.csv", read_rows(out / "results", sweep))
 
 
+def gather(kind: str, zoo: Path) -> None:
+    """Write what was measured of a zoo to tables."""
+    for name, rows in zip((kind, f"{kind}_shift"), rows_of(zoo), strict=True):
+        write_results(RESULTS / f"zoo_{name}.csv", rows)
+
+
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
-def sensitivity() -> str:
-    """τ with the gap under other steps, batches and numbers of points."""
-    goal = targets(read_results(RESULTS / "text.csv"))
-    lines = ["| setting | geodesic-inv, ρ = 0.1 | adaptive, ρ = 0.5 |", "|---|---|---|"]
-    places = [("256 points (the study)", RESULTS / "text.csv")]
-    places += [(name, RESULTS / f"text_sensitivity_{i}.csv") for i, name in enumerate(SENSITIVITY)]
-    for name, path in places:
-        cells = []
-        for measure, rho in (("geodesic-inv", 0.1), ("adaptive", 0.5)):
-            rows = [r for r in read_results(path) if r.get("measure") == measure and r["rho"] == rho]
-            values = {r["checkpoint"]: r["sharpness"] for r in rows}
-            tau = kendall([values[m] for m in goal], list(goal.values()))
-            cells.append(f"{tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def ablations() -> list[Row]:
+    """Rows of the pilot's ablations with its fits."""
+    fits = [r for r in read_results(RESULTS / "vision.csv") if r["kind"] == "fit"]
+    return [*fits, *read_results(RESULTS / "vision_ablations.csv")]
 
 
-def ablations(kind: str) -> list[Row]:
-    """Rows of the ablations with the fits of the study."""
-    fits = [r for r in read_results(RESULTS / f"{kind}.csv") if r["kind"] == "fit"]
-    return [*fits, *read_results(RESULTS / f"{kind}_ablations.csv")]
-
-
-def changes(kind: str) -> str:
+def changes() -> str:
     """How much each switch changes the sharpness, and the order of the models."""
     table: dict[str, dict[str, float]] = {}
-    for r in read_results(RESULTS / f"{kind}_ablations.csv"):
+    for r in read_results(RESULTS / "vision_ablations.csv"):
         table.setdefault(label(r["measure"], r["ablation"]), {})[r["checkpoint"]] = r["sharpness"]
     names = list(table)
     base = table["geodesic-inv"]
@@ -170,74 +107,84 @@ def changes(kind: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def zoos() -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
+    """Rows of the zoos that were measured, by name; and the same with the shifted data as test data."""
+    own: dict[str, list[Row]] = {}
+    shifted: dict[str, list[Row]] = {}
+    for kind in KINDS:
+        if (RESULTS / f"zoo_{kind}.csv").is_file():
+            own[kind] = list(read_results(RESULTS / f"zoo_{kind}.csv"))
+            rest = [r for r in own[kind] if r["kind"] != "fit"]
+            shifted[kind] = [*read_results(RESULTS / f"zoo_{kind}_shift.csv"), *rest]
+    return own, shifted
+
+
+def resolution(rows: Sequence[Row], examples: int) -> str:
+    """Describe a collection: its models, errors, and the ratio of the test error's standard error to its spread."""
+    fits = [r for r in rows if r["kind"] == "fit"]
+    columns = [[r["train_error"] for r in fits], [r["test_error"] for r in fits]]
+    columns.append([b - a for a, b in zip(*columns, strict=True)])
+    error = fmean((e * (1 - e) / examples) ** 0.5 for e in columns[1])
+    ranges = [f"{min(c):.3f} to {max(c):.3f}" for c in columns]
+    return ",".join([str(len(fits)), *ranges, f"{error / stdev(columns[1]):.2f}"])
+
+
 def report(docs: Path = DOCS) -> None:
-    """Write the tables and figures of ``docs/generalization.md``."""
+    """Write the tables and figures of ``docs/results/generalization.md``."""
     tables, images = docs / "tables", docs / "images"
     for folder in (tables, images):
         folder.mkdir(parents=True, exist_ok=True)
-    for kind in ("vision", "text"):
-        rows = read_results(RESULTS / f"{kind}.csv")
-        for target in ("gap", "test-error"):
-            (tables / f"{kind}_{target}.md").write_text(formatted(compare(rows, target)), encoding="utf-8")
-        others = [r for r in compare(ablations(kind)) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
-        (tables / f"{kind}_ablations.md").write_text(formatted(others), encoding="utf-8")
-        (tables / f"{kind}_changes.md").write_text(changes(kind), encoding="utf-8")
-        plot_sweep(rows, "gap", images, prefix=f"{kind}_")
-        plot_ablations(ablations(kind), "gap", images, prefix=f"{kind}_")
-    (tables / "text_sensitivity.md").write_text(sensitivity(), encoding="utf-8")
-    with (tables / "collections.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["collection", "models", "train error", "test error", "gap"])
-        for kind in ("vision", "text"):
-            fits = [r for r in read_results(RESULTS / f"{kind}.csv") if r["kind"] == "fit"]
-            columns = [[r["train_error"] for r in fits], [r["test_error"] for r in fits]]
-            columns.append([b - a for a, b in zip(*columns, strict=True)])
-            writer.writerow([kind, len(fits), *(f"{min(c):.3f} to {max(c):.3f}" for c in columns)])
+    rows = read_results(RESULTS / "vision.csv")
+    for target in ("gap", "test-error"):
+        (tables / f"vision_{target}.md").write_text(formatted(compare(rows, target)), encoding="utf-8")
+    others = [r for r in compare(ablations()) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
+    (tables / "vision_ablations.md").write_text(formatted(others), encoding="utf-8")
+    (tables / "vision_changes.md").write_text(changes(), encoding="utf-8")
+    plot_sweep(rows, "gap", images, prefix="vision_")
+    plot_ablations(ablations(), "gap", images, prefix="vision_")
+    own, shifted = zoos()
+    lines = ["collection,models,train error,test error,gap,standard error of a test error / spread"]
+    lines += [f"{kind},{resolution(found, TESTED[kind])}" for kind, found in {"pilot": rows, **own}.items()]
+    (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if own:
+        for target in ("gap", "test-loss"):
+            (tables / f"zoos_{target}.md").write_text(table(own, target), encoding="utf-8")
+            plot_radius(own, target, images / f"zoos_radius_{target}.png")
+        (tables / "zoos_shift.md").write_text(table(shifted, "test-error"), encoding="utf-8")
+        plot_partial(own, images / "zoos_partial.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = parser.add_subparsers(required=True, dest="kind")
-    vision, text = kinds.add_parser("vision"), kinds.add_parser("text")
-    kinds.add_parser("report")
+    commands = parser.add_subparsers(required=True, dest="command")
+    vision, collected = commands.add_parser("vision"), commands.add_parser("gather")
+    commands.add_parser("report")
     vision.add_argument("--weights", type=Path, required=True, help="state dict of the vision transformer")
     vision.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
-    text.add_argument("--data", type=Path, required=True, help="folder with sst2, ag_news and mnli")
-    text.add_argument(
-        "--bert", type=Path, help="pre-trained small BERT (default: OUT/bert, trained if it is not there)"
-    )
-    for command in (vision, text):
-        command.add_argument("--out", type=Path, required=True, help="folder for models and results")
-        command.add_argument("--models", type=int, default=24)
-        command.add_argument("--shard", default="1/1")
+    vision.add_argument("--out", type=Path, required=True, help="folder for models and results")
+    vision.add_argument("--models", type=int, default=24)
+    vision.add_argument("--shard", default="1/1")
+    collected.add_argument("kind", choices=list(KINDS))
+    collected.add_argument("--zoo", type=Path, required=True, help="folder of the zoo")
     options = parser.parse_args()
-    if options.kind == "report":
+    if options.command == "report":
         report()
+        return
+    if options.command == "gather":
+        gather(options.kind, options.zoo)
         return
     torch.set_num_threads(1)
     first, _, last = options.shard.partition("/")
     shard = int(first), int(last)
     options.out.mkdir(parents=True, exist_ok=True)
     collection = options.out / "collection"
-    if options.kind == "vision":
-        data = DataChoice(f"{options.images}:cifar10/train", num_examples=2000, subset_seed=0)
-        test = replace(data, source=f"{options.images}:cifar10/test", num_examples=None, subset_seed=None)
-        model = "reproduction.vision:vit_cifar10"
-        train_collection(
-            model, data, collection, checkpoint=str(options.weights), models=options.models, test=test, shard=shard
-        )
-        measure("vision", options.out, {}, shard)
-        return
-    bert = options.bert or options.out / "bert"
-    small_bert(options.data, bert)
-    train, held = sst2(options.data / "sst2", options.out)
-    data = DataChoice(
-        str(train), num_examples=8000, subset_seed=0, columns=TextColumns(label_map={"0": 0, "1": 1}, max_length=64)
+    data = DataChoice(f"{options.images}:cifar10/train", num_examples=2000, subset_seed=0)
+    test = replace(data, source=f"{options.images}:cifar10/test", num_examples=None, subset_seed=None)
+    model = "reproduction.vision:vit_cifar10"
+    train_collection(
+        model, data, collection, checkpoint=str(options.weights), models=options.models, test=test, shard=shard
     )
-    test = replace(data, source=str(held), num_examples=None, subset_seed=None)
-    recipes = [Recipe(5e-4, epochs=3, batch=32, seed=seed) for seed in range(options.models)]
-    train_collection(str(bert), data, collection, recipes=recipes, test=test, shard=shard)
-    measure("text", options.out, {"max_length": 32}, shard)
+    measure(options.out, shard)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def add_finetune(commands: Any) -> None:
 
 def _finetune(options: argparse.Namespace) -> int:
     from reproduction.collection import train_collection
-    from reproduction.finetune import Recipe, random_recipe
+    from reproduction.recipes import Recipe, random_recipe
     from sharpness.data.loading import check_source
 
     checked_device(options.device)
@@ -217,6 +218,94 @@ def _diagonal(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_zoo(commands: Any) -> None:
+    """Add ``python -m reproduction zoo``."""
+    zoo = commands.add_parser(
+        "zoo",
+        help="train and test one of the three zoos of the study of generalisation",
+        description="Train and test one of the three zoos of the study of generalisation: fine-tunes of vit_cifar10 "
+        "(vit) or of all-MiniLM-L6-v2 (minilm), or vision transformers from scratch. A call that was killed is "
+        "finished by the next. Sharpness is measured by `sharpness sweep OUT/models/sweep.json`.",
+        formatter_class=Formatter,
+    )
+    zoo.add_argument("kind", choices=["vit", "minilm", "scratch"], help="which zoo")
+    zoo.add_argument("--data", type=place, required=True, help="folder with cifar10.zip, weights and mnli")
+    zoo.add_argument("--models", type=count, help="how many (default: what the study asks for)")
+    zoo.add_argument("--shard", default="1/1", help="take the i-th of n parts of the models")
+    zoo.add_argument("--device", default="cpu", help="cpu or cuda")
+    zoo.add_argument("--out", type=place, required=True, help="folder for the zoo")
+    zoo.add_argument("--quiet", action="store_true", help="no progress bar")
+    zoo.set_defaults(run=_zoo)
+
+
+def _zoo(options: argparse.Namespace) -> int:
+    from .zoo import build
+
+    checked_device(options.device)
+    failed = build(
+        options.kind, options.data, options.out, models=options.models, shard=shard(options.shard),
+        device=options.device, progress=not options.quiet,
+    )  # fmt: skip
+    for job in failed:
+        print(f"reproduction: {job['checkpoint']}: {job['error']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def add_radii(commands: Any) -> None:
+    """Add ``python -m reproduction radii``."""
+    radii = commands.add_parser(
+        "radii",
+        help="find the radii at which the median model of a zoo gains a given loss",
+        description="Find, for every measure, the radii at which the median model of a zoo loses 0.1 and 0.5 nats, "
+        "and write ZOO/models/measure.json and hessian.json for `sharpness sweep --out ZOO/results`.",
+        formatter_class=Formatter,
+    )
+    radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")
+    radii.add_argument("--measures", nargs="+", help="which (default: the six of the study)")
+    radii.add_argument("--quiet", action="store_true", help="no progress bar")
+    radii.set_defaults(run=_radii)
+
+
+def _radii(options: argparse.Namespace) -> int:
+    from .radii import PRIMARY, choose_radii
+
+    config = choose_radii(options.zoo, measures=options.measures or PRIMARY, progress=not options.quiet)
+    if not options.quiet:
+        print(f"measure them with: sharpness sweep {config} --out {options.zoo / 'results'}")
+    return 0
+
+
+def add_power(commands: Any) -> None:
+    """Add ``python -m reproduction power``."""
+    power = commands.add_parser(
+        "power",
+        help="how many models a study of generalisation needs",
+        description="Apply the decision rule of the study to zoos drawn at random, of several sizes and effects.",
+        formatter_class=Formatter,
+    )
+    power.add_argument("--models", type=count, nargs="+", default=[48, 96], help="sizes of the zoo")
+    power.add_argument("--effects", type=float, nargs="+", default=[0.0, 0.3, 0.4], help="conditional τ")
+    power.add_argument("--studies", type=count, default=400, help="simulated zoos of each kind")
+    power.add_argument("--seed", type=seed, default=0, help="of the simulation")
+    power.add_argument("--out", type=place, default=Path("power.json"), help="file for the numbers")
+    power.add_argument("--quiet", action="store_true", help="no progress bar")
+    power.set_defaults(run=_power)
+
+
+def _power(options: argparse.Namespace) -> int:
+    from sharpness.files import check_file, write_json
+
+    from .power import power
+
+    check_file(options.out)
+    rows = power(
+        tuple(options.models), tuple(options.effects), studies=options.studies, seed=options.seed,
+        progress=not options.quiet,
+    )  # fmt: skip
+    write_json(options.out, rows)
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     top = Parser(
@@ -224,7 +313,7 @@ def parser() -> argparse.ArgumentParser:
         description="The paper's studies and ours: analytic networks, fine-tuned models, converted checkpoints.",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_finetune, add_pretrain, add_convert, add_toy, add_diagonal):
+    for add in (add_finetune, add_pretrain, add_convert, add_toy, add_diagonal, add_zoo, add_radii, add_power):
         add(commands)
     return top
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,8 +27,9 @@ from sharpness.models import ImageFormat, LoadedModel, load
 from sharpness.progress import bar
 from sharpness.sweep.run import shard_of
 
-from .finetune import Recipe, TrainingImages, TrainingTexts, finetune, random_recipe, scores_of
+from .finetune import TrainingImages, TrainingTexts, finetune, scores_of
 from .folders import atomic_write_folder
+from .recipes import Recipe, random_recipe
 
 __all__ = ["train_collection"]
 
@@ -35,9 +37,9 @@ __all__ = ["train_collection"]
 def train_collection(
     model: str, data: DataChoice, folder: str | os.PathLike[str], *, checkpoint: str | None = None, models: int = 24,
     recipes: Sequence[Recipe] | None = None, test: DataChoice | None = None, points: int = 256,
-    shard: tuple[int, int] = (1, 1), device: str = "cpu", progress: bool = True,
+    shard: tuple[int, int] = (1, 1), half: bool = False, device: str = "cpu", progress: bool = True,
 ) -> Path:  # fmt: skip
-    """Fine-tune a model many times; what a stopped call has finished is kept by the next.
+    """Train a model many times; what a stopped call has finished is kept by the next.
 
     Parameters
     ----------
@@ -47,7 +49,8 @@ def train_collection(
         Trained on, by every model. Class folders are in the order of their classes: give a seed for part of them.
     folder
         For ``model_00.safetensors`` …, or folders ``model_00`` … of transformers models, with ``model_00.json`` beside
-        them; and ``sweep.json``, which ``sharpness sweep`` takes, unless that is there already.
+        them; for networks trained from scratch their starts, ``start_00.safetensors`` …; and ``sweep.json``, which
+        ``sharpness sweep`` takes, unless that is there already.
     models, recipes : int, sequence of Recipe
         How many, and one a model; by default :func:`random_recipe` of the seeds 0 ….
     test : DataChoice, optional
@@ -56,6 +59,8 @@ def train_collection(
         Training examples that ``sweep.json`` measures on.
     shard : (int, int)
         (i, n): train the i-th of n parts.
+    half : bool
+        Keep checkpoints in half precision, half the size; they are loaded in single precision, and are what is tested.
     device, progress : str, bool
         Where to train, and whether to show a progress bar.
 
@@ -84,7 +89,8 @@ def train_collection(
     ...     network, data = "reproduction.vision:vit_cifar10", DataChoice(f"{place}/images")
     ...     config = train_collection(network, data, f"{place}/collection", recipes=recipes, progress=False)
     ...     print(*sorted(path.name for path in config.parent.iterdir()))
-    model_00.json model_00.safetensors model_01.json model_01.safetensors sweep.json
+    model_00.json model_00.safetensors model_01.json model_01.safetensors start_00.safetensors start_01.safetensors
+    sweep.json
     """
     folder = check_folder(folder, create=False)
     loaded = load(model, checkpoint)
@@ -105,12 +111,32 @@ def train_collection(
             start = time.perf_counter()
             torch.manual_seed(recipes[i].seed)
             net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
+            scale_(net, recipes[i].init_scale)
+            if checkpoint is None and loaded.source != "transformers":
+                _save(net, loaded, folder / f"start_{i:02d}", half)
             loss = _last_epoch_loss(net, training, recipes[i], device)
-            _save(net.to("cpu"), loaded, folder / f"model_{i:02d}")
-            record = {**records[i], "last_epoch_loss": loss, "seconds": time.perf_counter() - start}
+            _save(net.to("cpu"), loaded, folder / f"model_{i:02d}", half)
+            seconds = time.perf_counter() - start
+            record = {**records[i], "last_epoch_loss": loss, "seconds": seconds, "commit": commit(), "device": device}
             write_json(folder / f"model_{i:02d}.json", record)
             shown.update()
     return config
+
+
+@torch.no_grad()
+def scale_(net: nn.Module, factor: float) -> None:
+    """Multiply every matrix and every kernel of a convolution."""
+    for p in net.parameters():
+        if p.dim() in (2, 4):
+            p.mul_(factor)
+
+
+def commit() -> str | None:
+    """Give the commit of this code, None outside a checkout."""
+    found = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    return found.stdout.strip() or None
 
 
 def _last_epoch_loss(net: nn.Module, training: TrainingImages | TrainingTexts, recipe: Recipe, device: str) -> float:
@@ -132,12 +158,16 @@ def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
     return True
 
 
-def _save(net: Any, loaded: LoadedModel, path: Path) -> None:
+def _save(net: Any, loaded: LoadedModel, path: Path, half: bool) -> None:
     """Write a transformers folder for a transformers model, else safetensors."""
+    # Clones: tied weights share memory, which safetensors refuses.
+    weights = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in net.state_dict().items()}
+    if half:
+        weights = {k: v.half() if v.is_floating_point() else v for k, v in weights.items()}
     if loaded.source == "transformers":
 
         def write(own: Path) -> None:
-            net.save_pretrained(own)
+            net.save_pretrained(own, state_dict=weights)  # the configuration keeps the precision of the model
             assert loaded.folder is not None
             if loaded.tokenizer is not None:
                 loaded.tokenizer.save_pretrained(own)
@@ -148,8 +178,6 @@ def _save(net: Any, loaded: LoadedModel, path: Path) -> None:
     else:
         from safetensors.torch import save_file
 
-        # Clones: tied weights share memory, which safetensors refuses.
-        weights = {k: v.detach().clone().contiguous() for k, v in net.state_dict().items()}
         atomic_write(path.with_name(path.name + ".safetensors"), lambda own: save_file(weights, own))
 
 

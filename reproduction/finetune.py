@@ -1,10 +1,10 @@
-"""Fine-tuning by a recipe: what a step sees, and the loop."""
+"""Training by a recipe: what a step sees, and the loop."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,136 +16,9 @@ from sharpness.data.examples import Examples
 from sharpness.extras import require_extra
 from sharpness.models import ImageFormat
 
-__all__ = ["Recipe", "TrainingImages", "TrainingTexts", "finetune", "random_recipe"]
+from .recipes import Recipe
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is fine-tuned, by AdamW with a linear warm-up and a cosine to zero.
-
-    Attributes
-    ----------
-    lr : float
-        Peak learning rate.
-    weight_decay : float
-        AdamW's, decoupled.
-    epochs : int
-        Passes through the training data.
-    batch : int
-        Examples a step.
-    augmentation : str
-        ``"none"``, ``"flip"`` (mirrored and shifted by up to an eighth of the side) or ``"rand-mM-nN"``: that and
-        RandAugment of N operations of magnitude M. Images only.
-    mixup : float
-        α of mix-up's Beta(α, α); 0 is off. Images only.
-    label_smoothing : float
-        Share of a target that is spread evenly over all classes.
-    label_noise : float
-        Probability with which a training label is drawn anew, evenly from all classes.
-    dropout : float or None
-        Every dropout rate of the model; None leaves them.
-    seed : int
-        Of the order, the shifts, mix-up and the label noise; in :func:`reproduction.collection.train_collection` also
-        of the head, RandAugment and dropout, which follow torch's global seed.
-
-    Raises
-    ------
-    ValueError
-        A value out of range, or an unknown augmentation.
-
-    Notes
-    -----
-    AdamW: Loshchilov and Hutter 2019. The warm-up is a tenth of the steps; gradients are clipped to norm 1.
-
-    Examples
-    --------
-    Models that differ in their seed alone, and a model that has to memorise a fifth of its labels:
-
-    >>> from dataclasses import replace
-    >>> same = [Recipe(epochs=2, seed=seed) for seed in range(3)]
-    >>> noisy = replace(same[0], label_noise=0.2)
-    >>> noisy.label_noise, noisy.seed
-    (0.2, 0)
-    """
-
-    lr: float = 1e-4
-    weight_decay: float = 0.01
-    epochs: int = 3
-    batch: int = 64
-    augmentation: str = "none"
-    mixup: float = 0.0
-    label_smoothing: float = 0.0
-    label_noise: float = 0.0
-    dropout: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (0 < self.lr < math.inf and self.epochs >= 1 and self.batch >= 1 and 0 <= self.weight_decay < math.inf):
-            raise ValueError(f"a recipe needs lr > 0, weight_decay ≥ 0, epochs and batch ≥ 1, got {self}")
-        if not (self.mixup >= 0 and 0 <= self.label_smoothing < 1 and 0 <= self.label_noise <= 1):
-            raise ValueError(f"mixup must be ≥ 0, label_smoothing in [0, 1) and label_noise in [0, 1], got {self}")
-        _augmentation(self.augmentation)
-
-
-def random_recipe(
-    seed: int,
-    *,
-    lr: tuple[float, float] = (3e-5, 1e-3),
-    epochs: tuple[int, int] = (2, 6),
-    batch: int = 64,
-    images: bool = True,
-) -> Recipe:
-    """Draw a recipe at random, so that models of one collection differ in how well they generalise.
-
-    Parameters
-    ----------
-    seed : int
-        Of the draw, and of the training.
-    lr : (float, float)
-        Range of the learning rate, log-uniform.
-    epochs : (int, int)
-        Range of the epochs, both ends included.
-    batch : int
-        Examples a step, which does not vary.
-    images : bool
-        Whether augmentation and mix-up are among what varies.
-
-    Returns
-    -------
-    Recipe
-
-    Raises
-    ------
-    ValueError
-        A range out of bounds.
-
-    Notes
-    -----
-    After Wortsman et al. 2022 (*Model soups*), as far as it does not depend on the model's size: weight decay
-    10^U(-4, -0.2), half of the models with label smoothing U(0, 0.25), half with mix-up U(0, 0.9), RandAugment with M
-    of 1 to 20 and N of 0 to 2, or none. Label noise (half of the models, U(0, 0.3)) is added. Models of images are
-    trained without dropout, as theirs.
-
-    Examples
-    --------
-    >>> recipes = [random_recipe(seed, epochs=(2, 4)) for seed in range(24)]
-    >>> all(3e-5 <= recipe.lr <= 1e-3 for recipe in recipes), {recipe.epochs for recipe in recipes}
-    (True, {2, 3, 4})
-    >>> recipes[7] == random_recipe(7, epochs=(2, 4))
-    True
-    """
-    if not 0 < min(lr) <= max(lr) <= 1e3 or min(epochs) < 1:
-        raise ValueError(f"learning rates must lie between 0 and 1e3 and epochs be at least 1, got {lr} and {epochs}")
-    rng = np.random.default_rng(seed)
-    rate = float(np.exp(rng.uniform(*np.log(lr))))
-    decay = float(10 ** rng.uniform(-4, -0.2))
-    count = int(rng.integers(epochs[0], epochs[1] + 1))
-    smoothing, mixup, noise = (float(rng.uniform(0, top)) * int(rng.integers(2)) for top in (0.25, 0.9, 0.3))
-    strength, number = int(rng.integers(1, 21)), int(rng.integers(0, 3))
-    kind = ("none", "flip", f"rand-m{strength}-n{number}")[rng.integers(3)]
-    if not images:
-        kind, mixup = "none", 0.0
-    return Recipe(rate, decay, count, batch, kind, mixup, smoothing, noise, 0.0 if images else None, seed)
+__all__ = ["TrainingImages", "TrainingTexts", "finetune"]
 
 
 # -- what a step sees --------------------------------------------------------------------------------------------------
@@ -157,13 +30,7 @@ def _augmentation(name: str) -> Callable[[Tensor, torch.Generator], Tensor]:
         return lambda images, generator: images
     if name == "flip":
         return _flip_and_shift
-    parts = name.split("-")
-    if len(parts) != 3 or parts[0] != "rand" or parts[1][:1] != "m" or parts[2][:1] != "n":
-        raise ValueError(f'augmentation is "none", "flip" or "rand-mM-nN", not {name!r}')
-    try:
-        strength, number = int(parts[1][1:]), int(parts[2][1:])
-    except ValueError:
-        raise ValueError(f'augmentation is "none", "flip" or "rand-mM-nN", not {name!r}') from None
+    strength, number = (int(part[1:]) for part in name.split("-")[1:])
 
     def randomly(images: Tensor, generator: torch.Generator) -> Tensor:
         with require_extra("RandAugment needs torchvision", "studies"):
@@ -305,6 +172,18 @@ def set_dropout_(model: nn.Module, rate: float) -> None:
             setattr(module, "dropout", rate)  # noqa: B010
 
 
+def freeze_(model: nn.Module, layers: int) -> None:
+    """Freeze the first so many layers of a model's longest list of layers, and every parameter before them."""
+    if layers == 0:
+        return
+    stack = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList())
+    if layers >= len(stack):
+        raise ValueError(f"{type(model).__name__} has {len(stack)} layers; fewer can be frozen, not {layers}")
+    first = next(stack[layers].parameters())
+    for p in itertools.takewhile(lambda p: p is not first, model.parameters()):
+        p.requires_grad_(False)
+
+
 def scores_of(model: nn.Module, inputs: Any) -> Tensor:
     """Compute the scores of the classes, (examples, classes), for a tensor or a dict of inputs."""
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -355,7 +234,13 @@ def finetune(
     noisy = torch.rand(len(labels), generator=generator) < recipe.label_noise
     labels[noisy] = torch.randint(data.classes, (int(noisy.sum()),), generator=generator)
     total = recipe.epochs * math.ceil(len(labels) / recipe.batch)
-    optimizer = torch.optim.AdamW(model.parameters(), recipe.lr, weight_decay=recipe.weight_decay)
+    freeze_(model, recipe.frozen)
+    trained, decay = [p for p in model.parameters() if p.requires_grad], recipe.weight_decay
+    optimizer: torch.optim.Optimizer
+    if recipe.optimizer == "sgd":  # its decay is multiplied by the learning rate as AdamW's is
+        optimizer = torch.optim.SGD(trained, recipe.lr, momentum=0.9, weight_decay=decay)
+    else:
+        optimizer = torch.optim.AdamW(trained, recipe.lr, weight_decay=decay)
     warm = max(1, total // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -374,7 +259,7 @@ def finetune(
             )  # fmt: skip
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             schedule.step()
             losses.append(float(loss.detach()))

@@ -1,4 +1,4 @@
-"""A small vision transformer in plain torch, whose weights are public."""
+"""Small vision transformers in plain torch: one whose weights are public, and one to be trained from scratch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from sharpness.models import ImageFormat
 
-__all__ = ["SmallViT", "vit_cifar10"]
+__all__ = ["SmallViT", "scratch_vit", "vit_cifar10"]
 
 
 class SmallViT(nn.Module):
-    """Vision transformer of torch's post-norm encoder layers; its class token is classified.
+    """Vision transformer of torch's encoder layers; its class token is classified.
 
     Parameters
     ----------
@@ -20,18 +20,20 @@ class SmallViT(nn.Module):
     classes : int
     size, patch : int
         Sides of the images and of the patches, in pixels.
+    norm_first : bool
+        Pre-norm layers in place of post-norm ones.
     """
 
     def __init__(
         self, width: int = 128, depth: int = 6, heads: int = 8, hidden: int = 256, classes: int = 10, size: int = 32,
-        patch: int = 4,
+        patch: int = 4, norm_first: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         # Names and order of the parameters are those of the public state dict.
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + (size // patch) ** 2, width))
-        layer = nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True, norm_first=norm_first)
         self.transformer = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.mlp_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
         #: CIFAR-10's.
@@ -48,3 +50,11 @@ class SmallViT(nn.Module):
 def vit_cifar10() -> SmallViT:
     """Build the network of the public ``vit_cifar10.pth`` (811,146 parameters), with random weights."""
     return SmallViT()
+
+
+def scratch_vit() -> SmallViT:
+    """Build a pre-norm network of 4 layers of width 64 on patches of 8 pixels (148,810 parameters), at random."""
+    net = SmallViT(width=64, depth=4, heads=4, hidden=128, patch=8, norm_first=True)
+    nn.init.normal_(net.cls_token, std=0.02)
+    nn.init.normal_(net.pos_embed, std=0.02)
+    return net

@@ -1,4 +1,4 @@
-"""Quantities that cost no search, to hold every measure against: norms, distances, relative flatness."""
+"""Quantities to hold every measure against: norms, distances, margins, flatness by other definitions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .losses import scores_and_labels
+from .losses import Objective, scores_and_labels
+from .perturb import pointing_to
 
-__all__ = ["distance", "norms", "relative_flatness"]
+__all__ = ["critical_sharpness", "distance", "fisher_trace", "margin", "norms", "relative_flatness"]
 
 
 @torch.no_grad()
@@ -91,3 +92,81 @@ def relative_flatness(model: nn.Module, batches: Iterable[Any]) -> float | None:
         for hook in hooks:
             hook.remove()
     return total / count
+
+
+@torch.no_grad()
+def margin(model: nn.Module, batches: Iterable[Any], quantile: float = 0.1) -> float | None:
+    r"""Compute a quantile over examples of a classifier's margins; None where it is no classification.
+
+    .. math:: f(x)_y - \max_{s \ne y} f(x)_s
+
+    Negative margins are errors. The tenth percentile stands in for the smallest one, which a wrong label decides (Jiang
+    et al. 2020, App. C).
+    """
+    found = []
+    for batch in batches:
+        outcome = scores_and_labels(model, batch)
+        if outcome is None:
+            return None
+        scores, labels = outcome[0].double(), outcome[1][:, None]
+        others = scores.scatter(1, labels, -torch.inf).amax(1)
+        found.append(scores.gather(1, labels)[:, 0] - others)
+    return float(torch.cat(found).quantile(quantile))
+
+
+def fisher_trace(model: nn.Module, batches: Iterable[Any]) -> float | None:
+    r"""Compute the trace of a classifier's Fisher matrix; None where it is no classification.
+
+    .. math:: \operatorname{Tr} F = \operatorname{mean}_i \sum_s p_{is} \, \|\nabla_θ \log p_{is}\|^2
+
+    over all trainable weights θ, with the classes' probabilities :math:`p_i` at example i. Labels are those of the
+    model, not of the data. Up to ten classes the sum is exact, at one backward pass a class and example; beyond, one
+    label an example is drawn from :math:`p_i` with a fixed seed, which is unbiased. It is not invariant.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    total, count = 0.0, 0
+    for batch in batches:
+        for _, example in Objective(micro_batch=1).pieces(model, batch):
+            outcome = scores_and_labels(model, example)
+            if outcome is None:
+                return None
+            logs = outcome[0].log_softmax(1)[0]
+            p = logs.detach().exp().cpu()
+            many = len(p) > 10
+            for s in [int(p.multinomial(1, generator=generator))] if many else range(len(p)):
+                gradients = torch.autograd.grad(logs[s], weights, retain_graph=True, allow_unused=True)
+                total += (1.0 if many else float(p[s])) * sum(
+                    float(g.square().sum()) for g in gradients if g is not None
+                )
+            count += 1
+    return total / count
+
+
+def critical_sharpness(model: nn.Module, batch: Any, *, passes: int = 10) -> float | None:
+    r"""Compute the critical sharpness along the gradient; None where no step of any length raises the loss.
+
+    .. math:: λ_c = 2 / η_c, \qquad η_c = \min \{η > 0 : L(θ - η \nabla L(θ)) > L(θ)\}
+
+    (Kalra et al., *A Scalable Measure of Loss Landscape Curvature for Analyzing the Training Dynamics of LLMs*, 2026).
+    The search starts at :math:`η = 4 L / \|\nabla L\|^2`, which is :math:`η_c` of a parabola with minimum 0, goes by
+    factors of 4 until it brackets :math:`η_c`, and halves the bracket on a logarithmic scale; so the first crossing is
+    meant where there are several, as in the paper, but not guaranteed. ``passes`` forward passes are spent, after one
+    forward and backward pass for the gradient. On a quadratic loss it is the Rayleigh quotient of the gradient; it is
+    not invariant.
+    """
+    objective, weights = Objective(), [p for p in model.parameters() if p.requires_grad]
+    base = objective(model, batch).loss
+    gradients = torch.autograd.grad(base, weights, allow_unused=True)
+    moved = [(p, g) for p, g in zip(weights, gradients, strict=True) if g is not None]
+    square = sum(float(g.double().square().sum()) for _, g in moved)
+    if square == 0:
+        return None
+    low, high, step = 0.0, float("inf"), 4 * float(base.detach()) / square
+    with torch.no_grad():
+        for _ in range(passes):
+            with pointing_to(model, {p: p - step * g for p, g in moved}):
+                rises = not float(objective(model, batch).loss) <= float(base)  # not finite is a rise
+            low, high = (low, step) if rises else (step, high)
+            step = high / 4 if low == 0 else low * 4 if high == float("inf") else (low * high) ** 0.5
+    return 2 / step if low > 0 and high < float("inf") else None

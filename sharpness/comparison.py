@@ -1,14 +1,12 @@
 """Which measure ranks models by how they generalise: every measure at comparable radii, beside what costs nothing.
 
 A measure's correlation depends on its radius, and sharpness follows the training loss. So a measure is looked at over
-all its radii, at the radii where measures have *equal effect* (equal median increase of the loss), with the training
-loss controlled for, and beside baselines.
+all its radii, at the radii where measures have *equal effect* (equal median increase of the loss), with training loss
+and error controlled for, with intervals that know how many were looked at, and beside baselines.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +18,13 @@ import scipy.optimize
 
 from .measures import MEASURES
 from .rows import BASELINES, Row, targets
-from .statistics import Correlation, kendall, kendall_difference
+from .statistics import Correlation, kendall, kendall_difference, kendall_family
 
 __all__ = ["Ranking", "compare"]
 
 _Array = npt.NDArray[np.float64]
+#: What a measure is to say something besides.
+CONTROLS = ("train_loss", "train_error")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Ranking:
     tau : Correlation
         Kendall's τ with the target.
     partial : Correlation or None
-        The same with the training loss controlled for.
+        The same with the training loss and, where it is known, the training error controlled for.
+    corrected : Correlation or None
+        The same with an interval that is simultaneous over the family: all measures at all radii, or all quantities
+        without a radius, of the models that have them all.
     difference : Correlation or None
         At a matched increase: τ minus that of the adaptive measure, with a paired bootstrap interval.
     models : tuple of str
@@ -70,6 +73,7 @@ class Ranking:
     loss_increase: float | None
     tau: Correlation
     partial: Correlation | None
+    corrected: Correlation | None
     difference: Correlation | None
     models: tuple[str, ...]
     values: tuple[float, ...]
@@ -153,10 +157,10 @@ def common_increases(found: Sequence[Curves], count: int = 3) -> list[float]:
 
 @dataclass(frozen=True)
 class _Judge:
-    """Holds quantities against what is to be predicted, given the training loss."""
+    """Holds quantities against what is to be predicted, given training loss and error."""
 
     goal: Mapping[str, float]
-    loss: Mapping[str, float]
+    controls: Sequence[Mapping[str, float]]
     options: Mapping[str, Any]
 
     def rank(
@@ -174,12 +178,31 @@ class _Judge:
             return []
         x, y = [values[m] for m in models], [self.goal[m] for m in models]
         partial = difference = None
-        if quantity != "train_loss" and all(m in self.loss for m in models):
-            partial = kendall(x, y, given=[self.loss[m] for m in models], **self.options)
+        if quantity not in CONTROLS and self.controls and all(m in self.controls[0] for m in models):
+            partial = kendall(x, y, given=self.given(models), **self.options)
         if reference is not None and all(m in reference for m in models):
             difference = kendall_difference(x, [reference[m] for m in models], y, **self.options)
         tau = kendall(x, y, **self.options)
-        return [Ranking(quantity, choice, rho, loss_increase, tau, partial, difference, tuple(models), tuple(x))]
+        return [Ranking(quantity, choice, rho, loss_increase, tau, partial, None, difference, tuple(models), tuple(x))]
+
+    def given(self, models: Sequence[str]) -> list[list[float]]:
+        """Give the controls that are known of all these models."""
+        return [[c[m] for m in models] for c in self.controls if all(m in c for m in models)]
+
+    def corrected(self, family: Sequence[Ranking], level: float) -> list[Ranking]:
+        """Add the simultaneous intervals of a family."""
+        members = [r for r in family if r.partial is not None]
+        shared = set(self.goal).intersection(*(r.models for r in members))
+        models = [m for m in self.goal if m in shared]
+        if not members or len(models) < 3:
+            return list(family)
+        tables = [dict(zip(r.models, r.values, strict=True)) for r in members]
+        xs = {str(i): [table[m] for m in models] for i, table in enumerate(tables)}
+        goal = [self.goal[m] for m in models]
+        options = {"seed": self.options["seed"], "resamples": 10 * self.options["resamples"]}  # its level is higher
+        found = kendall_family(xs, goal, given=self.given(models), level=level, **options).values()
+        by_member = dict(zip(map(id, members), found, strict=True))
+        return [replace(r, corrected=by_member.get(id(r))) for r in family]
 
     def at_radii(self, c: Curves) -> list[Ranking]:
         """Rank at every radius."""
@@ -214,7 +237,10 @@ def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]
     local: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["kind"] == "sharpness" and row["rho"] == 0:
-            local.setdefault(label(row["measure"], row["ablation"]), {})[row["checkpoint"]] = row["sharpness"]
+            name = label(row["measure"], row["ablation"])
+            local.setdefault(name, {})[row["checkpoint"]] = row["sharpness"]
+            if row.get("trace") is not None:
+                local.setdefault(f"{name}, trace", {})[row["checkpoint"]] = row["trace"]
     yield from local.items()
 
 
@@ -228,8 +254,9 @@ def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
 
 
 def compare(
-    rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, every_radius: bool = True
-) -> list[Ranking]:
+    rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, every_radius: bool = True,
+    level: float = 0.95,
+) -> list[Ranking]:  # fmt: skip
     """Correlate every measure and baseline with what is to be predicted.
 
     Parameters
@@ -239,9 +266,11 @@ def compare(
     target : {"gap", "loss-gap", "test-error", "test-loss"}
         See :func:`sharpness.rows.targets`.
     resamples, seed : int
-        Of the bootstrap over models, see :func:`sharpness.statistics.kendall`.
+        Of the bootstrap over models, see :func:`sharpness.statistics.kendall`; of families ten times as many.
     every_radius : bool
         Every measure at all radii of the sweep too, not only at those that were chosen; ablations always are.
+    level : float
+        Probability that all corrected intervals of a family hold at once; higher if several targets are looked at.
 
     Returns
     -------
@@ -273,65 +302,22 @@ def compare(
     adaptive paper 0.5 1.0
     adaptive best 0.5 1.0
     """
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level}")
     goal = targets(rows, target)
     if len(goal) < 3:
         raise ValueError(
             f"{len(goal)} models have a {target}; a ranking needs at least 3. Give the sweep test data or accuracies"
         )
-    loss = {r["checkpoint"]: r["train_loss"] for r in rows if r["kind"] == "fit" and r.get("train_loss") is not None}
-    judge = _Judge(goal, loss, {"resamples": resamples, "seed": seed})
-    found = [r for name, values in _without_radius(rows) for r in judge.rank(name, "–", values)]
+    fits = [r for r in rows if r["kind"] == "fit"]
+    controls = [{r["checkpoint"]: r[name] for r in fits if r.get(name) is not None} for name in CONTROLS]
+    judge = _Judge(goal, [c for c in controls if c], {"resamples": resamples, "seed": seed})
+    found = judge.corrected([r for name, values in _without_radius(rows) for r in judge.rank(name, "–", values)], level)
     everything = curves(rows)
     own = [c for c in everything if not c.ablation]
+    at_all_radii = judge.corrected([r for c in own for r in judge.at_radii(c)], level)
     for c in own:
-        at_radii = judge.at_radii(c)
+        at_radii = [r for r in at_all_radii if r.quantity == c.name]
         found += [*(at_radii if every_radius else []), *_chosen(c, at_radii)]
     found += judge.at_matched_increases(own)
     return found + [r for c in everything if c.ablation for r in judge.at_radii(c)]
-
-
-_HEAD = (
-    "quantity", "radius", "ρ", "median loss increase", "models", "τ", "95 % interval", "p", "τ given train loss", "p",
-    "τ − adaptive",
-)  # fmt: skip
-
-
-def _cells(row: Ranking) -> list[str]:
-    def number(value: float | None, digits: str) -> str:
-        return "" if value is None else "–" if np.isnan(value) else format(value, digits)
-
-    def interval(tau: Correlation) -> str:
-        return f"[{tau.low:+.2f}, {tau.high:+.2f}]"
-
-    partial, difference = row.partial, row.difference
-    return [
-        row.quantity if ":" in row.quantity else row.quantity.replace("_", " "),
-        row.choice.replace("_", " "),
-        number(row.rho, ".3g"),
-        number(row.loss_increase, ".3g"),
-        str(row.tau.models),
-        number(row.tau.value, "+.2f"),
-        interval(row.tau),
-        number(row.tau.p, ".2g"),
-        number(None if partial is None else partial.value, "+.2f"),
-        number(None if partial is None else partial.p, ".2g"),
-        "" if difference is None else f"{difference.value:+.2f} {interval(difference)}",
-    ]
-
-
-def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
-    """Format rankings as a table: markdown, latex (with the rules of booktabs) or csv."""
-    lines = [list(_HEAD), *(_cells(row) for row in found)]
-    if style == "csv":
-        stream = io.StringIO()
-        csv.writer(stream, lineterminator="\n").writerows(lines)
-        return stream.getvalue()
-    if style == "markdown":
-        rows = ["| " + " | ".join(cells) + " |" for cells in lines]
-        return "\n".join([rows[0], "|" + "---|" * len(_HEAD), *rows[1:]]) + "\n"
-    if style == "latex":
-        words = str.maketrans({"%": r"\%", "_": r"\_", "τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$", "–": "--"})
-        rows = [" & ".join(cell.translate(words) for cell in cells) + r" \\" for cells in lines]
-        begin = f"\\begin{{tabular}}{{ll{'r' * (len(_HEAD) - 2)}}}"
-        return "\n".join([begin, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}", ""])
-    raise ValueError(f"a table is markdown, latex or csv, not {style!r}")

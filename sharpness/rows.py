@@ -25,7 +25,8 @@ Row = Mapping[str, Any]
 #: Quantities that need no search, by the kind of row that has them.
 BASELINES = {
     "train_loss": "fit", "train_error": "fit", "weight_norm": "baselines", "log_spectral": "baselines",
-    "distance": "baselines", "relative_flatness": "baselines",
+    "distance": "baselines", "relative_flatness": "baselines", "margin": "baselines", "fisher_trace": "baselines",
+    "critical_sharpness": "baselines", "alpha": "baselines",
 }  # fmt: skip
 #: What a measure is held against: name and words.
 TARGETS = {
@@ -38,8 +39,8 @@ _TEXT = ("checkpoint", "kind", "measure")
 _COUNTS = ("passes", "unconverged")
 #: Columns of a .csv, those of a fit or a baseline row empty where they mean nothing.
 _COLUMNS = (
-    *_TEXT, "ablation", "rho", "sharpness", "base_loss", "error_increase", *_COUNTS, "seconds", "train_loss",
-    "train_error", "test_loss", "test_error", "weight_norm", "log_spectral", "distance", "relative_flatness",
+    *_TEXT, "ablation", "rho", "sharpness", "trace", "base_loss", "error_increase", *_COUNTS, "seconds", "train_loss",
+    "train_error", "test_loss", "test_error", *(name for name, kind in BASELINES.items() if kind == "baselines"),
 )  # fmt: skip
 
 
@@ -172,6 +173,10 @@ class _Baselines(_Row, tag="baselines"):
     log_spectral: Finite | None = None
     distance: Finite | None = None
     relative_flatness: Finite | None = None
+    margin: Finite | None = None
+    fisher_trace: Finite | None = None
+    critical_sharpness: Finite | None = None
+    alpha: Finite | None = None
 
 
 class _Sharpness(_Row, tag="sharpness"):
@@ -179,6 +184,7 @@ class _Sharpness(_Row, tag="sharpness"):
     ablation: dict[str, Any]
     rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
     sharpness: Finite
+    trace: Finite | None = None
 
 
 #: What a row of each kind holds at least.

@@ -11,6 +11,7 @@ PUBLIC = [
     "reproduction.finetune",
     "reproduction.granulated",
     "reproduction.pretrain",
+    "reproduction.recipes",
     "reproduction.collection",
     "quotient_manifolds",
     "quotient_manifolds.optim",
@@ -28,6 +29,7 @@ PUBLIC = [
     "sharpness.rows",
     "sharpness.statistics",
     "sharpness.sweep",
+    "sharpness.tables",
 ]
 
 

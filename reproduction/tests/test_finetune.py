@@ -12,8 +12,9 @@ from PIL import Image
 from reproduction import cli, collection
 from reproduction import finetune as training_loop
 from reproduction.collection import train_collection
-from reproduction.finetune import Recipe, random_recipe, set_dropout_
+from reproduction.finetune import set_dropout_
 from reproduction.pretrain import pretrain
+from reproduction.recipes import Recipe, random_recipe
 from reproduction.vision import SmallViT, vit_cifar10
 from sharpness import cli as measuring
 from sharpness.data import DataChoice, TextColumns
@@ -53,7 +54,7 @@ def test_a_collection_of_images_is_trained_measured_and_ranked(images, capsys):
                  "--epochs", "2", "6", "--batch", "8", "--num-examples", "48", "--subset-seed", "0", "--points", "16",
                  "--out", "collection", "--quiet"]  # fmt: skip
     assert cli.main(arguments) == 0
-    weights = sorted(Path("collection").glob("*.safetensors"))
+    weights = sorted(Path("collection").glob("model_*.safetensors"))
     assert [p.name for p in weights] == [f"model_{i:02d}.safetensors" for i in range(4)]
     recipes = [json.loads(p.with_suffix(".json").read_text())["recipe"] for p in weights]
     assert [r["seed"] for r in recipes] == [0, 1, 2, 3]

@@ -79,25 +79,34 @@ def add_table(commands: Any) -> None:
         "table",
         "print how every measure ranks the models of a sweep",
         "Kendall's tau of the generalisation gap with every measure: at every radius, at the paper's, at its best and "
-        "at matched increases of the loss; with bootstrap intervals, controlled for the training loss, beside norms "
-        "and other baselines.",
+        "at matched increases of the loss; with bootstrap intervals, and given training loss and error (partial tau) "
+        "with intervals corrected for all that is compared, beside norms and other baselines.",
     )
     shown.add_argument("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table")
     shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
+    shown.add_argument(
+        "--level", type=float, default=0.95, help="that all corrected intervals hold; raise it for several targets"
+    )
     shown.add_argument("--out", type=place, help="file (default: print)")
     shown.set_defaults(run=_table)
 
 
 def _table(options: argparse.Namespace) -> int:
-    from ..comparison import compare, formatted
+    from ..comparison import compare
     from ..files import check_file, write_text
     from ..rows import read_results
+    from ..tables import formatted, verdicts
 
     if options.out is not None:
         check_file(options.out)
 
-    found = compare(read_results(options.results), options.target, every_radius=not options.short)
+    rows = read_results(options.results)
+    found = compare(rows, options.target, every_radius=not options.short, level=options.level)
     text = formatted(found, options.format)
+    said = verdicts(found)
+    if options.format == "markdown" and said:
+        text += "\nDoes it say anything that training loss and error do not?\n\n"
+        text += "".join(f"- {name.replace('_', ' ')}: {words}\n" for name, words in said.items())
     if options.out is None:
         print(text, end="")
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..baselines import distance, norms, relative_flatness
+from ..baselines import critical_sharpness, distance, fisher_trace, margin, norms, relative_flatness
 from ..batch_loss import RadiusError
 from ..data import DataChoice
 from ..errors import words_of
@@ -89,6 +89,7 @@ def _local_row(result: LocalResult) -> dict[str, Any]:
     return {
         "rho": 0.0,
         "sharpness": fmean(values),
+        "trace": result.trace,
         "per_batch": values,
         "base_loss": fmean(b.base_loss for b in result.batches),
         "error_increase": None,
@@ -129,7 +130,11 @@ def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str,
 
 
 def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
-    row = {**norms(model), "relative_flatness": relative_flatness(model, read(sweep.data))}
+    batches = read(sweep.data)
+    row = {
+        **norms(model), "relative_flatness": relative_flatness(model, batches), "margin": margin(model, batches),
+        "fisher_trace": fisher_trace(model, batches), "critical_sharpness": critical_sharpness(model, batches[0]),
+    }  # fmt: skip
     return row if sweep.initial is None else {**row, "distance": _distance(sweep.initial, model)}
 
 

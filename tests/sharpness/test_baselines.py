@@ -1,11 +1,13 @@
 """Norms and relative flatness, against their definitions."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sharpness.baselines import distance, norms, relative_flatness
+from sharpness.baselines import critical_sharpness, distance, fisher_trace, margin, norms, relative_flatness
 
 
 class Net(nn.Module):
@@ -71,3 +73,64 @@ def test_distance_counts_what_both_have():
     assert distance(net, start) == pytest.approx((4 * net.body[0].weight.numel()) ** 0.5)
     with pytest.raises(ValueError, match="have 0 of the 39 weights of Net"):
         distance(net, {"other": torch.zeros(2)})
+
+
+def test_the_margin_is_that_to_the_next_class():
+    scores, y = torch.tensor([[3.0, 1.0, 0.0], [0.0, 1.0, 4.0], [2.0, 2.5, 0.0]]), torch.tensor([0, 1, 1])
+    found = [margin(nn.Identity(), [(scores[:2], y[:2]), (scores[2:], y[2:])], quantile=q) for q in (0.0, 0.5, 1.0)]
+    assert found == [-3.0, 0.5, 2.0]
+    assert margin(nn.Flatten(0), [(torch.randn(6, 1), torch.randn(6))]) is None
+
+
+def test_the_trace_of_the_fisher_matrix_is_that_of_the_matrix():
+    """F = Jᵀ (diag p − p pᵀ) J, example by example, with the Jacobian of the scores from autograd."""
+    torch.manual_seed(0)
+    net, x, y = Net(), torch.randn(5, 5), torch.randint(3, (5,))
+    weights, expected = list(net.parameters()), 0.0
+    for row in x:
+        scores = net(row[None])[0]
+        rows = [torch.autograd.grad(s, weights, retain_graph=True) for s in scores]
+        J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        p = scores.softmax(0).detach()
+        expected += float((J.T @ (p.diag() - p.outer(p)) @ J).trace()) / 5
+    assert fisher_trace(net, [(x[:3], y[:3]), (x[3:], y[3:])]) == pytest.approx(expected, rel=1e-10)
+    # The labels of the data do not enter: this is no empirical Fisher matrix.
+    assert fisher_trace(net, [(x, (y + 1) % 3)]) == pytest.approx(expected, rel=1e-10)
+    # Of many classes labels are drawn: twelve of which nine have no chance are as good as three, up to the draws.
+    many = nn.Sequential(net, nn.ConstantPad1d((0, 9), -1e3))
+    drawn = fisher_trace(many, [(x.repeat(30, 1), y.repeat(30))])
+    assert drawn == pytest.approx(expected, rel=0.25)
+    assert drawn != pytest.approx(expected, rel=1e-6)
+    assert fisher_trace(nn.Linear(2, 1), [(torch.randn(6, 2), torch.randn(6, 1))]) is None
+
+
+class Parabola(nn.Module):
+    """½ wᵀ H w + c, as the loss of any batch."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+        self.H, self.c = torch.diag(torch.tensor([1.0, 3.0, 10.0])), c
+
+    def forward(self, x):
+        return SimpleNamespace(loss=self.w @ self.H @ self.w / 2 + self.c)
+
+
+@pytest.mark.parametrize("c", [0.0, 1e3])
+def test_critical_sharpness_of_a_parabola_is_the_rayleigh_quotient(c):
+    net = Parabola(c)
+    g = (net.H @ net.w).detach()
+    expected = float(g @ net.H @ g / (g @ g))
+    before = net.w.detach().clone()
+    found = critical_sharpness(net, {"x": torch.zeros(1)}, passes=40)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(net.w, before)
+    # Within ten passes after a bad first guess, to some per cent.
+    assert critical_sharpness(net, {"x": torch.zeros(1)}) == pytest.approx(expected, rel=0.3)
+    assert found != pytest.approx(float(net.H.max()), rel=0.1)  # it is no largest eigenvalue
+
+
+def test_critical_sharpness_of_what_only_falls():
+    net = Parabola(0.0)
+    net.H = torch.zeros(3, 3)
+    assert critical_sharpness(net, {"x": torch.zeros(1)}) is None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from sharpness.comparison import common_increases, compare, curves, formatted
+from sharpness.comparison import common_increases, compare, curves
 from sharpness.rows import targets
 from sharpness.statistics import kendall_difference
 from tests.studies import study
@@ -68,17 +68,24 @@ def test_difference_of_tau_resamples_both_together():
     assert kendall_difference(x, x, y).high == 0
 
 
+def test_corrected_intervals_are_of_what_has_a_radius_and_of_what_has_none():
+    """They are wider than those of one coefficient, wider still at a higher level, and have its value."""
+    found, strict = (compare(study(), resamples=200, level=level) for level in (0.95, 0.99))
+    own = [r for r in found if r.choice == "ρ" and "," not in r.quantity]
+    assert len(own) == 6
+    for r, s in zip(found, strict, strict=True):
+        assert (r.corrected is None) == (s.corrected is None)
+        if r.corrected is not None:
+            assert r.corrected.value == pytest.approx(r.partial.value)
+            assert s.corrected.high - s.corrected.low >= r.corrected.high - r.corrected.low >= 0
+    assert sum(r.corrected.high - r.corrected.low for r in own) > sum(r.partial.high - r.partial.low for r in own)
+    assert all(r.corrected is None for r in found if r.quantity in ("train_loss", "train_error") or "," in r.quantity)
+    with pytest.raises(ValueError, match="level must lie between 0 and 1"):
+        compare(study(), level=1.5)
+
+
 def test_too_few_models_with_a_target():
     with pytest.raises(ValueError, match="0 models have a gap"):
         compare([r for r in study() if r["kind"] != "fit"])
     with pytest.raises(ValueError, match="target must be one of"):
         targets(study(), "luck")
-
-
-@pytest.mark.parametrize("style", ["markdown", "latex", "csv"])
-def test_tables(style):
-    text = formatted(compare(study(), resamples=20), style)
-    assert "geodesic-inv" in text
-    assert text.count("\n") > 10
-    with pytest.raises(ValueError, match="markdown, latex or csv"):
-        formatted([], "html")

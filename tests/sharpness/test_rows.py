@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from sharpness.comparison import compare, formatted
+from sharpness.comparison import compare
 from sharpness.rows import read_results, write_results
+from sharpness.tables import formatted
 from tests.studies import study
 
 

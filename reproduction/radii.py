@@ -1,0 +1,171 @@
+"""Radii by rule: where the median model's loss increases by a given amount, found on three models of a zoo."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import sharpness
+from sharpness.batch_loss import RadiusError
+from sharpness.files import write_json
+from sharpness.models import load
+from sharpness.progress import bar
+from sharpness.rows import Row
+from sharpness.sweep import Checkpoint, Sweep, read_config, read_rows
+
+__all__ = ["LEVELS", "PRIMARY", "choose_radii", "median_models", "radius_at", "radius_of_levels"]
+
+#: Increases of the loss, in nats.
+LEVELS = (0.1, 0.5)
+HESSIANS = ["riemannian-hessian", "euclidean-hessian"]
+PRIMARY = ("euclidean", "adaptive", "geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
+
+
+def median_models(rows: Sequence[Row]) -> list[str]:
+    """Name the models at the quartiles of the training loss.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of the kind ``"fit"``; of these the training losses alone are read.
+
+    Returns
+    -------
+    list of str
+        Three checkpoints.
+
+    Examples
+    --------
+    >>> rows = [{"checkpoint": f"m{i}", "kind": "fit", "train_loss": 0.1 * i} for i in range(9)]
+    >>> median_models(rows)
+    ['m2', 'm4', 'm6']
+    """
+    losses = {r["checkpoint"]: r["train_loss"] for r in rows if r["kind"] == "fit"}
+    if len(losses) < 3:
+        raise ValueError(f"{len(losses)} models have a training loss; radii are found on three")
+    names = sorted(losses, key=lambda m: (losses[m], m))
+    return [names[(len(names) - 1) * k // 4] for k in (1, 2, 3)]
+
+
+def radius_at(level: float, increase: Callable[[float], float], start: float, *, most: int = 10) -> float | None:
+    """Find the radius of a given increase of the loss, on a log–log line between two neighbouring ones.
+
+    Parameters
+    ----------
+    level : float
+        The increase.
+    increase : callable
+        From a radius to the increase of the loss; raises ``RadiusError`` where a radius is too large.
+    start : float
+        First radius; the next are halved or doubled until two of them bracket the level.
+    most : int
+        Radii that are tried.
+
+    Returns
+    -------
+    float or None
+        To three digits; None if the level is not reached.
+
+    Examples
+    --------
+    >>> radius_at(0.5, lambda rho: rho**2, start=0.05)
+    0.707
+    >>> radius_at(0.5, lambda rho: min(rho, 0.3), start=0.05) is None
+    True
+    """
+    tried: dict[float, float] = {}
+    rho = start
+    for _ in range(most):
+        try:
+            tried[rho] = max(increase(rho), 1e-300)
+        except RadiusError:
+            return None
+        below, above = ([r for r in tried if (tried[r] < level) == small] for small in (True, False))
+        if below and above:
+            low, high = max(below), min(above)
+            share = math.log(level / tried[low]) / math.log(tried[high] / tried[low])
+            return float(f"{low * (high / low) ** share:.3g}")
+        rho = 2 * max(below) if below else min(above) / 2
+    return None
+
+
+def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -> list[float]:
+    """Find the radii at which the median over models of a measure is at the levels; those that are not reached lack.
+
+    Parameters
+    ----------
+    sweep : Sweep
+        Its data, device and settings are used.
+    models : sequence of Checkpoint
+    measure : str
+
+    Returns
+    -------
+    list of float
+        Of :data:`LEVELS`, in their order.
+    """
+    loaded = [load(c.model, c.weights, head=c.head) for c in models]
+    batches = [sweep.data.load(found, sweep.device) for found in loaded]
+    for found in loaded:
+        found.model.to(sweep.device).eval()
+    known: dict[float, float] = {}
+
+    def increase(rho: float) -> float:
+        if rho not in known:
+            results = [
+                sharpness.evaluate(
+                    found.model, b, measure=measure, rho=rho, keep_directions=False, progress=False, **sweep.settings
+                )
+                for found, b in zip(loaded, batches, strict=True)
+            ]  # fmt: skip
+            known[rho] = median(float(r) for r in results)
+        return known[rho]
+
+    start = sharpness.get_measure(measure).rho or 0.1
+    radii = (radius_at(level, increase, start) for level in LEVELS)
+    return [rho for rho in radii if rho is not None]
+
+
+def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool = True) -> Path:
+    """Write the configurations that measure a zoo: ``models/measure.json``, with the radii found by rule, and Hessians.
+
+    Parameters
+    ----------
+    zoo : Path
+        As :func:`reproduction.zoo.build` left it.
+    measures : sequence of str
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    Path
+        Of the first; results belong into ``results``, where losses and errors are. Measures whose radii it has already
+        are kept. ``models/hessian.json`` is for a quarter of the examples.
+
+    Raises
+    ------
+    ValueError
+        Fewer than three models were tested.
+    """
+    path = zoo / "models" / "measure.json"
+    sweep = read_config(zoo / "models" / "sweep.json")
+    base = json.loads((zoo / "models" / "sweep.json").read_text())
+    radii = json.loads(path.read_text())["rho"] if path.is_file() else {}
+    chosen = set(median_models(read_rows(zoo / "results")))
+    models = [c for c in sweep.checkpoints if c.name in chosen]
+    with bar(len(measures), "radii", "measure", progress=progress) as shown:
+        for measure in measures:
+            if measure not in radii:
+                radii[measure] = radius_of_levels(sweep, models, measure)
+                own = {"measures": [m for m in radii if radii[m]] + ["gradient-norm"], "rho": radii}
+                write_json(path, base | own | {"relative_tol": 1e-3})
+            shown.update()
+    few = base["data"]["num_examples"] // 4
+    local = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}
+    local |= {"measures": HESSIANS, "data": base["data"] | {"num_examples": few, "batch_size": few}}
+    write_json(path.with_name("hessian.json"), local)
+    return path

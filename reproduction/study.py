@@ -1,0 +1,210 @@
+"""The study of generalisation: rows of the zoos, what each measure says given the training loss, and the figures."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sharpness.comparison import CONTROLS, Ranking, compare
+from sharpness.models import load, load_state_dict
+from sharpness.plots.look import COLOURS, MARKERS, figure
+from sharpness.rows import TARGETS, Row, targets
+from sharpness.statistics import kendall_difference
+from sharpness.sweep import Checkpoint, read_config, read_rows
+from sharpness.tables import verdicts
+
+from .power import LEVEL
+from .radii import PRIMARY
+
+__all__ = ["differences", "plot_partial", "plot_radius", "rows_of", "table"]
+
+#: What a zoo's measures are held against.
+OUTCOMES = ("gap", "test-loss")
+
+
+def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Collect what was measured of a zoo, and its fits with the shifted data in place of the test data.
+
+    Parameters
+    ----------
+    zoo : Path
+        As :func:`reproduction.zoo.build` and sweeps of ``models/measure.json`` and ``models/hessian.json`` left it.
+
+    Returns
+    -------
+    tuple of list of dict
+    """
+    configs = [path for name in ("measure", "hessian") if (path := zoo / "models" / f"{name}.json").is_file()]
+    found = [row for path in configs for row in read_rows(zoo / "results", read_config(path))]
+    more = {"distance": from_starts(zoo / "models"), "alpha": alphas(read_config(configs[0]).checkpoints)}
+    for row in found:
+        if row["kind"] == "baselines":
+            row |= {k: v[row["checkpoint"]] for k, v in more.items() if row["checkpoint"] in v}
+    return found, read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
+
+
+def from_starts(models: Path) -> dict[str, float]:
+    """Compute the Euclidean distance of each network trained from scratch from its own start, by checkpoint."""
+    found = {}
+    for path in sorted(models.glob("start_*.safetensors")):
+        name = path.name.replace("start", "model", 1)
+        if (models / name).is_file():
+            end, start = (load_state_dict(p) for p in (models / name, path))
+            found[name] = math.sqrt(sum(float((end[k].double() - start[k].double()).square().sum()) for k in end))
+    return found
+
+
+def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, float]:
+    """Compute WeightWatcher's α of models, by checkpoint; none where the package weightwatcher is not installed.
+
+    The mean over layers of the exponent of a power law that is fitted to the eigenvalues of :math:`W^T W` (Martin,
+    Peng, Mahoney 2021). It sees linear layers and convolutions, not the packed projections of torch's attention.
+    """
+    if importlib.util.find_spec("weightwatcher") is None:
+        return {}
+    watcher = importlib.import_module("weightwatcher").WeightWatcher
+    found = {}
+    for c in checkpoints:
+        model = load(c.model, c.weights, head=c.head).model
+        found[c.name] = float(watcher(model=model).analyze()["alpha"].mean())
+    return found
+
+
+def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -> dict[tuple[str, int], Any]:
+    """Compare measures with one of them at the same level, by their partial τ.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of a zoo whose measures have the same number of radii, by rule.
+    target : str
+        See :func:`sharpness.rows.targets`.
+    reference : str
+        The measure that others are compared with.
+
+    Returns
+    -------
+    dict of (str, int) to Correlation
+        By measure and level, from 0: τ given training loss and error minus the reference's, with a paired bootstrap.
+    """
+    goal = targets(rows, target)
+    fits = {r["checkpoint"]: r for r in rows if r["kind"] == "fit"}
+    tables: dict[str, list[dict[str, float]]] = {}
+    for r in _at_radii(compare(rows, target, resamples=1)):
+        tables.setdefault(r.quantity, []).append(dict(zip(r.models, r.values, strict=True)))
+    found = {}
+    for name, by_level in tables.items():
+        for level, (one, other) in enumerate(zip(by_level, tables.get(reference, []), strict=False)):
+            models = [m for m in goal if m in one and m in other]
+            if name != reference:
+                columns = ([values[m] for m in models] for values in (one, other, goal))
+                given = [[fits[m][control] for m in models] for control in CONTROLS]
+                found[name, level] = kendall_difference(*columns, given=given)
+    return found
+
+
+def _at_radii(found: Sequence[Ranking]) -> list[Ranking]:
+    return [r for r in found if r.choice == "ρ" and "," not in r.quantity]
+
+
+def table(zoos: Mapping[str, Sequence[Row]], target: str) -> str:
+    """Write what every quantity says of a target given training loss and error, a column a zoo.
+
+    Parameters
+    ----------
+    zoos : mapping of str to sequence of mapping
+        Rows by name.
+    target : str
+
+    Returns
+    -------
+    str
+        A table in markdown: the verdict, and partial τ with its corrected interval at every radius.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for zoo, rows in zoos.items():
+        found = compare(rows, target, level=LEVEL)
+        for name, words in verdicts(found).items():
+            taus = [r.corrected for r in found if r.quantity == name and r.choice in ("ρ", "–")]
+            intervals = [f"{t.value:+.2f} [{t.low:+.2f}, {t.high:+.2f}]" for t in taus if t is not None]
+            cells.setdefault(name, {})[zoo] = f"**{words}**: {'; '.join(intervals)}"
+    lines = [f"| given training loss and error | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
+    for name in sorted(cells, key=_order):
+        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells[name].get(zoo, '') for zoo in zoos)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _order(name: str) -> tuple[int, str]:
+    return PRIMARY.index(name) if name in PRIMARY else len(PRIMARY), name
+
+
+def plot_partial(zoos: Mapping[str, Sequence[Row]], path: str | os.PathLike[str]) -> None:
+    """Draw partial τ with its corrected interval, measure by measure, the zoos side by side, a row a target.
+
+    Parameters
+    ----------
+    zoos : mapping of str to sequence of mapping
+        Rows by name.
+    path : str or path
+        Where the figure goes.
+    """
+    found = {(z, t): compare(rows, t, level=LEVEL) for z, rows in zoos.items() for t in OUTCOMES}
+    names = sorted({r.quantity for rows in found.values() for r in rows if r.corrected is not None}, key=_order)
+    size = (4.2 * len(zoos) + 2.5, 2 * (0.32 * len(names) + 1.2))
+    with figure(path, size, len(OUTCOMES), len(zoos), sharex=True, sharey=True) as (_, grid):
+        for (zoo, target), rankings in found.items():
+            axes = grid[OUTCOMES.index(target), list(zoos).index(zoo)]
+            axes.axvline(0, color="0.6", linewidth=1)
+            for place, name in enumerate(names):
+                shown = [r for r in rankings if r.quantity == name and r.corrected is not None and r.choice in "ρ–"]
+                for k, r in enumerate(shown):
+                    _interval(axes, r, place + 0.16 * (k - (len(shown) - 1) / 2))
+            axes.set(yticks=range(len(names)), xlim=(-1, 1))
+            axes.set_yticklabels([n.replace("_", " ") for n in names])
+            axes.set_ylim(len(names) - 0.5, -0.5)
+            if target == OUTCOMES[0]:
+                axes.set_title(f"{zoo}, {max((len(r.models) for r in rankings), default=0)} models")
+            if zoo == next(iter(zoos)):
+                axes.set_ylabel(TARGETS[target])
+        for axes in grid[-1]:
+            axes.set_xlabel("τ given training loss and error")
+
+
+def _interval(axes: Any, r: Ranking, place: float) -> None:
+    tau, colour = r.corrected, COLOURS.get(r.quantity, "0.35")
+    assert tau is not None
+    axes.plot([tau.low, tau.high], [place, place], color=colour, linewidth=2)
+    axes.plot(tau.value, place, MARKERS.get(r.quantity, "o"), color=colour, markersize=5)
+
+
+def plot_radius(zoos: Mapping[str, Sequence[Row]], target: str, path: str | os.PathLike[str]) -> None:
+    """Draw partial τ against the median increase of the loss, a line a measure, the zoos side by side.
+
+    Parameters
+    ----------
+    zoos : mapping of str to sequence of mapping
+        Rows by name.
+    target : str
+        See :func:`sharpness.rows.targets`.
+    path : str or path
+        Where the figure goes.
+    """
+    with figure(path, (4.4 * len(zoos), 3.8), 1, len(zoos), sharey=True) as (_, grid):
+        for axes, (zoo, rows) in zip(grid[0], zoos.items(), strict=True):
+            shown = [r for r in _at_radii(compare(rows, target, level=LEVEL)) if r.corrected is not None]
+            for name in sorted({r.quantity for r in shown}, key=_order):
+                own = sorted((r for r in shown if r.quantity == name), key=lambda r: r.rho or 0.0)
+                x, taus = [r.loss_increase for r in own], [r.corrected for r in own]
+                colour, marker = COLOURS.get(name), MARKERS.get(name, "o")
+                line = axes.semilogx(x, [t.value for t in taus if t], marker=marker, color=colour, label=name)
+                low, high = ([getattr(t, end) for t in taus] for end in ("low", "high"))
+                axes.fill_between(x, low, high, color=line[0].get_color(), alpha=0.1)
+            axes.axhline(0, color="0.6", linewidth=1)
+            axes.set(title=zoo, xlabel="median loss increase")
+        grid[0, 0].set_ylabel(f"τ with {TARGETS[target]},\ngiven training loss and error")
+        grid[0, -1].legend()

@@ -1,0 +1,67 @@
+"""The analysis of the study, on rows whose answer is known beforehand."""
+
+import numpy as np
+import pytest
+
+from reproduction.power import LEVEL, draw
+from reproduction.study import differences, plot_partial, plot_radius, table
+from sharpness.comparison import compare
+from sharpness.tables import verdicts
+
+
+def zoo(models=96, seed=0, sign=1.0):
+    """Geodesic-inv says something given the training loss; adaptive follows the loss alone, as the margin does."""
+    rng = np.random.default_rng(seed)
+    controls, _, _ = draw(rng, models, 0.0)
+    own, *noise = rng.standard_normal((5, models))
+    loss, error = np.exp(0.3 * controls)
+    gap = np.exp(-0.8 * controls.mean(0) + 0.6 * sign * own + 0.2 * noise[0]) / 10
+    rows = []
+    for i in range(models):
+        name = f"m{i:02d}"
+        fit = {"train_loss": loss[i], "train_error": error[i] / 10, "test_error": error[i] / 10 + gap[i]}
+        rows.append({"checkpoint": name, "kind": "fit", **fit, "test_loss": loss[i] + 5 * gap[i]})
+        rows.append({"checkpoint": name, "kind": "baselines", "margin": -loss[i] + 0.1 * noise[1][i]})
+        for k, rho in enumerate((0.1, 0.3)):
+            inv = np.exp(0.5 * controls[0, i] + own[i] + 0.3 * noise[2 + k][i])
+            adaptive = np.exp(controls[0, i] + 0.5 * noise[2 + k][i])
+            of = {"checkpoint": name, "kind": "sharpness", "ablation": {}, "rho": rho}
+            rows += [{**of, "measure": "geodesic-inv", "sharpness": rho * inv}]
+            rows += [{**of, "measure": "adaptive", "sharpness": rho * adaptive}]
+    return rows
+
+
+@pytest.mark.parametrize(("sign", "words"), [(1.0, "yes, +"), (-1.0, "yes, −")])
+def test_what_is_there_is_found_with_its_sign_and_what_is_not_is_not(sign, words):
+    rows = zoo(sign=sign)
+    raw = {r.quantity: r.tau for r in compare(rows, "gap") if r.choice in ("ρ", "–")}
+    assert raw["adaptive"].high < 0  # without the training loss it seems to say something
+    for target in ("gap", "test-loss"):
+        found = verdicts(compare(rows, target, level=LEVEL, resamples=200))
+        assert found["geodesic-inv"] == words
+        assert not found["adaptive"].startswith("yes")
+        assert not found["margin"].startswith("yes")
+
+
+def test_nothing_of_size_needs_enough_models():
+    said = [verdicts(compare(zoo(models, seed=3), "gap", resamples=30))["margin"] for models in (24, 300)]
+    assert said == ["unresolved", "nothing of size"]
+
+
+def test_a_difference_is_that_of_the_partial_coefficients():
+    found = differences(zoo(), "gap")
+    assert set(found) == {("geodesic-inv", 0), ("geodesic-inv", 1)}
+    taus = {(r.quantity, r.rho): r.partial.value for r in compare(zoo(), "gap", resamples=1) if r.choice == "ρ"}
+    assert found["geodesic-inv", 0].value == pytest.approx(taus["geodesic-inv", 0.1] - taus["adaptive", 0.1])
+    assert found["geodesic-inv", 0].low > 0
+
+
+def test_the_table_and_the_figures(tmp_path):
+    zoos = {"vit": zoo(60), "scratch": zoo(40, seed=1)}
+    lines = table(zoos, "gap").splitlines()
+    assert lines[0] == "| given training loss and error | vit | scratch |"
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["adaptive", "geodesic-inv", "margin"]
+    assert lines[3].count("**yes, +**") == 2
+    plot_partial(zoos, tmp_path / "partial.png")
+    plot_radius(zoos, "gap", tmp_path / "radius.png")
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("partial.png", "radius.png"))

