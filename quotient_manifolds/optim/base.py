@@ -177,7 +177,9 @@ class QuotientOptimizer(Optimizer):
             for s in steps:
                 s.clip = clip
         changed = [p for p in gradients if p in self._rests or p not in self._covered]
-        kept = [t for p in changed for t in (p, *self.state[p].values()) if isinstance(t, Tensor) and t.is_floating_point()]
+        kept = [
+            t for p in changed for t in (p, *self.state[p].values()) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
         before = [t.clone() for t in kept]
         self._step_all(steps, gradients, clip)
         for t, old in zip(kept, before, strict=True):

@@ -16,7 +16,7 @@ from ..symmetries import GL, PairStack, SymmetricPair
 from ..symmetries.blocks import BlockStack, is_sharded
 from .preconditioner import Preconditioner, gram, wide
 
-__all__ = ["Part", "PairBucket", "PairStep", "check_anchors", "group_of", "is_flipped", "trace"]
+__all__ = ["PairBucket", "PairStep", "Part", "check_anchors", "group_of", "is_flipped", "trace"]
 
 
 def trace(S: Tensor) -> Tensor:
@@ -237,9 +237,7 @@ class PairStep:
         part.write_(x)
         return x
 
-    def advance_(
-        self, direction: Callable[[Part], Tensor], A: Tensor, lr: float, weight_decay: float
-    ) -> Tensor:
+    def advance_(self, direction: Callable[[Part], Tensor], A: Tensor, lr: float, weight_decay: float) -> Tensor:
         """Move all parts, and give the matrices, (pairs, …, 2, h, h), that take covectors along."""
         across, after = torch.zeros_like(A), torch.zeros_like(A)
         for part in self.parts:

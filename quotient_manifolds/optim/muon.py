@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import Part, PairStep, trace
+from .buckets import PairStep, Part, trace
 from .newton_schulz import inverse_root
 from .others import check_adam_options, is_number
 from .preconditioner import Preconditioner

@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import Part, PairStep
+from .buckets import PairStep, Part
 from .others import is_number
 
 __all__ = ["QuotientSGD"]
