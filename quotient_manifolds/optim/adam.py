@@ -143,8 +143,8 @@ class QuotientAdam(QuotientOptimizer):
             V = K_inv @ (C / correction2) @ K_inv.mH
             least = _LEAST * torch.linalg.matrix_norm(V, keepdim=True)
             root = inverse_root(V + least * torch.eye(V.shape[-1], dtype=V.dtype, device=V.device))
-            halfway = K_inv.mH @ root
-            A = halfway @ K_inv
+            A = K_inv.mH @ root @ K_inv
+            halfway = s.scaled(K_inv.mH @ root, 1.0)
         A = A / correction1
 
         def direction(part: Part) -> Tensor:
@@ -152,9 +152,9 @@ class QuotientAdam(QuotientOptimizer):
             m = s.state("moment", part).mul_(s.keep(beta1, 1.0)).add_(g, alpha=1 - beta1)
             if scalar:
                 return m
-            squares = s.times(g, part, halfway).abs().square().mean(-1, keepdim=True)
+            size = torch.linalg.vector_norm(s.times(g, part, halfway), dim=-1, keepdim=True)
             r = s.state("rows", part)
-            r.mul_(s.keep(beta2, 1.0)).add_(squares, alpha=1 - beta2)
+            r.mul_(s.keep(beta2, 1.0)).addcmul_(size, size, value=(1 - beta2) / g.shape[-1])
             second = correction2[part.pairs].squeeze(-3).to(r.dtype)
             return m / ((r / second).sqrt() + eps)
 
@@ -166,6 +166,7 @@ class QuotientAdam(QuotientOptimizer):
         if scalar:
             s.write("scalar", C)
         else:
+            T = T.to(C.dtype)
             s.write("matrix", T.mH @ C @ T)
 
     def _make_room(self, scalar: bool, s: PairStep, like: Tensor) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from .preconditioner import Preconditioner, gram, wide
 __all__ = ["PairBucket", "PairStep", "Part", "check_anchors", "group_of", "is_flipped", "trace"]
 
 
+#: As many numbers of a factor, its gradient, its moment and what is made of them lie in the second-level cache.
+_IN_CACHE = 2**16
+
+
 def trace(S: Tensor) -> Tensor:
     """Compute the real part of the trace, (…)."""
     return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
@@ -29,8 +34,8 @@ class Part:
     """Rows of one factor of some pairs of a bucket, where they lie: views of the parameters, (pairs, …, rows, h).
 
     ``side`` is 0 for G and 1 for H, ``pairs`` are their positions among the pairs that take a step, ``home`` those in
-    the bucket, ``rows`` theirs in the factor, and ``decays`` is False for a bias. On the CPU a part is one view, which
-    stays in the cache from one operation to the next; elsewhere it is as many as possible, for one kernel.
+    the bucket, ``rows`` theirs in the factor, and ``decays`` is False for a bias. On the CPU a part is as large as stays
+    in the cache from one operation to the next, but one view of a parameter at least; elsewhere as large as can be.
     """
 
     group: GL
@@ -47,7 +52,7 @@ class Part:
         return [r.view(t.contiguous()) for r, t in zip(self.runs, given, strict=True)]
 
     def read(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Give the rows in float32 at least, of the parameters or of what ``tensors`` has for them; a view if it can be."""
+        """Give the rows of the parameters, or of what ``tensors`` has for them, in float32 at least; a view if it can."""
         views = self._views(tensors)
         if len(views) == 1:
             x = views[0]
@@ -79,6 +84,11 @@ class Part:
         if like.stride(-2) < like.stride(-1):
             return like.new_zeros(count, *batch, h, rows).mT
         return like.new_zeros(count, *batch, rows, h)
+
+
+def of_part(A: Tensor, part: Part) -> Tensor:
+    """See the matrices of a part in (pairs, …, 2, h, h)."""
+    return A.select(-3, part.side)[part.pairs]
 
 
 class PairBucket:
@@ -118,25 +128,36 @@ class PairBucket:
             return None
         if active not in self._layouts:
             device = self.stack.pairs[0].G[0].tensor.device
-            parts = tuple(_parts(self.stack, active, joined=device.type != "cpu"))
+            parts = tuple(_parts(self.stack, active, _IN_CACHE if device.type == "cpu" else math.inf))
             whole = len(active) == len(self.stack)
             self._layouts[active] = parts, None if whole else torch.tensor(active, device=device)
         return PairStep(self, *self._layouts[active], gradients, metric)
 
 
-def _parts(stack: PairStack, active: Sequence[int], joined: bool) -> Iterator[Part]:
-    """Cut the factors of some pairs of a stack into parts; ``joined``: as few as there can be."""
+def _parts(stack: PairStack, active: Sequence[int], most: float) -> Iterator[Part]:
+    """Cut the factors of some pairs of a stack into parts of no more than so many numbers."""
     starts = [i for i, home in enumerate(active) if not i or home != active[i - 1] + 1]
     for start, stop in pairwise([*starts, len(active)]):  # pairs that follow each other in the bucket
         members = [stack.pairs[i] for i in active[start:stop]]
         for side in (0, 1):
-            runs = BlockStack([(p.G, p.H)[side] for p in members]).runs
-            for _, alike in groupby(runs, lambda r: (r.row, r.first.stride) if joined else id(r)):
-                lot = tuple(alike)
+            for lot in _lots(BlockStack([(p.G, p.H)[side] for p in members]).runs, most):
                 first, count = lot[0], sum(r.count for r in lot)
                 pairs, home = (slice(i + first.start, i + first.start + count) for i in (start, active[start]))
                 rows = slice(first.row, first.row + first.first.rows)
-                yield Part(stack.group, side, pairs, home, rows, len(first.first.shape) > 1, lot)
+                yield Part(stack.group, side, pairs, home, rows, len(first.first.shape) > 1, tuple(lot))
+
+
+def _lots(runs: Sequence[Any], most: float) -> list[list[Any]]:
+    """Join runs of the same rows and layout, up to so many numbers."""
+    lots: list[list[Any]] = []
+    for r in runs:
+        last = lots[-1] if lots else []
+        alike = bool(last) and (last[0].row, last[0].first.stride) == (r.row, r.first.stride)
+        if alike and math.prod(r.first.size) * (r.count + sum(q.count for q in last)) <= most:
+            last.append(r)
+        else:
+            lots.append([r])
+    return lots
 
 
 class PairStep:
@@ -154,9 +175,10 @@ class PairStep:
         self.bucket, self.parts, self._gradients, self._metric = bucket, parts, gradients, metric
         self.clip: Tensor | None = None
         self.ok: Tensor | None = None
+        self._views: dict[tuple[int, bool], Tensor] = {}
         self.count = len(bucket.stack) if index is None else len(index)
         self._index = index
-        self.preconditioner = metric(*self.grams(Part.read).unbind(-3))
+        self.preconditioner = metric(*self.grams(self.weights).unbind(-3))
 
     def name(self, i: int) -> str:
         """Name a pair."""
@@ -170,19 +192,31 @@ class PairStep:
             S = gram(X, None if to is None else to(part))
             if found is None:
                 found = S.new_zeros(self.count, *S.shape[1:-2], 2, *S.shape[-2:])
-            found[part.pairs, ..., part.side, :, :] += S
+            of_part(found, part).add_(S)
         assert found is not None
         return found
 
+    def _read(self, part: Part, gradient: bool) -> Tensor:
+        """Read a part of the weights or of the gradient, once."""
+        found = self._views.get((id(part), gradient))
+        if found is None:
+            found = part.read(self._gradients if gradient else None)
+            self._views[id(part), gradient] = found
+        return found
+
+    def weights(self, part: Part) -> Tensor:
+        """Give a part of the weights, to be changed in place before it is written."""
+        return self._read(part, False)
+
     def gradient(self, part: Part) -> Tensor:
         """Give the gradient of a part, clipped."""
-        g = part.read(self._gradients)
+        g = self._read(part, True)
         return g if self.clip is None else g * self.clip.to(g.device, g.real.dtype)
 
     @cached_property
     def gradient_grams(self) -> Tensor:
         """Gram matrices of the gradients, not clipped, of G and of H."""
-        return self.grams(lambda part: part.read(self._gradients))
+        return self.grams(lambda part: self._read(part, True))
 
     def squared_norm(self) -> Tensor:
         """Square the norm in the metric of the gradient before it is clipped, ()."""
@@ -217,39 +251,40 @@ class PairStep:
         """Give a value, or, in a step that must change nothing, what leaves everything as it is."""
         if self.ok is None:
             return value
-        like = value if isinstance(value, Tensor) else otherwise
-        ok = self.ok.to(like.device) if isinstance(like, Tensor) else self.ok
-        return torch.where(ok, value, otherwise)
+        if isinstance(value, Tensor):
+            return torch.where(self.ok.to(value.device), value, otherwise)
+        return wide(self.ok.to(torch.float32)) * (value - otherwise) + otherwise
 
     def times(self, rows: Tensor, part: Part, A: Tensor) -> Tensor:
         """Multiply rows of a part by its matrices out of (pairs, …, 2, h, h)."""
-        return rows @ A[part.pairs, ..., part.side, :, :].to(rows.dtype)
+        return rows @ of_part(A, part)
 
-    def move_(self, part: Part, direction: Tensor, A: Tensor, lr: float, weight_decay: float) -> Tensor:
-        """Let the product decay to (1 - ηλ) times itself, move the rows along -η times direction A, and give them."""
-        x = part.read()
-        A = A[part.pairs, ..., part.side, :, :] * self.keep(-lr, 0.0)
-        keep = max(1 - lr * weight_decay, 0) ** 0.5 if part.decays else 1.0
+    def scaled(self, A: Tensor, factor: float) -> Tensor:
+        """Multiply matrices by a number, or by 0 in a step that must change nothing, in the precision of the rows."""
+        return (A * self.keep(factor, 0.0)).to(self.weights(self.parts[0]).dtype)
+
+    def move_(self, part: Part, direction: Tensor, A: Tensor, decay: float) -> Tensor:
+        """Multiply the product by 1 - ``decay``, add a direction times its matrices A to the rows, and give them."""
+        x, A = self.weights(part), of_part(A, part)
+        keep = max(1 - decay, 0) ** 0.5 if part.decays else 1.0
         if x.dim() == 3 and (self.ok is None or keep == 1):
-            x.baddbmm_(direction, A.to(x.dtype), beta=keep)
+            x.baddbmm_(direction, A, beta=keep)
         else:
-            x.mul_(self.keep(keep, 1.0)).add_(direction @ A.to(x.dtype))
+            x.mul_(self.keep(keep, 1.0)).add_(direction @ A)
         part.write_(x)
         return x
 
     def advance_(self, direction: Callable[[Part], Tensor], A: Tensor, lr: float, weight_decay: float) -> Tensor:
-        """Move all parts, and give the matrices, (pairs, …, 2, h, h), that take covectors along."""
-        across, after = torch.zeros_like(A), torch.zeros_like(A)
+        """Move all parts along -η times direction A; give matrices, (pairs, …, 2, h, h), that carry covectors on."""
+        across, after, step = torch.zeros_like(A), torch.zeros_like(A), self.scaled(A, -lr)
         for part in self.parts:
-            before = wide(part.read()).clone()
-            x = wide(self.move_(part, direction(part), A, lr, weight_decay))
-            place = part.pairs, ..., part.side, slice(None), slice(None)
-            across[place] += gram(before, x)
-            after[place] += gram(x)
+            before = self.weights(part).to(A.dtype, copy=True)
+            x = wide(self.move_(part, direction(part), step, lr * weight_decay))
+            of_part(across, part).add_(gram(before, x))
+            of_part(after, part).add_(gram(x))
         T = self.preconditioner.transport_covectors(self._metric(*after.unbind(-3)), across)
-        eye: Tensor = torch.eye(T.shape[-1], dtype=T.dtype, device=T.device)
-        moved: Tensor = self.keep(T, eye)
-        return moved
+        carried: Tensor = self.keep(T, torch.eye(T.shape[-1], dtype=T.dtype, device=T.device))
+        return carried.to(step.dtype)
 
 
 def check_anchors(steps: Sequence[PairStep]) -> Tensor | None:

@@ -153,7 +153,8 @@ def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
 def _scales(model: nn.Module) -> dict[Tensor, float]:
     """Give the factor of the product, α/r, by the parameter A of every adapter in a model."""
     found = {}
-    for layer in (m for m in model.modules() if is_lora(m)):
+    layers: list[Any] = [m for m in model.modules() if is_lora(m)]
+    for layer in layers:
         for name in names_of(layer):
             A = layer.lora_A[name].weight if name in layer.lora_A else layer.lora_embedding_A[name]
             found[A] = float(layer.scaling[name])

@@ -40,7 +40,7 @@ def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> 
     if found_inf is None:
         device = next(iter(gradients)).device
         # A sum is finite only if its terms are; that of finite ones may overflow.
-        whole = torch.stack([g.sum().isfinite().to(device) for g in gradients.values()]).all()
+        whole = torch.stack([g.sum().to(device) for g in gradients.values()]).isfinite().all()
     else:
         whole = found_inf == 0
     if whole.device.type != "cpu":

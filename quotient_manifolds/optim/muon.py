@@ -33,8 +33,8 @@ class QuotientMuon(QuotientOptimizer):
         G \leftarrow \sqrt{1 - ηλ}\, G - \frac{η}{2s}\, \mathrm{polar}(u K^{-H})\, K^{-1}
 
     Among all steps with :math:`\|ξ_G H^H\|_2 \le η/2s` and :math:`\|G ξ_H^H\|_2 \le η/2s` this is the one that descends
-    fastest along u, so that the weight that the network sees, s times the product, changes by η at most in any direction
-    (to first order). One rate thus serves all ranks and scales of adapters. Nothing depends on the representative, and
+    fastest along u, so that the weight that the network sees, s times the product, changes by η at most in any
+    direction (to first order), whatever the rank and scale of an adapter. Nothing depends on the representative, and
     there is no second moment: the state is one number a weight.
 
     Parameters
@@ -62,11 +62,12 @@ class QuotientMuon(QuotientOptimizer):
     Notes
     -----
     Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
-    et al. 2026) with Nesterov's momentum, but for what is done at a product that lacks rank, as at G = 0, where LoRA
-    starts: :math:`W_H = G^H G + δ (H^H H)^{-1}` with :math:`δ = 10^{-6} \|G H^H\|_F^2`, which depends on the orbit only,
-    and H stays where it is while G = 0. Neither a singular value nor an eigenvalue is computed:
-    :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h matrices a Newton-Schulz iteration takes to the inverse root
-    (Amsel et al. 2025). Directions below 1e-3 of u are left short by it, so that rounding is not taken for a direction.
+    et al. 2026) with Nesterov's momentum and the adapter's scale, but for what is done at a product that lacks rank, as
+    at G = 0, where LoRA starts: :math:`W_H = G^H G + δ (H^H H)^{-1}` with :math:`δ = 10^{-6} \|G H^H\|_F^2`, which
+    depends on the orbit only, and H stays where it is while G = 0. Neither a singular value nor an eigenvalue is
+    computed: :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h matrices a Newton-Schulz iteration takes to the
+    inverse root (Amsel et al. 2025). Singular values of :math:`u K^{-H}` below 3e-4 of its norm are left short by it, so
+    that rounding is not taken for a direction.
 
     Examples
     --------
@@ -129,6 +130,7 @@ class QuotientMuon(QuotientOptimizer):
 
         K_inv = s.preconditioner.inverse_roots
         A = K_inv.mH @ inverse_root(K_inv @ s.grams(direction) @ K_inv.mH) @ K_inv
+        step, keep = s.scaled(A, -lr / (2 * group["scale"])), s.keep(momentum, 1.0)
         for part in s.parts:
-            s.move_(part, direction(part), A / (2 * group["scale"]), lr, group["weight_decay"])
-            s.state("moment", part).mul_(s.keep(momentum, 1.0)).add_(s.gradient(part))
+            s.move_(part, direction(part), step, lr * group["weight_decay"])
+            s.state("moment", part).mul_(keep).add_(s.gradient(part))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 __all__ = ["inverse_root"]
 
-#: Coefficients (a, b, c) of s ↦ as + bs³ + cs⁵, the best compositions on [1e-3, 1] (Amsel et al. 2025, "Polar Express"),
-#: then those of Newton and Schulz, which converge to third order.
+#: Coefficients (a, b, c) of s ↦ as + bs³ + cs⁵: the best compositions on [1e-3, 1] (Amsel et al. 2025, "Polar
+#: Express"), then those of Newton and Schulz, which converge to third order.
 _ROUNDS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
