@@ -134,6 +134,8 @@ class QuotientOptimizer(Optimizer):
             ok = all_finite(gradients, getattr(self, "found_inf", None)) if gradients else False
             if ok is False:
                 return loss
+            if isinstance(ok, Tensor):  # NaN times 0 is no 0
+                gradients = {p: torch.where(ok.to(g.device), g, 0) for p, g in gradients.items()}
             begun = [b.begin(partial(self._metric, self.param_groups[b.group]), gradients) for b in self._buckets]
             steps = [s for s in begun if s is not None]
             sound = check_anchors(steps)
@@ -164,27 +166,22 @@ class QuotientOptimizer(Optimizer):
             self._step_pairs(self.param_groups[s.bucket.group], s)
 
     def _step_if(
-        self, ok: Tensor, steps: Sequence[PairStep], gradients: dict[Tensor, Tensor], clip: Tensor | None
+        self, ok: Tensor, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor], clip: Tensor | None
     ) -> None:
         """Step, or leave all as it is where ``ok`` is False, without the host knowing which."""
         self._unsound = (~ok).to(torch.int64) + (0 if self._unsound is None else self._unsound)
-        for p, g in gradients.items():  # NaN times 0 is no 0
-            gradients[p] = torch.where(ok.to(g.device), g, 0)
-        for s in steps:
-            s.ok = ok
         if clip is not None:
             clip = torch.where(ok.to(clip.device), clip, 1)
-            for s in steps:
-                s.clip = clip
+        for s in steps:
+            s.ok, s.clip = ok, clip
         changed = [p for p in gradients if p in self._rests or p not in self._covered]
-        kept = [
-            t for p in changed for t in (p, *self.state[p].values()) if isinstance(t, Tensor) and t.is_floating_point()
-        ]
+        kept = list(changed)
+        for p in changed:  # a counter lies on the CPU, and counts a step that was none
+            kept += [t for name, t in self.state[p].items() if name != "step" and isinstance(t, Tensor)]
         before = [t.clone() for t in kept]
         self._step_all(steps, gradients, clip)
         for t, old in zip(kept, before, strict=True):
-            if t.device.type != "cpu":  # counters lie on the CPU, and count a step that was none
-                t.copy_(torch.where(ok.to(t.device), t, old))
+            t.copy_(torch.where(ok.to(t.device), t, old))
 
     def _certify(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Hold the gradients against the symmetry of every pair, until one that is not zero has certified it."""
@@ -241,14 +238,7 @@ class QuotientOptimizer(Optimizer):
 
         Warns of steps off the CPU that changed nothing, because gradients were not finite, or an anchor lacked rank.
         """
-        skipped = 0 if self._unsound is None else int(self._unsound)
-        if skipped:
-            warnings.warn(
-                f"{skipped} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked "
-                "rank; look at the loss, lower the learning rate, or train in bfloat16",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn_of_skipped(0 if self._unsound is None else int(self._unsound))
         found = super().state_dict()
         found["kind"], found["pairs"] = type(self).__name__, [p.name for p in self._pairs]
         found["buckets"] = [
@@ -284,6 +274,16 @@ class QuotientOptimizer(Optimizer):
             for name, given in states.get(key, {}).items() if p in self._rests else ():
                 if isinstance(given, Tensor) and name != "step":
                     self.state[p][name] = given.detach().to(p.device, copy=True)
+
+
+def _warn_of_skipped(steps: int) -> None:
+    if steps:
+        warnings.warn(
+            f"{steps} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked rank; "
+            "look at the loss, lower the learning rate, or train in bfloat16",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _check_shape(given: Tensor, wanted: Tensor) -> None:

@@ -34,8 +34,8 @@ class Part:
     """Rows of one factor of some pairs of a bucket, where they lie: views of the parameters, (pairs, …, rows, h).
 
     ``side`` is 0 for G and 1 for H, ``pairs`` are their positions among the pairs that take a step, ``home`` those in
-    the bucket, ``rows`` theirs in the factor, and ``decays`` is False for a bias. On the CPU a part is as large as stays
-    in the cache from one operation to the next, but one view of a parameter at least; elsewhere as large as can be.
+    the bucket, ``rows`` theirs in the factor, and ``decays`` is False for a bias. On the CPU a part is what stays in
+    the cache from one operation to the next, but one view of a parameter at least; elsewhere as large as can be.
     """
 
     group: GL
@@ -52,7 +52,7 @@ class Part:
         return [r.view(t.contiguous()) for r, t in zip(self.runs, given, strict=True)]
 
     def read(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Give the rows of the parameters, or of what ``tensors`` has for them, in float32 at least; a view if it can."""
+        """Give the rows of parameters, or of what ``tensors`` has for them, in float32 at least; a view if possible."""
         views = self._views(tensors)
         if len(views) == 1:
             x = views[0]
@@ -261,7 +261,8 @@ class PairStep:
 
     def scaled(self, A: Tensor, factor: float) -> Tensor:
         """Multiply matrices by a number, or by 0 in a step that must change nothing, in the precision of the rows."""
-        return (A * self.keep(factor, 0.0)).to(self.weights(self.parts[0]).dtype)
+        found: Tensor = self.keep(A * factor, 0)
+        return found.to(self.weights(self.parts[0]).dtype)
 
     def move_(self, part: Part, direction: Tensor, A: Tensor, decay: float) -> Tensor:
         """Multiply the product by 1 - ``decay``, add a direction times its matrices A to the rows, and give them."""

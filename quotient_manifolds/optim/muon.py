@@ -66,8 +66,8 @@ class QuotientMuon(QuotientOptimizer):
     at G = 0, where LoRA starts: :math:`W_H = G^H G + δ (H^H H)^{-1}` with :math:`δ = 10^{-6} \|G H^H\|_F^2`, which
     depends on the orbit only, and H stays where it is while G = 0. Neither a singular value nor an eigenvalue is
     computed: :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h matrices a Newton-Schulz iteration takes to the
-    inverse root (Amsel et al. 2025). Singular values of :math:`u K^{-H}` below 3e-4 of its norm are left short by it, so
-    that rounding is not taken for a direction.
+    inverse root (Amsel et al. 2025). Singular values of :math:`u K^{-H}` below 3e-4 of its norm are left short by it,
+    lest rounding be taken for a direction.
 
     Examples
     --------

@@ -66,7 +66,7 @@ def test_against_singular_values(start, nesterov):
         oracle.step((D @ oracle.H, D.T @ oracle.G))
     assert torch.allclose(up.weight.detach(), oracle.G, atol=1e-7)
     assert torch.allclose(down.weight.detach(), oracle.H.T, atol=1e-7)
-    assert (up.weight.detach() - G).norm() > 0.1
+    assert (up.weight.detach() - G).norm() > 0.05
 
 
 @pytest.mark.parametrize("r", [1, 4, 8])
