@@ -18,7 +18,7 @@ from .sgd import check_momentum
 
 __all__ = ["QuotientMuon"]
 
-#: Singular values of the product count as this much of its Frobenius norm at least, when H is moved.
+#: Singular values of the product count as this much of its Frobenius norm at least, however small the rate.
 _LEAST = 1e-3
 
 
@@ -63,8 +63,9 @@ class QuotientMuon(QuotientOptimizer):
     -----
     Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
     et al. 2026) with Nesterov's momentum and the adapter's scale, but for what is done at a product that lacks rank, as
-    at G = 0, where LoRA starts: :math:`W_H = G^H G + δ (H^H H)^{-1}` with :math:`δ = 10^{-6} \|G H^H\|_F^2`, which
-    depends on the orbit only, and H stays where it is while G = 0. Neither a singular value nor an eigenvalue is
+    at G = 0, where LoRA starts: :math:`W_H = G^H G + δ (H^H H)^{-1}`, :math:`δ = (η/2s)^2 + 10^{-6} \|G H^H\|_F^2`, which
+    depends on the orbit only: H turns by one radian at most, and :math:`ξ_G ξ_H^H`, of second order, changes the product
+    by η/2s at most. H stays where it is while G = 0. Neither a singular value nor an eigenvalue is
     computed: :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h matrices a Newton-Schulz iteration takes to the
     inverse root (Amsel et al. 2025). Singular values of :math:`u K^{-H}` below 3e-4 of its norm are left short by it,
     lest rounding be taken for a direction.
@@ -114,8 +115,9 @@ class QuotientMuon(QuotientOptimizer):
             raise ValueError(f"scale must be a positive number, got {group['scale']!r}")
 
     def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
-        floor = _LEAST**2 * trace(M @ N)[..., None, None]
-        return Preconditioner("mix", M, N, torch.where(floor > 0, floor, 1))  # at G = 0 nothing is known of H's step
+        step = float(group["lr"]) / (2 * group["scale"])
+        floor = _LEAST**2 * trace(M @ N)[..., None, None] + step**2
+        return Preconditioner("mix", M, N, torch.where(floor > 0, floor, 1))  # 0 for a rate of 0 at G = 0
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         momentum, lr = group["momentum"], float(group["lr"])

@@ -32,8 +32,8 @@ class ExplicitMuon:
     def step(self, grads):
         lr, momentum, nesterov, decay, scale = self.options
         G, H, M, N = self.G, self.H, self.G.T @ self.G, self.H.T @ self.H
-        ends = []
-        for k, (X_, W) in enumerate(((G, N), (H, M + 1e-6 * torch.trace(M @ N) * torch.linalg.inv(N)))):
+        ends, floor = [], 1e-6 * torch.trace(M @ N) + (lr / (2 * scale)) ** 2
+        for k, (X_, W) in enumerate(((G, N), (H, M + floor * torch.linalg.inv(N)))):
             self.m[k] = momentum * self.m[k] + grads[k]
             u = grads[k] + momentum * self.m[k] if nesterov else self.m[k]
             if not M.any() and k:
@@ -134,6 +134,20 @@ def test_attention_weights():
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_no_step_is_long_where_the_product_lacks_rank():
+    """Gradients of rank one leave singular values at 0; another then moves H there, and ξ_G ξ_Hᴴ is of second order."""
+    model = lora(full_rank=False, lora_alpha=4)
+    lr = 1e-2
+    optimizer = create_quotient_lora_optimizer(model, lr=lr, optimizer="muon", momentum=0.0, nesterov=False)
+    for i in range(12):
+        before = products(model)
+        optimizer.zero_grad()
+        loss_of(model, X[i : i + 1], X[i : i + 1, :9]).backward()
+        optimizer.step()
+        for old, new in zip(before, products(model), strict=True):
+            assert torch.linalg.matrix_norm(new - old, 2) <= 1.51 * lr
 
 
 def test_a_gradient_of_rank_one_moves_one_direction():
