@@ -63,12 +63,16 @@ class QuotientMuon(QuotientOptimizer):
     -----
     Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
     et al. 2026) with Nesterov's momentum and the adapter's scale, but for what is done at a product that lacks rank, as
-    at G = 0, where LoRA starts: :math:`W_H = G^H G + δ (H^H H)^{-1}`, :math:`δ = (η/2s)^2 + 10^{-6} \|G H^H\|_F^2`, which
-    depends on the orbit only: H turns by one radian at most, and :math:`ξ_G ξ_H^H`, of second order, changes the product
-    by η/2s at most. H stays where it is while G = 0. Neither a singular value nor an eigenvalue is
-    computed: :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h matrices a Newton-Schulz iteration takes to the
-    inverse root (Amsel et al. 2025). Singular values of :math:`u K^{-H}` below 3e-4 of its norm are left short by it,
-    lest rounding be taken for a direction.
+    at G = 0, where LoRA starts, and where batches have fewer examples than the adapter has dimensions:
+
+    .. math:: W_H = G^H G + δ (H^H H)^{-1}, \qquad δ = (η/2s)^2 + 10^{-6} \|G H^H\|_F^2
+
+    depends on the orbit only. H turns by one radian at most, and :math:`ξ_G ξ_H^H`, of second order, changes the
+    product by η/2s at most; H stays where it is while G = 0.
+
+    Neither a singular value nor an eigenvalue is computed: :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h
+    matrices a Newton-Schulz iteration takes to the inverse root (Amsel et al. 2025). Singular values of
+    :math:`u K^{-H}` below 3e-4 of its norm are left short by it, lest rounding be taken for a direction.
 
     Examples
     --------
