@@ -1,6 +1,8 @@
 """The examples run, and show what they say."""
 
 import importlib.util
+import json
+import types
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,42 @@ def test_matrix_completion(example, capsys):
         balanced, unbalanced = (found[f"{optimiser}, factors", i, 30] for i in (1, 1000))
         assert unbalanced > 2 * balanced
     assert "at the end" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("kind", ["muon", "adam"])
+def test_peft_method_comparison(example, kind, monkeypatch):
+    """The comparison's own code, cut down to how it makes an optimiser, gets ours by its name."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = FOLDER / "peft_method_comparison" / "experiments" / "lora" / f"llama-3.2-3B-rank32-quotient-{kind}"
+    options = json.loads((folder / "training_params.json").read_text())
+    small = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=20
+    )
+    net = transformers.LlamaForCausalLM(small)
+    model = peft.get_peft_model(net, peft.PeftConfig.from_pretrained(folder))
+    name = options["optimizer_type"]
+    utils = types.SimpleNamespace(
+        get_optimizer_and_scheduler=lambda model, *, optimizer_type, max_steps, **kwargs: (
+            getattr(torch.optim, optimizer_type)(model.parameters(), **kwargs), None
+        )
+    )  # fmt: skip
+    for known in ("QuotientMuon", "QuotientAdam"):
+        monkeypatch.setattr(torch.optim, known, None, raising=False)  # and taken away again
+    example("peft_method_comparison/run_quotient").install(utils)
+    assert hasattr(torch.optim, name)
+    optimizer, _ = utils.get_optimizer_and_scheduler(
+        model, optimizer_type=name, max_steps=10, **options["optimizer_kwargs"]
+    )
+    assert type(optimizer).__name__ == name
+    group = optimizer.param_groups[0]
+    assert (len(group["params"]), group.get("scale", 2.0)) == (4, 2.0)
+    ids = torch.randint(20, (2, 7))
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]

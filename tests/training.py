@@ -9,6 +9,7 @@ from torch import nn
 
 from quotient_manifolds.optim import (
     QuotientAdam,
+    QuotientMuon,
     QuotientSGD,
 )
 from quotient_manifolds.symmetries import (
@@ -80,7 +81,7 @@ def trainable(model):
 
 ADAMS = [("adam", metric, second) for metric in ("mix", "inv") for second in ("matrix", "scalar")]
 
-KINDS = [*ADAMS, ("sgd", "mix", None), ("sgd", "inv", None), ("nesterov", "mix", None)]
+KINDS = [*ADAMS, ("muon", "mix", None), ("sgd", "mix", None), ("sgd", "inv", None), ("nesterov", "mix", None)]
 
 
 def optimizer_of(model, kind, metric="mix", second="matrix", lr=1e-2, **options):
@@ -88,6 +89,8 @@ def optimizer_of(model, kind, metric="mix", second="matrix", lr=1e-2, **options)
         return QuotientAdam(
             trainable(model), find_symmetric_pairs(model), lr, metric=metric, second_moment=second, **options
         )
+    if kind == "muon":
+        return QuotientMuon(trainable(model), find_symmetric_pairs(model), 5 * lr, **options)
     return QuotientSGD(
         trainable(model),
         find_symmetric_pairs(model),

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from ..symmetries import SymmetricPair
-from .base import QuotientOptimizer, is_number
-from .buckets import PairStep, trace
-from .preconditioner import wide
+from .base import QuotientOptimizer
+from .buckets import PairStep, Part, trace
+from .newton_schulz import inverse_root
+from .others import check_adam_options
 
 __all__ = ["QuotientAdam"]
 
-#: Least eigenvalue of a second moment relative to its largest.
+#: What a second moment has besides in every direction, relative to its Frobenius norm.
 _LEAST = 1e-3
-
-
-def _by_pair(numbers: Tensor, like: Tensor) -> Tensor:
-    """Give one number a pair in the precision and the number of dimensions of what they multiply."""
-    return numbers.to(like.device, like.real.dtype).view(-1, *[1] * (like.dim() - 1))
-
-
-def _rows(s: PairStep, like: Tensor) -> Tensor:
-    """Count the rows of G and of H, (2, 1, 1)."""
-    return torch.tensor([s.stack.n, s.stack.m], dtype=like.real.dtype, device=like.device).view(2, 1, 1)
 
 
 class QuotientAdam(QuotientOptimizer):
@@ -133,79 +122,67 @@ class QuotientAdam(QuotientOptimizer):
         super()._check_options(group)
         if group["second_moment"] not in ("matrix", "scalar"):
             raise ValueError(f'second_moment must be "matrix" or "scalar", got {group["second_moment"]!r}')
-        betas = group["betas"]
-        if (
-            not isinstance(betas, (tuple, list))
-            or len(betas) != 2
-            or not all(is_number(b) and 0 <= b < 1 for b in betas)
-        ):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
-        if not (is_number(group["eps"]) and 0 < group["eps"] < math.inf):
-            raise ValueError(
-                f"eps must be positive, got {group['eps']!r}: a factor without gradient yet is divided by it"
-            )
+        check_adam_options(group)
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         (beta1, beta2), eps = group["betas"], group["eps"]
-        lr, weight_decay = float(group["lr"]), group["weight_decay"]
-        if not s.bucket.state:
-            self._make_room(group, s)
+        lr, weight_decay, scalar = float(group["lr"]), group["weight_decay"], group["second_moment"] == "scalar"
         K_inv = s.preconditioner.inverse_roots
+        if not s.bucket.state:
+            self._make_room(scalar, s, K_inv)
         count = s.read("step") + 1
-        correction1, correction2 = (_by_pair(1 - beta**count, K_inv) for beta in (beta1, beta2))
-        m = torch.lerp(s.read("moment"), s.gradient, 1 - beta1)
-        if group["second_moment"] == "scalar":
-            squares = trace(K_inv @ s.grams @ K_inv.mH) / _rows(s, K_inv).view(2) / K_inv.shape[-1]
-            v = torch.lerp(s.read("scalar").to(squares.dtype), squares, 1 - beta2)
-            root = (v[..., None, None] / correction2).sqrt() + eps
-            s.move_(s.times(m, K_inv.mH @ K_inv / root / correction1), lr, weight_decay)
-            s.write(step=count, moment=s.times(m, s.transport()), scalar=v)
-            return
+        correction1, correction2 = ((1 - beta**count).view(-1, *[1] * (K_inv.dim() - 1)) for beta in (beta1, beta2))
+        grams = _mean_over_rows(s)
         # C is kept as a sum of ∇ᴴ∇; between K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        C = torch.lerp(s.read("matrix"), s.grams / _rows(s, K_inv), 1 - beta2)
-        values, vectors = torch.linalg.eigh(K_inv @ (C / correction2) @ K_inv.mH)
-        values = torch.maximum(values, _LEAST * values[..., -1:]).clamp_min(0)
-        halfway = K_inv.mH @ (vectors / (values.sqrt() + eps).unsqueeze(-2))  # K⁻ᴴ C^(-1/2), turned
-        squares = s.times(s.gradient, halfway).abs().square().mean(-1, keepdim=True)
-        r = torch.lerp(s.read("rows"), squares, 1 - beta2)
-        d = m / ((r / _by_pair(correction2, r)).sqrt() + eps)
-        s.move_(s.times(d, halfway @ (vectors.mH @ K_inv) / correction1), lr, weight_decay)
-        T = s.transport()
-        s.write(step=count, moment=s.times(m, T), matrix=T.mH @ C @ T, rows=r)
-
-    def _make_room(self, group: Mapping[str, Any], s: PairStep) -> None:
-        """Begin the state of a bucket with zeros."""
-        zeros, state = s.gradient.new_zeros(len(s.bucket.stack), *s.gradient.shape[1:]), s.bucket.state
-        state["step"], state["moment"] = torch.zeros(len(zeros), dtype=torch.float64), zeros
-        *batch, _, h = zeros.shape
-        if group["second_moment"] == "matrix":
-            state["matrix"] = wide(zeros.new_zeros(*batch, 2, h, h))
-            state["rows"] = zeros.real[..., :1].clone()
+        V = K_inv @ grams @ K_inv.mH if scalar else torch.lerp(s.read("matrix"), grams, 1 - beta2)
+        if scalar:
+            C = torch.lerp(s.read("scalar"), trace(V) / V.shape[-1], 1 - beta2)
+            A = K_inv.mH @ K_inv / ((C[..., None, None] / correction2).sqrt() + eps)
         else:
-            state["scalar"] = zeros.real.new_zeros(*batch, 2)
+            C = V
+            V = K_inv @ (C / correction2) @ K_inv.mH
+            least = _LEAST * torch.linalg.matrix_norm(V, keepdim=True)
+            root = inverse_root(V + least * torch.eye(V.shape[-1], dtype=V.dtype, device=V.device))
+            A = K_inv.mH @ root @ K_inv
+            halfway = s.scaled(K_inv.mH @ root, 1.0)
+        A = A / correction1
 
-    def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
-        for p in params:
-            state = self.state[p]
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in state:
-                    state[name] = torch.zeros_like(p)
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-        states = [self.state[p] for p in params]
-        adamw(
-            params,
-            gradients,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            foreach=group["foreach"],
-            maximize=False,  # the gradients have their sign already
-        )
+        def direction(part: Part) -> Tensor:
+            g = s.gradient(part)
+            m = s.state("moment", part).mul_(s.keep(beta1, 1.0)).add_(g, alpha=1 - beta1)
+            if scalar:
+                return m
+            size = torch.linalg.vector_norm(s.times(g, part, halfway), dim=-1, keepdim=True)
+            r = s.state("rows", part)
+            r.mul_(s.keep(beta2, 1.0)).addcmul_(size, size, value=(1 - beta2) / g.shape[-1])
+            second = correction2[part.pairs].squeeze(-3).to(r.dtype)
+            return m / ((r / second).sqrt() + eps)
+
+        T = s.advance_(direction, A, lr, weight_decay)
+        for part in s.parts:
+            m = s.state("moment", part)
+            m.copy_(s.times(m, part, T))
+        s.write("step", count)
+        if scalar:
+            s.write("scalar", C)
+        else:
+            T = T.to(C.dtype)
+            s.write("matrix", T.mH @ C @ T)
+
+    def _make_room(self, scalar: bool, s: PairStep, like: Tensor) -> None:
+        """Begin the state of a bucket with zeros."""
+        count, state = len(s.bucket.stack), s.bucket.state
+        s.make_room("moment")
+        state["step"] = like.real.new_zeros(count)
+        if scalar:
+            state["scalar"] = like.real.new_zeros(count, *like.shape[1:-2])
+        else:
+            s.make_room("rows", columns=1)
+            state["matrix"] = like.new_zeros(count, *like.shape[1:])
+
+
+def _mean_over_rows(s: PairStep) -> Tensor:
+    """Give the Gram matrices of the clipped gradients over their numbers of rows."""
+    G, H = s.gradient_grams.unbind(-3)
+    grams = torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3)
+    return grams if s.clip is None else grams * s.clip.to(grams.device) ** 2

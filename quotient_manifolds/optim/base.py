@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of, is_flipped
 from .gradients import all_finite, collect_gradients
-from .preconditioner import wide
+from .others import adamw_, is_number
+from .preconditioner import Preconditioner, wide
 
-__all__ = ["QuotientOptimizer", "is_number"]
+__all__ = ["QuotientOptimizer"]
 
 
 class QuotientOptimizer(Optimizer):
@@ -49,6 +51,7 @@ class QuotientOptimizer(Optimizer):
         self._pairs: list[SymmetricPair] = []
         self._buckets: list[PairBucket] = []
         self._certification = Certification([])
+        self._unsound: Tensor | None = None
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
@@ -62,7 +65,7 @@ class QuotientOptimizer(Optimizer):
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise for an option of a parameter group that is out of range."""
-        if group["metric"] not in ("inv", "mix"):
+        if group.get("metric", "mix") not in ("inv", "mix"):
             raise ValueError(f'metric must be "mix" or "inv", got {group["metric"]!r}')
         for name in ("lr", "weight_decay"):
             if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
@@ -128,36 +131,68 @@ class QuotientOptimizer(Optimizer):
         first: Tensor = next(p for group in self.param_groups for p in group["params"])
         with torch.autocast(first.device.type, enabled=False):
             gradients = collect_gradients(self.param_groups, getattr(self, "grad_scale", None))
-            if not gradients or not all_finite(gradients, getattr(self, "found_inf", None)):
+            ok = all_finite(gradients, getattr(self, "found_inf", None)) if gradients else False
+            if ok is False:
                 return loss
-            begun = [b.begin(self.param_groups[b.group]["metric"], gradients) for b in self._buckets]
+            if isinstance(ok, Tensor):  # NaN times 0 is no 0
+                gradients = {p: torch.where(ok.to(g.device), g, 0) for p, g in gradients.items()}
+            begun = [b.begin(partial(self._metric, self.param_groups[b.group]), gradients) for b in self._buckets]
             steps = [s for s in begun if s is not None]
-            check_anchors(steps)
+            sound = check_anchors(steps)
             self._certify(gradients)
             clip = self._clip(steps, gradients)
-            for group in self.param_groups:
-                present = [p for p in group["params"] if p in gradients]
-                others = [p for p in present if p not in self._covered]
-                if others:
-                    self._step_others(group, others, [(gradients[p] * clip).to(p.dtype) for p in others])
-                for p in present:
-                    if p in self._rests:
-                        self._step_rest(group, p, gradients[p] * clip)
             for s in steps:
-                s.clip_(clip)
-                self._step_pairs(self.param_groups[s.bucket.group], s)
+                s.clip = clip
+            if isinstance(ok, Tensor):
+                self._step_if(ok if sound is None else ok & sound.to(ok.device), steps, gradients, clip)
+            else:
+                self._step_all(steps, gradients, clip)
         return loss
+
+    def _step_all(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor], clip: Tensor | None) -> None:
+        """Step what has a gradient."""
+        for group in self.param_groups:
+            own = {p: gradients[p] for p in group["params"] if p in gradients}
+            own = {p: g for p, g in own.items() if p in self._rests or p not in self._covered}
+            if clip is not None:
+                own = {p: g * clip.to(g.device) for p, g in own.items()}
+            others = {p: g.to(p.dtype) for p, g in own.items() if p not in self._rests}
+            if others:
+                self._step_others(group, list(others), list(others.values()))
+            for p, g in own.items():
+                if p in self._rests:
+                    self._step_rest(group, p, g)
+        for s in steps:
+            self._step_pairs(self.param_groups[s.bucket.group], s)
+
+    def _step_if(
+        self, ok: Tensor, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor], clip: Tensor | None
+    ) -> None:
+        """Step, or leave all as it is where ``ok`` is False, without the host knowing which."""
+        self._unsound = (~ok).to(torch.int64) + (0 if self._unsound is None else self._unsound)
+        if clip is not None:
+            clip = torch.where(ok.to(clip.device), clip, 1)
+        for s in steps:
+            s.ok, s.clip = ok, clip
+        changed = [p for p in gradients if p in self._rests or p not in self._covered]
+        kept = list(changed)
+        for p in changed:  # a counter lies on the CPU, and counts a step that was none
+            kept += [t for name, t in self.state[p].items() if name != "step" and isinstance(t, Tensor)]
+        before = [t.clone() for t in kept]
+        self._step_all(steps, gradients, clip)
+        for t, old in zip(kept, before, strict=True):
+            t.copy_(torch.where(ok.to(t.device), t, old))
 
     def _certify(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Hold the gradients against the symmetry of every pair, until one that is not zero has certified it."""
         if self.certify and self._certification.open:
             self._certification.see(gradients).check()
 
-    def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> float:
+    def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
         """Give the factor that brings the gradient's norm, that of pairs in the metric, to ``max_grad_norm``."""
         bound = self.defaults["max_grad_norm"]
         if bound is None:
-            return 1.0
+            return None
         squares = [s.squared_norm() for s in steps]
         for p, g in gradients.items():
             if p in self._rests:
@@ -165,7 +200,11 @@ class QuotientOptimizer(Optimizer):
             if p in self._rests or p not in self._covered:
                 squares.append(wide(g).square().sum())
         norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
-        return min(1.0, bound / (float(norm) + 1e-12))
+        return (bound / (norm + 1e-12)).clamp_max(1.0)
+
+    def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
+        """Give the metric of a parameter group at points with these Gram matrices."""
+        return Preconditioner(group["metric"], M, N)
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         """Step the pairs of a bucket."""
@@ -173,7 +212,7 @@ class QuotientOptimizer(Optimizer):
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         """Step parameters that belong to no pair."""
-        raise NotImplementedError
+        adamw_(self.state, group, params, gradients)
 
     def _step_rest(self, group: Mapping[str, Any], p: Tensor, gradient: Tensor) -> None:
         """Step the entries that belong to no pair, of a parameter that has others which do."""
@@ -185,7 +224,7 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "certify")
+        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "_unsound", "certify")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -195,7 +234,11 @@ class QuotientOptimizer(Optimizer):
                 group.setdefault(name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give torch's state and, under ``"pairs"`` and ``"buckets"``, what belongs to whole pairs."""
+        """Give torch's state and, under ``"pairs"`` and ``"buckets"``, what belongs to whole pairs.
+
+        Warns of steps off the CPU that changed nothing, because gradients were not finite, or an anchor lacked rank.
+        """
+        _warn_of_skipped(0 if self._unsound is None else int(self._unsound))
         found = super().state_dict()
         found["kind"], found["pairs"] = type(self).__name__, [p.name for p in self._pairs]
         found["buckets"] = [
@@ -233,11 +276,14 @@ class QuotientOptimizer(Optimizer):
                     self.state[p][name] = given.detach().to(p.device, copy=True)
 
 
-def is_number(value: Any) -> bool:
-    """Tell a number, or a tensor with one, from anything else."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _warn_of_skipped(steps: int) -> None:
+    if steps:
+        warnings.warn(
+            f"{steps} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked rank; "
+            "look at the loss, lower the learning rate, or train in bfloat16",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _check_shape(given: Tensor, wanted: Tensor) -> None:
@@ -252,8 +298,9 @@ def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> PairB
     """Make a bucket again from what ``state_dict`` has of it."""
     bucket = PairBucket([pairs[i] for i in entry["members"]], entry["members"], entry["flipped"], entry["group"])
     x = bucket.stack.gather()
-    if "moment" in entry["state"]:
-        _check_shape(entry["state"]["moment"], x)
-    for name, given in entry["state"].items():  # counters stay on the CPU
-        bucket.state[name] = given.clone() if name == "step" else given.to(x.device, copy=True)
+    rows = {"G": bucket.stack.n, "H": bucket.stack.m}
+    for name, given in entry["state"].items():
+        if name.startswith("moment "):
+            _check_shape(given, x[..., : rows[name[-1]], :])
+        bucket.state[name] = given.to(x.device, copy=True)
     return bucket

@@ -2,23 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32, column_rank_ratio
-from ..symmetries import PairStack, SymmetricPair
-from ..symmetries.blocks import is_sharded
+from ..symmetries import GL, PairStack, SymmetricPair
+from ..symmetries.blocks import BlockStack, is_sharded
 from .preconditioner import Preconditioner, gram, wide
 
-__all__ = ["PairBucket", "PairStep", "check_anchors", "group_of", "is_flipped", "trace"]
+__all__ = ["PairBucket", "PairStep", "Part", "check_anchors", "group_of", "is_flipped", "trace"]
+
+
+#: As many numbers of a factor, its gradient, its moment and what is made of them lie in the second-level cache.
+_IN_CACHE = 2**16
 
 
 def trace(S: Tensor) -> Tensor:
     """Compute the real part of the trace, (…)."""
     return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one factor of some pairs of a bucket, where they lie: views of the parameters, (pairs, …, rows, h).
+
+    ``side`` is 0 for G and 1 for H, ``pairs`` are their positions among the pairs that take a step, ``home`` those in
+    the bucket, ``rows`` theirs in the factor, and ``decays`` is False for a bias. On the CPU a part is what stays in
+    the cache from one operation to the next, but one view of a parameter at least; elsewhere as large as can be.
+    """
+
+    group: GL
+    side: int
+    pairs: slice
+    home: slice
+    rows: slice
+    decays: bool
+    runs: tuple[Any, ...]
+
+    def _views(self, tensors: Mapping[Tensor, Tensor] | None) -> list[Tensor]:
+        found = [r.first.tensor for r in self.runs]
+        given = [(p if tensors is None else tensors[p]).detach() for p in found]
+        return [r.view(t.contiguous()) for r, t in zip(self.runs, given, strict=True)]
+
+    def read(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Give the rows of parameters, or of what ``tensors`` has for them, in float32 at least; a view if possible."""
+        views = self._views(tensors)
+        if len(views) == 1:
+            x = views[0]
+        elif views[0].stride(1) < views[0].stride(2):  # in the order in which they lie
+            x = torch.cat([v.transpose(1, 2) for v in views]).transpose(1, 2)
+        else:
+            x = torch.cat(views)
+        x = self.group.to_point(x)
+        return x if x.is_complex() else x.to(at_least_float32(x.dtype))
+
+    def write_(self, x: Tensor) -> None:
+        """Write the rows, rounded to their dtype; a view that was changed in place stands already."""
+        parts = self.group.from_point(x).split([r.count for r in self.runs])
+        for run, part in zip(self.runs, parts, strict=True):
+            target = run.first.tensor.detach()
+            whole = target.contiguous()
+            view = run.view(whole)
+            if view.is_meta or view.data_ptr() != part.data_ptr():
+                view.copy_(part)
+            if whole is not target:
+                target.copy_(whole)
+
+    def room(self, count: int, rows: int, columns: int | None = None) -> Tensor:
+        """Make zeros for a whole factor of all pairs, (count, …, rows, h), that lie in memory as its rows do."""
+        like = self.read()
+        *batch, _, h = like.shape[1:]
+        if columns is not None:
+            return like.real.new_zeros(count, *batch, rows, columns)
+        if like.stride(-2) < like.stride(-1):
+            return like.new_zeros(count, *batch, h, rows).mT
+        return like.new_zeros(count, *batch, rows, h)
+
+
+def of_part(A: Tensor, part: Part) -> Tensor:
+    """See the matrices of a part in (pairs, …, 2, h, h)."""
+    return A.select(-3, part.side)[part.pairs]
 
 
 class PairBucket:
@@ -32,14 +102,10 @@ class PairBucket:
         self.stack = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
         self.members, self.flipped, self.group = list(members), flipped, group
         self.state: dict[str, Tensor] = {}
-        first = self.stack.pairs[0]
-        rows = [torch.full((b.rows,), float(len(b.shape) > 1)) for b in (*first.G, *first.H)]
-        # 1 for rows of matrices, 0 for biases, which do not decay: (n + m, 1).
-        self.decaying = torch.cat(rows).unsqueeze(-1)
-        self._subsets: dict[tuple[int, ...], PairStack] = {}
+        self._layouts: dict[tuple[int, ...], tuple[tuple[Part, ...], Tensor | None]] = {}
 
-    def _active(self) -> tuple[PairStack, Tensor | None] | None:
-        """Give the pairs that have a gradient, and their positions in the stack (None: all of them)."""
+    def _active(self) -> list[int]:
+        """List the pairs that have a gradient."""
         found = []
         for i, p in enumerate(self.stack.pairs):
             without = [b for b in p.G + p.H if b.tensor.grad is None]
@@ -51,99 +117,191 @@ class PairBucket:
                     f"pair {p.name!r}: {b.place} has no gradient but the rest of the "
                     "pair has; train both factors, or give this pair to another optimiser"
                 )
-        if not found:
+        return found
+
+    def begin(
+        self, metric: Callable[[Tensor, Tensor], Preconditioner], gradients: Mapping[Tensor, Tensor]
+    ) -> PairStep | None:
+        """Begin a step of the pairs that have a gradient; None if there is no such pair."""
+        active = tuple(self._active())
+        if not active:
             return None
-        if len(found) == len(self.stack):
-            return self.stack, None
-        key = tuple(found)
-        if key not in self._subsets:
-            self._subsets[key] = PairStack([self.stack.pairs[i] for i in found])
-        return self._subsets[key], torch.tensor(found)
-
-    def begin(self, metric: str, gradients: Mapping[Tensor, Tensor]) -> PairStep | None:
-        """Gather what a step needs of the pairs that have a gradient; None if there is no such pair."""
-        found = self._active()
-        if found is None:
-            return None
-        stack, index = found
-        x, g = stack.gather(), stack.gather(gradients)
-        if not x.is_complex():
-            x = x.to(at_least_float32(x.dtype))
-        g = g.to(x.dtype)
-        rows = [stack.n, stack.m]
-        grams = torch.stack([gram(part) for part in g.split(rows, dim=-2)], dim=-3)
-        return PairStep(self, stack, index, metric, x, g, grams, Preconditioner(metric, *x.split(rows, dim=-2)))
+        if active not in self._layouts:
+            device = self.stack.pairs[0].G[0].tensor.device
+            parts = tuple(_parts(self.stack, active, _IN_CACHE if device.type == "cpu" else math.inf))
+            whole = len(active) == len(self.stack)
+            self._layouts[active] = parts, None if whole else torch.tensor(active, device=device)
+        return PairStep(self, *self._layouts[active], gradients, metric)
 
 
-@dataclass
+def _parts(stack: PairStack, active: Sequence[int], most: float) -> Iterator[Part]:
+    """Cut the factors of some pairs of a stack into parts of no more than so many numbers."""
+    starts = [i for i, home in enumerate(active) if not i or home != active[i - 1] + 1]
+    for start, stop in pairwise([*starts, len(active)]):  # pairs that follow each other in the bucket
+        members = [stack.pairs[i] for i in active[start:stop]]
+        for side in (0, 1):
+            for lot in _lots(BlockStack([(p.G, p.H)[side] for p in members]).runs, most):
+                first, count = lot[0], sum(r.count for r in lot)
+                pairs, home = (slice(i + first.start, i + first.start + count) for i in (start, active[start]))
+                rows = slice(first.row, first.row + first.first.rows)
+                yield Part(stack.group, side, pairs, home, rows, len(first.first.shape) > 1, tuple(lot))
+
+
+def _lots(runs: Sequence[Any], most: float) -> list[list[Any]]:
+    """Join runs of the same rows and layout, up to so many numbers."""
+    lots: list[list[Any]] = []
+    for r in runs:
+        last = lots[-1] if lots else []
+        alike = bool(last) and (last[0].row, last[0].first.stride) == (r.row, r.first.stride)
+        if alike and math.prod(r.first.size) * (r.count + sum(q.count for q in last)) <= most:
+            last.append(r)
+        else:
+            lots.append([r])
+    return lots
+
+
 class PairStep:
-    """One step of the pairs of a bucket that have gradients; the rows of G stand above those of H.
+    """One step of the pairs of a bucket that have gradients.
 
-    ``index`` are their positions in the bucket (None: all), ``x`` and ``gradient`` (pairs, …, n + m, h), ``grams`` the
-    Gram matrices of the gradients of G and of H, (pairs, …, 2, h, h), and ``preconditioner`` the metric at x.
+    ``parts`` cover their factors, and ``preconditioner`` is the metric where they stand. Small matrices are stacked as
+    (pairs, …, 2, h, h), those of G before those of H. ``clip`` multiplies the gradients; ``ok``, where it is a tensor,
+    is False for a step that must change nothing, which only the device knows.
     """
 
-    bucket: PairBucket
-    stack: PairStack
-    index: Tensor | None
-    metric: str
-    x: Tensor
-    gradient: Tensor
-    grams: Tensor
-    preconditioner: Preconditioner
+    def __init__(
+        self, bucket: PairBucket, parts: tuple[Part, ...], index: Tensor | None,
+        gradients: Mapping[Tensor, Tensor], metric: Callable[[Tensor, Tensor], Preconditioner],
+    ) -> None:  # fmt: skip
+        self.bucket, self.parts, self._gradients, self._metric = bucket, parts, gradients, metric
+        self.clip: Tensor | None = None
+        self.ok: Tensor | None = None
+        self._views: dict[tuple[int, bool], Tensor] = {}
+        self.count = len(bucket.stack) if index is None else len(index)
+        self._index = index
+        self.preconditioner = metric(*self.grams(self.weights).unbind(-3))
 
-    def read(self, name: str) -> Tensor:
-        """Read the state of these pairs."""
-        whole = self.bucket.state[name]
-        return whole if self.index is None else whole[self.index.to(whole.device)]
+    def name(self, i: int) -> str:
+        """Name a pair."""
+        return self.bucket.stack.pairs[i if self._index is None else int(self._index[i])].name
 
-    def write(self, **parts: Tensor) -> None:
-        """Write the state of these pairs."""
-        for name, part in parts.items():
-            whole = self.bucket.state[name]
-            if self.index is None:
-                whole.copy_(part)
-            else:
-                whole[self.index.to(whole.device)] = part.to(whole.dtype)
+    def grams(self, of: Callable[[Part], Tensor], to: Callable[[Part], Tensor] | None = None) -> Tensor:
+        """Add up over parts the Gram matrices Xᴴ X of what a function gives for them, or Xᴴ Y of what two do."""
+        found: Tensor | None = None
+        for part in self.parts:
+            X = of(part)
+            S = gram(X, None if to is None else to(part))
+            if found is None:
+                found = S.new_zeros(self.count, *S.shape[1:-2], 2, *S.shape[-2:])
+            of_part(found, part).add_(S)
+        assert found is not None
+        return found
 
-    def times(self, rows: Tensor, A: Tensor) -> Tensor:
-        """Multiply the rows of G by the first matrix of (pairs, …, 2, h, h), those of H by the second."""
-        parts = rows.split([self.stack.n, self.stack.m], dim=-2)
-        return torch.cat([X @ B for X, B in zip(parts, A.to(rows.dtype).unbind(-3), strict=True)], dim=-2)
+    def _read(self, part: Part, gradient: bool) -> Tensor:
+        """Read a part of the weights or of the gradient, once."""
+        found = self._views.get((id(part), gradient))
+        if found is None:
+            found = part.read(self._gradients if gradient else None)
+            self._views[id(part), gradient] = found
+        return found
+
+    def weights(self, part: Part) -> Tensor:
+        """Give a part of the weights, to be changed in place before it is written."""
+        return self._read(part, False)
+
+    def gradient(self, part: Part) -> Tensor:
+        """Give the gradient of a part, clipped."""
+        g = self._read(part, True)
+        return g if self.clip is None else g * self.clip.to(g.device, g.real.dtype)
+
+    @cached_property
+    def gradient_grams(self) -> Tensor:
+        """Gram matrices of the gradients, not clipped, of G and of H."""
+        return self.grams(lambda part: self._read(part, True))
 
     def squared_norm(self) -> Tensor:
-        """Square the gradient's norm in the metric, ()."""
+        """Square the norm in the metric of the gradient before it is clipped, ()."""
         K_inv = self.preconditioner.inverse_roots
-        return trace(K_inv @ self.grams @ K_inv.mH).sum()
+        return trace(K_inv @ self.gradient_grams @ K_inv.mH).sum()
 
-    def clip_(self, factor: float) -> None:
-        """Make the gradients smaller."""
-        if factor != 1:
-            self.gradient, self.grams = self.gradient * factor, self.grams * factor**2
+    def make_room(self, name: str, columns: int | None = None) -> None:
+        """Begin what the state has of every row with zeros: as ``name G`` and ``name H``, (pairs, …, rows, h)."""
+        first = {part.side: part for part in reversed(self.parts)}
+        for part in first.values():
+            rows = (self.bucket.stack.n, self.bucket.stack.m)[part.side]
+            self.bucket.state[f"{name} {'GH'[part.side]}"] = part.room(len(self.bucket.stack), rows, columns)
 
-    def move_(self, direction: Tensor, lr: float, weight_decay: float) -> None:
-        """Let the products decay to (1 - ηλ) times themselves, and move the weights against a direction."""
-        if weight_decay:
-            keep = max(1 - lr * weight_decay, 0) ** 0.5
-            self.x = self.x * (1 - (1 - keep) * self.bucket.decaying.to(self.x.device, self.x.real.dtype))
-        self.x = self.x - lr * direction
-        self.stack.scatter_(self.x)
+    def state(self, name: str, part: Part) -> Tensor:
+        """Give what the state has of the rows of a part, to be changed in place."""
+        return self.bucket.state[f"{name} {'GH'[part.side]}"][part.home][..., part.rows, :]
 
-    def transport(self) -> Tensor:
-        """Give the matrices, (pairs, …, 2, h, h), that take covectors to where the weights have moved."""
-        moved = Preconditioner(self.metric, *self.x.split([self.stack.n, self.stack.m], dim=-2))
-        return self.preconditioner.transport_covectors(moved)
+    def read(self, name: str) -> Tensor:
+        """Read what the state has of these pairs."""
+        whole = self.bucket.state[name]
+        return whole if self._index is None else whole[self._index]
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write what the state has of these pairs."""
+        value = self.keep(value, self.read(name))
+        if self._index is None:
+            self.bucket.state[name].copy_(value)
+        else:
+            self.bucket.state[name][self._index] = value
+
+    def keep(self, value: Any, otherwise: Any) -> Any:
+        """Give a value, or, in a step that must change nothing, what leaves everything as it is."""
+        if self.ok is None:
+            return value
+        if isinstance(value, Tensor):
+            return torch.where(self.ok.to(value.device), value, otherwise)
+        return wide(self.ok.to(torch.float32)) * (value - otherwise) + otherwise
+
+    def times(self, rows: Tensor, part: Part, A: Tensor) -> Tensor:
+        """Multiply rows of a part by its matrices out of (pairs, …, 2, h, h)."""
+        return rows @ of_part(A, part)
+
+    def scaled(self, A: Tensor, factor: float) -> Tensor:
+        """Multiply matrices by a number, or by 0 in a step that must change nothing, in the precision of the rows."""
+        found: Tensor = self.keep(A * factor, 0)
+        return found.to(self.weights(self.parts[0]).dtype)
+
+    def move_(self, part: Part, direction: Tensor, A: Tensor, decay: float) -> Tensor:
+        """Multiply the product by 1 - ``decay``, add a direction times its matrices A to the rows, and give them."""
+        x, A = self.weights(part), of_part(A, part)
+        keep = max(1 - decay, 0) ** 0.5 if part.decays else 1.0
+        if x.dim() == 3 and (self.ok is None or keep == 1):
+            x.baddbmm_(direction, A, beta=keep)
+        else:
+            x.mul_(self.keep(keep, 1.0)).add_(direction @ A)
+        part.write_(x)
+        return x
+
+    def advance_(self, direction: Callable[[Part], Tensor], A: Tensor, lr: float, weight_decay: float) -> Tensor:
+        """Move all parts along -η times direction A; give matrices, (pairs, …, 2, h, h), that carry covectors on."""
+        across, after, step = torch.zeros_like(A), torch.zeros_like(A), self.scaled(A, -lr)
+        for part in self.parts:
+            before = self.weights(part).to(A.dtype, copy=True)
+            x = wide(self.move_(part, direction(part), step, lr * weight_decay))
+            of_part(across, part).add_(gram(before, x))
+            of_part(after, part).add_(gram(x))
+        T = self.preconditioner.transport_covectors(self._metric(*after.unbind(-3)), across)
+        carried: Tensor = self.keep(T, torch.eye(T.shape[-1], dtype=T.dtype, device=T.device))
+        return carried.to(step.dtype)
 
 
-def check_anchors(steps: Sequence[PairStep]) -> None:
-    """Raise where weights were replaced by ones whose anchor lacks rank."""
+def check_anchors(steps: Sequence[PairStep]) -> Tensor | None:
+    """Raise where weights were replaced by ones whose anchor lacks rank; off the CPU, give a tensor that tells."""
     sound = [s.preconditioner.is_sound() for s in steps]
-    if not sound or bool(torch.stack([v.all().to(sound[0].device) for v in sound]).all()):
-        return
+    if not sound:
+        return None
+    whole = torch.stack([v.all().to(sound[0].device) for v in sound]).all()
+    if whole.device.type != "cpu":
+        return whole
+    if bool(whole):
+        return None
     s, good = next((s, v) for s, v in zip(steps, sound, strict=True) if not bool(v.all()))
     bad = int((~good).flatten(1).any(1).nonzero()[0] if good.dim() > 1 else (~good).nonzero()[0])
     raise ValueError(
-        f"pair {s.stack.pairs[bad].name!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost "
+        f"pair {s.name(bad)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost "
         "its rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
     )
 

@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
+from ..symmetries.peft_lora import adapter_names as names_of
+from ..symmetries.peft_lora import is_lora
 from .adam import QuotientAdam
+from .base import QuotientOptimizer
+from .muon import QuotientMuon
 
 __all__ = ["create_quotient_lora_optimizer", "create_quotient_optimizer"]
+
+OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": QuotientAdam, "muon": QuotientMuon}
+
+#: A rate of Muon, the size of a step of the whole product, is about this many times one of AdamW for the same training.
+_MUON_OVER_ADAMW = 20.0
 
 
 def create_quotient_lora_optimizer(
     model: nn.Module,
     *,
     lr: float,
+    optimizer: str = "adam",
     adapter_names: Sequence[str] | None = None,
     other_params_lr: float | None = None,
     **options: Any,
-) -> QuotientAdam:
+) -> QuotientOptimizer:
     """Create the optimiser of a model with LoRA adapters of peft, in place of AdamW.
 
     Parameters
@@ -28,19 +38,21 @@ def create_quotient_lora_optimizer(
     model : nn.Module
         With adapters; plain, DDP-wrapped or compiled.
     lr : float
-        Learning rate.
+        Learning rate. AdamW's carry over to Adam; Muon's is the size of a step of the adapted weights' spectral norm,
+        .01 to .05.
+    optimizer : {"adam", "muon"}
+        :class:`QuotientAdam` or :class:`QuotientMuon`, whose ``scale`` is then α/r of every adapter.
     adapter_names : sequence of str, optional
         Train these adapters; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
-        Learning rate of everything that is no pair: ``modules_to_save``, biases, DoRA's magnitudes; by default ``lr``.
-        Vectors and biases do not decay.
+        Learning rate of everything that is no pair: ``modules_to_save``, biases, DoRA's magnitudes. By default ``lr``
+        for Adam, and ``lr / 20`` for Muon. Vectors and biases do not decay.
     **options
-        ``betas``, ``eps``, ``weight_decay``, ``metric``, ``second_moment``, ``max_grad_norm`` and the others of
-        :class:`QuotientAdam`.
+        ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and the others of the optimiser.
 
     Returns
     -------
-    QuotientAdam
+    QuotientAdam or QuotientMuon
 
     Raises
     ------
@@ -74,17 +86,18 @@ def create_quotient_lora_optimizer(
             + (f" ({'; '.join(why)})" if why else _no_adapter(model))
         )
     left = set() if adapter_names is None else _parameters(adapter_pairs(model)) - _parameters(pairs)
-    return _create(model, pairs, left, lr, other_params_lr, options)
+    return _create(model, pairs, left, lr, other_params_lr, optimizer, options)
 
 
 def create_quotient_optimizer(
     model: nn.Module,
     *,
     lr: float,
+    optimizer: str = "adam",
     pairs: Sequence[SymmetricPair] | None = None,
     other_params_lr: float | None = None,
     **options: Any,
-) -> QuotientAdam:
+) -> QuotientOptimizer:
     """Create the optimiser of a model's trainable weights, its attention heads (and adapters) on the quotient.
 
     Parameters
@@ -96,12 +109,12 @@ def create_quotient_optimizer(
     pairs : sequence of SymmetricPair, optional
         By default what ``find_symmetric_pairs(model, key_bias="drop")`` names: the bias of the keys has no effect and
         no gradient but rounding, which Adam would blow up; it stays as it is.
-    other_params_lr, **options
+    optimizer, other_params_lr, **options
         As for :func:`create_quotient_lora_optimizer`.
 
     Returns
     -------
-    QuotientAdam
+    QuotientAdam or QuotientMuon
 
     Raises
     ------
@@ -120,7 +133,7 @@ def create_quotient_optimizer(
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
     pairs = find_symmetric_pairs(model, key_bias="drop") if pairs is None else pairs
-    return _create(model, pairs, set(), lr, other_params_lr, options)
+    return _create(model, pairs, set(), lr, other_params_lr, optimizer, options)
 
 
 def _no_adapter(model: nn.Module) -> str:
@@ -137,24 +150,46 @@ def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
     return {id(b.tensor) for p in pairs for b in p.G + p.H}
 
 
+def _scales(model: nn.Module) -> dict[Tensor, float]:
+    """Give the factor of the product, α/r, by the parameter A of every adapter in a model."""
+    found = {}
+    layers: list[Any] = [m for m in model.modules() if is_lora(m)]
+    for layer in layers:
+        for name in names_of(layer):
+            A = layer.lora_A[name].weight if name in layer.lora_A else layer.lora_embedding_A[name]
+            found[A] = float(layer.scaling[name])
+    return found
+
+
 def _create(
     model: nn.Module,
     pairs: Sequence[SymmetricPair],
     left: set[int],
     lr: float,
     other_lr: float | None,
+    optimizer: str,
     options: dict[str, Any],
-) -> QuotientAdam:
-    """Make three parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
-    mine = _parameters(p for p in pairs if p.group is not None)
-    rate = lr if other_lr is None else other_lr
-    groups: list[dict[str, Any]] = [
-        {"params": [], "lr": lr},
-        {"params": [], "lr": rate},
-        {"params": [], "lr": rate, "weight_decay": 0.0},
-    ]
-    for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in left:
-            place = 0 if id(p) in mine else 1 if p.dim() > 1 and not name.endswith("bias") else 2
-            groups[place]["params"].append(p)
-    return QuotientAdam([g for g in groups if g["params"]], pairs, lr, **options)
+) -> QuotientOptimizer:
+    """Make parameter groups: pairs (of one scale each), other matrices, and vectors and biases, which do not decay."""
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
+    muon, mine = optimizer == "muon", dict[int, float]()
+    scales = _scales(model) if muon else {}
+    for p in pairs:
+        if p.group is not None:
+            scale = next((scales[b.tensor] for b in p.H if b.tensor in scales), 1.0)
+            mine.update(dict.fromkeys(_parameters([p]), scale))
+    rate = other_lr if other_lr is not None else lr / (_MUON_OVER_ADAMW if muon else 1)
+    others: list[dict[str, Any]] = [{"params": [], "lr": rate}, {"params": [], "lr": rate, "weight_decay": 0.0}]
+    paired: dict[float, dict[str, Any]] = {}
+    for name, w in model.named_parameters():
+        if not w.requires_grad or id(w) in left:
+            continue
+        if id(w) in mine:
+            scale = mine[id(w)]
+            of_scale = {"scale": scale if scale > 0 else 1.0} if muon else {}
+            paired.setdefault(scale, {"params": [], "lr": lr, **of_scale})["params"].append(w)
+        else:
+            others[0 if w.dim() > 1 and not name.endswith("bias") else 1]["params"].append(w)
+    groups = [g for g in (*paired.values(), *others) if g["params"]]
+    return OPTIMIZERS[optimizer](groups, pairs, lr, **options)

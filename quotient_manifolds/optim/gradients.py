@@ -32,18 +32,28 @@ def collect_gradients(param_groups: Iterable[Mapping[str, Any]], scale: Tensor |
     return found
 
 
-def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> bool:
-    """Tell whether all gradients are finite; if not, warn under a ``GradScaler`` (it has ``found_inf``), raise else."""
+def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> bool | Tensor:
+    """Tell whether all gradients are finite; if not, warn under a ``GradScaler`` (it has ``found_inf``), raise else.
+
+    Off the CPU the answer is a tensor that the host does not read, lest it wait for the device.
+    """
+    if found_inf is None:
+        device = next(iter(gradients)).device
+        # A sum is finite only if its terms are; that of finite ones may overflow.
+        whole = torch.stack([g.sum().to(device) for g in gradients.values()]).isfinite().all()
+    else:
+        whole = found_inf == 0
+    if whole.device.type != "cpu":
+        return whole
+    if bool(whole):
+        return True
     if found_inf is not None:
-        if float(found_inf) == 0:
-            return True
         warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
         return False
-    device = next(iter(gradients)).device
-    if bool(torch.stack([g.isfinite().all().to(device) for g in gradients.values()]).all()):
-        return True
-    bad = next(p for p, g in gradients.items() if not bool(g.isfinite().all()))
-    raise ValueError(
-        f"the gradient of a parameter of shape {tuple(bad.shape)} has NaN or infinite entries; no weight was "
-        "changed; look at the loss, lower the learning rate, or train in bfloat16 or float32"
-    )
+    for p, g in gradients.items():
+        if not bool(g.isfinite().all()):
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
+                "changed; look at the loss, lower the learning rate, or train in bfloat16 or float32"
+            )
+    return True

@@ -53,14 +53,15 @@ class Preconditioner:
     The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (N, \hat M)` for mix
     and :math:`(\hat M^{-1}, N^{-1})` for inv. With :math:`W = K K^H`, a covector ∇ has the coordinates
     :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G
-    along the orbit rotates the basis; nothing that is computed in it and turned back depends on the rotation. G is
-    (…, n, h), H (…, m, h) of full column rank.
+    along the orbit rotates the basis; nothing that is computed in it and turned back depends on the rotation. M and N,
+    (…, h, h), are the Gram matrices of G and of H, which is of full column rank; ``floor``, a number or (…, 1, 1),
+    multiplies :math:`N^{-1}` in :math:`\hat M`.
     """
 
-    def __init__(self, metric: str, G: Tensor, H: Tensor) -> None:
-        self._metric, self._G, self._H = metric, G, H
-        self._N = _Factorised(gram(H))
-        self._M = _Factorised(gram(G) + self._N.inverse)
+    def __init__(self, metric: str, M: Tensor, N: Tensor, floor: Tensor | float = 1.0) -> None:
+        self._metric = metric
+        self._N = _Factorised(N)
+        self._M = _Factorised(M + floor * self._N.inverse)
 
     def is_sound(self) -> Tensor:
         """Tell where H has full column rank, and everything is finite; (…)."""
@@ -72,14 +73,15 @@ class Preconditioner:
         roots = (self._N.L_inv, self._M.L_inv) if self._metric == "mix" else (self._M.L.mH, self._N.L.mH)
         return torch.stack(roots, dim=-3)
 
-    def transport_covectors(self, to: Preconditioner) -> Tensor:
+    def transport_covectors(self, to: Preconditioner, across: Tensor) -> Tensor:
         r"""Return (T_G, T_H), (…, 2, h, h): covectors here become :math:`\nabla_G T_G, \nabla_H T_H` at another point.
 
         The coordinates of a covector are projected from the span of the old basis on that of the new one. The bases are
-        those of the column spaces of H, and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M`.
+        those of the column spaces of H, and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M` for the
+        floor 1. ``across`` has :math:`G^H G'` and :math:`H^H H'`, (…, 2, h, h).
         """
-        across_H = gram(self._H, to._H)
-        across_G = gram(self._G, to._G) + self._N.inverse @ across_H @ to._N.inverse
+        across_G, across_H = across.unbind(-3)
+        across_G = across_G + self._N.inverse @ across_H @ to._N.inverse
         if self._metric == "mix":
             T = self._N.inverse @ across_H, self._M.inverse @ across_G
         else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ..symmetries import SymmetricPair
-from .base import QuotientOptimizer, is_number
-from .buckets import PairStep
+from .base import QuotientOptimizer
+from .buckets import PairStep, Part
+from .others import is_number
 
 __all__ = ["QuotientSGD"]
 
@@ -85,24 +87,25 @@ class QuotientSGD(QuotientOptimizer):
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         super()._check_options(group)
-        if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
-            raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}")
-        if not isinstance(group["nesterov"], bool):
-            raise ValueError(f"nesterov must be True or False, got {group['nesterov']!r}")
-        if group["nesterov"] and not group["momentum"]:
-            raise ValueError("nesterov needs a momentum above 0")
+        check_momentum(group)
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
-        K_inv, state = s.preconditioner.inverse_roots, s.bucket.state
-        g, momentum = s.gradient, group["momentum"]
-        if momentum:
-            if "moment" not in state:
-                state["moment"] = g.new_zeros(len(s.bucket.stack), *g.shape[1:])
-            m = momentum * s.read("moment") + g
-            g = g + momentum * m if group["nesterov"] else m
-        s.move_(s.times(g, K_inv.mH @ K_inv), float(group["lr"]), group["weight_decay"])
-        if momentum:
-            s.write(moment=s.times(m, s.transport()))
+        K_inv = s.preconditioner.inverse_roots
+        lr, weight_decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
+        if momentum and "moment G" not in s.bucket.state:
+            s.make_room("moment")
+
+        def direction(part: Part) -> Tensor:
+            g = s.gradient(part)
+            if not momentum:
+                return g
+            m = s.state("moment", part).mul_(s.keep(momentum, 1.0)).add_(g)
+            return torch.add(g, m, alpha=momentum) if group["nesterov"] else m
+
+        T = s.advance_(direction, K_inv.mH @ K_inv, lr, weight_decay)
+        for part in s.parts if momentum else ():
+            m = s.state("moment", part)
+            m.copy_(s.times(m, part, T))
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         for p in params:
@@ -123,3 +126,13 @@ class QuotientSGD(QuotientOptimizer):
         for p, buffer in zip(params, buffers, strict=True):
             if buffer is not None:
                 self.state[p]["momentum_buffer"] = buffer
+
+
+def check_momentum(group: Mapping[str, Any]) -> None:
+    """Raise for ``momentum`` or ``nesterov`` out of range."""
+    if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
+        raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}")
+    if not isinstance(group["nesterov"], bool):
+        raise ValueError(f"nesterov must be True or False, got {group['nesterov']!r}")
+    if group["nesterov"] and not group["momentum"]:
+        raise ValueError("nesterov needs a momentum above 0")

@@ -29,9 +29,9 @@ from ...training import (
 
 
 def inverse_root(V):
-    """V^(-1/2) of a Hermitian matrix, eigenvalues below 1e-3 of the largest lifted to it."""
+    """V^(-1/2) of a Hermitian matrix, after 1e-3 of its norm is added to its eigenvalues."""
     values, vectors = torch.linalg.eigh(V)
-    return vectors @ torch.diag(1 / (values.clamp_min(1e-3 * values[-1]).clamp_min(0).sqrt() + 1e-8)) @ vectors.mH
+    return vectors @ torch.diag((values + 1e-3 * V.norm()).clamp_min(1e-60) ** -0.5) @ vectors.mH
 
 
 def frames_of(G, H):

@@ -1,5 +1,6 @@
 """What every optimiser does: equivalent starts train alike, decay, clipping, state, mixed precision."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,10 +11,15 @@ import peft.optimizers
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quotient_manifolds.optim import (
     QuotientAdam,
+    QuotientMuon,
     QuotientSGD,
+    base,
+    buckets,
     create_quotient_lora_optimizer,
 )
 from quotient_manifolds.symmetries import (
@@ -27,6 +33,7 @@ from ...training import (
     ADAMS,
     KINDS,
     X,
+    Y,
     apart,
     lora,
     loss_of,
@@ -123,7 +130,7 @@ def test_clipping_bounds_the_norm_in_the_metric():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "metric", "second"), [*ADAMS[:2], ("sgd", "mix", None)])
+@pytest.mark.parametrize(("kind", "metric", "second"), [*ADAMS[:2], ("muon", "mix", None), ("sgd", "mix", None)])
 def test_resuming_is_exact(kind, metric, second, dtype):
     straight = lora(full_rank=False, dtype=dtype)
     broken = copy.deepcopy(straight)
@@ -143,9 +150,10 @@ def test_resuming_is_exact(kind, metric, second, dtype):
         assert torch.equal(a, b)
 
 
-def test_pickled_and_copied_optimisers_go_on():
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_pickled_and_copied_optimisers_go_on(kind):
     model = lora()
-    optimizer = optimizer_of(model, "adam")
+    optimizer = optimizer_of(model, kind)
     train(model, optimizer, 3, schedule=False)
     for clone in (pickle.loads(pickle.dumps((model, optimizer))), copy.deepcopy((model, optimizer))):
         train(*clone, 3, schedule=False)
@@ -178,36 +186,53 @@ def test_state_saved_under_compile_resumes_without():
     create_quotient_lora_optimizer(model, lr=1e-2).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("kind", ["adam", "muon"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights_train_in_float32_geometry(dtype):
+def test_half_precision_weights_train_in_float32_geometry(dtype, kind):
     model = lora(full_rank=False, dtype=dtype)
-    optimizer = optimizer_of(model, "adam")
+    optimizer = optimizer_of(model, kind)
     losses = train(model, optimizer, 30)
     assert losses[-1] < 0.8 * losses[0]
     assert {p.dtype for p in trainable(model)} == {dtype}
-    assert {b["state"]["moment"].dtype for b in optimizer.state_dict()["buckets"]} == {torch.float32}
+    assert {b["state"]["moment G"].dtype for b in optimizer.state_dict()["buckets"]} == {torch.float32}
 
 
-def test_a_compiled_model_trains_alike():
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_a_compiled_model_trains_alike(kind):
     one, two = lora(), lora()
-    train(one, optimizer_of(one, "adam"), 5)
+    train(one, create_quotient_lora_optimizer(one, lr=1e-2, optimizer=kind), 5)
     compiled = torch.compile(two, backend="eager")
-    optimizer = create_quotient_lora_optimizer(compiled, lr=1e-2)
+    optimizer = create_quotient_lora_optimizer(compiled, lr=1e-2, optimizer=kind)
     train(compiled, optimizer, 5)
     assert apart(one, two) < 1e-12
 
 
-def test_ddp(tmp_path):
-    model, alone = lora(), lora()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        train(wrapped, create_quotient_lora_optimizer(wrapped, lr=1e-2), 5)
-    finally:
-        time.sleep(0.1)  # as in sharpness.distributed.torchrun
-        torch.distributed.destroy_process_group()
-    train(alone, optimizer_of(alone, "adam"), 5)
-    assert apart(alone, model) < 1e-12
+def one_of_two(rank, folder):
+    """Train on half of the batch under DDP, and keep the ends."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for kind in ("adam", "muon"):
+        model = nn.parallel.DistributedDataParallel(lora())
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer=kind, max_grad_norm=0.3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss_of(model, X.chunk(2)[rank], Y.chunk(2)[rank]).backward()
+            optimizer.step()
+        torch.save(model.module.state_dict(), f"{folder}/{kind}{rank}.pt")
+    time.sleep(0.1)  # as in sharpness.distributed.torchrun
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_ddp_of_two_processes(tmp_path):
+    torch.multiprocessing.start_processes(one_of_two, (str(tmp_path),), nprocs=2, start_method="fork")
+    for kind in ("adam", "muon"):
+        first, second = (torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=True) for rank in (0, 1))
+        assert all(torch.equal(v, second[k]) for k, v in first.items())
+        alone, together = lora(), lora()
+        optimizer = create_quotient_lora_optimizer(alone, lr=1e-2, optimizer=kind, max_grad_norm=0.3)
+        train(alone, optimizer, 5, schedule=False)
+        together.load_state_dict(first)
+        assert apart(alone, together) < 1e-10
 
 
 def test_a_parameter_that_belongs_to_a_pair_in_part():
@@ -248,13 +273,13 @@ def test_every_parameter_group_is_checked():
         QuotientSGD([{"params": trainable(model), "momentum": 1.5}], find_symmetric_pairs(model))
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
 def test_maximize_is_minimising_the_negative(kind):
     ends = []
     for sign, options in ((1, {"maximize": True, "foreach": False}), (-1, {"foreach": True})):
         torch.manual_seed(0)
         model = lora()
-        make = QuotientAdam if kind == "adam" else QuotientSGD
+        make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
         optimizer = make(trainable(model), find_symmetric_pairs(model), lr=1e-2, **options)
         torch.manual_seed(1)
         x = torch.randn(5, 12)
@@ -265,3 +290,87 @@ def test_maximize_is_minimising_the_negative(kind):
         ends.append([p.detach().clone() for p in trainable(model)])
     for one, other in zip(*ends, strict=True):
         assert torch.allclose(one, other)
+
+
+class NothingCrosses(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: numbers read, and tensors copied from one to the other."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        sizes = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor)]
+        if "copy" in str(function):
+            assert len({t.device for t in sizes}) <= 1, f"{function} from one device to another"
+        return found
+
+
+def on_meta(kind):
+    """A model and its optimiser on a device that has no numbers to read, two steps on."""
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9)),
+        peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"]),
+    )
+    options = {"momentum": 0.9} if kind == "sgd" else {}
+    make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
+    optimizer = make(trainable(model), find_symmetric_pairs(model), 1e-2, max_grad_norm=1.0, **options)
+    optimizer.certify = False  # which reads numbers, once, of the first gradient
+    places = {p: n for n, p in model.named_parameters()}
+    order = [places[p] for p in optimizer.param_groups[0]["params"]]
+    covered = [places[p] for p in optimizer._covered]
+    model.to("meta")
+    named = dict(model.named_parameters())
+    optimizer.param_groups[0]["params"] = [named[n] for n in order]
+    optimizer._covered = {named[n]: None for n in covered}
+    for p in trainable(model):
+        p.grad = torch.empty_like(p)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_no_step_reads_from_the_device(kind, monkeypatch):
+    optimizer = on_meta(kind)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # there is none for it
+    optimizer.step()
+    with NothingCrosses():
+        optimizer.step()
+    wrong = type(optimizer)._step_pairs
+
+    def reading(self, group, s):
+        float(s.squared_norm())
+        wrong(self, group, s)
+
+    monkeypatch.setattr(type(optimizer), "_step_pairs", reading)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"item|meta"):
+        optimizer.step()
+
+
+def test_a_copy_from_the_host_is_seen():
+    with NothingCrosses(), pytest.raises(AssertionError, match="from one device to another"):
+        torch.ones(3).to("meta")
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_bad_gradients_off_the_cpu_change_nothing(kind, monkeypatch):
+    """There the host does not know: the step is one of zero length, and is counted."""
+    runs = []
+    for off in (False, True):
+        if off:
+            monkeypatch.setattr(
+                base, "all_finite", lambda g, _: torch.stack([v.isfinite().all() for v in g.values()]).all()
+            )
+            monkeypatch.setattr(buckets, "_IN_CACHE", 10**9)
+        model = lora(modules_to_save=["2"], targets=("0",))
+        make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
+        optimizer = make(trainable(model), find_symmetric_pairs(model), 1e-2, weight_decay=0.1, max_grad_norm=0.3)
+        train(model, optimizer, 4, schedule=False)
+        if off:
+            before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["buckets"])
+            trainable(model)[0].grad[0, 0] = float("nan")
+            optimizer.step()
+            for name, v in model.state_dict().items():
+                assert torch.equal(v, before[name]), name
+            with pytest.warns(RuntimeWarning, match="1 steps were skipped"):
+                after = optimizer.state_dict()["buckets"]
+            for a, b in zip(state, after, strict=True):
+                assert all(torch.allclose(a["state"][k], b["state"][k], rtol=1e-12, atol=0) for k in a["state"])
+        runs.append(model)
+    assert apart(*runs) < 1e-10

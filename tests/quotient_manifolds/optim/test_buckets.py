@@ -11,6 +11,7 @@ from torch import nn
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientSGD,
+    buckets,
     canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
@@ -27,6 +28,7 @@ from ...training import (
     loss_of,
     moved,
     optimizer_of,
+    train,
     trainable,
 )
 
@@ -145,3 +147,18 @@ def test_one_factor_for_several_experts_is_no_pair():
     assert all(p.group is None for p in found)
     assert {p.reason for p in found} <= {"several experts share one factor", "a grouped convolution"}
     assert any("experts" in p.reason for p in found)
+
+
+@pytest.mark.parametrize("most", [1, 120, 10**9])
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_parts_do_not_matter(kind, most, monkeypatch):
+    """Pairs may be stepped one by one or joined; what is theirs lies in the same state."""
+    ends = []
+    for size in (2**16, most):
+        monkeypatch.setattr(buckets, "_IN_CACHE", size)
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(12, 12) for _ in range(3)], nn.Linear(12, 9))
+        model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1", "2"], init_lora_weights=False))
+        train(model.double(), optimizer_of(model, kind), 5, schedule=False)
+        ends.append(model)
+    assert apart(*ends) < 1e-12

@@ -48,7 +48,8 @@ class Words(nn.Module):
     ],
     ids=["plain", "rslora", "patterns", "dora", "bias"],
 )
-def test_embeddings_convolutions_and_variants(options):
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_embeddings_convolutions_and_variants(options, kind):
     """peft starts embeddings with A = 0: the roles of the factors change there."""
     options = {"targets": ["words", "across", "out"], **options}
     targets = options.pop("targets")
@@ -60,7 +61,9 @@ def test_embeddings_convolutions_and_variants(options):
     two = moved(one)
     for model in (one, two):
         losses = []
-        optimizer = create_quotient_lora_optimizer(model, lr=1e-2, weight_decay=0.01, max_grad_norm=1.0)
+        optimizer = create_quotient_lora_optimizer(
+            model, lr=1e-2 if kind == "adam" else 0.05, optimizer=kind, weight_decay=0.01, max_grad_norm=1.0
+        )
         for _ in range(15):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(ids), labels)

@@ -44,10 +44,11 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     assert apart(one, two) < 1e-10
 
 
-def test_a_grad_scaler_skips_with_a_warning_and_unscales():
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_a_grad_scaler_skips_with_a_warning_and_unscales(kind):
     one, two = lora(dtype=torch.float32), lora(dtype=torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    scaled, plain = optimizer_of(one, "adam", max_grad_norm=0.1), optimizer_of(two, "adam", max_grad_norm=0.1)
+    scaled, plain = optimizer_of(one, kind, max_grad_norm=0.1), optimizer_of(two, kind, max_grad_norm=0.1)
     for _ in range(3):
         for model, optimizer in ((one, scaled), (two, plain)):
             optimizer.zero_grad()
@@ -78,9 +79,10 @@ def test_the_scale_is_taken_out_in_float32():
     assert all(float((a - b).abs().max()) > 1e-3 for a, b in zip(before, products(model), strict=True))
 
 
-def test_nan_gradients_are_an_error_and_change_nothing():
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_nan_gradients_are_an_error_and_change_nothing(kind):
     model = lora()
-    optimizer = optimizer_of(model, "adam")
+    optimizer = optimizer_of(model, kind)
     train(model, optimizer, 2)
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     trainable(model)[1].grad[0, 0] = float("nan")

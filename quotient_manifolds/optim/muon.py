@@ -1,0 +1,142 @@
+"""Muon on the quotient: steepest descent in the spectral norm of the change of the product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..symmetries import SymmetricPair
+from .base import QuotientOptimizer
+from .buckets import PairStep, Part, trace
+from .newton_schulz import inverse_root
+from .others import check_adam_options, is_number
+from .preconditioner import Preconditioner
+from .sgd import check_momentum
+
+__all__ = ["QuotientMuon"]
+
+#: Singular values of the product count as this much of its Frobenius norm at least, however small the rate.
+_LEAST = 1e-3
+
+
+class QuotientMuon(QuotientOptimizer):
+    r"""Muon for pairs (G, H), the same whichever equivalent factors it starts from; AdamW for everything else.
+
+    For each factor, here G, with :math:`W_G = H^H H = K K^H`, the metric's weight, and polar(X) = U Vᴴ for
+    :math:`X = U Σ V^H`:
+
+    .. math::
+        m \leftarrow μ m + \nabla_G, \qquad u = \nabla_G + μ m, \qquad
+        G \leftarrow \sqrt{1 - ηλ}\, G - \frac{η}{2s}\, \mathrm{polar}(u K^{-H})\, K^{-1}
+
+    Among all steps with :math:`\|ξ_G H^H\|_2 \le η/2s` and :math:`\|G ξ_H^H\|_2 \le η/2s` this is the one that descends
+    fastest along u, so that the weight that the network sees, s times the product, changes by η at most in any
+    direction (to first order), whatever the rank and scale of an adapter. Nothing depends on the representative, and
+    there is no second moment: the state is one number a weight.
+
+    Parameters
+    ----------
+    params, pairs, max_grad_norm, maximize, foreach
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+    lr : float
+        η. It is not AdamW's: .01 to .05 was best in our studies.
+    momentum : float
+        μ.
+    nesterov : bool
+        Step along ∇ + μ m; otherwise along m.
+    weight_decay : float
+        λ. The product of a pair becomes (1 - ηλ) times itself; a bias does not decay.
+    scale : float
+        s, what the network multiplies the product with: α/r for LoRA, set by :func:`create_quotient_lora_optimizer`.
+    betas, eps
+        Of AdamW, for what belongs to no pair; put it into a group of its own, with a learning rate of its own.
+
+    Raises
+    ------
+    ValueError
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+
+    Notes
+    -----
+    Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
+    et al. 2026) with Nesterov's momentum and the adapter's scale, but for what is done at a product that lacks rank, as
+    at G = 0, where LoRA starts, and where batches have fewer examples than the adapter has dimensions:
+
+    .. math:: W_H = G^H G + δ (H^H H)^{-1}, \qquad δ = (η/2s)^2 + 10^{-6} \|G H^H\|_F^2
+
+    depends on the orbit only. H turns by one radian at most, and :math:`ξ_G ξ_H^H`, of second order, changes the
+    product by η/2s at most; H stays where it is while G = 0.
+
+    Neither a singular value nor an eigenvalue is computed: :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h
+    matrices a Newton-Schulz iteration takes to the inverse root (Amsel et al. 2025). Singular values of
+    :math:`u K^{-H}` below 3e-4 of its norm are left short by it, lest rounding be taken for a direction.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim import QuotientMuon
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
+    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
+    >>> optimizer = QuotientMuon([down.weight, up.weight], [p], lr=0.02)
+    >>> before = (up.weight @ down.weight).detach()
+    >>> up(down(torch.randn(3, 6))).square().sum().backward()
+    >>> optimizer.step()
+    >>> round(float(torch.linalg.matrix_norm((up.weight @ down.weight).detach() - before, 2)), 2) <= 0.02
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        pairs: Iterable[SymmetricPair],
+        lr: float = 0.02,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "scale": scale,
+            "betas": betas, "eps": eps, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
+        }  # fmt: skip
+        super().__init__(params, pairs, defaults)
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        super()._check_options(group)
+        check_momentum(group)
+        check_adam_options(group)
+        if not (is_number(group["scale"]) and 0 < group["scale"] < 1e30):
+            raise ValueError(f"scale must be a positive number, got {group['scale']!r}")
+
+    def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
+        step = float(group["lr"]) / (2 * group["scale"])
+        floor = _LEAST**2 * trace(M @ N)[..., None, None] + step**2
+        return Preconditioner("mix", M, N, torch.where(floor > 0, floor, 1))  # 0 for a rate of 0 at G = 0
+
+    def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
+        momentum, lr = group["momentum"], float(group["lr"])
+        if "moment G" not in s.bucket.state:
+            s.make_room("moment")
+
+        # Up to a factor, which drops out, u is ∇ + μ²/(1 + μ) m before m has changed.
+        past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
+
+        def direction(part: Part) -> Tensor:
+            return torch.add(s.gradient(part), s.state("moment", part), alpha=past)
+
+        K_inv = s.preconditioner.inverse_roots
+        A = K_inv.mH @ inverse_root(K_inv @ s.grams(direction) @ K_inv.mH) @ K_inv
+        step, keep = s.scaled(A, -lr / (2 * group["scale"])), s.keep(momentum, 1.0)
+        for part in s.parts:
+            s.move_(part, direction(part), step, lr * group["weight_decay"])
+            s.state("moment", part).mul_(keep).add_(s.gradient(part))

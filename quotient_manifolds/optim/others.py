@@ -1,0 +1,60 @@
+"""AdamW for what belongs to no pair: classifiers, biases, DoRA's magnitudes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+__all__ = ["adamw_", "check_adam_options", "is_number"]
+
+
+def is_number(value: Any) -> bool:
+    """Tell a number, or a tensor with one, from anything else."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_adam_options(group: Mapping[str, Any]) -> None:
+    """Raise for ``betas`` or ``eps`` out of range."""
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    if not (is_number(group["eps"]) and 0 < group["eps"] < math.inf):
+        raise ValueError(f"eps must be positive, got {group['eps']!r}: a factor without gradient yet is divided by it")
+
+
+def adamw_(
+    state: MutableMapping[Tensor, Any], group: Mapping[str, Any], params: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> None:
+    """Step parameters as torch's AdamW does, whose state this is."""
+    for p in params:
+        own = state[p]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in own:
+                own[name] = torch.zeros_like(p)
+        if "step" not in own:
+            own["step"] = torch.zeros((), dtype=torch.float32)
+    states = [state[p] for p in params]
+    adamw(
+        list(params),
+        list(gradients),
+        [s["exp_avg"] for s in states],
+        [s["exp_avg_sq"] for s in states],
+        [],
+        [s["step"] for s in states],
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        foreach=group["foreach"],
+        maximize=False,  # the gradients have their sign already
+    )
