@@ -1,4 +1,4 @@
-"""The demo: a transformer trained on real images, its sharpness, and that of an equivalent network.
+"""The demo: a transformer trained on real images, its sharpness, and that of equivalent networks.
 
 Needs the extra ``demo``.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
+from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries.whole import apply_random_moves_
 
 from .evaluation import evaluate
 from .extras import require_extra
@@ -25,14 +26,33 @@ from .profiles import Profile, profile
 from .progress import bar
 from .results import SharpnessResult
 
-__all__ = ["digits", "run", "train", "vision_transformer"]
+__all__ = ["digits", "moved", "run", "train", "vision_transformer"]
 
-RADII = {
-    "geodesic-inv": (0.05, 0.1, 0.2, 0.4),
-    "geodesic-mix": (0.01, 0.02, 0.05, 0.1),
-    "adaptive": (0.1, 0.2, 0.5, 1.0),
-    "euclidean": (0.02, 0.05, 0.1, 0.2),
+#: The measures and their radii.
+RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1}
+
+#: What leaves the network's probabilities as they are: the kind of symmetry, how far it moves, and how it reads.
+MOVES = {
+    "heads": (1.0, "attention heads, GL(h)"),
+    "gain": (1.0, "norms' gains and the columns that read them"),
+    "shift": (1.0, "norms' shifts and the biases behind them"),
+    "reader": (0.1, "what norms centre away, in what reads them"),
+    "writer": (0.1, "what norms centre away, in what is written"),
+    "key bias": (1.0, "biases of the keys"),
+    "value bias": (1.0, "biases of values and outputs"),
+    "embeddings": (1.0, "embeddings that are added together"),
+    "classes": (0.1, "what all classes' scores have in common"),
+    "rotation": (1.0, "rotation of the residual stream"),
 }
+
+
+def moved(model: nn.Module, kind: str, *, condition: float = 30.0, seed: int = 0) -> nn.Module:
+    """Copy a model and move it, from its canonical form, along one kind of symmetry."""
+    twin = copy.deepcopy(model)
+    apply_random_moves_(twin, MOVES[kind][0], seed + 1, classes=True, kinds=[kind])
+    if kind == "heads":
+        apply_random_symmetry_(twin, condition, seed)
+    return twin
 
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,10 +117,10 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def run(
     *, seed: int = 0, out: Path = Path("sharpness-demo.png"), condition: float = 30.0, progress: bool = True
 ) -> None:
-    """Train, measure, move along the symmetry, measure again; print a table, draw a figure, and write a JSON beside it.
+    """Train, measure, move along every symmetry, measure again; print a table, draw a figure, write a JSON beside it.
 
-    The seed is that of the split of the data, of the training and of the group elements, whose condition number is
-    ``condition``.
+    The seed is that of the split of the data, of the training and of the moves; the condition number is that of the
+    group elements that act on heads.
     """
     if not 1 <= condition < math.inf:
         raise ValueError(f"a condition number is at least 1, got {condition}")
@@ -113,51 +133,56 @@ def run(
     train(model, x_train, y_train, seed=seed, progress=progress)
     right, right_in_test = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
     print(f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them right, "
-          f"{right_in_test:.1%} of {len(y_test)} test digits")  # fmt: skip
-    twin = copy.deepcopy(model)
-    pairs = apply_random_symmetry_(twin, condition, seed)
-    change = float((_logits(twin, x_test) - _logits(model, x_test)).abs().max())
-    print(f"an equivalent network: {pairs} attention pairs moved along their orbits by group elements of condition "
-          f"{condition:g}; largest change of a score {change:.1e}\n")  # fmt: skip
-    print(find_symmetric_pairs(model), "\n", sep="")
-    batches = [(x_train[i : i + 128], y_train[i : i + 128]) for i in (0, 128)]
-    results, lines = {}, {}
-    for name, radii in RADII.items():
-        how: dict[str, Any] = {"measure": name, "rho": radii, "seed": seed, "progress": progress}
-        before = evaluate(model, batches, **how)
-        results[name] = before, evaluate(twin, batches, **how, keep_directions=False)
-        worst = before[radii[-1]].direction(0)
-        lines[name] = profile(model, batches[0], worst, ways=(worst.measure.geodesic,), reach=1)
-    rows = [_row(name, rho, *two) for name, two in results.items() for rho in RADII[name]]
-    print(f"{'measure':<14}{'rho':>6}{'sharpness':>13}{'equivalent network':>21}{'relative change':>18}")
-    for r in rows:
-        print(f"{r['measure']:<14}{r['rho']:>6g}{r['sharpness']:>13.5f}{r['equivalent']:>21.5f}{r['change']:>18.1e}")
+          f"{right_in_test:.1%} of {len(y_test)} test digits\n")  # fmt: skip
+    batch = (x_train[:128], y_train[:128])
+
+    def measure(network: nn.Module, **options: Any) -> dict[str, SharpnessResult]:
+        return {
+            name: evaluate(network, [batch], measure=name, rho=rho, seed=seed, progress=False, **options)
+            for name, rho in RADII.items()
+        }
+
+    before = measure(model)
+    lines = {
+        name: profile(model, batch, r.direction(0), ways=(r.measure.geodesic,), reach=1) for name, r in before.items()
+    }
+    rows: list[dict[str, Any]] = [{"move": "the network", **{name: float(r) for name, r in before.items()}}]
+    print(f"{'':<45}" + "".join(f"{name:>14}" for name in RADII))
+    print(f"{'sharpness of the network':<45}" + "".join(f"{float(r):>14.4f}" for r in before.values()))
+    print("times as sharp, with the same probabilities, after a move of")
+    largest, log_probabilities = 0.0, _logits(model, x_test).log_softmax(-1)
+    with bar(len(MOVES), "equivalent networks", "network", progress=progress) as shown:
+        for kind, (_, label) in MOVES.items():
+            twin = moved(model, kind, condition=condition, seed=seed)
+            largest = max(largest, float((_logits(twin, x_test).log_softmax(-1) - log_probabilities).abs().max()))
+            after = measure(twin, keep_directions=False)
+            rows.append({"move": kind, **{name: float(r) for name, r in after.items()}})
+            factors = [float(after[name]) / float(before[name]) for name in RADII]
+            print(f"  {label:<43}" + "".join(f"{f:>14.4f}" for f in factors))
+            shown.update()
+    print(f"\nlargest change of a log-probability {largest:.0e}")
     _draw(rows, lines, out)
-    about = {"train_accuracy": right, "test_accuracy": right_in_test, "pairs": pairs, "condition": condition}
-    write_json(numbers, {**about, "output_change": change, "rows": rows})
-    print(f"\nthe picture is in {out}, the numbers in {numbers}")
-
-
-def _row(name: str, rho: float, before: SharpnessResult, after: SharpnessResult) -> dict[str, Any]:
-    one, two = float(before[rho]), float(after[rho])
-    return {"measure": name, "rho": rho, "sharpness": one, "equivalent": two, "change": two / one - 1}
+    write_json(numbers, {"train_accuracy": right, "test_accuracy": right_in_test, "condition": condition,
+                         "output_change": largest, "rows": rows})  # fmt: skip
+    print(f"the picture is in {out}, the numbers in {numbers}")
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Profile], path: Path) -> None:
-    """Draw the loss along the worst direction of each measure, and what a symmetry does to the sharpness."""
-    with figure(path, (12.5, 4.4), 1, 3) as (_, ((left, middle, right),)):
+    """Draw the loss along the worst direction of each measure, and what equivalent choices of the weights do to it."""
+    first, *others = rows
+    with figure(path, (12.5, 5.2), 1, 2, width_ratios=(1, 1.3)) as (_, ((left, right),)):
         for name, line in lines.items():
             look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name], "label": name}
             (losses,) = line.losses.values()
             left.plot(line.lengths, losses, markevery=8, **look)
-            rhos, one, two, change = (
-                [r[key] for r in rows if r["measure"] == name] for key in ("rho", "sharpness", "equivalent", "change")
-            )
-            middle.loglog(rhos, one, **look)
-            middle.loglog(rhos, two, "x--", color=COLOURS[name], markersize=8)
-            right.loglog(rhos, [max(abs(v), 1e-8) for v in change], **look)
+            right.plot([r[name] / first[name] for r in others], range(len(others)), linestyle="", markersize=9, **look)
         left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")
         left.legend()
-        middle.set(xlabel="radius ρ", ylabel="sharpness", title="The network, and an equivalent one (×)")
-        right.set(xlabel="radius ρ", ylabel="relative change", title="What the symmetry changes")
-        right.axhline(1e-3, color="0.7", linewidth=1)
+        right.set(
+            xscale="log", xlabel="sharpness, that of the network itself = 1", title="The same function, other weights"
+        )
+        right.set_yticks(range(len(others)), [MOVES[r["move"]][1] for r in others], fontsize="small")
+        right.invert_yaxis()
+        right.axvline(1, color="0.7", linewidth=1, zorder=0)
+        right.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+        right.minorticks_off()

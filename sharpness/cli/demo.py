@@ -17,8 +17,8 @@ def add_demo(commands: Any) -> None:
         "demo",
         help="train a small vision transformer on scanned digits and measure its sharpness",
         description="Train a small vision transformer on scikit-learn's digits (under a minute), measure its sharpness "
-        "by all measures, move every attention head along its symmetry, measure again. Prints a table and saves a "
-        "picture.",
+        "by four measures, and again after every kind of move that leaves its function as it is. Prints a table and "
+        "saves a picture.",
         formatter_class=Formatter,
     )
     demo.add_argument("--seed", type=seed, default=0, help="seed of the split, the training and the symmetry")

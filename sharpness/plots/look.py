@@ -16,8 +16,14 @@ __all__ = ["COLOURS", "MARKERS", "check_figure", "figure", "style"]
 _CYCLE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 
 #: Of the measures; each has a marker too, so that no reading depends on colour alone.
-COLOURS = {"geodesic-inv": "#0072B2", "geodesic-mix": "#009E73", "adaptive": "#E69F00", "euclidean": "#D55E00"}
-MARKERS = {"geodesic-inv": "o", "geodesic-mix": "s", "adaptive": "^", "euclidean": "D"}
+COLOURS = {
+    "geodesic-inv": "#0072B2", "geodesic-mix": "#009E73", "adaptive": "#E69F00", "euclidean": "#D55E00",
+    "complete-inv": "#CC79A7", "complete-mix": "#000000",
+}  # fmt: skip
+MARKERS = {
+    "geodesic-inv": "o", "geodesic-mix": "s", "adaptive": "^", "euclidean": "D",
+    "complete-inv": "*", "complete-mix": "P",
+}  # fmt: skip
 
 
 def style() -> AbstractContextManager[None]:

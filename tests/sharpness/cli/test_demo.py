@@ -1,3 +1,5 @@
+import json
+
 import torch
 
 from sharpness import cli, demo
@@ -8,15 +10,15 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
     torch.set_default_dtype(torch.float32)
     full = demo.train
     monkeypatch.setattr(demo, "train", lambda *a, **k: full(*a, **k | {"epochs": 6}))
-    monkeypatch.setattr(demo, "RADII", {name: radii[:2] for name, radii in demo.RADII.items()})
+    monkeypatch.setattr(demo, "MOVES", {kind: demo.MOVES[kind] for kind in ("heads", "gain", "rotation")})
     out = tmp_path / "picture.png"
     assert cli.main(["demo", "--seed", "1", "--out", str(out), "--quiet"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    rows = {
-        tuple(line.split()[:2]): line.split() for line in printed.splitlines() if line.startswith(("geo", "ada", "euc"))
-    }
-    assert len(rows) == 8
-    for (measure, _), row in rows.items():
-        change = abs(float(row[-1]))
-        assert change < 1e-3 if measure.startswith("geodesic") else change > 0.05
+    found = json.loads(out.with_suffix(".json").read_text())
+    network, heads, gain, _ = found["rows"]
+    assert found["output_change"] < 1e-3
+    for name, moved in (("complete-inv", heads), ("complete-inv", gain), ("geodesic-inv", heads)):
+        assert abs(moved[name] / network[name] - 1) < 1e-3
+    for name, moved in (("adaptive", heads), ("euclidean", gain), ("geodesic-inv", gain)):
+        assert abs(moved[name] / network[name] - 1) > 0.05
+    assert "rotation of the residual stream" in capsys.readouterr().out
