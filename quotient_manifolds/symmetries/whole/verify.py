@@ -156,7 +156,7 @@ def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
         return 0.0
     (along,) = torch.autograd.grad(torch.stack([(gradients[p] * at[p]).sum() for p in known]).sum(), t)
     floor = 1e-6 * max(float(g.norm()) for g in gradients.values())  # a gradient may be nothing but rounding
-    moved = sum(max(float(gradients[p].norm()), floor) * float((near.of(p) - p).norm()) for p in known)
+    moved = sum(max(float(gradients[p].norm()), floor) * float((near.of(p) - p.detach()).norm()) for p in known)
     sizes = moved / float(step.norm())
     return float(along.norm()) / sizes if sizes else 0.0
 

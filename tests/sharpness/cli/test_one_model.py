@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sharpness import cli, evaluate
-from tests import networks, spread
+from tests import networks, spread, whole_networks
 
 
 def test_run_on_files(tmp_path, capsys, monkeypatch):
@@ -85,3 +85,24 @@ def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, capsys, monkeypatch
     assert cli.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
     assert "no figures of geodesic-inv: too flat" in capsys.readouterr().err
     assert len(json.loads(out.read_text())) == 1
+
+
+def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
+    """Counted, verified and folded; the folder that is written loads in transformers, with the same outputs."""
+    from transformers import ViTForImageClassification
+
+    torch.set_default_dtype(torch.float32)
+    model = whole_networks.build("vit").float()
+    model.save_pretrained(tmp_path / "vit")
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--verify"]) == 0
+    printed = capsys.readouterr().out
+    assert ["all", "417"] in [line.split() for line in printed.splitlines()]
+    assert "rotation" in printed.partition("gradient")[2]
+    assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 0
+    folded = ViTForImageClassification.from_pretrained(tmp_path / "folded").eval()
+    batch = {"pixel_values": next(whole_networks.inputs("vit"))["pixel_values"].float()}
+    torch.testing.assert_close(folded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(folded.vit.layernorm.weight, torch.ones(8))
+    capsys.readouterr()
+    assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 2
+    assert "exists already" in capsys.readouterr().err
