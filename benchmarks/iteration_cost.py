@@ -15,6 +15,7 @@ from _common import write
 from torch import nn
 from torch.nn import functional as F
 
+from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from sharpness.ascent import ASCENTS
 from sharpness.balls import RoundBall
 from sharpness.batch_loss import BatchLoss
@@ -24,7 +25,7 @@ from sharpness.model_state import preserve_model_state
 from sharpness.space import WeightSpace
 from sharpness.vectors import Buffers
 
-RADII = {"geodesic-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
+RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
 
 
 class Classifier(nn.Module):
@@ -39,6 +40,14 @@ class Classifier(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.visual(x))
+
+
+@register_wiring(Classifier)
+def tower(model: Classifier) -> Wiring:
+    """Wire the tower; the head reads its projection."""
+    found = wiring_of(model.visual)
+    assert found is not None
+    return found
 
 
 def main() -> None:
