@@ -181,7 +181,7 @@ def _checked(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _like(flags: Tensor, value: Tensor) -> Tensor:
-    return flags.reshape(*flags.shape, *(1,) * (value.dim() - flags.dim()))
+    return flags.reshape(flags.shape + (1,) * (value.dim() - flags.dim()))
 
 
 def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor) -> FrechetMean:

@@ -12,6 +12,7 @@ from ..linalg import weighted_sylvester
 from ..means import ConvergenceError
 from .coordinates import row_power
 from .gauge import Gauge, canonical_gauge
+from .metrics import Metric
 from .path import moved_end
 from .tangent import GLTangentSpace
 
@@ -20,6 +21,8 @@ __all__ = ["GLManifold", "align", "restrict_to_span"]
 
 class GLManifold(Protocol):
     """What is asked of a GL(h) quotient here: its points' products and tangent spaces, at other row counts too."""
+
+    metric: Metric
 
     def tangent_space_at(self, x: Tensor) -> Any: ...  # noqa: D102
     def at_gauge(self, gauge: Gauge) -> GLTangentSpace: ...  # noqa: D102

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..means import ConvergenceError
 from .alignment import GLManifold, restrict_to_span
 from .gauge import Gauge, canonical_gauge
+from .metrics import Metric
 from .shortest import SOLVED, Shortest, shortest
 
 __all__ = ["distance", "logmap"]
@@ -35,7 +36,7 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     small, (a, b), back = restrict_to_span(manifold, full.gauge.x, y.expand(shape))
     n = small.row_split()[0]
-    here, there = (canonical_gauge(z[..., :n, :], z[..., n:, :]) for z in (a.flatten(0, -3), b.flatten(0, -3)))
+    here, there = (canonical_gauge(z[:, :n], z[:, n:]) for z in (v.reshape(-1, *v.shape[-2:]) for v in (a, b)))
     # Growth of the point along the line, in a unit of time.
     rate = (there.sigma.log() - here.sigma.log()).mean(-1)[:, None, None] / 2
     rate = rate if small.metric.complete else torch.zeros_like(rate)
@@ -48,7 +49,7 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
     u = torch.where(turned, _returned(small, found, a), found.u) + rate * a
     if not bool((found.residual <= SOLVED).all()):
         if on_error == "raise":
-            raise ConvergenceError(_reason(found, apart), found.residual.reshape(shape[:-2]))
+            raise ConvergenceError(_reason(small.metric, found, apart), found.residual.reshape(shape[:-2]))
         u = torch.where((found.residual <= SOLVED)[:, None, None], u, torch.nan)
     u = torch.cat([z @ A for z, A in zip(u.split(small.row_split(), -2), (here.A, here.A_inv.mH), strict=True)], -2)
     return full.proju(full.from_gauge(*full.split(back(u.reshape(*shape[:-2], *u.shape[-2:])))))
@@ -72,7 +73,7 @@ def _apart(x: Gauge, y: Gauge) -> Tensor:
     return signs[0] * signs[1] < 0
 
 
-def _reason(found: Shortest, apart: Tensor) -> str:
+def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
     """Say why there are items without a geodesic."""
     failed = ~(found.residual <= SOLVED)
     count = f"for {int(failed.sum())} of {failed.numel()} pairs"
@@ -81,12 +82,13 @@ def _reason(found: Shortest, apart: Tensor) -> str:
             f"no path joins the points {count}: G Hᴴ is square, and determinants of different sign lie in "
             'different components; change the sign of a column of one factor, or pass on_error="nan"'
         )
-    if bool((found.exit[failed] < torch.inf).any()):
-        time = found.exit[failed].min().item()
+    lowest, exits = found.lowest[failed].min().item(), found.exit[failed].min().item()
+    if not metric.complete and (lowest < 0.5 or exits < 1):
+        when = f", which its geodesic reaches at t = {exits:.3g} of 1" if exits < 1 else ""
         return (
-            f"the shortest path found leaves the manifold {count}, at the earliest at t = {time:.3g} of 1, where the "
-            f"rank of G Hᴴ falls, with {100 * (1 - time):.0f} % of the way to go: the mix metric is not complete; use "
-            'inv, or pass on_error="nan"'
+            f"the shortest path leaves the manifold {count}: the smallest singular value of G Hᴴ falls to {lowest:.1e} "
+            f"of that at its ends, towards a matrix of lower rank{when}; the mix metric is not complete: use inv, or "
+            'pass on_error="nan"'
         )
     worst = found.residual[failed].max().item()
     return f'logmap: {worst:.1e} of the way is missing {count}; pass more n_starts, or on_error="nan"'

@@ -54,8 +54,8 @@ class Path:
 
     def rule(self) -> list[Tensor]:
         """Give weights, φ, integrals and φ(0) as tensors."""
-        like = {"dtype": real_dtype(self.x.dtype), "device": self.x.device}
-        return [torch.as_tensor(a, **like) for a in _rule(self.c.shape[1] + 1)]
+        dtype, device = real_dtype(self.x.dtype), self.x.device
+        return [torch.as_tensor(a, dtype=dtype, device=device) for a in _rule(self.c.shape[1] + 1)]
 
     def nodes(self) -> tuple[Tensor, Tensor]:
         """Give points and velocities at the Gauss nodes, both (b, q, n + m, h)."""
@@ -151,8 +151,8 @@ def _weights(metric: Metric, M: Tensor, N: Tensor, inverse: bool) -> Pair:
 def inner(path: Path, u: Tensor) -> Tensor:
     """Compute the square of a vector at the start of paths, (b)."""
     M, N = (X.mH @ X for X in path.split(path.x))
-    weights = zip(_weights(path.metric, M, N, inverse=False), path.split(u), strict=True)
-    return sum(trace_product(W, v, v) for W, v in weights)
+    (W_G, W_H), (P, R) = _weights(path.metric, M, N, inverse=False), path.split(u)
+    return trace_product(W_G, P, P) + trace_product(W_H, R, R)
 
 
 def energy(path: Path) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ class Shortest:
     """What was found for a batch (b): geodesics of velocity u from x, their ends and velocities there.
 
     ``residual`` is the part of the way that is missing, ``exit`` the time at which the last geodesic tried leaves the
-    manifold, ``softest`` the least eigenvalue of the second variation, about.
+    manifold, ``softest`` the least eigenvalue of the second variation, about, ``lowest`` the least of the smallest
+    singular values of the products along the path, in units of those at its ends.
     """
 
     u: Tensor
@@ -49,13 +50,14 @@ class Shortest:
     length: Tensor
     exit: Tensor
     softest: Tensor
+    lowest: Tensor
 
     @classmethod
     def nothing(cls, x: Tensor) -> Shortest:
         """Start with no geodesic."""
         unknown = torch.full(x.shape[:1], torch.inf, dtype=real_dtype(x.dtype), device=x.device)
         nan = torch.full_like(x, torch.nan)
-        return cls(nan, nan.clone(), nan.clone(), unknown, *(unknown.clone() for _ in range(3)))
+        return cls(nan, nan.clone(), nan.clone(), unknown, *(unknown.clone() for _ in range(4)))
 
     def put(self, index: Tensor, other: Shortest) -> None:
         """Write what was found for some items."""
@@ -99,7 +101,10 @@ class _Search:
 
     def __init__(self, manifold: GLManifold, x: Tensor, y: Tensor) -> None:
         self.manifold, (self.n, self.m) = manifold, manifold.row_split()
-        self.gauge, gauge = canonical_gauge(*self._split(x)), canonical_gauge(*self._split(y))
+        # Of x as it is: where singular values are equal there are several canonical representatives.
+        eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
+        self.gauge = Gauge(x, self.n, self._split(x)[0].abs().square().sum(-2), eye, eye)
+        gauge = canonical_gauge(*self._split(y))
         self.x, self.y, self._of_y = self.gauge.x, gauge.x, gauge
         self.target = manifold.to_matrix(self.y)
         size = torch.linalg.matrix_norm(self.target)
@@ -224,7 +229,15 @@ class _Search:
             end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u))
         missing = torch.linalg.matrix_norm(self.manifold.to_matrix(end) - self.target[at]) / self.size[at]
         residual = torch.where(exits.isfinite(), torch.inf, missing)
-        return Shortest(u, end, velocity, residual, space.norm(u), exits, least)
+        return Shortest(u, end, velocity, residual, space.norm(u), exits, least, self._lowest(path))
+
+    def _lowest(self, path: Path) -> Tensor:
+        if self.manifold.metric.complete:
+            return torch.ones_like(path.x[:, 0, 0].real)
+        points = torch.cat([path.x.unsqueeze(1), path.nodes()[0], path.y.unsqueeze(1)], 1)
+        grams = [torch.linalg.qr(X)[1] for X in path.split(points.movedim(1, 0))]
+        least = torch.linalg.svdvals((grams[0] @ grams[1].mH).nan_to_num())[..., -1]
+        return least.amin(0) / torch.minimum(least[0], least[-1])
 
     def _corrected(self, path: Path, at: Tensor, shot: Shortest, which: Tensor) -> Path:
         """Move the ends of paths by what their geodesics miss."""
