@@ -11,7 +11,7 @@ def points(b=12):
 
 
 def test_more_starts_find_nothing_longer():
-    manifold, x, y = points(6)
+    manifold, x, y = points(3)
     one, usual, many = (shortest(manifold, x, y, k) for k in (1, None, 3))
     for found in (one, usual, many):
         assert found.residual.max() <= SOLVED
