@@ -62,8 +62,7 @@ def test_the_preconditioner_is_symmetric_and_near_the_inverse(name):
         # The same quotients in coordinates that the preconditioner makes: P⁻¹ d for d.
         ours = torch.stack([(pc(v, path) * product(pc(v, path))).sum(1) / (v * pc(v, path)).sum(1) for v in d])
         assert ours.min() > 0.3
-        assert ours.log().median().abs() < 0.3 < ratios.log().median().abs()
-        assert ours.log().std() < 0.6
+        assert ours.log().abs().median() < 0.3 * ratios.log().abs().median()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
