@@ -19,7 +19,7 @@ import torch
 from _common import write
 from torch import Tensor
 
-from quotient_manifolds import GLQuotientInv
+from quotient_manifolds import GLQuotientInv, frechet_mean
 from quotient_manifolds.symmetries import model_distance
 
 SHAPES = {(5, 4, 2): 64, (10, 10, 3): 32, (50, 40, 4): 16, (100, 100, 8): 8}
@@ -64,7 +64,6 @@ def main() -> None:
         torch.manual_seed(0)
         manifold = GLQuotientInv(n, m)
         rows.append({"what": "random", **accuracy(manifold, *(manifold.random(count, n + m, h) for _ in range(2)))})
-        write("logarithm", rows)
     torch.set_default_dtype(torch.float32)
     recipe = {"lr": 1e-4, "decay": 0.05, "epochs": 1, "noise": 0.0, "batch": 64}
     models = [_vit_cifar10.fine_tuned(options.weights, options.images, recipe, s, options.count) for s in (1, 2)]
@@ -75,7 +74,6 @@ def main() -> None:
             {"what": "fine-tunes", "metric": metric, "pairs": len(found.pairs), "unsolved": missing, **times}
             | {"total": found.total, "largest": max(p.distance for p in found.pairs)}
         )
-        write("logarithm", rows)
     torch.manual_seed(0)
     independent = [_vit_cifar10.model(options.weights) for _ in range(2)]
     for parameter in independent[1].parameters():
@@ -83,8 +81,14 @@ def main() -> None:
             torch.nn.init.xavier_uniform_(parameter.data)
     found, times = timed(lambda: model_distance(*independent, match="heads"))
     rows.append({"what": "trained and random, heads matched", "pairs": len(found.pairs), **times, "total": found.total})
-    write("logarithm", rows)
     torch.set_default_dtype(torch.float64)
+    manifold = GLQuotientInv(5, 4)
+    points = manifold.random(20, 9, 2)
+    moved = manifold.act(points, torch.randn(20, 2, 2))[torch.randperm(20)]
+    (one, other), times = timed(lambda: [frechet_mean(manifold, p) for p in (points, moved)])
+    apart = float((manifold.to_matrix(one.point) - manifold.to_matrix(other.point)).abs().max())
+    certificates = [float(f.certificate) for f in (one, other)]
+    rows.append({"what": "mean of 20, twice", "certificates": certificates, "difference": apart, **times})
     manifold = GLQuotientInv(769, 769)
     x, y = (manifold.random(options.heads, 2 * 769, 64) for _ in range(2))
     rows.append({"what": "random", **accuracy(manifold, x, y, symmetric=False)})

@@ -102,7 +102,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
 
     .. math:: \min_m \sum_i w_i d(m, x_i)^2, \qquad m \leftarrow \exp_m\Big(s \sum_i w_i \log_m x_i\Big)
 
-    The step s is halved where the sum has grown. The starts do not depend on order or representatives: those points
+    The step s is that of Barzilai and Borwein (1988), halved where the sum has doubled. The starts do not depend on order or representatives: those points
     whose products are nearest to the mean of the products.
 
     Parameters
@@ -194,10 +194,12 @@ def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor) -> F
         direction = torch.einsum("k,k...->...", weights.to(u.dtype), u)
         variance = torch.einsum("k,k...->...", weights, manifold.inner(m, u))
         now = FrechetMean(m, manifold.norm(m, direction), variance)
-        # Where the sum has grown, go back and take half the step.
-        nearer = now.certificate < best.certificate
+        # Where the sum has doubled, go back and take half the step; else the next one by Barzilai and Borwein's rule.
+        nearer = now.certificate < 2 * best.certificate
+        turn = step * manifold.inner(m, way) / manifold.inner(m, way, way - direction)
+        rule = torch.where(turn.isfinite() & (turn > 0), turn, 1).clamp(0.2, 5)
         best = FrechetMean(*(torch.where(_like(nearer, a), a, b) for a, b in zip(now, best, strict=True)))
-        way, step = torch.where(_like(nearer, way), direction, way), torch.where(nearer, step, step / 2)
+        way, step = torch.where(_like(nearer, way), direction, way), torch.where(nearer, rule, step / 2)
         if bool(((best.certificate <= _TOLERANCE) | (step < 1e-3)).all()):
             break
         m = manifold.expmap(best.point, _like(step, way) * way)

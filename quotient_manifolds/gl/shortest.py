@@ -27,7 +27,7 @@ __all__ = ["SOLVED", "Shortest", "shortest"]
 #: Of the way that may be missing at the end: what is aimed at, and what counts as solved.
 _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, for the caches' sake; coefficients of the first paths and of refined ones.
-_CHUNK, _FIRST, _REFINED = 400_000, 4, (8, 12, 18, 26)
+_CHUNK, _FIRST, _REFINED = 65_536, 4, (8, 12, 18, 26)
 #: Eigenvalues below this make a saddle; cosines above this make other turns of the end certainly longer.
 _SADDLE, _NEAR = -1e-3, 0.3
 #: Columns up to which the mirror image is tried: of many columns it turns one, which changes the length little.
