@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from ..linalg import in_double
@@ -154,6 +153,8 @@ def model_distance(
 
 def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict[int, SymmetricPair]:
     """Match the heads of every module: for each pair of the first model one of the second, of the same kind."""
+    from scipy.optimize import linear_sum_assignment  # which takes long to import
+
     by_head: dict[str, dict[int, list[int]]] = {}
     for i, p in enumerate(first):
         by_head.setdefault(p.module, {}).setdefault(p.head or 0, []).append(i)
