@@ -102,9 +102,9 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
 
     .. math:: \min_m \sum_i w_i d(m, x_i)^2, \qquad m \leftarrow \exp_m\Big(s \sum_i w_i \log_m x_i\Big)
 
-    The step s is that of Barzilai and Borwein (1988), halved where the sum has doubled. The starts do not depend on order
-    or representatives: those points whose products are nearest to the mean of the products. Points far from each other
-    may have several local means.
+    The step s is that of Barzilai and Borwein (1988), halved where the sum has doubled. The starts do not depend on
+    order or representatives: those points whose products are nearest to the mean of the products. Points far from each
+    other may have several local means.
 
     Parameters
     ----------

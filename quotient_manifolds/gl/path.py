@@ -107,7 +107,7 @@ def _turning(path: Path, X: Tensor, Y: Tensor) -> Tensor:
         skew = 0 * skew
     generator = 2.0**9 * (root - root.mH)
     w, phi, *_ = path.rule()
-    t = torch.as_tensor(_times(count)).to(w)[:, None, None]
+    t = torch.as_tensor(_times(count), dtype=w.dtype, device=w.device)[:, None, None]
     turn, straight = torch.linalg.matrix_exp(t * generator.unsqueeze(1)), (whole.mH @ Y - X).unsqueeze(1)
     velocity = generator.unsqueeze(1) @ turn @ (X.unsqueeze(1) + t * straight) + turn @ straight
     return _combine((phi * w.unsqueeze(-1)).mT, velocity)[:, 1:]
@@ -207,7 +207,7 @@ class Preconditioner:
         # What the coefficients become where the path follows: by C^⊥ for turns, by AC for stretches.
         bases = [torch.linalg.qr(X)[0].unsqueeze(1) for X in starts]
         turned = [C - Q @ (Q.mH @ C) for Q, C in zip(bases, path.split(path.c), strict=True)]
-        t = torch.as_tensor(_times(path.c.shape[1] + 1)).to(w).unsqueeze(-1)
+        t = torch.as_tensor(_times(path.c.shape[1] + 1), dtype=w.dtype, device=w.device).unsqueeze(-1)
         A = (phi * w.unsqueeze(-1)).mT @ (integrals + t * phi)
         stretched = path.split(_combine(A[1:], torch.cat([(path.y - path.x).unsqueeze(1), path.c], 1)))
         self._followers = list(zip(turned, stretched, roots, back, strict=True))
