@@ -14,7 +14,6 @@ with warnings.catch_warnings():
 
 from .base import QuotientManifold, TangentSpace
 from .gl import (
-    ConvergenceError,
     Gauge,
     GeodesicExitError,
     GLQuotientInv,
@@ -23,19 +22,24 @@ from .gl import (
     canonical_gauge,
     from_matrix,
 )
+from .means import ConvergenceError, FrechetMean, PrincipalGeodesics, frechet_mean, principal_geodesics
 from .rescale import RescaleQuotient
 
 __all__ = [
     "ConvergenceError",
+    "FrechetMean",
     "GLQuotientInv",
     "GLQuotientMix",
     "GLTangentSpace",
     "Gauge",
     "GeodesicExitError",
+    "PrincipalGeodesics",
     "QuotientManifold",
     "RescaleQuotient",
     "TangentSpace",
     "canonical_gauge",
+    "frechet_mean",
     "from_matrix",
+    "principal_geodesics",
 ]
 __version__ = "0.1.0"

@@ -11,12 +11,10 @@ exact, and it keeps the condition number of the representative out of every inve
 
 from .gauge import Gauge, canonical_gauge, from_matrix
 from .geodesic import GeodesicExitError
-from .logarithm import ConvergenceError
 from .manifold import GLQuotientInv, GLQuotientMix
 from .tangent import GLTangentSpace
 
 __all__ = [
-    "ConvergenceError",
     "GLQuotientInv",
     "GLQuotientMix",
     "GLTangentSpace",

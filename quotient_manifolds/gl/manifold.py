@@ -11,10 +11,11 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from .. import means
 from ..base import QuotientManifold, standard_normal
 from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
 from ..linalg import column_rank_ratio, holds, in_double, in_own_precision, pack
-from . import logarithm, transport
+from . import alignment, logarithm, transport
 from .gauge import Gauge, canonical_gauge
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
@@ -90,8 +91,8 @@ class GLQuotient(QuotientManifold):
         )  # fmt: skip
 
     def resized(self, n: int, m: int) -> GLQuotient:
-        """Give the manifold of the same metric and floor for factors of other row counts."""
-        return type(self)(n, m, relaxation=self.relaxation)
+        """Give the manifold of the same metric, without a floor, for factors of other row counts."""
+        return type(self)(n, m)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`, (…, n + m, h); A is (…, h, h), invertible."""
@@ -169,28 +170,44 @@ class GLQuotient(QuotientManifold):
         return self._gl_space(x, u).exit_time(u, until)
 
     @_scaled(ScalingInfo(1))
-    def logmap(self, x: Tensor, y: Tensor) -> Tensor:
-        """Give the horizontal vector at x whose geodesic reaches the orbit of y at time 1, by shooting.
+    def logmap(self, x: Tensor, y: Tensor, *, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
+        """Give the horizontal vector at x whose geodesic reaches the orbit of y at time 1, the shortest found.
 
-        Like all that needs it, it is computed in double precision, returned in the dtype of x, and raises
-        :class:`ConvergenceError` if the points are too far apart, or only a geodesic longer than the straight path
-        between the aligned representatives was found. Not differentiable; :meth:`dist` is.
+        Computed in double precision, and returned in the dtype of x. Not differentiable; :meth:`dist` is.
+
+        Parameters
+        ----------
+        x, y : Tensor
+            Points, (…, n + m, h).
+        n_starts : int, optional
+            Turns of y along its orbit from which the search begins: the one that fits x best, its mirror image, random
+            ones. By default one, and for real points that are far apart the mirror image.
+        on_error : {"raise", "nan"}
+            Whether one pair without a geodesic raises, or has NaN for its result.
+
+        Raises
+        ------
+        ConvergenceError
+            With the ``residual`` of every pair: no path joins them (n = m = h and determinants of G Hᴴ of different
+            sign), the shortest one leaves the manifold (mix, which is not complete), or none was found.
         """
-        check_vector(self, x, y, "y")
+        _check_search(self, x, y, n_starts, on_error)
         with torch.no_grad():
-            return logarithm.logmap(self, in_double(x), in_double(y)).to(x.dtype)
+            return logarithm.logmap(self, in_double(x), in_double(y), n_starts, on_error).to(x.dtype)
 
     @_scaled(ScalingInfo(1))
-    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        r"""Compute the distance of the orbits of x and y, real, (…) or (…, 1, 1).
+    def dist(
+        self, x: Tensor, y: Tensor, *, keepdim: bool = False, n_starts: int | None = None, on_error: str = "raise"
+    ) -> Tensor:
+        r"""Compute the distance of the orbits of x and y, real, (…) or (…, 1, 1); options as in :meth:`logmap`.
 
         .. math:: d(x, y) = \|\log_x y\|_x, \qquad \operatorname{grad}_x \tfrac12 d^2 = -\log_x y,\quad
                   \operatorname{grad}_y \tfrac12 d^2 = -\log_y x
 
         Once differentiable in both points; the derivative at 0 is taken to be 0.
         """
-        check_vector(self, x, y, "y")
-        result = logarithm.distance(self, in_double(x), in_double(y)).to(x.real.dtype)
+        _check_search(self, x, y, n_starts, on_error)
+        result = logarithm.distance(self, in_double(x), in_double(y), n_starts, on_error).to(x.real.dtype)
         return result[..., None, None] if keepdim else result
 
     @_scaled(ScalingInfo.NotCompatible)
@@ -201,27 +218,19 @@ class GLQuotient(QuotientManifold):
         """
         check_vector(self, x, y, "y")
         with torch.no_grad():
-            return logarithm.align(self, in_double(x), in_double(y), relative_tol).to(x.dtype)
+            return alignment.align(self, in_double(x), in_double(y), relative_tol).to(x.dtype)
 
     @_scaled(ScalingInfo.NotCompatible)
-    def geodesic_between(self, x: Tensor, y: Tensor, t: Any) -> Tensor:
+    def geodesic_between(self, x: Tensor, y: Tensor, t: Any, *, n_starts: int | None = None) -> Tensor:
         """Interpolate from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …), differentiable in t."""
         check_tensors(self, x=x, y=y)
         x, y = x.detach(), y.detach()
-        return self.geodesic(x, self.logmap(x, y), t)[0]
+        return self.geodesic(x, self.logmap(x, y, n_starts=n_starts), t)[0]
 
     @_scaled(ScalingInfo.NotCompatible)
-    def mean(self, points: Tensor) -> Tensor:
-        """Give the Fréchet mean over the first dimension of (k, …, n + m, h), from the first point on.
-
-        Iterated until the gradient of the mean square distance is below 1e-10.
-        """
-        check_tensors(self, points=points)
-        self._assert_check_shape(points.shape, "x")
-        if points.dim() < 3 or len(points) == 0:
-            raise ValueError(f"{self}: points of a mean are (k, …, n + m, h) with k ≥ 1, got {tuple(points.shape)}")
-        with torch.no_grad():
-            return logarithm.mean(self, in_double(points)).to(points.dtype)
+    def mean(self, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> Tensor:
+        """Give the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
+        return means.frechet_mean(self, points, weights, n_starts=n_starts).point
 
     @_scaled(ScalingInfo.NotCompatible)
     def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,6 +282,14 @@ class GLQuotient(QuotientManifold):
                     "or fewer columns"
                 )
         return True, None
+
+
+def _check_search(manifold: GLQuotient, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> None:
+    check_vector(manifold, x, y, "y")
+    if n_starts is not None:
+        as_count("n_starts", n_starts, str(manifold))
+    if on_error not in ("raise", "nan"):
+        raise ValueError(f'{manifold}: on_error must be "raise" or "nan", got {on_error!r}')
 
 
 def _rank_tolerance(X: Tensor) -> float:

@@ -10,10 +10,10 @@ from torch.func import jvp
 
 from ..linalg import pack, weighted_sylvester
 from ..linalg import symmetric_part_doubled as sym2
+from .alignment import GLManifold, restrict_to_span
 from .geodesic import raise_on_exit
 from .geodesic_ode import flat_state, integrate, unflat_state
 from .local_metric import LocalMetric
-from .logarithm import GLManifold, restrict_to_span
 from .metrics import Gram, Metric, Pair
 from .tangent import GLTangentSpace
 

@@ -6,6 +6,7 @@ from .attention import Projection, attention_pairs
 from .blocks import block
 from .certificate import Certificate, NotASymmetryError, certify
 from .coverage import UnknownAttentionError, check_coverage
+from .distance import ModelDistance, PairDistance, model_distance
 from .groups import GL
 from .pairs import SymmetricPair, pair
 from .registry import adapter_pairs, find_symmetric_pairs, register_attention, skip
@@ -16,7 +17,9 @@ from .verify import apply_random_symmetry_, verify
 __all__ = [
     "GL",
     "Certificate",
+    "ModelDistance",
     "NotASymmetryError",
+    "PairDistance",
     "PairStack",
     "Projection",
     "SymmetricPair",
@@ -29,6 +32,7 @@ __all__ = [
     "check_coverage",
     "default_forward",
     "find_symmetric_pairs",
+    "model_distance",
     "pair",
     "register_attention",
     "skip",

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
@@ -52,37 +51,97 @@ def test_logarithm_is_equivariant(name):
     torch.testing.assert_close(manifold.logmap(moved, y), expected, rtol=1e-6, atol=1e-7)
 
 
-@metric
-def test_align_finds_the_nearest_representative(name):
-    torch.manual_seed(2)
-    manifold = METRICS[name](6, 5)
-    x = manifold.random(11, 2)
-    y = manifold.act(x + 0.2 * torch.randn_like(x), torch.randn(2, 2))
-    found = manifold.align(x, y)
-    torch.testing.assert_close(manifold.to_matrix(found), manifold.to_matrix(y))
-    value = float(manifold.norm(x, found - x))
+@field
+@pytest.mark.parametrize("shape", [(5, 4, 2), (10, 10, 3), (6, 4, 4)], ids=str)
+def test_independent_points_have_a_distance(shape, dtype):
+    n, m, h = shape
+    manifold = GLQuotientInv(n, m)
+    x, y = (manifold.random(3, n + m, h, dtype=dtype) for _ in range(2))
+    u = manifold.logmap(x, 5 * y)
+    end, target = manifold.to_matrix(manifold.expmap(x, u)), manifold.to_matrix(5 * y)
+    miss = torch.linalg.matrix_norm(end - target) / torch.linalg.matrix_norm(target)
+    assert miss.max() < 1e-8
+    d = manifold.dist(x, 5 * y)
+    torch.testing.assert_close(manifold.dist(5 * y, x), d, rtol=0, atol=1e-8)
+    moved = manifold.act(x, torch.randn(3, h, h, dtype=dtype))
+    torch.testing.assert_close(manifold.dist(moved, 5 * y), d, rtol=0, atol=1e-7)
+    assert manifold.dist(x, moved).max() < 1e-7
+    # Not longer than the straight path between representatives that fit each other, as the metric along it has it.
+    (G, H), (P, R) = (manifold.unpack_tensor(manifold.canonical(z)) for z in (x, 5 * y))
+    U, _, Vh = torch.linalg.svd(P.mH @ G + R.mH @ H)
+    x, aligned = manifold.canonical(x), manifold.pack_point(P @ U @ Vh, R @ U @ Vh)
+    t, w = (torch.tensor(a) for a in np.polynomial.legendre.leggauss(16))
+    path = x + ((t + 1) / 2)[:, None, None, None] * (aligned - x)
+    velocity = (aligned - x).expand_as(path)
+    straight = (w[:, None] / 2 * manifold.norm(path, manifold.proju(path, velocity))).sum(0)
+    assert bool((d <= straight + 1e-8).all())
+    assert bool((d < 0.99 * straight).any())
 
-    def distance(a):
-        z = manifold.act(found, torch.eye(2) + torch.tensor(a).view(2, 2))
-        return float(manifold.norm(x, z - x))
 
-    best = min(
-        scipy.optimize.minimize(distance, start, method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12}).fun
-        for start in (np.zeros(4), np.array([0.1, -0.2, 0.1, 0.3]))
-    )
-    assert value <= best + 1e-9
-    assert float(manifold.norm(x, y - x)) > 1.5 * value
+def test_the_triangle_inequality():
+    manifold = GLQuotientInv(5, 4)
+    x, y, z = (manifold.random(12, 9, 2) for _ in range(3))
+    a, b, c = manifold.dist(x, y), manifold.dist(y, z), manifold.dist(x, z)
+    for one, two, three in ((a, b, c), (b, c, a), (c, a, b)):
+        assert bool((one + two > three - 1e-9).all())
+    # With equality at a point between, where the square of a distance breaks it.
+    middle = manifold.geodesic_between(x[:4], z[:4], 0.5)
+    a, b, c = manifold.dist(x[:4], middle), manifold.dist(middle, z[:4]), c[:4]
+    torch.testing.assert_close(a + b, c, rtol=0, atol=1e-8)
+    assert bool((a**2 + b**2 < 0.6 * c**2).all())
 
 
-@pytest.mark.parametrize("manifold", [GLQuotientInv(9, 8), GLQuotientMix(3, 3)], ids=repr)
-def test_points_too_far_apart(manifold):
-    torch.manual_seed(3)
-    h = min(3, manifold.n - 1)
-    x, y = (manifold.random(manifold.n + manifold.m, h) for _ in range(2))
-    with pytest.raises(ConvergenceError) as caught:
-        manifold.logmap(x, 30 * y)
-    assert caught.value.residual.shape == ()
-    assert float(caught.value.residual) > 0
+def test_pairs_of_vectors_against_the_closed_form():
+    """h = 1: angles θ, φ and the ratio r of sizes give d² = θ² + φ² + ½ log² r, of both signs the nearer one."""
+    manifold = GLQuotientInv(6, 4)
+    x, y = manifold.random(40, 10, 1), manifold.random(40, 10, 1)
+    cosine, ratio = [], 1.0
+    for X, Y in zip(manifold.unpack_tensor(x), manifold.unpack_tensor(y), strict=True):
+        sizes = [torch.linalg.matrix_norm(Z) for Z in (X, Y)]
+        cosine.append((X * Y).sum((-2, -1)) / (sizes[0] * sizes[1]))
+        ratio = ratio * sizes[1] / sizes[0]
+    plus, minus = (sum((s * c).arccos() ** 2 for c in cosine) for s in (1, -1))
+    expected = (torch.minimum(plus, minus) + ratio.log() ** 2 / 2).sqrt()
+    torch.testing.assert_close(manifold.dist(x, y), expected, rtol=1e-8, atol=1e-9)
+    assert float((plus - minus).min()) < 0 < float((plus - minus).max())
+
+
+def test_square_matrices_of_mix_go_straight():
+    """n = m = h: the product moves on a straight line, d = ‖ΔX‖/√2, which may leave the manifold."""
+    manifold = GLQuotientMix(3, 3)
+    x = manifold.random(8, 6, 3)
+    y = manifold.pack_point(manifold.unpack_tensor(x)[0] + 0.2 * torch.randn(8, 3, 3), manifold.unpack_tensor(x)[1])
+    X, Y = manifold.to_matrix(x), manifold.to_matrix(y)
+    t = torch.linspace(0, 1, 400)[:, None, None, None]
+    stays = (torch.linalg.det(X + t * (Y - X)) * torch.linalg.det(X) > 0).all(0)
+    d = manifold.dist(x, y, on_error="nan")
+    expected = torch.linalg.matrix_norm(Y - X) / 2**0.5
+    torch.testing.assert_close(d[stays], expected[stays], rtol=1e-8, atol=0)
+    assert stays.sum() >= 4
+
+
+def test_what_has_no_logarithm_is_named_and_fails_alone():
+    square = GLQuotientInv(3, 3)
+    x = square.random(4, 6, 3)
+    y = square.act(x + 0.1 * torch.randn_like(x), torch.randn(4, 3, 3))
+    y[1, 0] = -y[1, 0]
+    y[1, 3:] = x[1, 3:]
+    y[1, :3] = x[1, :3] * torch.tensor([-1.0, 1.0, 1.0])[:, None]
+    with pytest.raises(ConvergenceError, match=r"for 1 of 4 pairs: .* different components") as caught:
+        square.logmap(x, y)
+    assert caught.value.residual.isinf().tolist() == [False, True, False, False]
+    d = square.dist(x, y, on_error="nan")
+    assert d.isnan().tolist() == [False, True, False, False]
+    torch.testing.assert_close(d[0], square.dist(x[0], y[0]), rtol=1e-8, atol=0)
+    # A straight line through zero.
+    line = GLQuotientMix(2, 2)
+    p = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+    q = torch.tensor([[-1.0], [1e-3], [1.0], [0.0]])
+    with pytest.raises(ConvergenceError, match=r"leaves the manifold for 1 of 1 pairs: .* falls to"):
+        line.logmap(p, q)
+    for wrong in ({"on_error": "ignore"}, {"n_starts": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            square.logmap(x, y, **wrong)
 
 
 @metric

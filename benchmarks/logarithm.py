@@ -1,0 +1,99 @@
+"""Distances between any two points: how many are found, how exactly, and in what time.
+
+Random pairs of several sizes (inv), all pairs of two fine-tunes of a small vision transformer, which start from one
+model, and heads of the size of ViT-B/32's with independent random weights. Seconds of the processor, of one thread, and
+of the clock, which other programs lengthen.
+
+    python benchmarks/logarithm.py --weights WEIGHTS.pth --images cifar10.zip
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import _vit_cifar10
+import torch
+from _common import write
+from torch import Tensor
+
+from quotient_manifolds import GLQuotientInv, frechet_mean
+from quotient_manifolds.symmetries import model_distance
+
+SHAPES = {(5, 4, 2): 64, (10, 10, 3): 32, (50, 40, 4): 16, (100, 100, 8): 8}
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """Run a function; give its result, and both times."""
+    wall, processor = time.perf_counter(), time.process_time()
+    found = function()
+    return found, {"cpu_s": time.process_time() - processor, "wall_s": time.perf_counter() - wall}
+
+
+def accuracy(manifold: GLQuotientInv, x: Tensor, y: Tensor, symmetric: bool = True) -> dict[str, Any]:
+    """Find logarithms; what they miss of the targets, and how far the distance is from symmetric."""
+    u, times = timed(lambda: manifold.logmap(x, y, on_error="nan"))
+    solved = u.isfinite().all(-1).all(-1)
+    x, y, u = x[solved], y[solved], u[solved]
+    targets = manifold.to_matrix(y)
+    missing = torch.linalg.matrix_norm(manifold.to_matrix(manifold.expmap(x, u)) - targets)
+    d = manifold.norm(x, u)
+    row = {
+        "shape": [manifold.n, manifold.m, x.shape[-1]],
+        "pairs": len(solved),
+        "solved": int(solved.sum()),
+        "residual": float((missing / torch.linalg.matrix_norm(targets)).max()),
+        "length": [float(d.min()), float(d.max())],
+        **times,
+    }
+    return row | ({"asymmetry": float((manifold.dist(y, x) - d).abs().max())} if symmetric else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    _vit_cifar10.arguments(parser)
+    parser.add_argument("--heads", type=int, default=144, help="of size 769 × 769, h = 64")
+    parser.add_argument("--count", type=int, default=1280, help="training images of a fine-tune")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    rows = []
+    for (n, m, h), count in SHAPES.items():
+        torch.manual_seed(0)
+        manifold = GLQuotientInv(n, m)
+        rows.append({"what": "random", **accuracy(manifold, *(manifold.random(count, n + m, h) for _ in range(2)))})
+    torch.set_default_dtype(torch.float32)
+    recipe = {"lr": 1e-4, "decay": 0.05, "epochs": 1, "noise": 0.0, "batch": 64}
+    models = [_vit_cifar10.fine_tuned(options.weights, options.images, recipe, s, options.count) for s in (1, 2)]
+    for metric in ("inv", "mix"):
+        found, times = timed(lambda metric=metric: model_distance(*models, metric=metric))
+        missing = sum(p.distance != p.distance for p in found.pairs)
+        rows.append(
+            {"what": "fine-tunes", "metric": metric, "pairs": len(found.pairs), "unsolved": missing, **times}
+            | {"total": found.total, "largest": max(p.distance for p in found.pairs)}
+        )
+    torch.manual_seed(0)
+    independent = [_vit_cifar10.model(options.weights) for _ in range(2)]
+    for parameter in independent[1].parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.xavier_uniform_(parameter.data)
+    found, times = timed(lambda: model_distance(*independent, match="heads"))
+    rows.append({"what": "trained and random, heads matched", "pairs": len(found.pairs), **times, "total": found.total})
+    torch.set_default_dtype(torch.float64)
+    manifold = GLQuotientInv(5, 4)
+    points = manifold.random(20, 9, 2)
+    moved = manifold.act(points, torch.randn(20, 2, 2))[torch.randperm(20)]
+    (one, other), times = timed(lambda: [frechet_mean(manifold, p) for p in (points, moved)])
+    apart = float((manifold.to_matrix(one.point) - manifold.to_matrix(other.point)).abs().max())
+    certificates = [float(f.certificate) for f in (one, other)]
+    rows.append({"what": "mean of 20, twice", "certificates": certificates, "difference": apart, **times})
+    manifold = GLQuotientInv(769, 769)
+    x, y = (manifold.random(options.heads, 2 * 769, 64) for _ in range(2))
+    rows.append({"what": "random", **accuracy(manifold, x, y, symmetric=False)})
+    write("logarithm", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The path of least energy: a batched quasi-Newton method, and a look at the second derivative."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .path import Path, Preconditioner, energy, inner
+
+__all__ = ["Minimiser", "softest"]
+
+#: Pairs of steps and changes of the gradient that are kept.
+_MEMORY = 8
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Give Re⟨a, b⟩, item by item."""
+    return torch.linalg.vecdot(a, b).real
+
+
+class Minimiser:
+    """L-BFGS for a batch of paths: every item has its own step length, and stops by itself.
+
+    ``value`` is the energy, ``error`` the length of the preconditioned gradient relative to that of the path (to a
+    thousandth of the size of the point, for shorter paths).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._preconditioner = path, Preconditioner(path)
+        self.cosine = self._preconditioner.cosine
+        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._least = 1e-6 * inner(path, path.x)
+        self.value = self.error = torch.full_like(self._least, torch.inf)
+
+    def _direction(self, g: Tensor) -> Tensor:
+        d, factors = g, []
+        for s, y, rho in reversed(self._pairs):
+            factors.append(rho * _dot(s, d))
+            d = torch.addcmul(d, factors[-1].unsqueeze(-1).to(d.dtype), y, value=-1)
+        d = self._preconditioner(d, self.path)
+        for (s, y, rho), a in zip(self._pairs, reversed(factors), strict=True):
+            d = torch.addcmul(d, (a - rho * _dot(y, d)).unsqueeze(-1).to(d.dtype), s)
+        return -d
+
+    def down(self, d: Tensor) -> Path:
+        """Leave a saddle along ±d, as far as the energy falls; items of zero d stay."""
+        best, value = self.path, energy(self.path)[0]
+        for step in (0.3, -0.3, 1.0, -1.0):
+            trial = self.path.moved(step * d)
+            lower = energy(trial)[0]
+            better = (lower < value)[:, None, None]
+            best = replace(
+                best, y=torch.where(better, trial.y, best.y), c=torch.where(better.unsqueeze(1), trial.c, best.c)
+            )
+            value = torch.where(lower < value, lower, value)
+        return best
+
+    def run(self, steps: int, tol: float | Tensor) -> Path:
+        """Take steps until the error of every item, relative to its length, is below the tolerance; or give up."""
+        value, g = energy(self.path)
+        for _ in range(steps):
+            d = self._direction(g)
+            slope = _dot(g, d)
+            self.value, self.error = value, (-slope / (value + self._least)).clamp_min(0).sqrt()
+            moving = (self.error > tol) & (slope < 0)
+            if not bool(moving.any()):
+                break
+            step = torch.where(moving, 1.0, 0.0).to(value)
+            for attempt in range(10):
+                trial = self.path.moved(step.unsqueeze(-1) * d)
+                new_value, new_g = energy(trial)
+                # The energy falls; where that is less than its rounding, the slope does.
+                new_slope = _dot(new_g, d)
+                falls = new_value <= value * (1 - 1e-13) + 1e-4 * step * slope
+                flatter = (new_slope.abs() <= 0.9 * slope.abs()) & (new_value <= value * (1 + 1e-11))
+                fine = falls | flatter | (step == 0)
+                if bool(fine.all()):
+                    break
+                secant = (slope / (slope - new_slope)).nan_to_num(0.1).clamp(0.1, 0.5)
+                step = torch.where(fine, step, 0.0 if attempt == 8 else secant * step)
+            s, y = step.unsqueeze(-1) * d, new_g - g
+            sy = _dot(s, y)
+            good = sy > 1e-10 * (_dot(s, s) * _dot(y, y)).sqrt()
+            self._pairs = [*self._pairs, (s, y, torch.where(good, 1 / torch.where(good, sy, 1), 0))][-_MEMORY:]
+            self.path, value, g = trial, new_value, new_g
+        return self.path
+
+    def newton(self, steps: int, tol: float | Tensor) -> Path:
+        """Take Newton's steps, by conjugate gradients, which mind few soft directions little; from near a minimum."""
+        value, g = energy(self.path)
+        for _ in range(steps):
+            self.value, self.error = value, self._error(g, value)
+            moving = self.error > tol
+            if not bool(moving.any()):
+                break
+            goal = torch.maximum(0.3 * tol / self.error, self.error.clamp(1e-3, 0.05))
+            d, step = self._conjugate(g, torch.where(moving, goal, torch.inf)), moving.to(value.dtype)
+            for attempt in range(4):
+                trial = self.path.moved(step.unsqueeze(-1) * d)
+                new_value, new_g = energy(trial)
+                fine = (self._error(new_g, new_value) < 0.9 * self.error) | (step == 0)
+                if bool(fine.all()):
+                    break
+                step = torch.where(fine, step, 0.0 if attempt == 2 else 0.3 * step)
+            self.path, value, g = trial, new_value, new_g
+            if not bool(step.any()):
+                break
+        return self.path
+
+    def _error(self, g: Tensor, value: Tensor) -> Tensor:
+        return (_dot(g, self._preconditioner(g, self.path)) / (value + self._least)).clamp_min(0).sqrt()
+
+    def _conjugate(self, g: Tensor, goal: Tensor) -> Tensor:
+        """Solve for Newton's step until the residual has fallen to ``goal``, item by item."""
+        r, d = -g, torch.zeros_like(g)
+        z = self._preconditioner(r, self.path)
+        p, square = z, _dot(r, z)
+        first, going = square, goal < 1
+        for _ in range(40):
+            epsilon = (1e-6 * (1e6 * self._least).sqrt() / square.sqrt()).nan_to_num(0, 0, 0).unsqueeze(-1)
+            Hp = (energy(self.path.moved(epsilon * p))[1] - g) / epsilon
+            bend = _dot(p, Hp)
+            going = going & (bend > 0)
+            alpha = torch.where(going, square / bend, 0).unsqueeze(-1).to(g.dtype)
+            d, r = (
+                torch.addcmul(d, alpha, p),
+                torch.addcmul(r, alpha, torch.where(going.unsqueeze(-1), Hp, 0), value=-1),
+            )
+            z = self._preconditioner(r, self.path)
+            last, square = square, _dot(r, z)
+            going = going & (square > goal**2 * first)
+            if not bool(going.any()):
+                break
+            p = torch.addcmul(z, (square / last).unsqueeze(-1).to(g.dtype), p)
+        return d
+
+
+def softest(path: Path, steps: int = 12) -> tuple[Tensor, Tensor]:
+    """Give the least eigenvalue (b) of the preconditioned second derivative of the energy, about, and its direction.
+
+    Lanczos from a random vector; an upper bound, which a negative eigenvalue far from the others makes negative soon.
+    """
+    preconditioner, g = Preconditioner(path), energy(path)[1]
+    generator = torch.Generator(device=path.x.device).manual_seed(0)
+    noise = torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=generator)
+    r, old = noise, torch.zeros_like(noise)
+    size = inner(path, path.x).sqrt().unsqueeze(-1)
+    basis, diagonal, beside = [], [], []
+    for _ in range(steps):
+        w = preconditioner(r, path)
+        beta = _dot(r, w).clamp_min(torch.finfo(size.dtype).tiny).sqrt().unsqueeze(-1)
+        v, w = r / beta, w / beta
+        beside.append(beta.squeeze(-1))
+        epsilon = 1e-4 * size  # w is of unit length, about
+        Hw = (energy(path.moved(epsilon * w))[1] - energy(path.moved(-epsilon * w))[1]) / (2 * epsilon)
+        basis.append(w)
+        diagonal.append(_dot(w, Hw))
+        r, old = Hw - diagonal[-1].unsqueeze(-1) * v - (beta * old if len(basis) > 1 else 0), v
+    T = torch.diag_embed(torch.stack(diagonal, -1))
+    if steps > 1:
+        off = torch.stack(beside[1:], -1)
+        T = T + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+    values, vectors = torch.linalg.eigh(T.nan_to_num(0, 0, 0))  # of paths that failed
+    return values[:, 0], (torch.stack(basis, -1) @ vectors[:, :, :1].to(g.dtype)).squeeze(-1)

@@ -1,0 +1,253 @@
+r"""The shortest geodesic between two orbits, however far apart they are.
+
+From several turns of the end along its orbit the energy of a path of few coefficients is minimised, a saddle is left
+along its softest direction, and the shortest path found is refined until the exact geodesic with its first velocity
+ends at the orbit of y: what the geodesic misses is added to the end of the path, which then is minimised again, with
+more coefficients where that does not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..linalg import real_dtype
+from .alignment import GLManifold
+from .gauge import Gauge, canonical_gauge
+from .geodesic import GeodesicExitError
+from .minimise import Minimiser, softest
+from .path import Path, first_path, polar
+from .tangent import GLTangentSpace
+
+__all__ = ["SOLVED", "Shortest", "shortest"]
+
+#: Of the way that may be missing at the end: what is aimed at, and what counts as solved.
+_AIM, SOLVED = 2e-10, 1e-9
+#: Real numbers that are worked on at once, for the caches' sake; coefficients of the first paths and of refined ones.
+_CHUNK, _FIRST, _REFINED = 65_536, 4, (8, 12, 18, 26)
+#: Eigenvalues below this make a saddle; cosines above this make other turns of the end certainly longer.
+_SADDLE, _NEAR = -1e-3, 0.3
+#: Columns up to which the mirror image is tried: of many columns it turns one, which changes the length little.
+_MIRRORED = 16
+
+
+@dataclass
+class Shortest:
+    """What was found for a batch (b): geodesics of velocity u from x, their ends and velocities there.
+
+    ``residual`` is the part of the way that is missing, ``exit`` the time at which the last geodesic tried leaves the
+    manifold, ``softest`` the least eigenvalue of the second variation, about, ``lowest`` the least of the smallest
+    singular values of the products along the path, in units of those at its ends.
+    """
+
+    u: Tensor
+    end: Tensor
+    end_velocity: Tensor
+    residual: Tensor
+    length: Tensor
+    exit: Tensor
+    softest: Tensor
+    lowest: Tensor
+
+    @classmethod
+    def nothing(cls, x: Tensor) -> Shortest:
+        """Start with no geodesic."""
+        unknown = torch.full(x.shape[:1], torch.inf, dtype=real_dtype(x.dtype), device=x.device)
+        nan = torch.full_like(x, torch.nan)
+        return cls(nan, nan.clone(), nan.clone(), unknown, *(unknown.clone() for _ in range(4)))
+
+    def put(self, index: Tensor, other: Shortest) -> None:
+        """Write what was found for some items."""
+        for name, value in vars(other).items():
+            getattr(self, name)[index] = value
+
+    def improve(self, index: Tensor, other: Shortest) -> None:
+        """Write what was found for some items where it is better: shorter, or for the same path nearer to solved."""
+        old = self[index]
+        same = (other.length - old.length).abs() <= 1e-4 * old.length
+        nearer = (other.residual < old.residual) | (~old.residual.isfinite() & other.exit.isfinite())
+        shorter = (other.residual <= SOLVED) & (other.length < old.length)
+        better = torch.where((old.residual <= SOLVED) & ~same, shorter, nearer)
+        self.put(index[better], other[better])
+
+    def __getitem__(self, index: Tensor) -> Shortest:
+        return Shortest(**{name: value[index] for name, value in vars(self).items()})
+
+
+@dataclass
+class _Start:
+    """Paths of few coefficients, their energy (inf: none found), the softest eigenvalue, the least cosine."""
+
+    path: Path
+    value: Tensor
+    softest: Tensor
+    cosine: Tensor
+
+
+def shortest(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None) -> Shortest:
+    """Find the shortest geodesics between the orbits of x and y, (b, n + m, h); x is in canonical gauge."""
+    found = Shortest.nothing(x)
+    size = max(1, _CHUNK // (_FIRST * x[0].numel() if len(x) else 1))
+    for index in torch.arange(len(x), device=x.device).split(size):
+        found.put(index, _Search(manifold, x[index], y[index]).best(n_starts))
+    return found
+
+
+class _Search:
+    """The search for one chunk of a batch."""
+
+    def __init__(self, manifold: GLManifold, x: Tensor, y: Tensor) -> None:
+        self.manifold, (self.n, self.m) = manifold, manifold.row_split()
+        # Of x as it is: where singular values are equal there are several canonical representatives.
+        eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
+        self.gauge = Gauge(x, self.n, self._split(x)[0].abs().square().sum(-2), eye, eye)
+        gauge = canonical_gauge(*self._split(y))
+        self.x, self.y, self._of_y = self.gauge.x, gauge.x, gauge
+        self.target = manifold.to_matrix(self.y)
+        size = torch.linalg.matrix_norm(self.target)
+        self.size = torch.linalg.matrix_norm(self.target - manifold.to_matrix(self.x)).clamp(0.01 * size, size)
+
+    def _split(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        return u[..., : self.n, :], u[..., self.n :, :]
+
+    def best(self, n_starts: int | None) -> Shortest:
+        """Refine the paths of several starts, the shortest first."""
+        starts = self._starts(n_starts)
+        values, order = torch.stack([s.value for s in starts]).sort(0)
+        found = Shortest.nothing(self.x)
+        for rank, value in enumerate(values):
+            # Others than the first if that fails, or if they may be shorter: first lengths are good to a per cent.
+            unsolved = ~(found.residual <= SOLVED)
+            close = (value < 1.01 * values[0]) & (value > 1.0001 * values[max(rank - 1, 0)])
+            todo = value.isfinite() & (unsolved | close)
+            for k, start in enumerate(starts):
+                at = (todo & (order[rank] == k)).nonzero().squeeze(1)
+                if len(at):
+                    found.improve(at, self._refined(at, start.path[at], start.softest[at]))
+        return found
+
+    # -- starts ------------------------------------------------------------------------------------------------------
+
+    def _starts(self, n_starts: int | None) -> list[_Start]:
+        """Minimise the energy of paths of few coefficients to several turns of the end."""
+        found: list[_Start] = []
+        for turn in self._turns(n_starts):
+            found.append(self._start(self.y @ turn))
+            if n_starts is None:
+                # Where all columns fit well, another turn of them is longer.
+                near = found[0].cosine > _NEAR
+                if len(found) > 1:
+                    found[-1].value[near] = torch.inf
+                elif bool(near.all()):
+                    break
+        return found
+
+    def _turns(self, n_starts: int | None) -> Iterator[Tensor]:
+        """Give unitary turns of y's canonical gauge: the one that fits x best, its mirror image, random ones."""
+        G, H = self._split(self.x)
+        P, _, Qh = torch.linalg.svd(self._of_y.G.mH @ G + self._of_y.H.mH @ H)
+        yield self._in_component(P @ Qh)
+        real, h = not self.x.is_complex(), self.x.shape[-1]
+        count = n_starts or (2 if real and h <= _MIRRORED else 1)
+        mirror = torch.ones(h, dtype=P.dtype, device=P.device)
+        mirror[-1] = -1
+        generator = torch.Generator(device=P.device).manual_seed(0)
+        for k in range(1, count):
+            if k == 1 and real and min(self.n, self.m) > h:
+                yield (P * mirror) @ Qh
+            elif k == 1:
+                # A square factor fixes the component: turn the columns so that this factor fits best.
+                yield self._in_component(polar(self._of_y.G.mH @ G if self.n == h else self._of_y.H.mH @ H))
+            else:
+                noise = torch.randn(P.shape, dtype=P.dtype, device=P.device, generator=generator)
+                yield self._in_component(polar(noise))
+
+    def _in_component(self, R: Tensor) -> Tensor:
+        """Mirror a column where a square real factor would change its orientation."""
+        h = self.x.shape[-1]
+        if self.x.is_complex() or min(self.n, self.m) > h:
+            return R
+        X, Y = (self._split(z)[0 if self.n == h else 1] for z in (self.x, self.y))
+        wrong = torch.linalg.det(polar(X)) * torch.linalg.det(polar(Y) @ R) < 0
+        mirror = torch.ones(h, dtype=R.dtype, device=R.device)
+        mirror[-1] = -1
+        return torch.where(wrong[:, None, None], R * mirror, R)
+
+    def _start(self, y: Tensor) -> _Start:
+        minimiser = Minimiser(first_path(self.manifold.metric, self.n, self.x, y, _FIRST))
+        # The end turns much at first, which changes what preconditions.
+        for steps, tol in ((6, 1e-2), (12, 1e-3), (60, 1e-3)):
+            if bool((minimiser.error > tol).any()):
+                minimiser = Minimiser(minimiser.path)
+                minimiser.run(steps, tol)
+        for _ in range(4):
+            least, direction = softest(minimiser.path)
+            saddle = least < _SADDLE
+            if not bool(saddle.any()):
+                break
+            minimiser = Minimiser(minimiser.down(torch.where(saddle.unsqueeze(-1), direction, 0)))
+            minimiser.run(60, 1e-3)
+        value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
+        return _Start(minimiser.path, value, least, minimiser.cosine)
+
+    # -- refinement ----------------------------------------------------------------------------------------------------
+
+    def _refined(self, at: Tensor, path: Path, least: Tensor) -> Shortest:
+        """Refine paths until the exact geodesic with their first velocity ends at the orbit of y."""
+        found, everything = Shortest.nothing(path.x), torch.arange(len(at), device=at.device)
+        gauge = self.gauge
+        space = self.manifold.at_gauge(Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
+        tol = torch.full_like(least, 1e-9)
+        for count in _REFINED:
+            minimiser = Minimiser(replace(path, y=self._representative(at, path.y)).refined(count))
+            for _ in range(4):
+                before = found.residual.clone()
+                path = minimiser.newton(8, tol)
+                shot = self._shot(space, at, path, least)
+                found.improve(everything, shot)
+                done = found.residual <= _AIM
+                tol = torch.where(done, 1, (1e-4 * found.residual).clamp(1e-12, 1e-9))
+                if bool((done | (found.residual > 0.1 * before)).all()):
+                    break
+                minimiser.path = self._corrected(path, at, shot, ~done)
+            if bool((found.residual <= SOLVED).all()):
+                break
+        return found
+
+    def _shot(self, space: GLTangentSpace, at: Tensor, path: Path, least: Tensor) -> Shortest:
+        """Follow the exact geodesics with the first velocities of paths."""
+        u = space.proju(path.start_velocity())
+        u = torch.where(u.isfinite().all(-1).all(-1)[:, None, None], u, 0)
+        exits = torch.full_like(least, torch.inf)
+        try:
+            end, velocity = space.geodesic(u)
+        except GeodesicExitError as error:
+            exits = exits if error.times is None else error.times
+            end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u))
+        missing = torch.linalg.matrix_norm(self.manifold.to_matrix(end) - self.target[at]) / self.size[at]
+        residual = torch.where(exits.isfinite(), torch.inf, missing)
+        return Shortest(u, end, velocity, residual, space.norm(u), exits, least, self._lowest(path))
+
+    def _lowest(self, path: Path) -> Tensor:
+        if self.manifold.metric.complete:
+            return torch.ones_like(path.x[:, 0, 0].real)
+        points = torch.cat([path.x.unsqueeze(1), path.nodes()[0], path.y.unsqueeze(1)], 1)
+        grams = [torch.linalg.qr(X)[1] for X in path.split(points.movedim(1, 0))]
+        least = torch.linalg.svdvals((grams[0] @ grams[1].mH).nan_to_num())[..., -1]
+        return least.amin(0) / torch.minimum(least[0], least[-1])
+
+    def _corrected(self, path: Path, at: Tensor, shot: Shortest, which: Tensor) -> Path:
+        """Move the ends of paths by what their geodesics miss."""
+        way = torch.where(
+            (which & (shot.residual < 0.3))[:, None, None], self._representative(at, shot.end) - shot.end, 0
+        )
+        return replace(path, y=path.y + way)
+
+    def _representative(self, at: Tensor, near: Tensor) -> Tensor:
+        """Give the representatives of y whose first factor is nearest to that of other points."""
+        (G, H), P = self._split(self.y[at]), self._split(near)[0]
+        A = torch.linalg.lstsq(G, P.nan_to_num()).solution
+        return torch.cat([G @ A, torch.linalg.solve_ex(A.mH, H, left=False)[0]], -2)

@@ -1,0 +1,274 @@
+"""Means and principal geodesics of points of any manifold that has a logarithm."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import as_count, check_same, check_tensors
+from .linalg import in_double, real_dtype
+
+__all__ = ["ConvergenceError", "FrechetMean", "PrincipalGeodesics", "frechet_mean", "principal_geodesics"]
+
+#: Steps from one start, and the length of the mean logarithm at which a mean is found.
+_STEPS, _TOLERANCE = 200, 1e-9
+
+
+class ConvergenceError(ArithmeticError):
+    """An iteration did not converge: logarithm, alignment or mean.
+
+    Attributes
+    ----------
+    residual : Tensor
+        What is left, (…).
+
+    Examples
+    --------
+    No path joins square matrices whose determinants differ in sign:
+
+    >>> import torch
+    >>> from quotient_manifolds import ConvergenceError, GLQuotientInv
+    >>> manifold = GLQuotientInv(2, 2)
+    >>> x = manifold.origin(2 + 2, 2)
+    >>> try:
+    ...     manifold.dist(x, manifold.pack_point(torch.eye(2), torch.eye(2).flip(0)))
+    ... except ConvergenceError as error:
+    ...     print(error.residual)
+    tensor(inf, dtype=torch.float64)
+    """
+
+    def __init__(self, message: str, residual: Tensor) -> None:
+        super().__init__(message)
+        self.residual = residual
+
+
+class FrechetMean(NamedTuple):
+    r"""A mean, and how well it is one.
+
+    Attributes
+    ----------
+    point : Tensor
+        The mean, (…).
+    certificate : Tensor
+        Length of the mean logarithm there, :math:`\|\sum_i w_i \log_m x_i\|`, which vanishes at a mean; batch shape.
+    variance : Tensor
+        :math:`\sum_i w_i d(m, x_i)^2`; batch shape.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds import RescaleQuotient, frechet_mean
+    >>> found = frechet_mean(RescaleQuotient("mix"), torch.tensor([[[1.0], [1.0]], [[1.0], [3.0]]]))
+    >>> found.point.prod(), found.variance
+    (tensor(2.), tensor(0.5000))
+    """
+
+    point: Tensor
+    certificate: Tensor
+    variance: Tensor
+
+
+class PrincipalGeodesics(NamedTuple):
+    """The directions in which points vary, in the tangent space at their mean.
+
+    Attributes
+    ----------
+    mean : Tensor
+        The point at which the tangent space is taken, (…, rows, h).
+    directions : Tensor
+        Orthonormal tangent vectors, (count, …, rows, h).
+    variances : Tensor
+        Mean squared components along them, descending, (count, …).
+    scores : Tensor
+        Components of the points, (k, count, …).
+
+    Examples
+    --------
+    >>> from quotient_manifolds import PrincipalGeodesics
+    >>> PrincipalGeodesics._fields
+    ('mean', 'directions', 'variances', 'scores')
+    """
+
+    mean: Tensor
+    directions: Tensor
+    variances: Tensor
+    scores: Tensor
+
+
+def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> FrechetMean:
+    r"""Give the weighted Fréchet mean over the first dimension, the best of several starts.
+
+    .. math:: \min_m \sum_i w_i d(m, x_i)^2, \qquad m \leftarrow \exp_m\Big(s \sum_i w_i \log_m x_i\Big)
+
+    The step s is that of Barzilai and Borwein (1988), halved where the sum has doubled. The starts do not depend on
+    order or representatives: those points whose products are nearest to the mean of the products. Points far from each
+    other may have several local means.
+
+    Parameters
+    ----------
+    manifold : QuotientManifold
+        Of this package, or any with ``logmap``, ``expmap``, ``inner`` and ``to_matrix``.
+    points : Tensor
+        (k, …, rows, h).
+    weights : Tensor, optional
+        (k,), not negative; divided by their sum. Equal by default.
+    n_starts : int
+        How many points to start from.
+
+    Returns
+    -------
+    FrechetMean
+        The ``point``, in the dtype of the points, at the representative of that from which it was reached; the
+        ``certificate`` and the ``variance``, computed in double precision.
+
+    Raises
+    ------
+    ConvergenceError
+        The mean logarithm is still longer than 1e-9; or a logarithm was not found.
+    ValueError
+        No points, or weights that are none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientInv, frechet_mean
+    >>> manifold = GLQuotientInv(5, 4)
+    >>> points = manifold.random(6, 5 + 4, 2, dtype=torch.float64)
+    >>> found = frechet_mean(manifold, points)
+    >>> bool(found.certificate < 1e-8)
+    True
+    """
+    weights = _checked(manifold, points, weights)
+    wide, count = in_double(points), as_count("n_starts", n_starts, "frechet_mean")
+    with torch.no_grad():
+        products = sum(w * manifold.to_matrix(x) for w, x in zip(weights, wide, strict=True))
+        batch = wide.shape[1:-2]
+        far = torch.stack([(manifold.to_matrix(x) - products).abs().square().flatten(len(batch)).sum(-1) for x in wide])
+        best: FrechetMean | None = None
+        for index in far.argsort(0)[:count]:
+            start = wide.gather(0, index[None, ..., None, None].expand(1, *wide.shape[1:]))[0]
+            found = _descend(manifold, start, wide, weights)
+            if best is None:
+                best = found
+                continue
+            better = (found.certificate <= _TOLERANCE) & (
+                (best.certificate > _TOLERANCE) | (found.variance < best.variance * (1 - 1e-9))
+            )
+            best = FrechetMean(*(torch.where(_like(better, a), b, a) for a, b in zip(best, found, strict=True)))
+    assert best is not None
+    if not bool((best.certificate <= _TOLERANCE).all()):
+        raise ConvergenceError(
+            f"mean: the mean logarithm still has length {best.certificate.max().item():.1e} after {_STEPS} steps; pass "
+            "more n_starts, or points that are nearer to each other",
+            best.certificate,
+        )
+    return best._replace(point=best.point.to(points.dtype))
+
+
+def _checked(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
+    """Check the arguments; give weights of sum 1."""
+    check_tensors(manifold, points=points)
+    if points.dim() < 3 or len(points) == 0:
+        raise ValueError(f"{manifold}: points of a mean are (k, …, rows, h) with k ≥ 1, got {tuple(points.shape)}")
+    if weights is None:
+        return torch.full((len(points),), 1 / len(points), dtype=torch.float64, device=points.device)
+    check_tensors(manifold, weights=weights)
+    check_same(manifold, points[:0].real, weights, "the points", "the tensor of weights")
+    if weights.shape != points.shape[:1] or not bool((weights >= 0).all()) or not bool(weights.sum() > 0):
+        raise ValueError(f"{manifold}: {len(points)} points need as many weights, not negative and not all zero")
+    return in_double(weights) / weights.sum()
+
+
+def _like(flags: Tensor, value: Tensor) -> Tensor:
+    return flags.reshape(flags.shape + (1,) * (value.dim() - flags.dim()))
+
+
+def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor) -> FrechetMean:
+    """Go from one start to where the mean logarithm vanishes, or as near as the steps lead."""
+    m, shape = start, points.shape[1:-2]
+    best = FrechetMean(start, torch.full(shape, torch.inf, dtype=weights.dtype, device=start.device), weights.sum())
+    way, step = torch.zeros_like(start), torch.ones_like(best.certificate)
+    for _ in range(_STEPS):
+        u = manifold.logmap(m.expand_as(points), points)
+        direction = torch.einsum("k,k...->...", weights.to(u.dtype), u)
+        variance = torch.einsum("k,k...->...", weights, manifold.inner(m, u))
+        now = FrechetMean(m, manifold.norm(m, direction), variance)
+        # Where the sum has doubled, go back and take half the step; else the next one by Barzilai and Borwein's rule.
+        nearer = now.certificate < 2 * best.certificate
+        turn = step * manifold.inner(m, way) / manifold.inner(m, way, way - direction)
+        rule = torch.where(turn.isfinite() & (turn > 0), turn, 1).clamp(0.2, 5)
+        best = FrechetMean(*(torch.where(_like(nearer, a), a, b) for a, b in zip(now, best, strict=True)))
+        way, step = torch.where(_like(nearer, way), direction, way), torch.where(nearer, rule, step / 2)
+        if bool(((best.certificate <= _TOLERANCE) | (step < 1e-3)).all()):
+            break
+        m = manifold.expmap(best.point, _like(step, way) * way)
+    return best
+
+
+def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tensor | None = None) -> PrincipalGeodesics:
+    r"""Analyse how points vary: the principal components of their logarithms at the mean (tangent PCA).
+
+    From the matrix of inner products :math:`K_{ij} = \langle \log_m x_i, \log_m x_j \rangle` of k points: its
+    eigenvectors a and eigenvalues λ give the directions :math:`\sum_i a_i \log_m x_i / \sqrt λ`.
+
+    Parameters
+    ----------
+    manifold : QuotientManifold
+        As for :func:`frechet_mean`.
+    points : Tensor
+        (k, …, rows, h), k ≥ 2.
+    count : int
+        Directions, at most k − 1.
+    mean : Tensor, optional
+        Where the tangent space is taken, (…, rows, h); by default the Fréchet mean.
+
+    Returns
+    -------
+    PrincipalGeodesics
+        The ``mean``, ``directions``, ``variances`` and ``scores``; ``manifold.geodesic(mean, directions[0], t)`` is
+        the first principal geodesic.
+
+    Raises
+    ------
+    ValueError
+        More directions than the points have.
+    ConvergenceError
+        No mean, or no logarithm.
+
+    Notes
+    -----
+    Fletcher, Lu, Pizer and Joshi 2004.
+
+    Examples
+    --------
+    Points on one geodesic vary in one direction:
+
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientInv, principal_geodesics
+    >>> manifold = GLQuotientInv(5, 4)
+    >>> x = manifold.random(5 + 4, 2, dtype=torch.float64)
+    >>> u = manifold.proju(x, torch.randn_like(x))
+    >>> points = manifold.geodesic(x, 0.1 * u, torch.linspace(-1, 1, 5, dtype=x.dtype))[0]
+    >>> found = principal_geodesics(manifold, points, 2)
+    >>> bool(found.variances[1] < 1e-12 * found.variances[0])
+    True
+    """
+    _checked(manifold, points, None)
+    if not 1 <= as_count("count", count, "principal_geodesics") < len(points):
+        raise ValueError(f"{manifold}: {len(points)} points have at most {len(points) - 1} directions, got {count}")
+    m = in_double(frechet_mean(manifold, points).point if mean is None else mean)
+    with torch.no_grad():
+        u = manifold.logmap(m.expand(points.shape), in_double(points))
+        K = torch.stack([manifold.inner(m, u, v.expand_as(u)) for v in u], -1).movedim(0, -2)
+        values, vectors = torch.linalg.eigh((K + K.mT) / 2)
+        values, vectors = values.flip(-1)[..., :count].clamp_min(0), vectors.flip(-1)[..., :count]
+        scores = vectors * values.sqrt().unsqueeze(-2)
+        unit = vectors / values.sqrt().clamp_min(torch.finfo(values.dtype).tiny ** 0.5).unsqueeze(-2)
+        directions = torch.einsum("...kc,k...ij->c...ij", unit.to(u.dtype), u)
+    real = real_dtype(points.dtype)
+    return PrincipalGeodesics(
+        m.to(points.dtype), directions.to(points.dtype), (values / len(points)).movedim(-1, 0).to(real),
+        scores.movedim((-2, -1), (0, 1)).to(real),
+    )  # fmt: skip

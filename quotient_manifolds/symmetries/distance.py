@@ -1,0 +1,188 @@
+"""How far two models are from each other, head by head and modulo the symmetry of their pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..linalg import in_double
+from .pairs import SymmetricPair
+from .registry import find_symmetric_pairs
+from .stacks import stacks
+
+__all__ = ["ModelDistance", "PairDistance", "model_distance"]
+
+
+@dataclass(frozen=True)
+class PairDistance:
+    """The distance of one pair of weights.
+
+    Attributes
+    ----------
+    name, module, kind : str
+        Of the pair in the first model.
+    head, other_head : int or None
+        Number of the head in the first model, and of the one in the second that it is compared with.
+    distance : float
+        In the metric; NaN where no geodesic was found.
+
+    Examples
+    --------
+    >>> from quotient_manifolds.symmetries import PairDistance
+    >>> PairDistance("self_attn qk head 0", "self_attn", "qk", 0, 1, 2.5).distance
+    2.5
+    """
+
+    name: str
+    module: str
+    kind: str
+    head: int | None
+    other_head: int | None
+    distance: float
+
+
+@dataclass(frozen=True)
+class ModelDistance:
+    """Distances pair by pair, of :func:`model_distance`.
+
+    Attributes
+    ----------
+    metric : str
+    pairs : tuple of PairDistance
+        In the order of the first model's pairs.
+
+    Examples
+    --------
+    >>> from quotient_manifolds.symmetries import ModelDistance, PairDistance
+    >>> pairs = [PairDistance(f"layer qk head {i}", "layer", "qk", i, i, d) for i, d in enumerate((3.0, 4.0))]
+    >>> ModelDistance("inv", tuple(pairs)).total
+    5.0
+    """
+
+    metric: str
+    pairs: tuple[PairDistance, ...]
+
+    @property
+    def total(self) -> float:
+        """The root of the sum of squares: the distance in the product of all pairs' manifolds."""
+        return sum(p.distance**2 for p in self.pairs) ** 0.5
+
+    def table(self, kind: str) -> tuple[list[str], Tensor]:
+        """Give the modules, and the distances of their heads of one kind of pair as (modules, heads); NaN if absent."""
+        chosen = [p for p in self.pairs if p.kind == kind]
+        modules = list(dict.fromkeys(p.module for p in chosen))
+        heads = 1 + max((p.head or 0 for p in chosen), default=-1)
+        found = torch.full((len(modules), heads), torch.nan, dtype=torch.float64)
+        for p in chosen:
+            found[modules.index(p.module), p.head or 0] = p.distance
+        return modules, found
+
+
+def model_distance(
+    one: nn.Module,
+    other: nn.Module,
+    *,
+    metric: str = "inv",
+    match: str = "none",
+    pairs: tuple[Iterable[SymmetricPair], Iterable[SymmetricPair]] | None = None,
+) -> ModelDistance:
+    r"""Compute the distance of two models of one architecture, pair by pair, modulo the GL(h) of every pair.
+
+    Parameters
+    ----------
+    one, other : nn.Module
+        With the same pairs; parameters outside the pairs are not compared.
+    metric : {"inv", "mix"}
+    match : {"none", "heads"}
+        Which head is compared with which: the one of the same number, or, for models trained independently, those of an
+        assignment within every module that makes the sum of :math:`\|X_i - Y_j\|^2 / (\|X_i\| \|Y_j\|)` least, X and Y
+        the products G Hᴴ of the heads; pairs of one head stay together.
+    pairs : tuple of two iterables of SymmetricPair, optional
+        The pairs of both models; by default those that ``find_symmetric_pairs`` finds.
+
+    Returns
+    -------
+    ModelDistance
+        ``pairs``, ``total``, and ``table(kind)`` for a heat map (``sharpness.plots.plot_distances``).
+
+    Raises
+    ------
+    ValueError
+        Models whose pairs differ in name or shape; another metric or way to match.
+
+    Examples
+    --------
+    A group element changes the weights, not the distance:
+
+    >>> import copy, torch
+    >>> from quotient_manifolds.symmetries import apply_random_symmetry_, model_distance
+    >>> one = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    >>> other = copy.deepcopy(one)
+    >>> apply_random_symmetry_(other)
+    >>> model_distance(one, other).total < 1e-4
+    True
+    """
+    if metric not in ("inv", "mix") or match not in ("none", "heads"):
+        raise ValueError(f'metric must be "inv" or "mix", match "none" or "heads", got {metric!r} and {match!r}')
+    found = pairs or (find_symmetric_pairs(one), find_symmetric_pairs(other))
+    first, second = ([p for p in side if p.group is not None] for side in found)
+    if [(p.name, p.n, p.m, p.group) for p in first] != [(p.name, p.n, p.m, p.group) for p in second]:
+        raise ValueError("the models have different pairs: compare two of one architecture, with equal layers frozen")
+    partner = _assignment(first, second) if match == "heads" else dict(enumerate(second))
+    index = {id(p): i for i, p in enumerate(first)}
+    distances: dict[int, float] = {}
+    with torch.no_grad():
+        for stack in stacks(first):
+            mine = [index[id(p)] for p in stack.pairs]
+            x, y = (
+                in_double(torch.stack([p.gather() for p in ps])) for ps in (stack.pairs, [partner[i] for i in mine])
+            )
+            d = stack.manifold(metric).dist(x, y.to(x.device), on_error="nan")
+            # A diagonal group: every column is a pair of its own.
+            distances.update(zip(mine, d.reshape(len(mine), -1).square().sum(1).sqrt().tolist(), strict=True))
+    return ModelDistance(
+        metric,
+        tuple(
+            PairDistance(p.name, p.module, p.kind, p.head, partner[i].head, distances[i]) for i, p in enumerate(first)
+        ),
+    )
+
+
+def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict[int, SymmetricPair]:
+    """Match the heads of every module: for each pair of the first model one of the second, of the same kind."""
+    from scipy.optimize import linear_sum_assignment  # which takes long to import
+
+    by_head: dict[str, dict[int, list[int]]] = {}
+    for i, p in enumerate(first):
+        by_head.setdefault(p.module, {}).setdefault(p.head or 0, []).append(i)
+    partner = dict(enumerate(second))
+    for heads in by_head.values():
+        numbers = list(heads)
+        cost = torch.zeros(len(numbers), len(numbers), dtype=torch.float64)
+        kinds = [[(first[i].kind, first[i].part, first[i].n, first[i].m) for i in heads[k]] for k in numbers]
+        if any(k != kinds[0] for k in kinds):
+            continue
+        for position in range(len(kinds[0])):
+            X, Y = (_gathered(side[heads[k][position]] for k in numbers) for side in (first, second))
+            n = first[heads[numbers[0]][position]].n
+            inner = _products(X, Y, n)
+            a, b = _products(X, X, n).diagonal(), _products(Y, Y, n).diagonal()
+            cost += (a[:, None] + b - 2 * inner) / (a[:, None] * b).sqrt()
+        for k, j in zip(*linear_sum_assignment(cost.numpy()), strict=True):
+            for i, i_other in zip(heads[numbers[k]], heads[numbers[j]], strict=True):
+                partner[i] = second[i_other]
+    return partner
+
+
+def _gathered(pairs: Iterable[SymmetricPair]) -> Tensor:
+    return torch.stack([in_double(p.gather().detach()) for p in pairs])
+
+
+def _products(X: Tensor, Y: Tensor, n: int) -> Tensor:
+    """Give Re⟨G_i H_iᴴ, G_j H_jᴴ⟩ for stacks of points, those of a diagonal group summed over their columns."""
+    parts = ((X[..., :n, :], Y[..., :n, :]), (X[..., n:, :], Y[..., n:, :]))
+    G, H = (torch.einsum("i...ra,j...rb->ij...ab", A.conj(), B) for A, B in parts)
+    return (G * H.conj()).real.flatten(2).sum(-1).cpu()

@@ -1,0 +1,90 @@
+import geoopt
+import pytest
+import torch
+
+from quotient_manifolds import (
+    ConvergenceError,
+    GLQuotientInv,
+    GLQuotientMix,
+    RescaleQuotient,
+    frechet_mean,
+    principal_geodesics,
+)
+
+
+def test_random_points_have_a_mean():
+    manifold = GLQuotientInv(5, 4)
+    points = manifold.random(4, 9, 2)
+    found = frechet_mean(manifold, points)
+    logs = manifold.logmap(found.point.expand_as(points), points)
+    assert manifold.norm(found.point, logs.mean(0)) < 1e-8
+    assert found.certificate < 1e-8
+    torch.testing.assert_close(found.variance, manifold.dist(found.point.expand_as(points), points).square().mean())
+    other = manifold.act(points, torch.randn(4, 2, 2))[torch.randperm(4)]
+    product = manifold.to_matrix(found.point)
+    torch.testing.assert_close(manifold.to_matrix(manifold.mean(other)), product, rtol=1e-6, atol=1e-7)
+    # What is no mean is told apart by the certificate.
+    assert manifold.norm(points[0], manifold.logmap(points[0].expand_as(points), points).mean(0)) > 0.1
+
+
+@pytest.mark.parametrize("manifold", [GLQuotientInv(5, 4), GLQuotientMix(5, 4)], ids=repr)
+def test_weights_divide_the_geodesic_between_two_points(manifold):
+    x = manifold.random(3, 9, 2)
+    y = manifold.act(x + 0.1 * torch.randn_like(x), torch.randn(3, 2, 2))
+    weighted = manifold.mean(torch.stack([x, y]), torch.tensor([3.0, 1.0]))
+    expected = manifold.geodesic_between(x, y, torch.tensor(0.25))
+    torch.testing.assert_close(manifold.to_matrix(weighted), manifold.to_matrix(expected), rtol=1e-7, atol=1e-7)
+    plain = manifold.mean(torch.stack([x, y]))
+    assert (manifold.to_matrix(plain) - manifold.to_matrix(expected)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_the_closed_form_of_the_rescaling_quotient(metric):
+    manifold = RescaleQuotient(metric)
+    points = torch.rand(6, 2, 5) + 0.5
+    beta = manifold.to_matrix(points)
+    expected = beta.log().mean(0).exp() if metric == "inv" else beta.mean(0)
+    found = frechet_mean(manifold, points, n_starts=2)
+    torch.testing.assert_close(manifold.to_matrix(found.point), expected)
+
+
+def test_principal_geodesics_are_orthonormal_and_explain_the_points():
+    manifold = GLQuotientInv(6, 5)
+    x = manifold.random(11, 2)
+    axes = manifold.proju(x.expand(2, 11, 2), torch.randn(2, 11, 2))
+    scores = torch.randn(12, 2) * torch.tensor([0.3, 0.05])
+    points = manifold.expmap(x.expand(12, 11, 2), torch.einsum("kc,cij->kij", scores - scores.mean(0), axes))
+    points = manifold.act(points, torch.randn(12, 2, 2))
+    found = principal_geodesics(manifold, points, 3, mean=x)
+    gram = torch.stack([manifold.inner(x, found.directions, d.expand_as(found.directions)) for d in found.directions])
+    torch.testing.assert_close(gram[:2, :2], torch.eye(2), rtol=1e-6, atol=1e-6)
+    assert found.variances[2] < 1e-10 * found.variances[0]
+    rebuilt = torch.einsum("kc,cij->kij", found.scores[:, :2], found.directions[:2])
+    torch.testing.assert_close(rebuilt, manifold.logmap(x.expand_as(points), points), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.scores.square().mean(0), found.variances)
+    assert found.variances[0] > 2 * found.variances[1]
+
+
+def test_bad_points_weights_and_counts():
+    manifold, points = GLQuotientInv(4, 3), torch.randn(3, 7, 2)
+    for wrong in (torch.ones(2), -torch.ones(3), torch.zeros(3)):
+        with pytest.raises(ValueError, match="as many weights"):
+            frechet_mean(manifold, points, wrong)
+    with pytest.raises(ValueError, match="with k ≥ 1"):
+        frechet_mean(manifold, points[:0])
+    with pytest.raises(ValueError, match="at most 2 directions"):
+        principal_geodesics(manifold, points, 3)
+    square = GLQuotientInv(2, 2)
+    apart = torch.stack([torch.eye(2).repeat(2, 1), torch.cat([torch.eye(2), torch.eye(2).flip(0)])])
+    with pytest.raises(ConvergenceError):
+        square.mean(apart)
+    assert frechet_mean(manifold, points[:1]).variance < 1e-12
+
+
+def test_the_certificate_and_other_manifolds():
+    """Any of geoopt's own with a logarithm will do, given what its points look like as matrices."""
+    sphere = geoopt.SphereExact()
+    sphere.to_matrix = lambda x: x
+    points = sphere.projx(torch.randn(5, 1, 4) * 0.1 + torch.tensor([1.0, 0, 0, 0]))
+    found = frechet_mean(sphere, points)
+    assert found.certificate.max() < 1e-8
