@@ -77,18 +77,20 @@ def radius_at(level: float, increase: Callable[[float], float], start: float, *,
     True
     """
     tried: dict[float, float] = {}
-    rho = start
+    rho, too_large = start, math.inf
     for _ in range(most):
         try:
             tried[rho] = max(increase(rho), 1e-300)
         except RadiusError:
-            return None
+            too_large = rho
         below, above = ([r for r in tried if (tried[r] < level) == small] for small in (True, False))
         if below and above:
             low, high = max(below), min(above)
             share = math.log(level / tried[low]) / math.log(tried[high] / tried[low])
             return float(f"{low * (high / low) ** share:.3g}")
-        rho = 2 * max(below) if below else min(above) / 2
+        rho = 2 * max(below) if below else min([*above, too_large]) / 2
+        if rho >= too_large:  # the level may still lie between the largest sound radius and one that was not
+            rho = (max(below) + too_large) / 2
     return None
 
 
@@ -155,7 +157,15 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     sweep = read_config(zoo / "models" / "sweep.json")
     base = json.loads((zoo / "models" / "sweep.json").read_text())
     radii = json.loads(path.read_text())["rho"] if path.is_file() else {}
-    chosen = set(median_models(read_rows(zoo / "results")))
+    rows = read_rows(zoo / "results")
+    tested = {r["checkpoint"] for r in rows if r["kind"] == "fit"}
+    missing = [c.name for c in sweep.checkpoints if c.name not in tested]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(sweep.checkpoints)} models of {zoo} have no training loss yet ({missing[0]}, …); "
+            "finish `python -m reproduction zoo` first, since the radii are those of the whole zoo"
+        )
+    chosen = set(median_models(rows))
     models = [c for c in sweep.checkpoints if c.name in chosen]
     with bar(len(measures), "radii", "measure", progress=progress) as shown:
         for measure in measures:

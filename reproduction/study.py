@@ -40,6 +40,8 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     tuple of list of dict
     """
     configs = [path for name in ("measure", "hessian") if (path := zoo / "models" / f"{name}.json").is_file()]
+    if not configs:
+        raise ValueError(f"{zoo} has no models/measure.json; choose its radii by `python -m reproduction radii` first")
     found = [row for path in configs for row in read_rows(zoo / "results", read_config(path))]
     more = {"distance": from_starts(zoo / "models"), "alpha": alphas(read_config(configs[0]).checkpoints)}
     for row in found:

@@ -17,6 +17,7 @@ from typing import Any
 from sharpness.data import DataChoice, TextColumns
 from sharpness.files import check_folder, write_json
 from sharpness.sweep import read_config, run_sweep
+from sharpness.sweep.run import shard_of
 
 from .collection import train_collection
 from .recipes import Recipe, random_recipe
@@ -119,7 +120,10 @@ def build(
     for name, source in (("results", parts.test.source), ("shift", parts.shift)):
         path = config.with_name(f"{name}.json")
         write_json(path, base | {"test": base["test"] | {"source": os.path.abspath(source)}})
-        failed += run_sweep(read_config(path), out / name, shard=shard, progress=progress)
+        sweep = read_config(path)  # which lists the models that there are by now, of other shards too
+        mine = {f"model_{i:02d}" for i in shard_of(range(len(recipes)), shard)}
+        own = replace(sweep, checkpoints=tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine))
+        failed += run_sweep(own, out / name, progress=progress)
     return failed
 
 

@@ -204,3 +204,16 @@ def test_tables_of_inference(tmp_path):
     assert [r["hypothesis"] for r in test] == ["yes.", 'a "number", i don\'t know 2']
     assert shift == [{"premise": "don't .", "hypothesis": "do .", "label": "contradiction"}]
     assert normalised("``So''  do n't") == '"so" don\'t'
+
+
+def test_radii_between_sound_and_too_large():
+    """The level lies at ρ = 0.7; beyond 0.75 the loss is not finite."""
+
+    def increase(rho):
+        if rho > 0.75:
+            raise RadiusError("too large")
+        return rho**2
+
+    for start in (0.05, 0.4, 5.0):
+        assert radius_at(0.49, increase, start) == pytest.approx(0.7, rel=0.02)
+    assert radius_at(0.6, increase, 0.4) is None  # at 0.77, where nothing is finite

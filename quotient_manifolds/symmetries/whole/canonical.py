@@ -97,7 +97,7 @@ def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[Sy
     --------
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries.whole import neuron_pairs, wiring_of
-    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1)
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
     >>> [str(p.group) for p in neuron_pairs(wiring_of(encoder))]
     ['(ℝ+)^16']
     """

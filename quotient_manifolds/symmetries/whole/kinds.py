@@ -45,7 +45,7 @@ class Symmetry:
     --------
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries.whole import canonical_form
-    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1)
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
     >>> [(s.kind, s.dimension) for s in canonical_form(encoder).symmetries][:3]
     [('shift', 8), ('reader', 16), ('key bias', 4)]
     """

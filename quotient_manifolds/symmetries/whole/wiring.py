@@ -356,7 +356,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     ... def probe(model):
     ...     return Wiring(sites=[Site("0", Norm(model[0], centring=True), (Affine(model[1]),))])
     >>> count(Probe(nn.LayerNorm(4), nn.Linear(4, 3)))
-    {'gain': 4, 'shift': 4, 'reader': 3}
+    {'gain': 4, 'shift': 4, 'reader': 3, 'rotation': 3}
     """
 
     def decorate(adapter: Adapter) -> Adapter:
@@ -384,7 +384,7 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     --------
     >>> from torch import nn
     >>> from quotient_manifolds.symmetries.whole import wiring_of
-    >>> len(wiring_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)).sites)
+    >>> len(wiring_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)).sites)
     6
     """
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
