@@ -16,7 +16,7 @@ from quotient_manifolds.symmetries import SymmetricPair
 
 from .distributed import World
 from .losses import Objective, to_float32
-from .measures import Measure
+from .measures import Measure, get_measure
 from .model_state import preserve_model_state
 from .space import WeightSpace
 from .weights import trainable
@@ -179,7 +179,7 @@ def for_each_batch(
             raise ValueError("batches is empty; give at least one batch") from None
         first = to_device(first, next(iter(trainable(model, only).values())).device)
         loss = _check_first(model, objective, first, coverage=measure.divides and pairs is None)
-        space = _space(model, measure, pairs, only, lambda: _base_loss(model, objective, first), loss)
+        space = _space(model, measure, pairs, only, lambda b: _base_loss(model, objective, b), first, loss)
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
@@ -200,7 +200,7 @@ def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
 
 def _space(
     model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, only: str | None,
-    run: Callable[[], float], loss: float,
+    run: Callable[[Any], float], batch: Any, loss: float,
 ) -> WeightSpace:  # fmt: skip
     """Build the space; at a canonical form the loss must be as it was, be it seen through a softmax or not."""
     if measure.form == "own":
@@ -210,13 +210,18 @@ def _space(
     found = loss
     for classes in (True, False):
         space = WeightSpace(model, measure, classes=classes, only=only)
+        if space.half_precision and classes:
+            batch = to_float32(batch)
+            with WeightSpace(model, get_measure("euclidean"), only=only).attached():
+                loss = run(batch)
         with space.attached():
-            found = run()
-        if abs(found - loss) <= 1e4 * torch.finfo(space.dtype).eps * max(abs(loss), 1):
+            found = run(batch)
+        if abs(found - loss) <= 1e4 * torch.finfo(space.dtype).eps * max(abs(loss), 1e-2):
             return space
     raise ValueError(
         f"in the canonical form of {type(model).__name__} the loss is {found:.8g} instead of {loss:.8g}: it is not "
-        "wired as its class says (hooks, replaced layers?); register its wiring, or use the measure 'geodesic-inv'"
+        "wired, or not used, as its class says (hooks, replaced layers, unusual inputs?); register its wiring, or use "
+        "the measure 'geodesic-inv'"
     )
 
 

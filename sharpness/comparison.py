@@ -254,8 +254,7 @@ def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
 
 
 def compare(
-    rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, every_radius: bool = True,
-    level: float = 0.95,
+    rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, level: float = 0.95,
 ) -> list[Ranking]:  # fmt: skip
     """Correlate every measure and baseline with what is to be predicted.
 
@@ -267,8 +266,6 @@ def compare(
         See :func:`sharpness.rows.targets`.
     resamples, seed : int
         Of the bootstrap over models, see :func:`sharpness.statistics.kendall`; of families ten times as many.
-    every_radius : bool
-        Every measure at all radii of the sweep too, not only at those that were chosen; ablations always are.
     level : float
         Probability that all corrected intervals of a family hold at once; higher if several targets are looked at.
 
@@ -318,6 +315,6 @@ def compare(
     at_all_radii = judge.corrected([r for c in own for r in judge.at_radii(c)], level)
     for c in own:
         at_radii = [r for r in at_all_radii if r.quantity == c.name]
-        found += [*(at_radii if every_radius else []), *_chosen(c, at_radii)]
+        found += [*at_radii, *_chosen(c, at_radii)]
     found += judge.at_matched_increases(own)
     return found + [r for c in everything if c.ablation for r in judge.at_radii(c)]

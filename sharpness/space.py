@@ -93,6 +93,8 @@ class WeightSpace:
         self._parameters = trainable(model, only)
         self.device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
+        #: Whether any weight is narrower than float32; while attached, no parameter is.
+        self.half_precision = any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
         self.form = canonical_form(model, classes=classes) if measure.form == "canonical" else None
         self._base = {} if self.form is None else self.form.values
         with pointing_to(model, self._base):
@@ -199,11 +201,6 @@ class WeightSpace:
                 yield self
             finally:
                 self._copies, self._at = {}, None
-
-    @property
-    def half_precision(self) -> bool:
-        """Whether any weight is narrower than float32."""
-        return any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
 
     @own_precision
     @torch.no_grad()

@@ -23,8 +23,11 @@ def vector_lengths(model: nn.Module, wiring: Wiring | None) -> dict[Tensor, Tens
     for module in model.modules():
         for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
             W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
-            if W is not None and W.dim() > 1 and (b is not None or isinstance(module, nn.Linear)):
-                affines.setdefault(W, Affine(module, weight, bias, transposed=type(module).__name__ == "Conv1D"))
+            transposed = type(module).__name__ == "Conv1D"
+            if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)):
+                continue
+            if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has a row and a bias
+                affines.setdefault(W, Affine(module, weight, bias, transposed=transposed))
     found: dict[Tensor, Tensor] = {}
     for a in affines.values():
         if a.W not in {w.W for w in writers}:

@@ -101,9 +101,11 @@ def _table(options: argparse.Namespace) -> int:
         check_file(options.out)
 
     rows = read_results(options.results)
-    found = compare(rows, options.target, every_radius=not options.short, level=options.level)
+    found = compare(rows, options.target, level=options.level)
+    said = verdicts(found)  # which look at every radius, whatever is printed
+    if options.short:
+        found = [r for r in found if r.choice != "ρ" or ":" in r.quantity]
     text = formatted(found, options.format)
-    said = verdicts(found)
     if options.format == "markdown" and said:
         text += "\nDoes it say anything that training loss and error do not?\n\n"
         text += "".join(f"- {name.replace('_', ' ')}: {words}\n" for name, words in said.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,34 @@ def add_canonicalize(commands: Any) -> None:
 
 
 def _canonicalize(options: argparse.Namespace) -> int:
+    import torch
+
     from quotient_manifolds.symmetries.whole import canonicalize_
 
     from ..models import load
 
-    model: Any = load(options.model, None).model
-    if not hasattr(model, "save_pretrained"):
+    loaded = load(options.model, None)
+    model: Any = loaded.model.eval()
+    if not hasattr(model, "save_pretrained") or loaded.example is None:
         raise ValueError(f"{options.model}: only transformers models are saved again")
     if Path(options.out).exists():
         raise ValueError(f"--out {options.out} exists already; give a new folder")
-    print(canonicalize_(model, classes=options.classes))
+    with torch.no_grad():
+        before = model(**loaded.example)[0].float()
+        form = canonicalize_(model, classes=options.classes)
+        after = model(**loaded.example)[0].float()
+    if form.wiring is None or not form.wiring.sites:
+        raise ValueError(f"nobody has said how a {type(model).__name__} is wired; register_wiring does, in Python")
+    if options.classes:
+        before, after = (scores.log_softmax(-1) for scores in (before, after))
+    change = float((after - before).abs().max() / before.abs().max().clamp_min(1e-30))
+    if not change <= 1e4 * max(torch.finfo(p.dtype).eps for p in model.parameters()):
+        raise ValueError(f"the canonical form of {options.model} changes the outputs by {change:.1e}; it is not saved")
+    print(f"{form}\nlargest relative change of an output {change:.0e}")
     model.save_pretrained(options.out)
+    for path in Path(options.model).iterdir():  # tokenizer, image processor
+        if path.suffix in (".json", ".txt", ".model") and not Path(options.out, path.name).exists():
+            shutil.copy(path, options.out)
     return 0
 
 
@@ -83,11 +101,11 @@ def _symmetries(options: argparse.Namespace) -> int:
     from ..models import load
 
     loaded = load(options.model, options.checkpoint)
-    if options.complete:
-        return _complete(options, loaded)
     batch = loaded.example
     if options.data is not None:
         batch = data_choice(options).load(loaded, torch.device("cpu"))[0]
+    if options.complete:
+        return _complete(options, loaded.model, batch)
     found = symmetries.find_symmetric_pairs(loaded.model, key_bias=options.key_bias, batch=batch)
     print(found)
     if not options.verify:
@@ -101,15 +119,15 @@ def _symmetries(options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _complete(options: argparse.Namespace, loaded: Any) -> int:
+def _complete(options: argparse.Namespace, model: Any, batch: Any) -> int:
     from quotient_manifolds.symmetries.whole import canonical_form, verify_whole
 
-    print(canonical_form(loaded.model.requires_grad_()))
+    print(canonical_form(model))
     if not options.verify:
         return 0
-    if loaded.example is None:
-        raise ValueError("--verify needs inputs, which are known for the models of libraries only")
-    report = verify_whole(loaded.model, loaded.example, options.seed)
+    if batch is None:
+        raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
+    report = verify_whole(model, batch, options.seed)
     print(f"\n{report}")
     return 0 if report.ok else 1
 

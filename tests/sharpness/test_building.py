@@ -121,6 +121,42 @@ def test_only_some_parameters():
         worst(model, "vit", "adaptive", only="nothing")
 
 
+def test_directions_of_some_parameters_lead_back():
+    model, batches = build("vit"), list(inputs("vit"))
+    for only in ("mlp|classifier", "classifier", "attention"):
+        options = {"measure": "complete-inv", "steps": 3, "progress": False, "only": only}
+        result = sharpness.evaluate(model, batches, loss, **options)
+        with torch.no_grad(), sharpness.perturbed(model, result.direction(0)):
+            assert float(loss(model, batches[0])) == pytest.approx(result.batches[0].worst_loss, rel=1e-10)
+
+
+def test_half_precision():
+    """A model in bfloat16 is measured in float32, whether it casts its inputs itself or not."""
+    images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    batch = images, torch.arange(6) % 3
+    for name in ("timm", "vit"):
+        model = build(name).bfloat16()
+        for measure in ("complete-inv", "adaptive"):
+            options = {"measure": measure, "steps": 2, "progress": False}
+            found = [
+                float(sharpness.evaluate(m, [(b, batch[1])], scored, **options))
+                for m, b in ((model, images), (copy.deepcopy(model).float(), images.float()))
+            ]
+            assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def scored(model, batch):
+    scores = model(batch[0])
+    return nn.functional.cross_entropy(getattr(scores, "logits", scores), batch[1])
+
+
+def test_a_replaced_head_is_measured_with_its_heads():
+    model = build("vit")
+    model.classifier = nn.Sequential(nn.Dropout(), nn.Linear(8, 3)).double()
+    assert worst(model.eval(), "vit", "complete-inv") > 0
+    assert worst(model.eval(), "vit", "adaptive") > 0
+
+
 def test_the_metric_of_vectors_on_a_linear_model():
     """One neuron: the loss rises by ρ ‖(w, b)‖ ‖(x, 1)‖, whatever the basis of the inputs."""
     layer = nn.Linear(3, 1).double()

@@ -26,6 +26,12 @@ def test_rows_columns_and_tables():
     assert set(lengths) == set(model.parameters())
 
 
+def test_what_has_no_rows_with_biases():
+    odd = nn.Sequential(nn.ConvTranspose2d(4, 2, 3), nn.LayerNorm([4, 7]), nn.Embedding(5, 3))
+    lengths = vector_lengths(odd, None)
+    assert all(lengths[p].expand_as(p).shape == p.shape for p in odd.parameters())
+
+
 def test_other_layouts():
     conv1d, linear = Conv1D(2, 3), nn.Linear(3, 2, bias=False)
     lengths = vector_lengths(nn.Sequential(conv1d, linear), None)

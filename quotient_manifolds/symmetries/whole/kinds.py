@@ -287,7 +287,7 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
     if not plain or len(outputs) < len(pair.H):
         return None
     own = _bias_of(pair.G, norms)
-    if own is None:
+    if own is None or getattr(own.block.module, "add_zero_attn", False):
         return None
 
     def move(state: State, t: Tensor) -> None:

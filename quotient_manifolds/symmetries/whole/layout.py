@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -98,13 +99,20 @@ def affine(root: nn.Module, name: str, *, blind: bool = False) -> Affine:
         return Affine(owner, attribute, "", transposed=True, blind=blind)
     if isinstance(found, nn.MultiheadAttention):
         return Affine(found, "in_proj_weight", "in_proj_bias", blind=blind)
+    plain = any(isinstance(found, kind) and type(found).forward is kind.forward for kind in (nn.Linear, nn.Conv2d))
+    if not plain and type(found).__name__ != "Conv1D":
+        raise AttributeError(f"{name} is a {type(found).__name__}, no linear layer")
     return Affine(found, transposed=type(found).__name__ == "Conv1D", blind=blind)
 
 
 def norm(root: nn.Module, name: str, layout: Layout) -> Norm:
-    """Describe a norm; a module that does nothing has no gain."""
+    """Describe a norm."""
     _, owner, attribute = _find(root, name)
-    return Norm(getattr(owner, attribute), layout.centring, layout.offset)
+    found = getattr(owner, attribute)
+    rms = type(found).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+    if not (isinstance(found, nn.LayerNorm) if layout.centring else rms):
+        raise AttributeError(f"{name} is a {type(found).__name__}, not the norm that is wired")
+    return Norm(found, layout.centring, layout.offset)
 
 
 def table(root: nn.Module, name: str) -> Table:
@@ -124,7 +132,7 @@ def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], na
     """
     layers = root.get_submodule(_find(root, layout.layers)[0])
     steps: list[tuple[str, nn.Module, Sublayer]] = []
-    for i, layer in enumerate(layers.children()):
+    for i, layer in enumerate(cast("Iterable[nn.Module]", layers)):
         steps += [
             (f"{name}{layout.layers.split('|')[0]}.{i}.{s.norm.split('|')[0]}", layer, s) for s in layout.sublayers
         ]

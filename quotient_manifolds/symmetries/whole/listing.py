@@ -9,7 +9,7 @@ from torch import Tensor
 from ..pairs import SymmetricPair
 from . import kinds
 from .kinds import Symmetry
-from .wiring import Wiring
+from .wiring import Site, Wiring
 
 __all__ = ["symmetries_of"]
 
@@ -36,10 +36,18 @@ def symmetries_of(
             return True
         return False
 
+    def foldable(site: Site) -> bool:
+        """Where a gain is 0 the shift behind it must go first."""
+        norm = site.norm
+        if norm.gain is None or norm.shift is None or bool((norm.gain.detach() + norm.offset != 0).all()):
+            return True
+        return not any(p in tied or not p.requires_grad for p in kinds.shift(site).parameters)
+
     for name, scale, affine in w.scales:
         add(kinds.layer_scale(name, scale, affine))
     folded = [
-        site.norm.gain is None or (bool(site.readers) and not site.raw and not site.carried and add(kinds.gain(site)))
+        site.norm.gain is None
+        or (bool(site.readers) and not site.raw and not site.carried and foldable(site) and add(kinds.gain(site)))
         for site in w.sites
     ]
     for site in w.sites:
@@ -69,10 +77,12 @@ def symmetries_of(
         if s.norm.centring and s.norm.shift is not None
         if r.b is None and not r.blind
     }
-    for make in (kinds.key_bias, kinds.value_bias):
-        for s in (make(p, norms) for p in pairs):
-            if s is not None:
-                add(s)
+    found_biases = [kinds.key_bias(p, norms) for p in pairs]
+    if w.sites:  # else nobody vouches that attention weights sum to 1
+        found_biases += [kinds.value_bias(p, norms) for p in pairs]
+    for s in found_biases:
+        if s is not None:
+            add(s)
     for name, source, targets in w.common:
         add(kinds.common(name, source, targets, w.centred))
     if w.centred and w.sites:

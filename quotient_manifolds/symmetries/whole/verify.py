@@ -120,7 +120,7 @@ def verify_whole(
         form = canonicalize_(twin, classes=classes)
         generator = torch.Generator().manual_seed(seed)
         at = [t for t in outputs() if t.requires_grad]
-        draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in at]
+        draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in at]
         parameters = list(twin.parameters())
         gradients = torch.autograd.grad(at, parameters, draws, allow_unused=True)
         known: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}

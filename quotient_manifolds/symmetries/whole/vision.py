@@ -92,7 +92,9 @@ def _dinov2(model: Any) -> Wiring:
     parts = [replace(head, inputs=(0, d)), replace(head, inputs=(d, 2 * d))]
     layout = _relu(base, _DINO)
     if model.config.use_swiglu_ffn:  # [gate, up] in one layer
-        mlp = replace(_DINO.sublayers[1], readers=("mlp.weights_in",), writer="mlp.weights_out", act="glu")
+        fused = isinstance(getattr(base.encoder.layer[0].mlp, "weights_in", None), nn.Linear)
+        readers = ("mlp.weights_in",) if fused else ("mlp.gate_proj", "mlp.up_proj")
+        mlp = replace(_DINO.sublayers[1], readers=readers, writer="mlp.weights_out|mlp.down_proj", act="glu")
         layout = replace(_DINO, sublayers=(_DINO.sublayers[0], mlp))
     return wire(Wiring(classifiers=[("classifier", head)]), base, layout, parts)
 
@@ -171,6 +173,7 @@ def _timm(model: Any) -> Wiring:
         and type(getattr(b.mlp, "norm", nn.Identity())).__name__ == "Identity"
         for b in model.blocks
     )  # fmt: skip
+    plain &= isinstance(getattr(model.patch_embed, "norm", nn.Identity()), nn.Identity)
     if not plain or model.global_pool not in ("token", "avg") or getattr(model, "reg_token", None) is not None:
         return Wiring(closed=False)
     layout = _TIMM
@@ -223,6 +226,8 @@ def _open_clip(model: Any) -> Wiring:
 def _torch(model: Any) -> Wiring:
     """Wire an encoder on its own: its input and, without a last norm, its output are the stream itself."""
     first = model.layers[0]
+    if any(type(layer) is not nn.TransformerEncoderLayer for layer in model.layers):
+        return Wiring(closed=False)
     act = "relu" if getattr(first, "activation_relu_or_gelu", 0) == 1 else ""
     layout = Layout(
         layers="layers",

@@ -309,19 +309,13 @@ class Wiring:
     def tied(self) -> set[Tensor]:
         """Find the parameters that stand in several places."""
         uses: Counter[Tensor] = Counter()
-        readers = {(id(r.module), r.weight): r for s in self.sites for r in s.readers}
-        places = sum(len({(id(r.module), r.weight) for r in s.readers}) for s in self.sites)
-        for r in readers.values():
-            uses.update([r.W])
-        uses.update(w.W for _, w in self.writers)
+        for s in self.sites:
+            if s.readers:
+                uses.update({*s.norm.parameters, *(p for r in s.readers for p in r.parameters)})
+        for _, w in self.writers:
+            uses.update(w.parameters)
         uses.update({(id(t.module), t.attribute): t.parameter for _, t in self.tables}.values())
-        shared = {p for p, count in uses.items() if count > 1}
-        if places > len(readers):  # one layer reads several norms
-            seen: Counter[Tensor] = Counter()
-            for s in self.sites:
-                seen.update({r.W for r in s.readers})
-            shared |= {p for p, count in seen.items() if count > 1}
-        return shared
+        return {p for p, count in uses.items() if count > 1}
 
 
 Adapter = Callable[[nn.Module], Wiring]
@@ -378,7 +372,7 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     Returns
     -------
     Wiring or None
-        None if nobody said.
+        None if nobody said; an empty one where layers are not those that the class has by itself.
 
     Examples
     --------
@@ -390,4 +384,7 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         model = next(model.children())
     adapter = _ADAPTERS.get(_qualified(type(model)))
-    return None if adapter is None else adapter(model)
+    try:
+        return None if adapter is None else adapter(model)
+    except AttributeError:  # replaced layers, switches that nobody wired
+        return Wiring(closed=False)

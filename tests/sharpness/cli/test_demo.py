@@ -18,7 +18,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
     network, heads, gain, _ = found["rows"]
     assert found["output_change"] < 1e-3
     for name, moved in (("complete-inv", heads), ("complete-inv", gain), ("geodesic-inv", heads)):
-        assert abs(moved[name] / network[name] - 1) < 1e-3
+        assert abs(moved[name] / network[name] - 1) < 5e-3
     for name, moved in (("adaptive", heads), ("euclidean", gain), ("geodesic-inv", gain)):
         assert abs(moved[name] / network[name] - 1) > 0.05
     assert "rotation of the residual stream" in capsys.readouterr().out

@@ -93,9 +93,16 @@ def test_frozen_weights_stay():
     assert "not folded" in str(form)
 
 
+def test_a_gain_of_zero_beside_a_frozen_bias_stays():
+    model = build("vit")
+    model.vit.layernorm.weight.data[0] = 0
+    model.classifier.bias.requires_grad_(False)
+    assert model.classifier.bias not in canonical_form(model).values
+
+
 def test_a_class_that_nobody_wired():
     form = canonical_form(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)))
-    assert set(form.dimensions) == {"qk", "vo", "key bias", "value bias"}
+    assert set(form.dimensions) == {"qk", "vo", "key bias"}
     assert "register_wiring" in str(form)
 
 

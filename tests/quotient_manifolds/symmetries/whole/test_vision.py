@@ -1,5 +1,6 @@
 import timm
 import torch
+from torch import nn
 
 from quotient_manifolds.symmetries.whole import canonicalize_, count, wiring_of
 from tests.whole_networks import TIMM, build
@@ -24,7 +25,20 @@ def test_an_open_clip_tower():
     assert {"gain", "shift", "writer", "embeddings"} <= set(form.dimensions)
 
 
+def test_swiglu_of_dinov2():
+    from transformers import Dinov2Config, Dinov2ForImageClassification
+
+    options = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "use_swiglu_ffn": True}
+    model = Dinov2ForImageClassification(Dinov2Config(**options, image_size=8, patch_size=4, num_channels=1)).double()
+    assert "glu" in count(model)
+
+
 def test_unusual_blocks_are_left_to_their_heads():
+    for odd in ({"final_norm": False}, {"embed_norm_layer": nn.LayerNorm}):
+        assert not wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM, **odd)).sites
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    layer.self_attn.add_zero_attn = True  # weights that do not sum to 1
+    assert "value bias" not in count(nn.TransformerEncoder(layer, 1))
     assert not wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM, qk_norm=True)).sites
     assert wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM)).sites
 

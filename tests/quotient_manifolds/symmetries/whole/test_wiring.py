@@ -3,7 +3,18 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quotient_manifolds.symmetries.whole import Affine, Norm, Site, State, Table, Wiring, register_wiring, wiring_of
+from quotient_manifolds.symmetries.whole import (
+    Affine,
+    Norm,
+    Site,
+    State,
+    Table,
+    Wiring,
+    canonicalize_,
+    register_wiring,
+    wiring_of,
+)
+from tests.whole_networks import build, forward, inputs
 
 
 @pytest.mark.parametrize(
@@ -62,3 +73,21 @@ def test_subclasses_and_strangers_are_not_known():
     assert wiring_of(Mine()) == Wiring()
     assert wiring_of(torch.nn.DataParallel(Mine())) == Wiring()
     assert wiring_of(Other()) is None
+
+
+def test_replaced_and_shared_layers():
+    """A class says what its own layers do, not what was put in their place."""
+    model = build("vit")
+    model.classifier = nn.Sequential(nn.Dropout(), nn.Linear(8, 3)).double()
+    assert not wiring_of(model).sites
+    for name in ("bert", "vit"):
+        model = build(name)
+        layers = model.bert.encoder.layer if name == "bert" else model.vit.layers
+        if name == "bert":
+            layers[1] = layers[0]
+        else:
+            layers[1].layernorm_before = layers[0].layernorm_before
+        (batch,) = inputs(name)
+        before = forward(model, batch)
+        canonicalize_(model)
+        torch.testing.assert_close(forward(model, batch), before, rtol=1e-10, atol=1e-11)
