@@ -65,9 +65,11 @@ def rows_of(out):
 
 
 def test_killed_again_and_again_it_ends_with_the_same_models_and_rows(place):
+    begin = time.monotonic()
     assert build("whole") == []
+    whole = time.monotonic() - begin
     context, killed = multiprocessing.get_context("fork"), 0
-    for moment in (0.1, 0.6, 1.1, 1.6):
+    for moment in (0.05 * whole, 0.15 * whole, 0.2 * whole, 0.3 * whole):
         process = context.Process(target=build, args=("killed",))
         process.start()
         time.sleep(moment)
