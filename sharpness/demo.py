@@ -47,11 +47,12 @@ MOVES = {
 
 
 def moved(model: nn.Module, kind: str, *, condition: float = 30.0, seed: int = 0) -> nn.Module:
-    """Copy a model and move it, from its canonical form, along one kind of symmetry."""
+    """Copy a model and move it along one kind of symmetry; all but heads start from its canonical form."""
     twin = copy.deepcopy(model)
-    apply_random_moves_(twin, MOVES[kind][0], seed + 1, classes=True, kinds=[kind])
     if kind == "heads":
         apply_random_symmetry_(twin, condition, seed)
+    else:
+        apply_random_moves_(twin, MOVES[kind][0], seed + 1, classes=True, kinds=[kind])
     return twin
 
 
