@@ -24,10 +24,12 @@ from quotient_manifolds.optim import (
 )
 from quotient_manifolds.symmetries import (
     GL,
+    adapter_pairs,
     block,
     find_symmetric_pairs,
     pair,
 )
+from quotient_manifolds.symmetries.certificate import Certification
 
 from ...training import (
     ADAMS,
@@ -39,6 +41,7 @@ from ...training import (
     loss_of,
     moved,
     optimizer_of,
+    products,
     train,
     trainable,
 )
@@ -303,11 +306,11 @@ class NothingCrosses(TorchDispatchMode):
         return found
 
 
-def on_meta(kind):
+def on_meta(kind, others=False):
     """A model and its optimiser on a device that has no numbers to read, two steps on."""
     model = peft.get_peft_model(
         nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9)),
-        peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"]),
+        peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"] if others else None),
     )
     options = {"momentum": 0.9} if kind == "sgd" else {}
     make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
@@ -343,34 +346,139 @@ def test_no_step_reads_from_the_device(kind, monkeypatch):
         optimizer.step()
 
 
+def test_with_other_weights_the_host_reads_whether_to_step(monkeypatch):
+    """The only number; a step of pairs alone reads none."""
+    optimizer = on_meta("adam", others=True)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"item|meta"):
+        optimizer.step()
+    read = []
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: read.append(t.device.type) or True)
+    optimizer.step()
+    assert read.count("meta") == 1
+
+
 def test_a_copy_from_the_host_is_seen():
     with NothingCrosses(), pytest.raises(AssertionError, match="from one device to another"):
         torch.ones(3).to("meta")
 
 
+def off_the_cpu(monkeypatch):
+    """Let the optimiser do on the CPU what it does where the host is not to read."""
+
+    def finite(gradients, found_inf):
+        if found_inf is not None:
+            return found_inf == 0
+        return torch.stack([g.isfinite().all() for g in gradients.values()]).all()
+
+    monkeypatch.setattr(base, "all_finite", finite)
+    monkeypatch.setattr(
+        base, "check_anchors", lambda steps: torch.stack([s.preconditioner.is_sound().all() for s in steps]).all()
+    )
+    monkeypatch.setattr(buckets, "_IN_CACHE", 10**9)
+
+
+def spoil(model, cause):
+    """Make a step that must change nothing, by a gradient or by the second factor of a pair."""
+    A = model.base_model.model[0].lora_A["default"].weight
+    if cause == "anchor":
+        A.data[0] = 0
+    else:
+        A.grad[0, 0] = float("nan")
+
+
+def full_state(optimizer):
+    saved = optimizer.state_dict()
+    return copy.deepcopy([b["state"] for b in saved["buckets"]] + list(saved["state"].values()))
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("cause", ["gradient", "anchor"])
 @pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
-def test_bad_gradients_off_the_cpu_change_nothing(kind, monkeypatch):
+def test_bad_steps_off_the_cpu_change_nothing(kind, cause, others, monkeypatch):
     """There the host does not know: the step is one of zero length, and is counted."""
     runs = []
     for off in (False, True):
         if off:
-            monkeypatch.setattr(
-                base, "all_finite", lambda g, _: torch.stack([v.isfinite().all() for v in g.values()]).all()
-            )
-            monkeypatch.setattr(buckets, "_IN_CACHE", 10**9)
-        model = lora(modules_to_save=["2"], targets=("0",))
+            off_the_cpu(monkeypatch)
+        model = lora(modules_to_save=["2"] if others else None, targets=("0",))
         make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
-        optimizer = make(trainable(model), find_symmetric_pairs(model), 1e-2, weight_decay=0.1, max_grad_norm=0.3)
+        options = {"momentum": 0.9} if kind == "sgd" else {}
+        clip = 0.3 if others else None
+        optimizer = make(
+            trainable(model), find_symmetric_pairs(model), 1e-2, weight_decay=0.1, max_grad_norm=clip, **options
+        )
         train(model, optimizer, 4, schedule=False)
+        runs.append(copy.deepcopy(model))
         if off:
-            before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["buckets"])
-            trainable(model)[0].grad[0, 0] = float("nan")
+            state = full_state(optimizer)
+            spoil(model, cause)
+            before = copy.deepcopy(model.state_dict())
             optimizer.step()
             for name, v in model.state_dict().items():
                 assert torch.equal(v, before[name]), name
             with pytest.warns(RuntimeWarning, match="1 steps were skipped"):
-                after = optimizer.state_dict()["buckets"]
+                after = full_state(optimizer)
             for a, b in zip(state, after, strict=True):
-                assert all(torch.allclose(a["state"][k], b["state"][k], rtol=1e-12, atol=0) for k in a["state"])
-        runs.append(model)
+                assert all(torch.allclose(a[k], b[k], rtol=1e-12, atol=0) for k in a)
     assert apart(*runs) < 1e-10
+
+
+def test_what_a_grad_scaler_knows_is_not_counted(monkeypatch, recwarn):
+    off_the_cpu(monkeypatch)
+    model = lora(targets=("0",))
+    optimizer = QuotientMuon(trainable(model), find_symmetric_pairs(model), 1e-2)
+    train(model, optimizer, 1, schedule=False)
+    before = products(model)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    optimizer.state_dict()
+    assert not recwarn.list
+    assert all(torch.equal(a, b) for a, b in zip(before, products(model), strict=True))
+    optimizer.found_inf = torch.zeros(())
+    spoil(model, "anchor")
+    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="1 steps were skipped"):
+        optimizer.state_dict()
+
+
+def test_no_copy_of_other_weights_off_the_cpu(monkeypatch):
+    """A classifier, its gradient and AdamW's moments may be larger than all adapters."""
+    off_the_cpu(monkeypatch)
+    model = lora(modules_to_save=["2"], targets=("0",))
+    optimizer = QuotientAdam(trainable(model), find_symmetric_pairs(model), 1e-2)
+    train(model, optimizer, 2, schedule=False)
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.clone.default, torch.ops.aten.where.self, torch.ops.aten.where.ScalarOther):
+                copies.append(tuple(found.shape))
+            return found
+
+    with Copies():
+        optimizer.step()
+        assert (9, 20) not in copies
+        next(p for p in trainable(model) if p.shape == (9, 20)).clone()
+    assert (9, 20) in copies
+
+
+def test_adapters_that_are_switched_off_are_not_certified_at_every_step(monkeypatch):
+    model = lora()
+    model.add_adapter("other", model.peft_config["default"])
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora" in name)
+    optimizer = QuotientAdam(trainable(model), adapter_pairs(model), 1e-2)
+    seen = []
+    real = Certification.see
+    monkeypatch.setattr(Certification, "see", lambda *args: seen.append(0) or real(*args))
+    train(model, optimizer, 4, schedule=False)
+    assert len(seen) == 1
+    assert len(optimizer._certification.open) == 2
+    model.set_adapter("other")
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora" in name)
+    train(model, optimizer, 1, schedule=False)
+    assert len(seen) == 2
+    assert not optimizer._certification.open

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+from quotient_manifolds.optim.gradients import _sums_are_finite
+
 from ...training import (
     X,
     Y,
@@ -91,3 +93,13 @@ def test_nan_gradients_are_an_error_and_change_nothing(kind):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     for a, b in zip(state["buckets"], optimizer.state_dict()["buckets"], strict=True):
         assert all(torch.equal(a["state"][k], b["state"][k]) for k in a["state"])
+
+
+def test_sums_in_half_precision_do_not_overflow():
+    """Off the CPU a gradient is known by its sum only."""
+    large = torch.full((40,), 60000.0, dtype=torch.float16)
+    assert not large.sum().isfinite()
+    assert _sums_are_finite([large, torch.ones(3)])
+    for bad in (float("nan"), float("inf")):
+        large[3] = bad
+        assert not _sums_are_finite([torch.ones(3), large])
