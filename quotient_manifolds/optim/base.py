@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -163,8 +163,7 @@ class QuotientOptimizer(Optimizer):
     def _step_all(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor], clip: Tensor | None) -> None:
         """Step what has a gradient."""
         for group in self.param_groups:
-            own = {p: gradients[p] for p in group["params"] if p in gradients}
-            own = {p: g for p, g in own.items() if self._is_other(p)}
+            own = {p: gradients[p] for p in group["params"] if p in gradients and self._is_other(p)}
             if clip is not None:
                 own = {p: g * clip.to(g.device) for p, g in own.items()}
             others = {p: g.to(p.dtype) for p, g in own.items() if p not in self._rests}
@@ -200,6 +199,10 @@ class QuotientOptimizer(Optimizer):
     def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
         """Give the metric of a parameter group at points with these Gram matrices."""
         return Preconditioner(group["metric"], M, N)
+
+    def _state_names(self, group: Mapping[str, Any]) -> set[str]:
+        """Name what the state of a bucket has, once it has taken a step."""
+        return {"moment G", "moment H"}
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         """Step the pairs of a bucket."""
@@ -250,6 +253,8 @@ class QuotientOptimizer(Optimizer):
                 f"by {type(self).__name__}, and its moments mean something else; to switch, load the model's weights "
                 "and begin with a new optimiser and a short warm-up of the learning rate"
             )
+        for entry in state_dict["buckets"]:
+            _check_names(entry["state"].keys(), self._state_names(state_dict["param_groups"][entry["group"]]))
         if state_dict["pairs"] != [p.name for p in self._pairs]:
             differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]
             raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
@@ -278,6 +283,14 @@ def _warn_of_skipped(steps: int) -> None:
             "look at the loss, lower the learning rate, or train in bfloat16",
             RuntimeWarning,
             stacklevel=3,
+        )
+
+
+def _check_names(given: Collection[str], wanted: set[str]) -> None:
+    if given and given != wanted:  # none before the first step
+        raise ValueError(
+            f"the state of pairs has {', '.join(sorted(given))} where this optimiser has {', '.join(sorted(wanted))}: "
+            "another version; load the model's weights and begin with a new optimiser"
         )
 
 
