@@ -30,13 +30,19 @@ class QuotientAdam(QuotientOptimizer):
         \bar g &= \nabla_G K^{-H} \\
         m &\leftarrow β_1 m + (1 - β_1) \bar g, \qquad
         C \leftarrow β_2 C + (1 - β_2)\, \bar g^H \bar g / n \\
-        r_i &\leftarrow β_2 r_i + (1 - β_2)\, \tfrac1h \| (\bar g\, \hat C^{-1/2})_i \|^2 \\
-        d_i &= \frac{(\hat m\, (\hat C^{1/2} + ε)^{-1})_i}{\sqrt{\hat r_i} + ε}, \qquad
+        R &= (\hat C + 10^{-3} \|\hat C\|_F\, I)^{-1/2}, \qquad
+        r_i \leftarrow β_2 r_i + (1 - β_2)\, \tfrac1h \| (\bar g R)_i \|^2 \\
+        d_i &= \frac{(\hat m R)_i}{\sqrt{\hat r_i} + ε}, \qquad
         G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
 
-    Then m and C are transported to the new point. C is an h × h matrix, r one number a row, both the same for
-    all representatives but for a rotation of the basis that d undoes. ``second_moment="scalar"`` has one number in
-    place of both, the mean of :math:`|\bar g|^2`. A step changes the product by about η in each of its directions, so
+    where hats divide by 1 - βᵗ. Then m and C are transported to the new point. C is an h × h matrix, r one number a
+    row, both the same for all representatives but for a rotation of the basis that d undoes.
+    ``second_moment="scalar"`` has one number for each factor in place of both, the mean of the entries' squares:
+
+    .. math::
+        c \leftarrow β_2 c + (1 - β_2)\, \frac{\|\bar g\|_F^2}{nh}, \qquad d = \frac{\hat m}{\sqrt{\hat c} + ε}
+
+    A step changes the product by about η in each of its directions, so
     that the learning rates of AdamW carry over.
 
     Parameters
@@ -79,8 +85,8 @@ class QuotientAdam(QuotientOptimizer):
     what the projection loses as a multiple of the identity, and takes the mean of directions, not of gradients.
 
     C and r have h² + n numbers in place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step,
-    also where G = 0. Where gradients lack rank, the directions they leave out hold rounding only; C counts its least
-    eigenvalue as 1e-3 of its largest, lest that be blown up.
+    also where G = 0. Where gradients lack rank, the directions they leave out hold rounding only; 1e-3 of the norm of
+    C is added to its eigenvalues, lest that be blown up.
 
     Examples
     --------
@@ -123,6 +129,10 @@ class QuotientAdam(QuotientOptimizer):
         if group["second_moment"] not in ("matrix", "scalar"):
             raise ValueError(f'second_moment must be "matrix" or "scalar", got {group["second_moment"]!r}')
         check_adam_options(group)
+
+    def _state_names(self, group: Mapping[str, Any]) -> set[str]:
+        own = {"scalar"} if group["second_moment"] == "scalar" else {"matrix", "rows G", "rows H"}
+        return {*super()._state_names(group), "step", *own}
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         (beta1, beta2), eps = group["betas"], group["eps"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class QuotientOptimizer(Optimizer):
         self._pairs: list[SymmetricPair] = []
         self._buckets: list[PairBucket] = []
         self._certification = Certification([])
-        self._unsound: Tensor | None = None
+        self._skipped: Tensor | int = 0
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
@@ -121,8 +121,10 @@ class QuotientOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, and give the loss of a closure, which is called once.
 
-        Gradients that are NaN or infinite are a ValueError; neither weights nor state have changed then. Under a
-        ``GradScaler`` the step is skipped with a warning.
+        On the CPU, gradients that are NaN or infinite, and an anchor without rank, are a ValueError; neither weights
+        nor state have changed then. Under a ``GradScaler`` infinite gradients skip the step with a warning. On another
+        device such a step changes nothing either, but in silence, lest the host wait: :meth:`state_dict` warns of how
+        many there were, but for those that a ``GradScaler`` knows of.
         """
         loss = None
         if closure is not None:
@@ -130,30 +132,38 @@ class QuotientOptimizer(Optimizer):
                 loss = closure()
         first: Tensor = next(p for group in self.param_groups for p in group["params"])
         with torch.autocast(first.device.type, enabled=False):
+            found_inf = getattr(self, "found_inf", None)
             gradients = collect_gradients(self.param_groups, getattr(self, "grad_scale", None))
-            ok = all_finite(gradients, getattr(self, "found_inf", None)) if gradients else False
+            ok = all_finite(gradients, found_inf) if gradients else False
             if ok is False:
                 return loss
-            if isinstance(ok, Tensor):  # NaN times 0 is no 0
-                gradients = {p: torch.where(ok.to(g.device), g, 0) for p, g in gradients.items()}
             begun = [b.begin(partial(self._metric, self.param_groups[b.group]), gradients) for b in self._buckets]
             steps = [s for s in begun if s is not None]
             sound = check_anchors(steps)
             self._certify(gradients)
             clip = self._clip(steps, gradients)
-            for s in steps:
-                s.clip = clip
             if isinstance(ok, Tensor):
-                self._step_if(ok if sound is None else ok & sound.to(ok.device), steps, gradients, clip)
-            else:
-                self._step_all(steps, gradients, clip)
+                finite, ok = ok, ok if sound is None else ok & sound.to(ok.device)
+                self._skipped = (finite & ~ok if found_inf is not None else ~ok).to(torch.int64) + self._skipped
+                # AdamW knows no step of zero length, and to undo one takes copies of weights and state, so that where
+                # it has something to step the host waits for the device, once. Pairs alone wait for nothing.
+                if any(self._is_other(p) for p in gradients):
+                    if not bool(ok):
+                        return loss
+                    ok = True
+            for s in steps:
+                s.clip, s.ok = clip, ok if isinstance(ok, Tensor) else None
+            self._step_all(steps, gradients, clip)
         return loss
+
+    def _is_other(self, p: Tensor) -> bool:
+        """Tell whether entries of a parameter belong to no pair."""
+        return p in self._rests or p not in self._covered
 
     def _step_all(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor], clip: Tensor | None) -> None:
         """Step what has a gradient."""
         for group in self.param_groups:
-            own = {p: gradients[p] for p in group["params"] if p in gradients}
-            own = {p: g for p, g in own.items() if p in self._rests or p not in self._covered}
+            own = {p: gradients[p] for p in group["params"] if p in gradients and self._is_other(p)}
             if clip is not None:
                 own = {p: g * clip.to(g.device) for p, g in own.items()}
             others = {p: g.to(p.dtype) for p, g in own.items() if p not in self._rests}
@@ -165,27 +175,11 @@ class QuotientOptimizer(Optimizer):
         for s in steps:
             self._step_pairs(self.param_groups[s.bucket.group], s)
 
-    def _step_if(
-        self, ok: Tensor, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor], clip: Tensor | None
-    ) -> None:
-        """Step, or leave all as it is where ``ok`` is False, without the host knowing which."""
-        self._unsound = (~ok).to(torch.int64) + (0 if self._unsound is None else self._unsound)
-        if clip is not None:
-            clip = torch.where(ok.to(clip.device), clip, 1)
-        for s in steps:
-            s.ok, s.clip = ok, clip
-        changed = [p for p in gradients if p in self._rests or p not in self._covered]
-        kept = list(changed)
-        for p in changed:  # a counter lies on the CPU, and counts a step that was none
-            kept += [t for name, t in self.state[p].items() if name != "step" and isinstance(t, Tensor)]
-        before = [t.clone() for t in kept]
-        self._step_all(steps, gradients, clip)
-        for t, old in zip(kept, before, strict=True):
-            t.copy_(torch.where(ok.to(t.device), t, old))
-
     def _certify(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Hold the gradients against the symmetry of every pair, until one that is not zero has certified it."""
-        if self.certify and self._certification.open:
+        waiting = self._certification.open if self.certify else ()
+        # Adapters that are switched off may wait forever, and looking reads from the device.
+        if any(p.G[0].tensor in gradients for p in waiting):
             self._certification.see(gradients).check()
 
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
@@ -197,7 +191,7 @@ class QuotientOptimizer(Optimizer):
         for p, g in gradients.items():
             if p in self._rests:
                 g = g.masked_fill(self._covered[p].to(g.device), 0)
-            if p in self._rests or p not in self._covered:
+            if self._is_other(p):
                 squares.append(wide(g).square().sum())
         norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
         return (bound / (norm + 1e-12)).clamp_max(1.0)
@@ -205,6 +199,10 @@ class QuotientOptimizer(Optimizer):
     def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
         """Give the metric of a parameter group at points with these Gram matrices."""
         return Preconditioner(group["metric"], M, N)
+
+    def _state_names(self, group: Mapping[str, Any]) -> set[str]:
+        """Name what the state of a bucket has, once it has taken a step."""
+        return {"moment G", "moment H"}
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         """Step the pairs of a bucket."""
@@ -224,7 +222,7 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "_unsound", "certify")
+        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "_skipped", "certify")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -238,7 +236,7 @@ class QuotientOptimizer(Optimizer):
 
         Warns of steps off the CPU that changed nothing, because gradients were not finite, or an anchor lacked rank.
         """
-        _warn_of_skipped(0 if self._unsound is None else int(self._unsound))
+        _warn_of_skipped(int(self._skipped))
         found = super().state_dict()
         found["kind"], found["pairs"] = type(self).__name__, [p.name for p in self._pairs]
         found["buckets"] = [
@@ -255,6 +253,8 @@ class QuotientOptimizer(Optimizer):
                 f"by {type(self).__name__}, and its moments mean something else; to switch, load the model's weights "
                 "and begin with a new optimiser and a short warm-up of the learning rate"
             )
+        for entry in state_dict["buckets"]:
+            _check_names(entry["state"].keys(), self._state_names(state_dict["param_groups"][entry["group"]]))
         if state_dict["pairs"] != [p.name for p in self._pairs]:
             differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]
             raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
@@ -283,6 +283,14 @@ def _warn_of_skipped(steps: int) -> None:
             "look at the loss, lower the learning rate, or train in bfloat16",
             RuntimeWarning,
             stacklevel=3,
+        )
+
+
+def _check_names(given: Collection[str], wanted: set[str]) -> None:
+    if given and given != wanted:  # none before the first step
+        raise ValueError(
+            f"the state of pairs has {', '.join(sorted(given))} where this optimiser has {', '.join(sorted(wanted))}: "
+            "another version; load the model's weights and begin with a new optimiser"
         )
 
 

@@ -209,9 +209,11 @@ class PairStep:
         return self._read(part, False)
 
     def gradient(self, part: Part) -> Tensor:
-        """Give the gradient of a part, clipped."""
+        """Give the gradient of a part, clipped; 0 in a step that must change nothing, so that no moment does."""
         g = self._read(part, True)
-        return g if self.clip is None else g * self.clip.to(g.device, g.real.dtype)
+        if self.clip is not None:
+            g = g * self.clip.to(g.device, g.real.dtype)
+        return g if self.ok is None else torch.where(self.ok.to(g.device), g, 0)  # NaN times 0 is no 0
 
     @cached_property
     def gradient_grams(self) -> Tensor:
@@ -253,7 +255,8 @@ class PairStep:
             return value
         if isinstance(value, Tensor):
             return torch.where(self.ok.to(value.device), value, otherwise)
-        return wide(self.ok.to(torch.float32)) * (value - otherwise) + otherwise
+        ok = self.ok.to(self.weights(self.parts[0]).device, torch.float32)  # several devices may hold buckets
+        return wide(ok) * (value - otherwise) + otherwise
 
     def times(self, rows: Tensor, part: Part, A: Tensor) -> Tensor:
         """Multiply rows of a part by its matrices out of (pairs, …, 2, h, h)."""

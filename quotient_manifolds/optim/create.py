@@ -18,7 +18,7 @@ __all__ = ["create_quotient_lora_optimizer", "create_quotient_optimizer"]
 
 OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": QuotientAdam, "muon": QuotientMuon}
 
-#: A rate of Muon, the size of a step of the whole product, is about this many times one of AdamW for the same training.
+#: A rate of Muon, the size of a step of the whole product, over one of AdamW: .02 for 1e-3. A place to start from.
 _MUON_OVER_ADAMW = 20.0
 
 
@@ -38,15 +38,15 @@ def create_quotient_lora_optimizer(
     model : nn.Module
         With adapters; plain, DDP-wrapped or compiled.
     lr : float
-        Learning rate. AdamW's carry over to Adam; Muon's is the size of a step of the adapted weights' spectral norm,
-        .01 to .05.
+        Learning rate. AdamW's carry over to Adam; Muon's is the size of a step of the adapted weights in the spectral
+        norm, for which .02 is a place to start from.
     optimizer : {"adam", "muon"}
         :class:`QuotientAdam` or :class:`QuotientMuon`, whose ``scale`` is then α/r of every adapter.
     adapter_names : sequence of str, optional
         Train these adapters; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
         Learning rate of everything that is no pair: ``modules_to_save``, biases, DoRA's magnitudes. By default ``lr``
-        for Adam, and ``lr / 20`` for Muon. Vectors and biases do not decay.
+        for Adam, and for Muon ``lr / 20``, a place to start from. Vectors and biases do not decay.
     **options
         ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and the others of the optimiser.
 

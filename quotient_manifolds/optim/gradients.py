@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,12 +37,7 @@ def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> 
 
     Off the CPU the answer is a tensor that the host does not read, lest it wait for the device.
     """
-    if found_inf is None:
-        device = next(iter(gradients)).device
-        # A sum is finite only if its terms are; that of finite ones may overflow.
-        whole = torch.stack([g.sum().to(device) for g in gradients.values()]).isfinite().all()
-    else:
-        whole = found_inf == 0
+    whole = _sums_are_finite(gradients.values()) if found_inf is None else found_inf == 0
     if whole.device.type != "cpu":
         return whole
     if bool(whole):
@@ -57,3 +52,13 @@ def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> 
                 "changed; look at the loss, lower the learning rate, or train in bfloat16 or float32"
             )
     return True
+
+
+def _sums_are_finite(gradients: Collection[Tensor]) -> Tensor:
+    """Tell whether all entries are finite, by their sums, which are finite only if all terms are.
+
+    They are taken in float32 at least, in which those of finite gradients in half precision do not overflow.
+    """
+    device = next(iter(gradients)).device
+    sums = [g.sum(dtype=at_least_float32(g.dtype)).to(device) for g in gradients]
+    return torch.stack([v.isfinite() for v in sums]).all()

@@ -42,7 +42,7 @@ class QuotientMuon(QuotientOptimizer):
     params, pairs, max_grad_norm, maximize, foreach
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
-        η. It is not AdamW's: .01 to .05 was best in our studies.
+        η, the size of a step of the product, so not AdamW's rate. .02 is a place to start from, not a tuned value.
     momentum : float
         μ.
     nesterov : bool

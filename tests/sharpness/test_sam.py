@@ -138,7 +138,11 @@ def test_the_first_ascent_step_is_that_of_the_measure(measure):
 @pytest.mark.parametrize("measure", MEASURES[:2])
 @pytest.mark.parametrize("base", ["QuotientSGD", "QuotientAdam", "AdamW"])
 def test_equivalent_starts(make, measure, base):
-    """The same function after 20 steps, with a base optimiser that is invariant itself; not with AdamW."""
+    """The same function after 12 steps, with a base optimiser that is invariant itself; not with AdamW.
+
+    Of longer runs on the ViT rounding makes others, orbit or not: weights that are changed by 1e-14 at random change
+    the outputs by 1e-12 after 14 steps and by 3e-8 after 20 (5e-10 with AdamW).
+    """
     one, batch = small(make), batch_of(make)
     two = copy.deepcopy(one)
     apply_random_symmetry_(two, 100.0, seed=4)
@@ -157,7 +161,7 @@ def test_equivalent_starts(make, measure, base):
             optimizer = torch.optim.AdamW(parameters, 1e-3)
         if base == "QuotientAdam":  # plain SGD elsewhere: two optimisers, one perturbation
             sam = GeodesicSAM(model, inner, rho=0.05, measure=measure, pairs=pairs)
-            for _ in range(20):
+            for _ in range(12):
                 model.zero_grad()
                 loss_of(model, batch).backward()
                 with sam.perturbed():
@@ -167,12 +171,12 @@ def test_equivalent_starts(make, measure, base):
                 rest.step()
         else:
             sam = GeodesicSAM(model, optimizer, rho=0.05, measure=measure)
-            for _ in range(20):
+            for _ in range(12):
                 sam.step(closure_of(sam, model, batch))
         found = model(batch)
         scores.append((found if isinstance(found, torch.Tensor) else found.logits).detach())
     change = float((scores[0] - scores[1]).abs().max())
-    assert change < 1e-7 if base != "AdamW" else change > 1e-5
+    assert change < 1e-9 if base != "AdamW" else change > 1e-5
 
 
 def test_blocks_that_were_dropped_from_pairs_stay(monkeypatch):

@@ -16,6 +16,7 @@ from quotient_manifolds.optim import (
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
+from quotient_manifolds.optim.preconditioner import Preconditioner
 from quotient_manifolds.symmetries import (
     adapter_pairs,
     find_symmetric_pairs,
@@ -162,3 +163,17 @@ def test_parts_do_not_matter(kind, most, monkeypatch):
         train(model.double(), optimizer_of(model, kind), 5, schedule=False)
         ends.append(model)
     assert apart(*ends) < 1e-12
+
+
+def test_numbers_of_a_bucket_lie_on_its_device():
+    """Several may hold one model; the answer whether to step lies on the first."""
+    model = lora(full_rank=True).to("meta")
+    found = [p for p in adapter_pairs(model) if p.group is not None]
+    bucket = buckets.PairBucket(found[:1], [0], False, 0)
+    for p in trainable(model):
+        p.grad = torch.empty_like(p)
+    step = bucket.begin(lambda M, N: Preconditioner("mix", M, N), {p: p.grad for p in trainable(model)})
+    step.ok, step.clip = torch.tensor(True), torch.tensor(0.5)
+    part = step.parts[0]
+    for t in (step.keep(0.9, 1.0), step.gradient(part), step.scaled(step.preconditioner.inverse_roots, 0.1)):
+        assert t.device.type == "meta"

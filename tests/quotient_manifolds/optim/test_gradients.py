@@ -4,6 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quotient_manifolds.optim import QuotientAdam, QuotientMuon, QuotientSGD, base, buckets
+from quotient_manifolds.optim.gradients import _sums_are_finite
+from quotient_manifolds.symmetries import find_symmetric_pairs
 
 from ...training import (
     X,
@@ -91,3 +96,114 @@ def test_nan_gradients_are_an_error_and_change_nothing(kind):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     for a, b in zip(state["buckets"], optimizer.state_dict()["buckets"], strict=True):
         assert all(torch.equal(a["state"][k], b["state"][k]) for k in a["state"])
+
+
+def test_sums_in_half_precision_do_not_overflow():
+    """Off the CPU a gradient is known by its sum only."""
+    large = torch.full((40,), 60000.0, dtype=torch.float16)
+    assert not large.sum().isfinite()
+    assert _sums_are_finite([large, torch.ones(3)])
+    for bad in (float("nan"), float("inf")):
+        large[3] = bad
+        assert not _sums_are_finite([torch.ones(3), large])
+
+
+def off_the_cpu(monkeypatch):
+    """Let the optimiser do on the CPU what it does where the host is not to read."""
+
+    def finite(gradients, found_inf):
+        if found_inf is not None:
+            return found_inf == 0
+        return torch.stack([g.isfinite().all() for g in gradients.values()]).all()
+
+    monkeypatch.setattr(base, "all_finite", finite)
+    monkeypatch.setattr(
+        base, "check_anchors", lambda steps: torch.stack([s.preconditioner.is_sound().all() for s in steps]).all()
+    )
+    monkeypatch.setattr(buckets, "_IN_CACHE", 10**9)
+
+
+def spoil(model, cause):
+    """Make a step that must change nothing, by a gradient or by the second factor of a pair."""
+    A = model.base_model.model[0].lora_A["default"].weight
+    if cause == "anchor":
+        A.data[0] = 0
+    else:
+        A.grad[0, 0] = float("nan")
+
+
+def full_state(optimizer):
+    saved = optimizer.state_dict()
+    return copy.deepcopy([b["state"] for b in saved["buckets"]] + list(saved["state"].values()))
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("cause", ["gradient", "anchor"])
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_bad_steps_off_the_cpu_change_nothing(kind, cause, others, monkeypatch):
+    """There the host does not know: the step is one of zero length, and is counted."""
+    runs = []
+    for off in (False, True):
+        if off:
+            off_the_cpu(monkeypatch)
+        model = lora(modules_to_save=["2"] if others else None, targets=("0",))
+        make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
+        options = {"momentum": 0.9} if kind == "sgd" else {}
+        clip = 0.3 if others else None
+        optimizer = make(
+            trainable(model), find_symmetric_pairs(model), 1e-2, weight_decay=0.1, max_grad_norm=clip, **options
+        )
+        train(model, optimizer, 4, schedule=False)
+        runs.append(copy.deepcopy(model))
+        if off:
+            state = full_state(optimizer)
+            spoil(model, cause)
+            before = copy.deepcopy(model.state_dict())
+            optimizer.step()
+            for name, v in model.state_dict().items():
+                assert torch.equal(v, before[name]), name
+            with pytest.warns(RuntimeWarning, match="1 steps were skipped"):
+                after = full_state(optimizer)
+            for a, b in zip(state, after, strict=True):
+                assert all(torch.allclose(a[k], b[k], rtol=1e-12, atol=0) for k in a)
+    assert apart(*runs) < 1e-10
+
+
+def test_what_a_grad_scaler_knows_is_not_counted(monkeypatch, recwarn):
+    off_the_cpu(monkeypatch)
+    model = lora(targets=("0",))
+    optimizer = QuotientMuon(trainable(model), find_symmetric_pairs(model), 1e-2)
+    train(model, optimizer, 1, schedule=False)
+    before = products(model)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    optimizer.state_dict()
+    assert not recwarn.list
+    assert all(torch.equal(a, b) for a, b in zip(before, products(model), strict=True))
+    optimizer.found_inf = torch.zeros(())
+    spoil(model, "anchor")
+    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="1 steps were skipped"):
+        optimizer.state_dict()
+
+
+def test_no_copy_of_other_weights_off_the_cpu(monkeypatch):
+    """A classifier, its gradient and AdamW's moments may be larger than all adapters."""
+    off_the_cpu(monkeypatch)
+    model = lora(modules_to_save=["2"], targets=("0",))
+    optimizer = QuotientAdam(trainable(model), find_symmetric_pairs(model), 1e-2)
+    train(model, optimizer, 2, schedule=False)
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.clone.default, torch.ops.aten.where.self, torch.ops.aten.where.ScalarOther):
+                copies.append(tuple(found.shape))
+            return found
+
+    with Copies():
+        optimizer.step()
+        assert (9, 20) not in copies
+        next(p for p in trainable(model) if p.shape == (9, 20)).clone()
+    assert (9, 20) in copies

@@ -171,3 +171,26 @@ def test_a_gradient_of_rank_one_moves_one_direction():
         s = torch.linalg.svdvals(new - old)
         assert s[0] > 1e-4
         assert s[1] < 1e-9 * s[0]
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-18, 1e-30])
+@pytest.mark.parametrize("lr", [2e-2, 1e-6])
+@pytest.mark.parametrize(("start", "width"), [(True, 64), ("gaussian", 4096)])
+def test_the_first_step_in_float32_gives_numbers(start, width, lr, size):
+    """At B = 0 the gradient of A is 0, whose direction, however long, is 0; and so that of what is nearly 0."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(width, 8))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], init_lora_weights=start)
+    model = peft.get_peft_model(net, config).to(torch.float32)
+    optimizer = create_quotient_lora_optimizer(model, lr=lr, optimizer="muon")
+    layer = model.base_model.model[0]
+    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    before = A.detach().clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        (size * model(torch.randn(5, width, dtype=torch.float32)).square().sum()).backward()
+        optimizer.step()
+        assert bool(A.isfinite().all() & B.isfinite().all())
+        if not step:
+            assert torch.equal(A, before)
+            assert bool(B.any()) == (size > 1e-20)

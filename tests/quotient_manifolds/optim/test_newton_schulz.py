@@ -25,6 +25,9 @@ def test_what_is_rounding_stays_small():
     assert abs(float(exact[2]) - 1) < 1e-12
 
 
-def test_zero_gives_numbers():
-    found = inverse_root(torch.zeros(2, 3, 3))
-    assert found.to(torch.float32).isfinite().all()
+@pytest.mark.parametrize("size", [0.0, 1e-300, 1e-60, 1e-41])
+def test_what_is_too_small_becomes_zero(size):
+    """Its inverse root, times the metric's, would be infinite in float32, and infinity times 0 is no number."""
+    S = size * torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
+    assert not inverse_root(S).any()
+    assert inverse_root(S + 1e-39 * torch.eye(3, dtype=torch.float64)).diagonal(dim1=-2, dim2=-1).all()
