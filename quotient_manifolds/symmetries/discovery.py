@@ -28,6 +28,7 @@ from .groups import random_elements
 from .merging import merged, refused
 from .mixers import proposals
 from .pairs import SymmetricPair
+from .recording import Call, record, undisturbed
 from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
@@ -35,6 +36,7 @@ from .wide import Wide, widened
 __all__ = ["candidates", "discover", "examine"]
 
 _UNREACHED = "the batch does not reach it"
+_FAILED = "could not be examined alone"
 _NONE = "no continuous symmetry was found"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
@@ -43,7 +45,6 @@ ROUNDING = 1e-7
 #: Cotangents (and inputs shifted at random) that a hypothesis has to stand.
 SAMPLES = 2
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Emit = Callable[[nn.Module, str], Sequence[SymmetricPair]]
 
 
@@ -136,30 +137,6 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
     return Place(1, 1, min(roles.width.values()), group=reason)
 
 
-def _record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
-    """Run a model and keep the inputs of the first call of each module, without what remembers earlier tokens."""
-    calls: dict[str, Call] = {}
-    hooks = []
-
-    def plain(value: Any) -> Any:
-        return None if type(value).__name__.endswith("Cache") else value
-
-    for name, module in wanted.items():
-
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            if name not in calls:
-                calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
-
-        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
-
-
 def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
     """Add noise to what the projections read, so that nothing holds by chance of the inputs."""
 
@@ -191,7 +168,8 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
             loss = sum(
                 (t * torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device)).sum() for t in outputs
             )
-            assert isinstance(loss, Tensor), "no output depends on the weights"
+            if not isinstance(loss, Tensor):
+                raise ValueError("no output depends on the weights in a way that autograd can follow")
             found = torch.autograd.grad(loss, weights, allow_unused=True)
         yield {p: g for p, g in zip(weights, found, strict=True) if g is not None}
 
@@ -226,6 +204,16 @@ def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float
     )
 
 
+def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:
+    """Copy a module and a call in float64: in evaluation mode, with gradients for frozen weights too."""
+    twin = copy.deepcopy(module).double()
+    for m in twin.modules():  # not eval(): some layers merge weights when they are told to
+        m.training = False
+    for p in twin.parameters():
+        p.requires_grad_(p.is_floating_point())
+    return twin, (widened(call[0]), widened(call[1]))
+
+
 def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     """Find the symmetries of queries and keys, and of values and outputs, in an attention module.
 
@@ -241,9 +229,8 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     qk, vo : Place
         Where their heads lie and what acts on them, or why nothing does.
     """
-    twin = copy.deepcopy(module).double().eval()
+    twin, call = _alone(module, call)
     roles = _roles(twin)
-    call = widened(call[0]), widened(call[1])
     samples = list(_samples(twin, call))
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
@@ -263,33 +250,36 @@ def _known_sizes(module: nn.Module) -> list[int]:
     return [size for size in found if isinstance(size, int)]
 
 
-def discover(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> Iterator[tuple[str, SymmetricPair]]:
+def discover(
+    model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Any]
+) -> list[tuple[str, SymmetricPair]]:
     """Examine attention modules of unknown classes on the inputs that a forward pass gives them.
 
     Parameters
     ----------
+    model : nn.Module
+        Run in evaluation mode; left as it is, as is the random state.
     modules : mapping of str to Module
-        The modules by their names in the model, as :func:`candidates` lists them.
+        Some of its modules by their names, as :func:`candidates` lists them.
     run : callable
         Performs a forward pass of the model.
 
-    Yields
-    ------
-    str, SymmetricPair
+    Returns
+    -------
+    list of (str, SymmetricPair)
         The module's name, and a pair; one without a group where nothing can be divided out, with the reason.
     """
     firsts: dict[object, str] = {}
     alike = {name: firsts.setdefault(_kind(module), name) for name, module in modules.items()}
-    calls = _record(run, {name: modules[name] for name in firsts.values()})
     found: dict[str, _Emit] = {}
-    for name, module in modules.items():
-        first = alike[name]
-        if first not in found:
+    with undisturbed(model):
+        calls = record(run, {name: modules[name] for name in firsts.values()})
+        for first in firsts.values():
             try:
                 found[first] = _emitter(modules[first], calls[first]) if first in calls else _nothing(_UNREACHED)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                found[first] = _nothing(f"could not be examined alone: {error}".splitlines()[0])
-        yield from ((name, p) for p in found[first](module, name))
+            except Exception as error:  # whatever code of others raises
+                found[first] = _nothing(f"{_FAILED}: {type(error).__name__}: {error}".splitlines()[0])
+    return [(name, p) for name, module in modules.items() for p in found[alike[name]](module, name)]
 
 
 def _roles(module: nn.Module) -> Roles:
@@ -319,8 +309,7 @@ def _emitter(module: nn.Module, call: Call) -> _Emit:
 
 def _held(module: nn.Module, call: Call) -> list[int | None]:
     """Tell which of the alternatives of each proposal a gradient and a move confirm."""
-    twin = copy.deepcopy(module).double().eval()
-    call = widened(call[0]), widened(call[1])
+    twin, call = _alone(module, call)
     samples = list(_samples(twin, call))
 
     def holds(pair: SymmetricPair) -> bool:
