@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
-__all__ = ["candidates", "discover", "examine"]
+__all__ = ["candidates", "change", "discover", "examine", "unexamined"]
 
 _UNREACHED = "the batch does not reach it"
 _FAILED = "could not be examined alone"
@@ -107,7 +107,7 @@ def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
     for part in hypothesis.parts:
         a, b = part(one), part(two)
         scale = torch.maximum(torch.maximum(a.norm(dim=-1), b.norm(dim=-1)), floor)
-        if bool(((a - b).norm(dim=-1) > ROUNDING * scale).any()):
+        if not bool(((a - b).norm(dim=-1) <= ROUNDING * scale).all()):  # NaN holds nothing
             return False
     return True
 
@@ -186,9 +186,23 @@ def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Te
     return null <= ROUNDING * seen
 
 
+def _largest(numbers: Iterable[float]) -> float:
+    """Give the maximum, or NaN if there is one, which Python's max may pass over."""
+    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
+
+
+def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """Give the largest change of the outputs where they were finite, relative to the largest there; NaN if NaN now."""
+    finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
+    scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
+    return _largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
+
+
 def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
     """Act on all pairs at once by random group elements, and give the relative change of the outputs."""
     generator, found = torch.Generator().manual_seed(0), stacks(pairs)
+    if not found:
+        return 0.0
     kept = {p: p.detach().clone() for s in found for p in s.parameters()}
     with torch.no_grad():
         before = _outputs(twin, call)
@@ -198,10 +212,7 @@ def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float
         after = _outputs(twin, call)
         for p, value in kept.items():
             p.copy_(value)
-    pairs_of = zip(after, before, strict=True)
-    return (
-        max(float((a - b).nan_to_num().abs().max() / b.abs().max()) for a, b in pairs_of if b.any()) if found else 0.0
-    )
+    return _largest(change([b], [a]) for b, a in zip(before, after, strict=True))
 
 
 def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:
@@ -269,17 +280,29 @@ def discover(
     list of (str, SymmetricPair)
         The module's name, and a pair; one without a group where nothing can be divided out, with the reason.
     """
-    firsts: dict[object, str] = {}
-    alike = {name: firsts.setdefault(_kind(module), name) for name, module in modules.items()}
-    found: dict[str, _Emit] = {}
+    found: dict[object, _Emit] = {}
     with undisturbed(model):
-        calls = record(run, {name: modules[name] for name in firsts.values()})
-        for first in firsts.values():
-            try:
-                found[first] = _emitter(modules[first], calls[first]) if first in calls else _nothing(_UNREACHED)
-            except Exception as error:  # whatever code of others raises
-                found[first] = _nothing(f"{_FAILED}: {type(error).__name__}: {error}".splitlines()[0])
-    return [(name, p) for name, module in modules.items() for p in found[alike[name]](module, name)]
+        calls = record(run, modules)
+        return [(name, p) for name, m in modules.items() for p in _emitter_of(m, calls.get(name), found)(m, name)]
+
+
+def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
+    """Give what lists the pairs of a module: what was found of its kind if its own outputs agree, or anew."""
+    if call is None:
+        return _nothing(_UNREACHED)
+    kind = _kind(module)
+    try:
+        if kind not in found or not _agrees(found[kind], module, call):
+            found[kind] = _emitter(module, call)
+    except Exception as error:  # whatever code of others raises
+        return _nothing(f"{_FAILED}: {type(error).__name__}: {error}".splitlines()[0])
+    return found[kind]
+
+
+def _agrees(emit: _Emit, module: nn.Module, call: Call) -> bool:
+    """Tell whether moves along the pairs leave the outputs of a module as they are."""
+    twin, call = _alone(module, call)
+    return _moves(twin, call, merged(emit(twin, ""))) <= ROUNDING
 
 
 def _roles(module: nn.Module) -> Roles:
@@ -321,15 +344,23 @@ def _held(module: nn.Module, call: Call) -> list[int | None]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Give what makes two modules compute the same: classes, shapes, switches and numbers, but not the layer's."""
+    """Give what makes two modules compute the same: classes, shapes, hooks and settings, but not the layer's."""
 
     def facts(m: nn.Module) -> object:
-        plain = {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str, type(None)))}
+        own = {k: v for k, v in vars(m).items() if not (k.startswith("_") and isinstance(v, dict))}
+        settings = [
+            (k, v) for k, v in own.items() if not isinstance(v, Tensor) and "layer_i" not in k and "idx" not in k
+        ]
         shapes = [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)]
-        hooks = [len(v) for k, v in vars(m).items() if k.startswith("_forward") and isinstance(v, dict)]
-        return type(m), hooks, sorted((k, v) for k, v in plain.items() if "layer_i" not in k and "idx" not in k), shapes
+        hooks = [list(v.values()) for k, v in vars(m).items() if k.startswith("_forward") and isinstance(v, dict)]
+        return type(m), hooks, sorted(settings, key=lambda s: s[0]), shapes
 
     return repr([(path, facts(m)) for path, m in module.named_modules()])
+
+
+def unexamined(pair: SymmetricPair) -> bool:
+    """Tell whether a pair has no group because nothing is known of it: not reached, or failed alone."""
+    return pair.reason == _UNREACHED or pair.reason.startswith(_FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
