@@ -122,6 +122,8 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
         if reason:
             break
         one, two = _moments(found, samples)
+        if not bool(one.isfinite().all() and two.isfinite().all()):
+            raise ValueError("its gradients are not finite on this batch")
         unreached = not bool(one.any()) and not bool(two.any())
         for hypothesis in () if unreached else _hypotheses(place.size):
             if _holds(hypothesis, one, two):

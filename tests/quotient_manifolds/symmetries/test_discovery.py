@@ -329,3 +329,8 @@ def test_what_is_not_finite_is_no_symmetry():
     assert not discovery.change([torch.ones(1), b], [torch.ones(1), b * float("nan")]) <= 1e9
     assert not discovery.change([b, torch.ones(1)], [b * float("nan"), torch.ones(1)]) <= 1e9
     assert groups(nn.Sequential(Brittle())) == ["GL(4)", discovery._LOCAL]
+    batch = torch.randn(2, 5, 4)
+    batch[0, 0, 0] = float("nan")
+    assert groups(nn.Sequential(Plain()), batch) == [
+        "could not be examined alone: ValueError: its gradients are not finite on this batch"
+    ]
