@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -135,7 +136,8 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
         moment, other = G.mH @ D, (H.mH @ E).mH
     else:
         like = stack.pairs[0].G[0].tensor
-        wide = at_least_float32(like.dtype)
+        known = [gradients[p].dtype for p in stack.parameters() if p in gradients]
+        wide = reduce(torch.promote_types, known, at_least_float32(like.dtype))
         probe = torch.eye(group.h, dtype=wide, device=like.device)
         if group.h > PROBES:
             generator = torch.Generator().manual_seed(0)

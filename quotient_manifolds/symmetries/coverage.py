@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batches import tensors
-from .discovery import candidates
+from .discovery import candidates, unexamined
 from .pairs import SymmetricPair
 from .registry import handler_of, plain_path
 from .roles import roles_of
@@ -140,7 +140,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     run : callable
         Performs one forward pass of the model.
     pairs : iterable of SymmetricPair
-        Modules that one of them names were examined.
+        Modules that they name were examined, but for those with a pair that says that the batch did not reach it or
+        that it could not be examined alone.
 
     Returns
     -------
@@ -169,7 +170,9 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     with torch.compiler.set_stance("force_eager"), _Watch(model) as watch:
         result = run()
     names = {module: name for name, module in model.named_modules()}
-    examined = {p.module for p in pairs}
+    pairs = list(pairs)
+    missed = {p.module: p.reason for p in pairs if unexamined(p)}
+    examined = {p.module for p in pairs if p.kind != "lora"} - set(missed)
     known = [m for m, n in names.items() if handler_of(m) is not None or plain_path(n) in examined]
     covered = {inner for module in known for inner in module.modules()}
     unseen = [m for m in candidates(model, lambda m: m in covered).values() if roles_of(m) is not None]
@@ -178,6 +181,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
         *((m, "code that cannot be watched, by the names of its weights") for m in unseen),
     ]:
         if module not in covered:
-            path = names.get(module, "(outside the model)") or "(the model itself)"
-            raise UnknownAttentionError(path, type(module), call)
+            path = names.get(module, "(outside the model)")
+            reason = missed.get(plain_path(path))
+            call = call if reason is None else f"{call}; of its examination: {reason}"
+            raise UnknownAttentionError(path or "(the model itself)", type(module), call)
     return result

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +28,15 @@ from .groups import random_elements
 from .merging import merged, refused
 from .mixers import proposals
 from .pairs import SymmetricPair
+from .recording import Call, record, undisturbed
 from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
-__all__ = ["candidates", "discover", "examine"]
+__all__ = ["candidates", "change", "discover", "examine", "unexamined"]
 
 _UNREACHED = "the batch does not reach it"
+_FAILED = "could not be examined alone"
 _NONE = "no continuous symmetry was found"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
@@ -43,7 +45,6 @@ ROUNDING = 1e-7
 #: Cotangents (and inputs shifted at random) that a hypothesis has to stand.
 SAMPLES = 2
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Emit = Callable[[nn.Module, str], Sequence[SymmetricPair]]
 
 
@@ -106,7 +107,7 @@ def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
     for part in hypothesis.parts:
         a, b = part(one), part(two)
         scale = torch.maximum(torch.maximum(a.norm(dim=-1), b.norm(dim=-1)), floor)
-        if bool(((a - b).norm(dim=-1) > ROUNDING * scale).any()):
+        if not bool(((a - b).norm(dim=-1) <= ROUNDING * scale).all()):  # NaN holds nothing
             return False
     return True
 
@@ -121,6 +122,8 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
         if reason:
             break
         one, two = _moments(found, samples)
+        if not bool(one.isfinite().all() and two.isfinite().all()):
+            raise ValueError("its gradients are not finite on this batch")
         unreached = not bool(one.any()) and not bool(two.any())
         for hypothesis in () if unreached else _hypotheses(place.size):
             if _holds(hypothesis, one, two):
@@ -134,30 +137,6 @@ def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], size
         return min(fits, key=lambda c: c[0])[1]
     reason = reason or (_UNREACHED if unreached else _NONE)
     return Place(1, 1, min(roles.width.values()), group=reason)
-
-
-def _record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
-    """Run a model and keep the inputs of the first call of each module, without what remembers earlier tokens."""
-    calls: dict[str, Call] = {}
-    hooks = []
-
-    def plain(value: Any) -> Any:
-        return None if type(value).__name__.endswith("Cache") else value
-
-    for name, module in wanted.items():
-
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            if name not in calls:
-                calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
-
-        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
 
 
 def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
@@ -191,7 +170,8 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
             loss = sum(
                 (t * torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device)).sum() for t in outputs
             )
-            assert isinstance(loss, Tensor), "no output depends on the weights"
+            if not isinstance(loss, Tensor):
+                raise ValueError("no output depends on the weights in a way that autograd can follow")
             found = torch.autograd.grad(loss, weights, allow_unused=True)
         yield {p: g for p, g in zip(weights, found, strict=True) if g is not None}
 
@@ -208,9 +188,23 @@ def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Te
     return null <= ROUNDING * seen
 
 
+def _largest(numbers: Iterable[float]) -> float:
+    """Give the maximum, or NaN if there is one, which Python's max may pass over."""
+    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
+
+
+def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """Give the largest change of the outputs where they were finite, relative to the largest there; NaN if NaN now."""
+    finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
+    scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
+    return _largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
+
+
 def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
     """Act on all pairs at once by random group elements, and give the relative change of the outputs."""
     generator, found = torch.Generator().manual_seed(0), stacks(pairs)
+    if not found:
+        return 0.0
     kept = {p: p.detach().clone() for s in found for p in s.parameters()}
     with torch.no_grad():
         before = _outputs(twin, call)
@@ -220,10 +214,17 @@ def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float
         after = _outputs(twin, call)
         for p, value in kept.items():
             p.copy_(value)
-    pairs_of = zip(after, before, strict=True)
-    return (
-        max(float((a - b).nan_to_num().abs().max() / b.abs().max()) for a, b in pairs_of if b.any()) if found else 0.0
-    )
+    return _largest(change([b], [a]) for b, a in zip(before, after, strict=True))
+
+
+def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:
+    """Copy a module and a call in float64: in evaluation mode, with gradients for frozen weights too."""
+    twin = copy.deepcopy(module).double()
+    for m in twin.modules():  # not eval(): some layers merge weights when they are told to
+        m.training = False
+    for p in twin.parameters():
+        p.requires_grad_(p.is_floating_point())
+    return twin, (widened(call[0]), widened(call[1]))
 
 
 def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
@@ -241,9 +242,8 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     qk, vo : Place
         Where their heads lie and what acts on them, or why nothing does.
     """
-    twin = copy.deepcopy(module).double().eval()
+    twin, call = _alone(module, call)
     roles = _roles(twin)
-    call = widened(call[0]), widened(call[1])
     samples = list(_samples(twin, call))
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
@@ -263,33 +263,48 @@ def _known_sizes(module: nn.Module) -> list[int]:
     return [size for size in found if isinstance(size, int)]
 
 
-def discover(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> Iterator[tuple[str, SymmetricPair]]:
+def discover(
+    model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Any]
+) -> list[tuple[str, SymmetricPair]]:
     """Examine attention modules of unknown classes on the inputs that a forward pass gives them.
 
     Parameters
     ----------
+    model : nn.Module
+        Run in evaluation mode; left as it is, as is the random state.
     modules : mapping of str to Module
-        The modules by their names in the model, as :func:`candidates` lists them.
+        Some of its modules by their names, as :func:`candidates` lists them.
     run : callable
         Performs a forward pass of the model.
 
-    Yields
-    ------
-    str, SymmetricPair
+    Returns
+    -------
+    list of (str, SymmetricPair)
         The module's name, and a pair; one without a group where nothing can be divided out, with the reason.
     """
-    firsts: dict[object, str] = {}
-    alike = {name: firsts.setdefault(_kind(module), name) for name, module in modules.items()}
-    calls = _record(run, {name: modules[name] for name in firsts.values()})
-    found: dict[str, _Emit] = {}
-    for name, module in modules.items():
-        first = alike[name]
-        if first not in found:
-            try:
-                found[first] = _emitter(modules[first], calls[first]) if first in calls else _nothing(_UNREACHED)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                found[first] = _nothing(f"could not be examined alone: {error}".splitlines()[0])
-        yield from ((name, p) for p in found[first](module, name))
+    found: dict[object, _Emit] = {}
+    with undisturbed(model):
+        calls = record(run, modules)
+        return [(name, p) for name, m in modules.items() for p in _emitter_of(m, calls.get(name), found)(m, name)]
+
+
+def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
+    """Give what lists the pairs of a module: what was found of its kind if its own outputs agree, or anew."""
+    if call is None:
+        return _nothing(_UNREACHED)
+    kind = _kind(module)
+    try:
+        if kind not in found or not _agrees(found[kind], module, call):
+            found[kind] = _emitter(module, call)
+    except Exception as error:  # whatever code of others raises
+        return _nothing(f"{_FAILED}: {type(error).__name__}: {error}".splitlines()[0])
+    return found[kind]
+
+
+def _agrees(emit: _Emit, module: nn.Module, call: Call) -> bool:
+    """Tell whether moves along the pairs leave the outputs of a module as they are."""
+    twin, call = _alone(module, call)
+    return _moves(twin, call, merged(emit(twin, ""))) <= ROUNDING
 
 
 def _roles(module: nn.Module) -> Roles:
@@ -319,8 +334,7 @@ def _emitter(module: nn.Module, call: Call) -> _Emit:
 
 def _held(module: nn.Module, call: Call) -> list[int | None]:
     """Tell which of the alternatives of each proposal a gradient and a move confirm."""
-    twin = copy.deepcopy(module).double().eval()
-    call = widened(call[0]), widened(call[1])
+    twin, call = _alone(module, call)
     samples = list(_samples(twin, call))
 
     def holds(pair: SymmetricPair) -> bool:
@@ -332,15 +346,23 @@ def _held(module: nn.Module, call: Call) -> list[int | None]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Give what makes two modules compute the same: classes, shapes, switches and numbers, but not the layer's."""
+    """Give what makes two modules compute the same: classes, shapes, hooks and settings, but not the layer's."""
 
     def facts(m: nn.Module) -> object:
-        plain = {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str, type(None)))}
+        own = {k: v for k, v in vars(m).items() if not (k.startswith("_") and isinstance(v, dict))}
+        settings = [
+            (k, v) for k, v in own.items() if not isinstance(v, Tensor) and "layer_i" not in k and "idx" not in k
+        ]
         shapes = [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)]
-        hooks = [len(v) for k, v in vars(m).items() if k.startswith("_forward") and isinstance(v, dict)]
-        return type(m), hooks, sorted((k, v) for k, v in plain.items() if "layer_i" not in k and "idx" not in k), shapes
+        hooks = [list(v.values()) for k, v in vars(m).items() if k.startswith("_forward") and isinstance(v, dict)]
+        return type(m), hooks, sorted(settings, key=lambda s: s[0]), shapes
 
     return repr([(path, facts(m)) for path, m in module.named_modules()])
+
+
+def unexamined(pair: SymmetricPair) -> bool:
+    """Tell whether a pair has no group because nothing is known of it: not reached, or failed alone."""
+    return pair.reason == _UNREACHED or pair.reason.startswith(_FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

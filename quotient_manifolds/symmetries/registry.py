@@ -166,8 +166,8 @@ def find_symmetric_pairs(
     Parameters
     ----------
     model : nn.Module
-        Any model; without a batch, modules of a class that nobody wrote down are passed over (``sharpness.evaluate``
-        refuses models in which such a module computes attention).
+        Any model, left as it is; without a batch, modules of a class that nobody wrote down are passed over
+        (``sharpness.evaluate`` refuses models in which such a module computes attention).
     extra : sequence of SymmetricPair
         Pairs of your own.
     key_bias : {"keep", "drop"}
@@ -214,7 +214,7 @@ def find_symmetric_pairs(
     extra = check_pairs(extra)
     examined: dict[str, list[SymmetricPair]] = {}
     unknown = {} if batch is None else candidates(model, lambda m: handler_of(m) is not None)
-    for path, p in discover(unknown, lambda: forward(model, batch)) if unknown else ():
+    for path, p in discover(model, unknown, lambda: forward(model, batch)) if unknown else ():
         examined.setdefault(path, []).append(replace(p, module=plain_path(path)))
     found: list[SymmetricPair] = []
     for path, module in model.named_modules():

@@ -14,6 +14,7 @@ from ..batches import default_forward, tensors
 from ..gl.gauge import canonical_gauge
 from .blocks import check_model
 from .certificate import Certificate, certify
+from .discovery import change
 from .groups import random_elements
 from .pairs import SymmetricPair, check_pairs
 from .registry import find_symmetric_pairs
@@ -129,13 +130,6 @@ def _outputs(found: Any) -> list[torch.Tensor]:
     return [t.detach().double() for t in tensors(found) if t.is_floating_point()]
 
 
-def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
-    """Give the largest change of an output that was finite, relative to the largest output."""
-    scale = max(float(t.abs().max()) for t in before)
-    differences = [(a - b)[b.isfinite()].abs() for a, b in zip(after, before, strict=True)]
-    return max(float(d.max()) if d.numel() else 0.0 for d in differences) / max(scale, 1e-300)
-
-
 def _rebound(p: SymmetricPair, copies: Mapping[int, Any]) -> SymmetricPair:
     """Give a pair of the copy of its model."""
     G, H = ([replace(b, module=copies.get(id(b.module), b.module)) for b in blocks] for blocks in (p.G, p.H))
@@ -237,7 +231,7 @@ def _changes(
         if p.group is not None:
             kept = [(t, t.detach().clone()) for t in p.parameters()]
             apply_random_symmetry_(twin, condition, seed, [p])
-            changes[p.name] = _change(before, _outputs(run()))
+            changes[p.name] = change(before, _outputs(run()))
             for t, value in kept:
                 t.copy_(value)
     return changes

@@ -9,10 +9,13 @@ from torch.nn import functional as F
 import sharpness
 from quotient_manifolds.optim import QuotientAdam
 from quotient_manifolds.symmetries import (
+    GL,
     NotASymmetryError,
     apply_random_symmetry_,
+    block,
     certify,
     find_symmetric_pairs,
+    pair,
     stacks,
 )
 from tests import networks
@@ -136,6 +139,19 @@ def test_gradients_that_are_rounding_are_no_alarm():
     found = certify(stacks(find_symmetric_pairs(model)), gradients_of(model, loss(model, twice)))
     assert max(found.residuals.values()) > 1e-2
     assert sharpness.evaluate(model, [twice], loss, rho=0.1, steps=2).num_uncertified == 0
+
+
+@pytest.mark.parametrize("group", [GL(3), GL(3, diagonal=True)], ids=str)
+def test_gradients_wider_than_the_weights_are_not_rounded(group):
+    torch.set_default_dtype(torch.float32)
+    first, second = torch.nn.Linear(5, 3, bias=False), torch.nn.Linear(3, 4, bias=False)
+    both = pair([block(first, "weight", transpose=True)], [block(second, "weight")], group)
+    A, B = (layer.weight.detach().double().requires_grad_() for layer in (first, second))
+    found = torch.autograd.grad((B @ A - 1).square().sum(), [A, B])
+    gradients = dict(zip([first.weight, second.weight], found, strict=True))
+    assert certify(stacks([both]), gradients).residuals[both] < 1e-14
+    rounded = {p: g.float() for p, g in gradients.items()}
+    assert certify(stacks([both]), rounded).residuals[both] > 1e-9
 
 
 class HalfInside(torch.nn.Module):

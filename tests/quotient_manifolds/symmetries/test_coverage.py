@@ -115,3 +115,40 @@ def test_what_was_examined_is_covered():
     found = find_symmetric_pairs(model, batch=x)
     assert [str(p.group) for p in found] == ["GL(4)", "GL(4)"]
     check_coverage(model, lambda: model(x), found)
+
+
+class Attending(Named):
+    def forward(self, x, cache=None):
+        q = self.q_proj(x if cache is None else cache.turned(x))
+        return self.o_proj(nn.functional.scaled_dot_product_attention(q, self.k_proj(x), self.v_proj(x)))
+
+
+class TurningCache:
+    def turned(self, x):
+        return -x
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Attending(), Attending()
+
+    def forward(self, x, cached=True, both=True):
+        x = self.one(x, TurningCache()) if cached else self.one(x)
+        return self.two(x) if both else x
+
+
+class NeedsCache(Attending):
+    def forward(self, x, cache):
+        return super().forward(cache.turned(x))
+
+
+@pytest.mark.parametrize("reason", ["could not be examined alone", "the batch does not reach it"])
+def test_what_was_not_examined_is_not_covered(reason):
+    model, x = Two(), torch.randn(2, 3, 4)
+    if "alone" in reason:
+        model.one = NeedsCache()
+    found = find_symmetric_pairs(model, batch=x, forward=lambda m, x: m(x, both="alone" in reason))
+    assert any(p.group is not None for p in found)
+    with pytest.raises(UnknownAttentionError, match=reason):
+        check_coverage(model, lambda: model(x), found)

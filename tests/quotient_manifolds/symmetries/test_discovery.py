@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from quotient_manifolds.batches import default_forward, tensors
-from quotient_manifolds.symmetries import apply_random_symmetry_, discovery, find_symmetric_pairs, registry, stacks
+from quotient_manifolds.symmetries import (
+    apply_random_symmetry_,
+    discovery,
+    find_symmetric_pairs,
+    recording,
+    registry,
+    stacks,
+)
 from quotient_manifolds.symmetries.discovery import _UNREACHED as UNREACHED
 from quotient_manifolds.symmetries.roles import places, roles_of
 from quotient_manifolds.symmetries.wide import Wide, widened
@@ -98,7 +105,7 @@ def check(model, batch):
     first = {}
     for name, module in modules.items():
         first.setdefault(discovery._kind(module), name)
-    for name, call in discovery._record(outputs, {name: modules[name] for name in first.values()}).items():
+    for name, call in recording.record(outputs, {name: modules[name] for name in first.values()}).items():
         roles, sizes = roles_of(modules[name]), set(discovery._known_sizes(modules[name]))
         kinds = dict(zip(("qk", "vo"), discovery.examine(modules[name], call), strict=True))
         expected = {kind: {place.dimension} for kind, place in kinds.items()}
@@ -203,3 +210,127 @@ def test_a_model_in_single_precision_is_examined_and_left_alone(nobody):
     found = find_symmetric_pairs(model, batch=networks.images())
     assert {str(p.group) for p in found} == {"GL(8)"}
     assert all(v.dtype is torch.float32 and torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def identity(x):
+    return x
+
+
+class Plain(nn.Module):
+    """Attention of one head, with something done to its values."""
+
+    def __init__(self, change=identity):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(4, 4) for _ in range(4))
+        self.change = change
+
+    def forward(self, x):
+        v = self.change(self.v_proj(x))
+        return self.o_proj(nn.functional.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), v))
+
+
+def groups(model, batch=None, **options):
+    found = find_symmetric_pairs(model, batch=torch.randn(2, 5, 4) if batch is None else batch, **options)
+    return [str(p.group) if p.group else p.reason for p in found]
+
+
+def test_frozen_weights_are_examined_as_others():
+    model = nn.Sequential(Plain())
+    model[0].q_proj.requires_grad_(False)
+    assert groups(model) == ["frozen: bias of Linear, weight of Linear", "GL(4)"]
+    assert groups(model, include_frozen=True) == ["GL(4)", "GL(4)"]
+    model.requires_grad_(False)
+    assert [reason.split(":")[0] for reason in groups(model)] == ["frozen", "frozen"]
+    assert groups(model, include_frozen=True) == ["GL(4)", "GL(4)"]
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+class OwnCache:
+    def update(self, k):
+        return k
+
+
+class Remembering(Plain):
+    def forward(self, x, cache):
+        return super().forward(cache.update(x))
+
+
+class Detached(Plain):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def test_modules_that_cannot_run_alone_have_a_reason():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = Remembering(), Detached(), Plain()
+
+        def forward(self, x):
+            return self.three(self.two(self.one(x, OwnCache())))
+
+    first, second, *rest = groups(Model())
+    assert first == "could not be examined alone: AttributeError: 'NoneType' object has no attribute 'update'"
+    assert second.startswith("could not be examined alone: ValueError: no output depends on the weights")
+    assert rest == ["GL(4)", "GL(4)"]
+
+
+def test_modules_that_differ_are_not_taken_for_one(monkeypatch):
+    """A stored function, a hook, or what a buffer holds: of each, one layer is bent and one is not."""
+
+    class Bend(nn.Module):
+        def __init__(self, amount):
+            super().__init__()
+            self.register_buffer("amount", torch.tensor(amount))
+
+        def forward(self, x):
+            return x + self.amount * x.tanh()
+
+    sound, bent = ["GL(4)", "GL(4)"], ["GL(4)", discovery._NONE]
+    assert groups(nn.Sequential(Plain(), Plain(torch.tanh), Plain())) == [*sound, *bent, *sound]
+    assert groups(nn.Sequential(Plain(torch.tanh), Plain())) == [*bent, *sound]
+    hooked = nn.Sequential(Plain(), Plain())
+    hooked[0].v_proj.register_forward_hook(lambda m, x, y: y)
+    hooked[1].v_proj.register_forward_hook(lambda m, x, y: y.tanh())
+    assert groups(hooked) == [*sound, *bent]
+    masked = nn.Sequential(Plain(Bend(0.0)), Plain(Bend(1.0)))
+    assert discovery._kind(masked[0]) == discovery._kind(masked[1])
+    assert groups(masked) == [*sound, *bent]
+    monkeypatch.setattr(discovery, "_agrees", lambda *_: True)
+    assert groups(masked) == [*sound, *sound]  # the move on its own inputs is what tells them apart
+
+
+def test_modules_of_one_kind_are_examined_once(monkeypatch):
+    count, emitter = [], discovery._emitter
+    monkeypatch.setattr(discovery, "_emitter", lambda *args: count.append(1) or emitter(*args))
+    assert groups(nn.Sequential(*(Plain() for _ in range(4)))) == ["GL(4)"] * 8
+    assert len(count) == 1
+
+
+class Brittle(Plain):
+    """Not finite at any other values than those it was made with."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = self.v_proj.weight.detach().double()
+
+    def forward(self, x):
+        same = torch.equal(self.v_proj.weight.double(), self.known)
+        return super().forward(x) if same else super().forward(x) * float("nan")
+
+
+def test_what_is_not_finite_is_no_symmetry():
+    nan = torch.full((2, 1, 3, 3), float("nan"))
+    assert not any(discovery._holds(hypothesis, nan, nan) for hypothesis in discovery._hypotheses(3))
+    b = torch.tensor([1.0, 2.0, -float("inf"), float("nan")])
+    assert discovery.change([b], [b]) == 0
+    assert discovery.change([b], [b + torch.tensor([0.5, 0.0, 0.0, 0.0])]) == 0.25
+    assert not discovery.change([b], [torch.full((4,), float("nan"))]) <= 1e9
+    assert not discovery.change([torch.ones(1), b], [torch.ones(1), b * float("nan")]) <= 1e9
+    assert not discovery.change([b, torch.ones(1)], [b * float("nan"), torch.ones(1)]) <= 1e9
+    assert groups(nn.Sequential(Brittle())) == ["GL(4)", discovery._LOCAL]
+    batch = torch.randn(2, 5, 4)
+    batch[0, 0, 0] = float("nan")
+    assert groups(nn.Sequential(Plain()), batch) == [
+        "could not be examined alone: ValueError: its gradients are not finite on this batch"
+    ]

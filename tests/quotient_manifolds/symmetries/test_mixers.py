@@ -15,6 +15,11 @@ from .test_discovery import changes
 #: normalised between two projections, which may be rotated, and scaled against the norm's gains: r (r - 1) / 2 + r.
 #: In Jamba the step is one of two; and one number scales D and the gains of C against the output projection.
 LAYERS = {"deepseek_v2": (8 + 8 + 2, 10), "deepseek_v3": (8 + 8 + 2, 6 + 3), "jamba": (8 + 2, 3 + 1)}
+#: A layer of linear attention, of few and small heads: each has pairs that are moved one by one.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -54,8 +59,7 @@ def sliced(embeddings):
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next-linear"])
 def test_moves_leave_the_outputs(name):
     name, *linear = name.split("-")
-    layers = {"layer_types": ["linear_attention", "full_attention"]} if linear else {}
-    model, batch = zoo.transformers_model(name, **layers)
+    model, batch = zoo.transformers_model(name, **(LINEAR if linear else {}))
 
     def outputs():
         with Wide():

@@ -1,0 +1,69 @@
+"""A forward pass that leaves no trace, and what it gives to the modules in question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Call", "record", "undisturbed"]
+
+#: Positional arguments and keywords.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode for a while; modes, buffers and the random state are then as they were.
+
+    Torch's fast path of encoder layers is off meanwhile: it passes by the modules inside.
+    """
+    modes = {m: m.training for m in model.modules()}
+    buffers = [(m, dict(m._buffers)) for m in modes if not isinstance(m, torch.jit.ScriptModule)]
+    contents = [(b, b.detach().clone()) for b in model.buffers()]
+    gpus = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        # Not model.eval(): some layers merge weights when they are told to.
+        for module in modes:
+            module.training = False
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, training in modes.items():
+            module.training = training
+        for module, found in buffers:
+            module._buffers.clear()
+            module._buffers.update(found)
+        for buffer, value in contents:
+            if not torch.equal(buffer, value):
+                buffer.detach().copy_(value)
+
+
+def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
+    """Run a model and keep the inputs of the first call of each module, without what remembers earlier tokens."""
+    calls: dict[str, Call] = {}
+    hooks = []
+
+    def plain(value: Any) -> Any:
+        return None if type(value).__name__.endswith("Cache") else value
+
+    for name, module in wanted.items():
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            if name not in calls:
+                calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
+
+        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls

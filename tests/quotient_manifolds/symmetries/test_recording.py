@@ -1,0 +1,62 @@
+"""Looking at a model changes nothing of it."""
+
+import copy
+
+import torch
+from torch import nn
+
+from quotient_manifolds.symmetries import find_symmetric_pairs
+from quotient_manifolds.symmetries.recording import record, undisturbed
+
+
+class Own(nn.MultiheadAttention):
+    """Of a class that no handler knows."""
+
+
+class Busy(nn.Module):
+    """Normalises, drops out, draws, and fills and adds buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.attention = nn.BatchNorm1d(5), nn.Dropout(0.5), Own(8, 2, batch_first=True)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("late", None)
+        self.drop.training = False
+
+    def forward(self, x):
+        self.calls += 1
+        self.late = torch.randn(3)
+        self.register_buffer("more", torch.ones(1))
+        x = self.drop(self.norm(x))
+        return self.attention(x, x, x)[0]
+
+
+def test_modes_buffers_and_random_numbers_are_as_they_were():
+    model, x = Busy(), torch.randn(2, 5, 8)
+    before, modes, random = (
+        copy.deepcopy(model.state_dict()),
+        [m.training for m in model.modules()],
+        torch.get_rng_state(),
+    )
+    found = find_symmetric_pairs(model, batch=x)
+    assert [str(p.group) for p in found] == ["GL(4)"] * 4
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in model.modules()] == modes
+    assert model.late is None
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(v, before[k]) for k, v in after.items())
+    model(x)  # the comparison sees what a plain forward pass does
+    assert not torch.equal(torch.get_rng_state(), random)
+    assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
+
+
+def test_inner_modules_are_reached_where_torch_has_a_fast_path():
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 3, 8)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with undisturbed(layer):
+        calls = record(lambda: layer(x), {"a": layer.self_attn})
+        assert not layer.self_attn.training
+    assert torch.equal(calls["a"][0][0], x)
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+    assert all(m.training for m in layer.modules())
