@@ -196,8 +196,8 @@ class _Evaluation:
             if self.directions.get((r.batch, origin), (None,))[0] == r.value
         }
         return SharpnessResult(
-            self.measure, self.statistic, self.radii, self.search, type(model).__name__, space.min_singular_value(),
-            space.num_null(), space.num_clamped(), len(unreached), tuple(r for r, _ in best), directions,
+            self.measure, self.statistic, self.radii, self.search, type(model).__name__, *space.spectrum(),
+            len(unreached), tuple(r for r, _ in best), directions,
         )  # fmt: skip
 
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:

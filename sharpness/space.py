@@ -164,18 +164,15 @@ class WeightSpace:
 
     # -- what the metric meets -----------------------------------------------------------------------------------
 
-    def min_singular_value(self) -> float | None:
-        """Give σ_h, the smallest singular value that any pair's G Hᴴ has; None without pairs."""
-        values = [b.sigma[b.present].min() for b in self._pair_blocks if bool(b.present.any())]
-        return float(min(values)) if values else None
+    def spectrum(self) -> tuple[float | None, int, int]:
+        """Give σ_h, the smallest singular value of any pair (None without pairs), and how many are absent, or floored.
 
-    def num_null(self) -> int:
-        """Count the directions of pairs that count as absent: their singular value is at rounding level."""
-        return sum(int((~b.present).sum()) for b in self._pair_blocks)
-
-    def num_clamped(self) -> int:
-        """Count the directions that are present, but whose singular value the metric's floor replaces."""
-        return sum(b.num_clamped() for b in self._pair_blocks)
+        Absent are those at rounding level; the metric's floor replaces others that are small.
+        """
+        blocks = self._pair_blocks
+        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
+        absent = sum(int((~b.present).sum()) for b in blocks)
+        return min(values, default=None), absent, sum(b.num_clamped() for b in blocks)
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:

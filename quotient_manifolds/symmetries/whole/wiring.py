@@ -91,8 +91,10 @@ class Affine:
     def set_matrix(self, state: State, W: Tensor) -> None:
         """Write W."""
         whole = state.of(self.W)
-        flat = (whole.T if self.transposed else whole.flatten(1)).clone()
-        flat[:, slice(*self.inputs)] = W
+        flat = W
+        if self.inputs != (None, None):
+            flat = (whole.T if self.transposed else whole.flatten(1)).clone()
+            flat[:, slice(*self.inputs)] = W
         state[self.W] = (flat.T if self.transposed else flat).reshape(whole.shape)
 
     def add_to_bias(self, state: State, c: Tensor) -> None:
