@@ -61,8 +61,8 @@ class FrechetMean(NamedTuple):
     >>> import torch
     >>> from quotient_manifolds import RescaleQuotient, frechet_mean
     >>> found = frechet_mean(RescaleQuotient("mix"), torch.tensor([[[1.0], [1.0]], [[1.0], [3.0]]]))
-    >>> found.point.prod(), found.variance
-    (tensor(2.), tensor(0.5000))
+    >>> f"{float(found.point.prod()):.3f}, {float(found.variance):.3f}"
+    '2.000, 0.500'
     """
 
     point: Tensor

@@ -128,6 +128,8 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise TypeError("rows must be mappings, as sharpness.rows.read_results gives them")
     what = "loss" if "loss" in target else "error"
     found = {}
     for row in rows:

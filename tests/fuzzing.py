@@ -187,6 +187,7 @@ def within(world):
     """Stand in a folder as a fresh process would: what it imports from there is forgotten afterwards."""
     path, here = list(sys.path), os.getcwd()
     os.chdir(world)
+    sys.modules.pop("mine", None)  # other tests have a module of that name
     try:
         with mock.patch.object(sys, "dont_write_bytecode", True):
             yield

@@ -121,7 +121,7 @@ def model_distance(
     >>> from quotient_manifolds.symmetries import apply_random_symmetry_, model_distance
     >>> one = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
     >>> other = copy.deepcopy(one)
-    >>> apply_random_symmetry_(other)
+    >>> _ = apply_random_symmetry_(other)
     >>> model_distance(one, other).total < 1e-4
     True
     """
