@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...batches import default_forward, tensors
+from ..discovery import change
 from ..pairs import check_pairs
 from ..verify import apply_random_symmetry_
 from ..wide import Wide, widened
@@ -60,10 +61,10 @@ class WholeVerification:
 
     def __str__(self) -> str:
         lines = [f"{'':<12} {'gradient':>9} {'move':>9}"]
-        for kind, change in self.changes.items():
+        for kind, moved in self.changes.items():
             residual = f"{self.residuals[kind]:>9.0e}" if kind in self.residuals else " " * 9
             wrong = "  NOT A SYMMETRY" * (kind in self.failures)
-            lines.append(f"{kind:<12} {residual} {change:>9.0e}{wrong}")
+            lines.append(f"{kind:<12} {residual} {moved:>9.0e}{wrong}")
         return "\n".join(lines)
 
 
@@ -136,7 +137,7 @@ def verify_whole(
                     apply_random_symmetry_(twin, seed=seed, pairs=mine)
                 else:
                     apply_random_moves_(twin, seed=seed, classes=classes, kinds=[kind])
-                changes[kind] = _change(before, [t for t in outputs() if t.is_floating_point()])
+                changes[kind] = change(before, [t for t in outputs() if t.is_floating_point()])
                 for p, value in weights.items():
                     p.copy_(value)
     finally:
@@ -159,8 +160,3 @@ def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
     moved = sum(max(float(gradients[p].norm()), floor) * float((near.of(p) - p.detach()).norm()) for p in known)
     sizes = moved / float(step.norm())
     return float(along.norm()) / sizes if sizes else 0.0
-
-
-def _change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    scale = max(float(t.abs().max()) for t in before)
-    return max(float((a - b).abs().max()) for a, b in zip(after, before, strict=True)) / max(scale, 1e-300)
