@@ -142,7 +142,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
         moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(base.get(p, p)) for p, v in vector.items()}
         with pointing_to(model, base):
             blocks = build_blocks(
-                model, measure, pairs, moving, torch.float64, at_model=True, form=form, only_some=True
+                model, measure, pairs, moving, torch.float64, at_model=True, form=form, only_some=canonical
             )
         for block in blocks:
             block.move_(moved, t * block.coordinates(vector))

@@ -41,7 +41,7 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, Tensor]) -> None:
-        found = [s for s in stacks(find_symmetric_pairs(model, include_frozen=True))]
+        found = stacks(find_symmetric_pairs(model, include_frozen=True))
         self._masks = {
             part: coverage(s for s in found if part_of_pair(s.pairs[0]) == part)
             for part in dict.fromkeys(part_of_pair(s.pairs[0]) for s in found)

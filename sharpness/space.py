@@ -143,17 +143,20 @@ class WeightSpace:
         """Give the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         found = self._copies_like(torch.zeros_like)
         squares, pair_squares, parts = dict[str, float](), list[float](), dict[str, float]()
-        places = Parts(self.model, self._parameters)
         for block, part in self._blocks:
             block.vector_(found, xi[part], at_model=True)
             if isinstance(block, ElementwiseBlock):
                 squares[block.name] = sum(block.squares(xi[part]))
             else:
                 pair_squares += block.squares(xi[part])
-            places.add_squares(parts, block, xi[part])
+            self._parts.add_squares(parts, block, xi[part])
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
         norm = float(torch.linalg.vector_norm(xi))
         return Direction(self.measure, tensors, norm, self.pairs, squares, tuple(pair_squares), self.classes, parts)
+
+    @functools.cached_property
+    def _parts(self) -> Parts:  # finding pairs takes seconds, directions are many
+        return Parts(self.model, self._parameters)
 
     def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
         contiguous = torch.contiguous_format

@@ -17,6 +17,7 @@ from .certificate import Certificate, certify
 from .discovery import change
 from .groups import random_elements
 from .pairs import SymmetricPair, check_pairs
+from .recording import undisturbed
 from .registry import find_symmetric_pairs
 from .stacks import PairStack, stacks
 from .wide import Wide, widened
@@ -200,24 +201,19 @@ def verify(
     check_model(model)
     extra = check_pairs(extra)
     memo: dict[int, Any] = {}
-    twin = copy.deepcopy(model, memo).double().eval()
+    twin = copy.deepcopy(model, memo).double()
     batch = widened(batch)
 
     def run() -> Any:
         return forward(twin, batch)
 
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with Wide():
-            before = _outputs(run())
-            if not before:
-                raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-            pairs = find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra], batch=batch, forward=forward)
-            certificate = _certificate(twin, stacks(pairs), run, seed)
-            changes = _changes(twin, pairs, run, before, condition, seed) if moves else {}
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+    with undisturbed(twin), Wide():
+        before = _outputs(run())
+        if not before:
+            raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
+        pairs = find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra], batch=batch, forward=forward)
+        certificate = _certificate(twin, stacks(pairs), run, seed)
+        changes = _changes(twin, pairs, run, before, condition, seed) if moves else {}
     return Verification(certificate, changes)
 
 

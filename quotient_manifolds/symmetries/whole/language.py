@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .layout import Layout, Sublayer, affine, table, wire
+from .layout import Layout, Sublayer, affine, rectified, table, wire
 from .wiring import Neurons, Norm, Wiring, register_wiring
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
@@ -33,14 +33,6 @@ _BERT = Layout(
 )  # fmt: skip
 
 
-def _relu(model: Any, layout: Layout, name: str = "hidden_act") -> Layout:
-    """Note that the hidden neurons are rectified, where the configuration says so."""
-    if getattr(model.config, name) != "relu":
-        return layout
-    *others, mlp = layout.sublayers
-    return replace(layout, sublayers=(*others, replace(mlp, act="relu")))
-
-
 @register_wiring(
     *_all("bert", "BertForSequenceClassification"),
     *_all("roberta", "RobertaForSequenceClassification"),
@@ -51,7 +43,7 @@ def _bert(model: Any) -> Wiring:
     pooled = type(base).__name__ == "BertModel"
     head = affine(model, "classifier" if pooled else "classifier.out_proj")
     reader = affine(base, "pooler.dense") if pooled else affine(model, "classifier.dense")
-    layout = _relu(model, _BERT)
+    layout = rectified(_BERT, model.config.hidden_act)
     if hasattr(base, "embeddings_project") or model.config.is_decoder:
         return Wiring(closed=False)
     if type(base).__name__ == "RobertaModel":  # padding alone has the position of its number, the others those after it
@@ -83,7 +75,7 @@ def _distilbert(model: Any) -> Wiring:
     reader, head = affine(model, "pre_classifier"), affine(model, "classifier")
     w = Wiring(classifiers=[("classifier", head)], neurons=[Neurons("pre_classifier", "relu", reader, head)])
     w.closed = False
-    return wire(w, model.distilbert, _relu(model, _DISTILBERT, "activation"), [reader])
+    return wire(w, model.distilbert, rectified(_DISTILBERT, model.config.activation), [reader])
 
 
 _GPT2 = Layout(
@@ -104,7 +96,7 @@ def _gpt2(model: Any) -> Wiring:
     w = Wiring(classifiers=[("head", head)])
     if model.config.add_cross_attention:
         return Wiring(closed=False)
-    return wire(w, model.transformer, _relu(model, _GPT2, "activation_function"), [head])
+    return wire(w, model.transformer, rectified(_GPT2, model.config.activation_function), [head])
 
 
 _OPT = Layout(
@@ -125,7 +117,9 @@ def _opt(model: Any) -> Wiring:
     if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
         return Wiring(closed=False)
     decoder = model.model.decoder
-    return wire(Wiring(classifiers=[("head", head)]), decoder, _relu(model, _OPT, "activation_function"), [head])
+    return wire(
+        Wiring(classifiers=[("head", head)]), decoder, rectified(_OPT, model.config.activation_function), [head]
+    )
 
 
 def _gated(readers: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")) -> Layout:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import nn
 
 from .wiring import Affine, Neurons, Norm, Site, Table, Wiring
 
-__all__ = ["Layout", "Sublayer", "affine", "norm", "table", "wire"]
+__all__ = ["Layout", "Sublayer", "affine", "norm", "rectified", "table", "wire"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,14 @@ class Layout:
     post_norm: bool = False
     centring: bool = True
     offset: float = 0.0
+
+
+def rectified(layout: Layout, act: str | None) -> Layout:
+    """Note that the hidden neurons of the last sublayer are rectified, where a configuration's word says so."""
+    if act != "relu":
+        return layout
+    *others, mlp = layout.sublayers
+    return replace(layout, sublayers=(*others, replace(mlp, act="relu")))
 
 
 def _find(root: nn.Module, names: str) -> tuple[str, nn.Module, str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...batches import default_forward, tensors
 from ..discovery import change
 from ..pairs import check_pairs
+from ..recording import undisturbed
 from ..verify import apply_random_symmetry_
 from ..wide import Wide, widened
 from .canonical import apply_random_moves_, canonicalize_
@@ -107,7 +108,7 @@ def verify_whole(
     >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
     True
     """
-    twin = copy.deepcopy(model).double().eval().requires_grad_()
+    twin = copy.deepcopy(model).double().requires_grad_()
     wide = widened(batch)
 
     def outputs() -> list[Tensor]:
@@ -115,9 +116,7 @@ def verify_whole(
             found = [t for t in tensors(forward(twin, wide)) if t.is_floating_point()]
         return [t.log_softmax(-1) for t in found[:1]] if classes else found
 
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
+    with undisturbed(twin):
         form = canonicalize_(twin, classes=classes)
         generator = torch.Generator().manual_seed(seed)
         at = [t for t in outputs() if t.requires_grad]
@@ -140,8 +139,6 @@ def verify_whole(
                 changes[kind] = change(before, [t for t in outputs() if t.is_floating_point()])
                 for p, value in weights.items():
                     p.copy_(value)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
     return WholeVerification(residuals, changes)
 
 

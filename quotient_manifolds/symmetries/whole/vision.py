@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .layout import Layout, Sublayer, affine, norm, table, wire
+from .layout import Layout, Sublayer, affine, norm, rectified, table, wire
 from .wiring import Site, Table, Wiring, register_wiring
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
@@ -69,19 +69,11 @@ _BEIT = replace(
 )
 
 
-def _relu(root: nn.Module, layout: Layout) -> Layout:
-    """Note that the hidden neurons are rectified, where a configuration says so."""
-    if getattr(getattr(root, "config", None), "hidden_act", "") != "relu":
-        return layout
-    *others, mlp = layout.sublayers
-    return replace(layout, sublayers=(*others, replace(mlp, act="relu")))
-
-
 @register_wiring(_HF.format("vit", "ViTForImageClassification"), _HF.format("deit", "DeiTForImageClassification"))
 def _classifier(model: Any) -> Wiring:
     base, layout = (model.vit, _VIT) if hasattr(model, "vit") else (model.deit, _DEIT)
     head = affine(model, "classifier")
-    w = wire(Wiring(classifiers=[("classifier", head)]), base, _relu(base, layout), [head])
+    w = wire(Wiring(classifiers=[("classifier", head)]), base, rectified(layout, base.config.hidden_act), [head])
     return w
 
 
@@ -90,7 +82,7 @@ def _dinov2(model: Any) -> Wiring:
     """Its classifier reads the class token and the mean of the others, side by side; its hidden layer may be gated."""
     base, head, d = model.dinov2, affine(model, "classifier"), model.config.hidden_size
     parts = [replace(head, inputs=(0, d)), replace(head, inputs=(d, 2 * d))]
-    layout = _relu(base, _DINO)
+    layout = rectified(_DINO, base.config.hidden_act)
     if model.config.use_swiglu_ffn:  # [gate, up] in one layer
         fused = isinstance(getattr(base.encoder.layer[0].mlp, "weights_in", None), nn.Linear)
         readers = ("mlp.weights_in",) if fused else ("mlp.gate_proj", "mlp.up_proj")
@@ -102,7 +94,7 @@ def _dinov2(model: Any) -> Wiring:
 @register_wiring(_HF.format("beit", "BeitForImageClassification"))
 def _beit(model: Any) -> Wiring:
     base, head = model.beit, affine(model, "classifier")
-    layout = _relu(base, _BEIT)
+    layout = rectified(_BEIT, base.config.hidden_act)
     if not model.config.use_mean_pooling:
         layout = replace(layout, last="layernorm")
     if model.config.use_absolute_position_embeddings:
@@ -133,7 +125,7 @@ def _clip_vision(model: Any) -> Wiring:
     head = affine(model, "classifier" if classifies else "visual_projection")
     layout = _CLIP_VISION if not classifies else replace(_CLIP_VISION, last="")
     w = Wiring(classifiers=[("classifier", head)] if classifies else [])
-    wire(w, base, _relu(base, layout), [head])
+    wire(w, base, rectified(layout, base.config.hidden_act), [head])
     _embedded_norm(w, base, "pre_layrnorm", layout)
     if classifies:
         w.reads_stream_raw, w.closed = True, False
