@@ -75,7 +75,7 @@ class BallSearch:
         entropy = (self.search.seed, batch.index, number)
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) % 2**63
         xi = self.space.random(torch.Generator().manual_seed(seed))
-        if not bool(xi.any()):
+        if self.space.norm(xi) == 0:
             raise ValueError(
                 "there is no direction to move in: all trainable weights are zero or belong to pairs of rank 0 "
                 "(LoRA's B = 0 before training); measure a trained model"
@@ -86,7 +86,7 @@ class BallSearch:
         info = torch.finfo(self.space.dtype)
         if rho > 0.1 * info.max:
             raise RadiusError(f"rho = {rho:g} is beyond the numbers of {self.space.dtype}; use a smaller rho")
-        ball = self._ball(rho)
+        ball = self._ball(rho, self.space.world)
         flat = ball.linear_max(batch.base_gradient) <= 10 * info.eps * abs(batch.base)
         self._buffers.keep(batch.base_gradient)
         xi, known = self._buffers.take(), None
@@ -120,13 +120,13 @@ class BallSearch:
 
         There is one where nothing rose, or the loss falls outwards at the best point: a bounded loss may oscillate.
         """
-        ball = RoundBall(rho)
+        ball = RoundBall(rho, self.space.world)
         if ball.norm(found.point) == 0:
             return found
         for _ in range(_HALVINGS):
             if found.value > batch.base and not (found.slope is not None and found.slope < 0):
                 break
-            ball = RoundBall(ball.radius / 2)
+            ball = RoundBall(ball.radius / 2, self.space.world)
             if self.bar.total is not None:
                 self.bar.total += self.search.steps
             self._buffers.keep()

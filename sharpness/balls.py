@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .distributed import World
 from .vectors import chunked, combine_, gram_matrix
 
 __all__ = ["Ball", "CubeBall", "RoundBall", "View"]
@@ -21,6 +22,8 @@ class Ball(ABC):
     ----------
     radius : float
         ρ, in the norm whose ball it is.
+    world : World, optional
+        The processes over which the vectors are spread.
 
     Notes
     -----
@@ -36,8 +39,8 @@ class Ball(ABC):
     (2.5, 3.5)
     """
 
-    def __init__(self, radius: float) -> None:
-        self.radius = radius
+    def __init__(self, radius: float, world: World | None = None) -> None:
+        self.radius, self.world = radius, World() if world is None else world
 
     @abstractmethod
     def norm(self, x: Tensor) -> float:
@@ -135,7 +138,7 @@ class RoundBall(Ball):
 
     def norm(self, x: Tensor) -> float:
         """Measure a vector by its Euclidean norm."""
-        return math.sqrt(float(gram_matrix(x)[0, 0]))
+        return math.sqrt(float(gram_matrix(x, world=self.world)[0, 0]))
 
     def linear_max(self, g: Tensor) -> float:
         r"""Compute :math:`ρ \|g\|_2`."""
@@ -147,7 +150,7 @@ class RoundBall(Ball):
 
     def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
         """Write Auto-PGD's next iterate, see :meth:`Ball.step_`; the steepest direction is g/‖g‖."""
-        gram = gram_matrix(x, previous, g)
+        gram = gram_matrix(x, previous, g, world=self.world)
 
         def project(c: np.ndarray) -> np.ndarray:
             length = math.sqrt(max(c @ gram @ c, 0.0))
@@ -160,14 +163,14 @@ class RoundBall(Ball):
 
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
         """Look at the best point so far, see :meth:`Ball.view`."""
-        return _RoundView(self.radius, g, best, other)
+        return _RoundView(self.radius, g, best, other, self.world)
 
 
 class _RoundView(View):
-    def __init__(self, radius: float, g: Tensor, best: Tensor, other: Tensor | None) -> None:
+    def __init__(self, radius: float, g: Tensor, best: Tensor, other: Tensor | None, world: World) -> None:
         self._radius = radius
         self._vectors = (g, best) if other is None else (g, best, other)
-        self._gram = gram_matrix(*self._vectors)
+        self._gram = gram_matrix(*self._vectors, world=world)
         self.gap = float(radius * math.sqrt(self._gram[0, 0]) - self._gram[0, 1])
         if self._gram[1, 1] > 0:
             self.slope = float(self._gram[0, 1] / math.sqrt(self._gram[1, 1]))
@@ -215,11 +218,11 @@ class CubeBall(Ball):
 
     def norm(self, x: Tensor) -> float:
         """Measure a vector by its largest entry."""
-        return float(torch.linalg.vector_norm(x, math.inf))
+        return float(self.world.max(torch.linalg.vector_norm(x, math.inf) if len(x) else x.new_zeros(())))
 
     def linear_max(self, g: Tensor) -> float:
         r"""Compute :math:`ρ \|g\|_1`."""
-        return self.radius * float(torch.linalg.vector_norm(g, 1, dtype=torch.float64))
+        return self.radius * float(self.world.sum(torch.linalg.vector_norm(g, 1, dtype=torch.float64)))
 
     def to_sphere_(self, x: Tensor) -> Tensor:
         """Move a vector to the corner ρ sign(x), in place."""
@@ -234,7 +237,8 @@ class CubeBall(Ball):
 
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
         """Look at the best point so far, see :meth:`Ball.view`."""
-        return _CubeView(self.radius, g, best, other, self.linear_max(g) - float(gram_matrix(g, best)[0, 1]))
+        gap = self.linear_max(g) - float(gram_matrix(g, best, world=self.world)[0, 1])
+        return _CubeView(self.radius, g, best, other, gap)
 
 
 class _CubeView(View):

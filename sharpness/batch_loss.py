@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,19 @@ from torch import Tensor, nn
 from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.blocks import plain_class
 
 from .distributed import World
 from .losses import Objective, to_float32
 from .measures import Measure, get_measure
 from .model_state import preserve_model_state
+from .sharded import ShardedSpace
+from .shards import is_sharded_model
 from .space import WeightSpace
 from .weights import trainable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["BatchLoss", "RadiusError", "for_each_batch"]
 
@@ -49,7 +56,7 @@ class BatchLoss:
         self.space, self.objective, self.index = space, objective, index
         if space.half_precision:
             batch = to_float32(batch)
-        self.batch, self.pieces = batch, objective.pieces(space.model, batch)
+        self.batch, self.pieces = batch, space.share(objective, batch)
         self.worst_error: float | None = None
         self.passes = 0
         self.base_gradient = gradient
@@ -57,7 +64,7 @@ class BatchLoss:
         self.base = self(None, gradient)
         self._check_again()
         self._check_symmetries()
-        if not bool(self.base_gradient.isfinite().all()):
+        if not space.world.all(bool(self.base_gradient.isfinite().all())):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
                 f"{self.base:.6g}; look for a square root or logarithm at zero in the model or loss_fn"
@@ -75,13 +82,11 @@ class BatchLoss:
             for weight, piece in self.pieces:
                 outcome = self.objective(self.space.model, piece)
                 part = float(outcome.loss.detach())
-                if not math.isfinite(part):
-                    raise self._not_finite(part, xi)
                 value += weight * part
                 if xi is None:
                     self.parts.append(part)
-                wrong += outcome.wrong or 0
-                counted += outcome.counted or 0
+                wrong += (outcome.wrong or 0) * bool(weight)
+                counted += (outcome.counted or 0) * bool(weight)
                 if out is not None and not outcome.loss.requires_grad:
                     raise ValueError(
                         "the loss does not depend on any trainable parameter; check loss_fn and requires_grad"
@@ -94,6 +99,9 @@ class BatchLoss:
                     pass
             else:
                 self.space.gradient(losses(), out)
+        value, wrong, counted = self.space.together(value, wrong, counted)
+        if not math.isfinite(value):
+            raise self._not_finite(value, xi)
         if counted:
             self.worst_error = max(wrong / counted, self.worst_error or 0.0)
         return value
@@ -112,7 +120,8 @@ class BatchLoss:
         with torch.set_grad_enabled(self.objective.loss_fn is not None):
             one, two = self.parts[0], float(self.objective(self.space.model, self.pieces[0][1]).loss.detach())
         eps = max(torch.finfo(p.dtype).eps for p in self.space.model.parameters() if p.is_floating_point())
-        if not abs(one - two) <= min(200 * eps, 1e-3) * max(abs(one), abs(two), 1e-3):
+        alike = abs(one - two) <= min(200 * eps, 1e-3) * max(abs(one), abs(two), 1e-3)
+        if not self.space.world.all(alike):
             raise ValueError(
                 f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
                 "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
@@ -126,22 +135,22 @@ class BatchLoss:
         Near a minimum a gradient may be little more than rounding; moves of the weights do not suffer from that. What
         all pairs have in common is the precision in which the model computes inside.
         """
-        certificate, model = self.space.certification.last, self.space.model
-        assert certificate is not None, "the pass at the weights comes first"
-        residuals = certificate.residuals
+        residuals, tolerance = self.space.residuals(), self.space.tolerance
         places = {(p.module, p.kind) for p in residuals}
         common = 3 * min(residuals.values()) if len(places) > 1 else 0.0
-        rounding, floor = max((0.1 * certificate.tolerance + 2e-5, 1e-3), (common, 1.0))
-        for pair in sorted(certificate.failures, key=lambda p: -residuals[p]):
+        rounding, floor = max((0.1 * tolerance + 2e-5, 1e-3), (common, 1.0))
+        failing = [p for p, r in residuals.items() if r > tolerance]
+        for pair in sorted(failing, key=lambda p: (-residuals[p], p.name)):
             with torch.set_grad_enabled(self.objective.loss_fn is not None):
-                symmetries.apply_random_symmetry_(model, pairs=[pair])
-                moved = float(self.objective(model, self.pieces[0][1]).loss.detach())
+                self.space.move_along_orbit(pair)
+                moved = float(self.objective(self.space.model, self.pieces[0][1]).loss.detach())
                 self.space.move_to(None)
-            if not abs(moved - self.parts[0]) <= rounding * max(abs(moved), abs(self.parts[0]), floor):
-                raise symmetries.NotASymmetryError(pair, residuals[pair], certificate.tolerance)
+            alike = abs(moved - self.parts[0]) <= rounding * max(abs(moved), abs(self.parts[0]), floor)
+            if not self.space.world.all(alike):
+                raise symmetries.NotASymmetryError(pair, residuals[pair], tolerance)
 
     def _not_finite(self, value: float, xi: Tensor | None) -> ValueError:
-        distance = 0.0 if xi is None else float(torch.linalg.vector_norm(xi))
+        distance = 0.0 if xi is None else self.space.norm(xi)
         if distance == 0:
             return ValueError(
                 f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
@@ -156,12 +165,15 @@ class BatchLoss:
 def for_each_batch(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
     work: Callable[[WeightSpace, int, Any, list[int]], None], *,
-    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, world: World | None = None, jobs: int = 1,
-) -> WeightSpace:  # fmt: skip
+    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, group: ProcessGroup | None = None,
+    jobs: int = 1,
+) -> tuple[WeightSpace, World]:  # fmt: skip
     """Prepare a model, and call ``work(space, index, batch, numbers of the jobs)`` for every batch.
 
     The model is in evaluation mode and attached meanwhile, and as before afterwards, whatever happens; the batches come
-    on its device. Of the ``jobs`` of every batch those are named that fall to this process of the world.
+    on its device. Of the ``jobs`` of every batch those are named that fall to this process of the group; all of them
+    where the model is sharded, for then all processes do each together. Gives the space, and the processes among which
+    the jobs went round.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch module, got {type(model).__name__}")
@@ -169,7 +181,9 @@ def for_each_batch(
         raise ValueError(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
-    world = World() if world is None else world
+    sharded = is_sharded_model(model)
+    make = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
+    world = World(None if sharded else group)
 
     def measured() -> WeightSpace:
         stream = iter(batches)
@@ -177,9 +191,9 @@ def for_each_batch(
             first = next(stream)
         except StopIteration:
             raise ValueError("batches is empty; give at least one batch") from None
-        first = to_device(first, next(iter(trainable(model, only).values())).device)
+        first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
         loss = _check_first(model, objective, first, coverage=measure.divides and pairs is None)
-        space = _space(model, measure, pairs, only, lambda b: _base_loss(model, objective, b), first, loss)
+        space = _space(make, model, measure, pairs, only, lambda b: _base_loss(model, objective, b), first, loss)
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
@@ -187,8 +201,8 @@ def for_each_batch(
                     work(space, index, to_device(batch, space.device), mine)
         return space
 
-    with world.failing_together():
-        return preserve_model_state(model, measured)
+    with world.failing_together(), World().losing_others():
+        return preserve_model_state(model, measured), world
 
 
 def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
@@ -199,28 +213,28 @@ def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
 
 
 def _space(
-    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, only: str | None,
-    run: Callable[[Any], float], batch: Any, loss: float,
+    make: Callable[..., WeightSpace], model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None,
+    only: str | None, run: Callable[[Any], float], batch: Any, loss: float,
 ) -> WeightSpace:  # fmt: skip
     """Build the space; at a canonical form the loss must be as it was, be it seen through a softmax or not."""
     if measure.form == "own":
-        return WeightSpace(model, measure, pairs, only=only)
+        return make(model, measure, pairs, only=only)
     if pairs is not None:
         raise ValueError(f"the measure {measure.name!r} finds its pairs with the canonical form; leave pairs out")
     found = loss
     for classes in (True, False):
-        space = WeightSpace(model, measure, classes=classes, only=only)
+        space = make(model, measure, classes=classes, only=only)
         if space.half_precision and classes:
             batch = to_float32(batch)
-            with WeightSpace(model, get_measure("euclidean"), only=only).attached():
+            with make(model, get_measure("euclidean"), only=only).attached():
                 loss = run(batch)
         with space.attached():
             found = run(batch)
         if abs(found - loss) <= 1e4 * torch.finfo(space.dtype).eps * max(abs(loss), 1e-2):
             return space
     raise ValueError(
-        f"in the canonical form of {type(model).__name__} the loss is {found:.8g} instead of {loss:.8g}: it is not "
-        "wired, or not used, as its class says (hooks, replaced layers, unusual inputs?); register its wiring, or use "
+        f"in the canonical form of {plain_class(model).__name__} the loss is {found:.8g} instead of {loss:.8g}: it is "
+        "not wired, or not used, as its class says (hooks, replaced layers, unusual inputs?); register its wiring, or use "
         "the measure 'geodesic-inv'"
     )
 

@@ -8,7 +8,7 @@ plain sums, and the ball is a ball. A new metric or motion is a class of its own
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -252,9 +252,15 @@ class PairBlock(Block):
 
     def random_(self, out: Tensor, generator: torch.Generator) -> None:
         """Draw a vector that depends on the orbit alone."""
+        self._write_random_(out, self.chart.random(generator))
+
+    def from_gaussians_(self, out: Tensor, drawn: Sequence[Tensor]) -> None:
+        """Make such a vector of what :func:`quotient_manifolds.gl.tangent.draw_gaussians` drew."""
+        self._write_random_(out, self.tangent.from_gaussians(drawn))
+
+    def _write_random_(self, out: Tensor, u: Tensor) -> None:
         # Already horizontal but for rounding, which in coordinates of weak directions is worth another projection.
-        c = self.chart.coordinates(self.chart.random(generator))
-        self._view(out).copy_(self.chart.project_coordinates(c))
+        self._view(out).copy_(self.chart.project_coordinates(self.chart.coordinates(u)))
 
     def squares(self, c: Tensor) -> list[float]:
         """Give the squared length of every pair's part."""

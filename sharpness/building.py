@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,39 +22,59 @@ from .measures import Measure
 from .stream import vector_lengths
 from .vectors import Memory
 
-__all__ = ["build_blocks", "pair_block_class"]
+__all__ = ["Division", "build_blocks", "divide", "pair_block_class"]
 
 #: Elements of a stack of pairs that are worked on at a time on a CPU: large fresh temporaries are dear.
 _PIECE = 2**20
 
 
-def build_blocks(
-    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor],
-    dtype: torch.dtype, *, at_model: bool = False, form: CanonicalForm | None = None,
-    only_some: bool = False,
-) -> list[Block]:  # fmt: skip
-    """Give the blocks of some parameters: single ones first, then stacks of pairs.
+@dataclass
+class Division:
+    """Which weights belong to pairs, and what is known of the others.
+
+    Attributes
+    ----------
+    stacks : list of PairStack
+        The pairs that are divided out.
+    covered : dict of Tensor to Tensor
+        Entry by entry of a parameter, what belongs to pairs, or does not move in the canonical form.
+    lengths : dict of Tensor to Tensor
+        Where the measure asks for them, see :func:`sharpness.stream.vector_lengths`.
+    """
+
+    stacks: list[PairStack]
+    covered: dict[Tensor, Tensor]
+    lengths: dict[Tensor, Tensor]
+
+    def leaves_some_of(self, p: Tensor) -> bool:
+        """Tell whether any entry of a parameter moves by itself."""
+        return p not in self.covered or not bool(self.covered[p].all())
+
+
+def divide(
+    model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor], *,
+    form: CanonicalForm | None = None, only_some: bool = False, read: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Division:  # fmt: skip
+    """Tell apart what of some parameters is pairs, and what moves by itself.
 
     Parameters
     ----------
     model, measure : nn.Module, Measure
-        The measure says which pairs are divided out, and the metrics.
+        The measure says which pairs are divided out, and whether lengths are needed.
     pairs : sequence of SymmetricPair, optional
         By default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
     parameters : mapping of str to Tensor
         Those that move, by name.
-    dtype : torch.dtype
-        Of the coordinates.
-    at_model : bool
-        See :class:`PairBlock`.
     form : CanonicalForm, optional
         Where the parameters stand: its pairs are divided out, its constants do not move.
     only_some : bool
         Pairs with other parameters than these are left out.
+    read : callable
+        Gives the values of a parameter, there.
 
     Returns
     -------
-    list of Block
+    Division
     """
     found: list[PairStack] = []
     if measure.divides:
@@ -71,22 +92,53 @@ def build_blocks(
                 f"the pair {pair.name!r} has weights that are no trainable parameters of {type(model).__name__}; pass "
                 "pairs as find_symmetric_pairs gives them for this model"
             )
+    if next(iter(known_weights)).device.type == "cpu":
+        count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
+        found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
     covered = coverage(found)
     for p, mask in ({} if form is None else form.constant).items():
         covered[p] = covered[p] | mask if p in covered else mask
-    lengths = vector_lengths(model, None if form is None else form.wiring) if measure.elementwise == "vector" else {}
-    device = next(iter(parameters.values())).device
-    if device.type == "cpu":
-        count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
-        found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
+    lengths = {}
+    if measure.elementwise == "vector":
+        lengths = vector_lengths(model, None if form is None else form.wiring, read)
+    return Division(found, covered, lengths)
+
+
+def build_blocks(
+    measure: Measure,
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    division: Division,
+    *,
+    at_model: bool = False,
+) -> list[Block]:
+    """Give the blocks of some parameters: single ones first, then stacks of pairs.
+
+    Parameters
+    ----------
+    measure : Measure
+        The metrics.
+    parameters : mapping of str to Tensor
+        Those that move, by name.
+    dtype : torch.dtype
+        Of the coordinates.
+    division : Division
+        See :func:`divide`.
+    at_model : bool
+        See :class:`PairBlock`.
+
+    Returns
+    -------
+    list of Block
+    """
     single: list[Block] = [
-        ElementwiseBlock(name, p, measure, dtype, covered.get(p), lengths.get(p))
+        ElementwiseBlock(name, p, measure, dtype, division.covered.get(p), division.lengths.get(p))
         for name, p in parameters.items()
-        if p not in covered or not bool(covered[p].all())
+        if division.leaves_some_of(p)
     ]
     kind = pair_block_class(measure.pair_block)
-    memory = Memory(dtype, device)
-    return single + [kind(s, measure, dtype, memory, at_model=at_model) for s in found]
+    memory = Memory(dtype, next(iter(parameters.values())).device)
+    return single + [kind(s, measure, dtype, memory, at_model=at_model) for s in division.stacks]
 
 
 def pair_block_class(name: str) -> type[PairBlock]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
+from quotient_manifolds.symmetries.blocks import is_sharded
 from quotient_manifolds.symmetries.whole import canonical_form
 
-from .building import build_blocks
+from .building import build_blocks, divide
 from .measures import Measure
 from .perturb import pointing_to
 from .weights import named_weights
@@ -126,6 +127,8 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     tensor([[2.8944, 1.2236]])
     """
     parameters = named_weights(model)
+    if any(is_sharded(p) for p in parameters.values()):
+        raise ValueError("a sharded model is not moved along a direction; load the checkpoint whole")
     for name, v in direction.tensors.items():
         if name not in parameters or parameters[name].shape != v.shape:
             raise ValueError(
@@ -141,9 +144,8 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
         pairs = _same_pairs(model, direction) if form is None else None
         moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(base.get(p, p)) for p, v in vector.items()}
         with pointing_to(model, base):
-            blocks = build_blocks(
-                model, measure, pairs, moving, torch.float64, at_model=True, form=form, only_some=canonical
-            )
+            division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
+            blocks = build_blocks(measure, moving, torch.float64, division, at_model=True)
         for block in blocks:
             block.move_(moved, t * block.coordinates(vector))
     with pointing_to(model, {**base, **moved}):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .errors import RemoteError
 
 __all__ = ["World", "counter", "torchrun"]
 
 T = TypeVar("T")
+
+#: What gloo says when a connection is gone.
+_LOST = re.compile(r"gloo.*(Connection|Timed out|Socket|timeout)|Connection (closed|reset)", re.IGNORECASE | re.DOTALL)
 
 
 class World:
@@ -55,6 +60,51 @@ class World:
     def gather(self, mine: list[T]) -> list[T]:
         """Collect everybody's results, on every process."""
         return [item for part in self._exchange(mine) for item in part]
+
+    def stack(self, t: Tensor) -> Tensor:
+        """Put the tensors of all processes, of one shape, together: (size, …), on each."""
+        if self.group is None:
+            return t.unsqueeze(0)
+        found = t.new_empty((self.size, *t.shape))
+        dist.all_gather_into_tensor(found.view(-1), t.contiguous().view(-1), group=self.group)
+        return found
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Add up, to the same bits on every process, so that all decide alike."""
+        return t if self.group is None else self.stack(t).sum(0)
+
+    def max(self, t: Tensor) -> Tensor:
+        """Take the largest, entry by entry."""
+        return t if self.group is None else self.stack(t).amax(0)
+
+    def all(self, what: bool) -> bool:
+        """Tell whether something holds on every process."""
+        return all(self._exchange(what))
+
+    def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Send a flat tensor to every process; ``counts`` says how many numbers come from each."""
+        out = sent[0].new_empty(sum(counts))
+        dist.all_to_all_single(out, torch.cat(list(sent)), list(counts), [len(t) for t in sent], group=self.group)
+        return out.split(list(counts))
+
+    @contextmanager
+    def losing_others(self) -> Iterator[None]:
+        """Say in one sentence that another process is gone, instead of what the transport says.
+
+        Raises
+        ------
+        RemoteError
+            A process of the group ended while this one waited for it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or _LOST.search(str(error)):
+                raise RemoteError(
+                    f"another process of the group ended or failed while process {self.rank} waited for it; see what "
+                    "it said; the weights here are as before"
+                ) from error
+            raise
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:

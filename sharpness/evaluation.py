@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.blocks import plain_class
 
 from .ball_search import BallSearch
 from .batch_loss import BatchLoss, for_each_batch
@@ -22,6 +23,7 @@ from .measures import Measure, get_measure
 from .progress import bar as progress_bar
 from .results import BatchResult, SharpnessResult
 from .search import Search
+from .shards import is_sharded_model
 from .space import WeightSpace
 
 if TYPE_CHECKING:
@@ -113,8 +115,9 @@ def evaluate(
     True
     """
     objective = Objective(loss_fn, normalize_logits, micro_batch)
-    work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, World(group), keep_directions)
-    return work.run(model, batches, pairs, only, progress)
+    keep = False if keep_directions is None and is_sharded_model(model) else keep_directions
+    work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, keep)
+    return work.run(model, batches, pairs, only, progress, group)
 
 
 def _search(options: Mapping[str, Any]) -> Search:
@@ -152,8 +155,7 @@ class _Evaluation:
     """One call of :func:`evaluate`: its jobs are (batch, radius, start), each independent of the others."""
 
     def __init__(
-        self, measure: Measure, rho: Any, statistic: str, search: Search, objective: Objective, world: World,
-        keep: bool | None,
+        self, measure: Measure, rho: Any, statistic: str, search: Search, objective: Objective, keep: bool | None
     ) -> None:  # fmt: skip
         if statistic not in ("worst", "average"):
             raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
@@ -162,7 +164,7 @@ class _Evaluation:
         if search.restarts and statistic != "worst":
             raise ValueError(f"restarts belong to statistic='worst'; leave them out for {statistic!r}")
         self.measure, self.radii, self.statistic = measure, checked_radii(measure, rho), statistic
-        self.search, self.objective, self.world, self.keep = search, objective, world, keep
+        self.search, self.objective, self.keep = search, objective, keep
         self.jobs = [(rho, start) for rho in self.radii for start in range(search.restarts + 1)]
         self.found: list[BatchResult] = []
         self.directions: dict[tuple[int, float], tuple[float, Direction]] = {}
@@ -170,18 +172,19 @@ class _Evaluation:
 
     def run(
         self, model: nn.Module, batches: Iterable[Any], pairs: Sequence[SymmetricPair] | None, only: str | None,
-        progress: bool,
+        progress: bool, group: ProcessGroup | None,
     ) -> SharpnessResult:  # fmt: skip
         """Do everything and put the parts together."""
         effort = self.search.steps if self.statistic == "worst" else self.search.num_samples
         count = len(batches) if isinstance(batches, Sized) else None
-        total = None if count is None else len(self.world.share(count * len(self.jobs))) * effort
+        processes = 1 if is_sharded_model(model) else World(group).size
+        total = None if count is None else -(-count * len(self.jobs) // processes) * effort
         with progress_bar(total, self.measure.name, "step", progress=progress) as self.bar:
-            space = for_each_batch(
+            space, world = for_each_batch(
                 model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, only=only,
-                world=self.world, jobs=len(self.jobs),
+                group=group, jobs=len(self.jobs),
             )  # fmt: skip
-        shares = self.world.gather([(self.found, {p.name for p in space.certification.open})])
+        shares = world.gather([(self.found, space.uncertified())])
         self.found = [r for found, _ in shares for r in found]
         unreached = set.intersection(*(open_pairs for _, open_pairs in shares))
         best = [(r, r.rho) for r in self._best()]
@@ -196,7 +199,7 @@ class _Evaluation:
             if self.directions.get((r.batch, origin), (None,))[0] == r.value
         }
         return SharpnessResult(
-            self.measure, self.statistic, self.radii, self.search, type(model).__name__, *space.spectrum(),
+            self.measure, self.statistic, self.radii, self.search, plain_class(model).__name__, *space.spectrum(),
             len(unreached), tuple(r for r, _ in best), directions,
         )  # fmt: skip
 

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.blocks import plain_class
 
 from .batch_loss import BatchLoss, for_each_batch
 from .curvature import HessianOperator, hutchpp_trace, largest_eigenvalues
-from .distributed import World
 from .files import write_json
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
@@ -224,21 +223,21 @@ def _at_the_weights(
 ) -> LocalResult:  # fmt: skip
     if measure.ball_norm != 2:
         raise ValueError(f"the measure {measure.name!r} has no length of vectors; take one with ball_norm=2")
-    world, found = World(group), list[LocalBatch]()
+    found: list[LocalBatch] = []
 
     def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
         began = time.perf_counter()
         loss = BatchLoss(space, objective, batch, index, space.empty())
         values: dict[str, Any] = {
             "batch": index, "base_loss": loss.base, "base_error": loss.base_error,
-            "gradient_norm": float(torch.linalg.vector_norm(loss.base_gradient)), "passes": loss.passes,
+            "gradient_norm": space.norm(loss.base_gradient), "passes": loss.passes,
             "max_eigenvalue": None, "trace": None, "std_error": None,
         }  # fmt: skip
         values |= more(loss)
         found.append(LocalBatch(**values, seconds=time.perf_counter() - began))
 
-    for_each_batch(model, batches, measure, objective, work, pairs=pairs, world=world)
-    return LocalResult(measure, type(model).__name__, tuple(sorted(world.gather(found), key=lambda b: b.batch)))
+    _, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
+    return LocalResult(measure, plain_class(model).__name__, tuple(sorted(world.gather(found), key=lambda b: b.batch)))
 
 
 #: What ``sharpness run`` and sweeps offer beside the measures, by name: the function and its measure.

@@ -191,7 +191,7 @@ class Objective:
         """Split a batch into pieces, with the weights of their losses: the shares of the labels that count."""
         if self.micro_batch is None:
             return [(1.0, batch)]
-        count = _examples(batch)
+        count = count_examples(batch)
         parts = [_rows(batch, slice(i, i + self.micro_batch), count) for i in range(0, count, self.micro_batch)]
         weights = [_counted_labels(model, part) for part in parts]
         total = sum(weights)
@@ -214,7 +214,7 @@ class Objective:
                     f"micro_batch would change what the layer {name!r} ({type(m).__name__} without running "
                     "statistics) computes; leave micro_batch out"
                 )
-        count, step = _examples(batch), max(2, self.micro_batch)
+        count, step = count_examples(batch), max(2, self.micro_batch)
         for start in range(0, count - 1, step if self.micro_batch > 1 else 1):
             self._check_halves(model, _rows(batch, slice(start, start + step), count), min(step, count - start))
             if not all_of_them:
@@ -254,7 +254,8 @@ def _labels(batch: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.dim() else None
 
 
-def _examples(batch: Any) -> int:
+def count_examples(batch: Any) -> int:
+    """Count the examples of a batch: its labels, or what runs along the first dimension of its tensors."""
     labels = _labels(batch)
     found = [labels] if labels is not None else [t for t in tensors(batch) if t.dim()]
     if not found:
@@ -281,7 +282,7 @@ def _rows(batch: Any, chosen: slice | Tensor, count: int) -> Any:
 def _counted_labels(model: nn.Module, batch: Any) -> int:
     labels = _labels(batch)
     if labels is None or labels.is_floating_point():
-        return _examples(batch)
+        return count_examples(batch)
     if labels.dim() == 2 and _predicts_next_token(model):
         labels = labels[:, 1:]  # the first token is predicted by none
     return int((labels != _IGNORED).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -58,6 +58,10 @@ class Parts:
         if p in tables or (p.dim() > 1 and _EMBEDDING.search(name)):
             return "embeddings"
         return "norms and biases" if p.squeeze().dim() < 2 else "MLP"
+
+    def cut(self, cut: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Keep a part of the entries of every parameter, as ``cut(parameter, mask)`` takes them."""
+        self._masks = {part: {p: cut(p, mask) for p, mask in masks.items()} for part, masks in self._masks.items()}
 
     def add_squares(self, into: dict[str, float], block: Block, c: Tensor) -> None:
         """Add the squared coordinates of a block to the parts that they belong to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +52,14 @@ def _is_narrow(t: Tensor) -> bool:
 
 
 class Gradients:
-    """The gradients of losses with respect to some parameters; ``.grad`` is left alone."""
+    """The gradients of losses with respect to some parameters; ``.grad`` is left alone.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    ``backward`` says that they come through ``.grad`` alone, as FSDP2's do: then they are this process's rows.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, backward: bool = False) -> None:
         self._parameters = list(parameters)
-        self._reentrant: bool | None = None
+        self._reentrant: bool | None = True if backward else None
 
     def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Add up the gradients of losses, taken one after the other: a generator needs the memory of one of them."""
@@ -107,7 +111,12 @@ class Gradients:
                 for p, g in zip(self._parameters, before, strict=True):
                     p.grad = g
         found = zip(self._parameters, grads, strict=True)
-        return {p: g.to_dense() if g.is_sparse else g for p, g in found if g is not None}
+        return {p: _plain(g) for p, g in found if g is not None}
+
+
+def _plain(g: Any) -> Tensor:
+    found: Tensor = g.to_local() if hasattr(g, "to_local") else g
+    return found.to_dense() if found.is_sparse else found
 
 
 def _has_reentrant_checkpoint(loss: Tensor) -> bool:

@@ -18,7 +18,7 @@ from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification
 
 from .blocks import Block, PairBlock
-from .building import build_blocks
+from .building import build_blocks, divide
 from .measures import Measure, get_measure
 from .weights import trainable
 
@@ -236,7 +236,8 @@ class GeodesicSAM(Optimizer):
         self.model, self.base_optimizer = model, base_optimizer
         self.rho, self.measure, self.refresh = float(rho), measure, refresh
         dtype = next(iter(parameters.values())).dtype
-        self._inner = _InnerStep(list(parameters.values()), build_blocks(model, measure, pairs, parameters, dtype))
+        division = divide(model, measure, pairs, parameters)
+        self._inner = _InnerStep(list(parameters.values()), build_blocks(measure, parameters, dtype, division))
         self._pending = False
         self._held = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)

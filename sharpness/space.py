@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, own_precision
-from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
-from quotient_manifolds.symmetries.whole import canonical_form
+from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .blocks import Block, ElementwiseBlock, PairBlock
-from .building import build_blocks
+from .building import Division, build_blocks, divide
 from .direction import Direction
+from .distributed import World
+from .losses import Objective
 from .measures import Measure
 from .parts import Parts
 from .perturb import Gradients, pointing_to
@@ -89,18 +93,16 @@ class WeightSpace:
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure, self.classes = model, measure, classes
-        self._parameters = trainable(model, only)
+        self.model, self.measure, self.classes, self.world = model, measure, classes, World()
+        self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         self.device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
         #: Whether any weight is narrower than float32; while attached, no parameter is.
         self.half_precision = any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
-        self.form = canonical_form(model, classes=classes) if measure.form == "canonical" else None
+        self.form, division = self._divide(pairs, only_some=bool(only))
         self._base = {} if self.form is None else self.form.values
-        with pointing_to(model, self._base):
-            blocks = build_blocks(
-                model, measure, pairs, self._parameters, self.dtype, form=self.form, only_some=bool(only)
-            )
+        with self._at_base():
+            blocks = build_blocks(measure, self._parameters, self.dtype, division)
         self.dim, places = 0, dict[Block, slice]()
         for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
             places[block] = slice(self.dim, self.dim + block.dim)
@@ -112,6 +114,17 @@ class WeightSpace:
         self._copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
         self.certification = Certification([b.stack for b in self._pair_blocks])
+
+    def _at_base(self) -> AbstractContextManager[None]:
+        return pointing_to(self.model, self._base)
+
+    def _divide(
+        self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
+    ) -> tuple[CanonicalForm | None, Division]:
+        canonical = self.measure.form == "canonical"
+        form = canonical_form(self.model, classes=self.classes) if canonical else None
+        with pointing_to(self.model, {} if form is None else form.values):
+            return form, divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
 
     # -- vectors -----------------------------------------------------------------------------------------------
 
@@ -129,6 +142,10 @@ class WeightSpace:
         for block, part in self._blocks:
             block.random_(xi[part], generator)
         return xi
+
+    def norm(self, v: Tensor) -> float:
+        """Measure the length of a vector, (dim,)."""
+        return math.sqrt(float(self.world.sum(torch.linalg.vector_norm(v, dtype=torch.float64).square())))
 
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:
@@ -151,8 +168,9 @@ class WeightSpace:
                 pair_squares += block.squares(xi[part])
             self._parts.add_squares(parts, block, xi[part])
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
-        norm = float(torch.linalg.vector_norm(xi))
-        return Direction(self.measure, tensors, norm, self.pairs, squares, tuple(pair_squares), self.classes, parts)
+        return Direction(
+            self.measure, tensors, self.norm(xi), self.pairs, squares, tuple(pair_squares), self.classes, parts
+        )
 
     @functools.cached_property
     def _parts(self) -> Parts:  # finding pairs takes seconds, directions are many
@@ -181,6 +199,19 @@ class WeightSpace:
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose exact geodesic along xi is shortened."""
         return sum(b.num_exited_pairs(xi[part]) for b, part in self._blocks if isinstance(b, PairBlock))
+
+    def residuals(self) -> dict[SymmetricPair, float]:
+        """Give what the gradient at the base point said of the symmetry of those pairs that it reached first."""
+        return {} if self.certification.last is None else dict(self.certification.last.residuals)
+
+    @property
+    def tolerance(self) -> float:
+        """Residuals up to this count as rounding."""
+        return HALF_PRECISION / 3 if torch.is_autocast_enabled(self.device.type) else 1e-4
+
+    def uncertified(self) -> set[str]:
+        """Name the pairs that had no gradient yet."""
+        return {p.name for p in self.certification.open}
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -217,6 +248,21 @@ class WeightSpace:
         for block, part in self._blocks:
             block.move_(self._copies, None if xi is None else xi[part])
 
+    def move_along_orbit(self, pair: SymmetricPair) -> None:
+        """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
+        apply_random_symmetry_(self.model, pairs=[pair])
+
+    def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
+        """Give the pieces of a batch that this process passes through the model, with their weights: all of them."""
+        return objective.pieces(self.model, batch)
+
+    def together(self, value: float, wrong: int, counted: int) -> tuple[float, int, int]:
+        """Put together what all processes found for their pieces: loss, wrong answers, and how many were given."""
+        return value, wrong, counted
+
+    def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        return self._gradients.sum_over(losses)
+
     def gradient(self, losses: Tensor | Iterable[Tensor], out: Tensor | None = None) -> Tensor:
         """Differentiate a loss of the model where it stands.
 
@@ -237,11 +283,11 @@ class WeightSpace:
         ValueError
             The loss does not depend on a pair.
         """
-        found = self._gradients.sum_over([losses] if isinstance(losses, Tensor) else losses)
+        found = self._differentiate([losses] if isinstance(losses, Tensor) else losses)
         if self._at is None:
             if self.certification.last is None:
                 _check_pairs(self.pairs, found)
-            self.certification.see(found, tolerance=_tolerance(self.device))
+            self.certification.see(found, tolerance=self.tolerance)
         out = self.empty() if out is None else out
         self._pull_back_(out, found, self._at)
         return out
@@ -288,10 +334,6 @@ class WeightSpace:
         self._pull_back_(curved, first, v)
         self._pull_back_(straight, first, None)
         return out.add_(curved).sub_(straight)
-
-
-def _tolerance(device: torch.device) -> float:
-    return HALF_PRECISION / 3 if torch.is_autocast_enabled(device.type) else 1e-4
 
 
 def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +13,13 @@ __all__ = ["vector_lengths"]
 
 
 @torch.no_grad()
-def vector_lengths(model: nn.Module, wiring: Wiring | None) -> dict[Tensor, Tensor]:
+def vector_lengths(
+    model: nn.Module, wiring: Wiring | None, read: Callable[[Tensor], Tensor] = Tensor.detach
+) -> dict[Tensor, Tensor]:
     """Give for every parameter the lengths of the vectors that its entries belong to, in a shape that broadcasts.
 
     A neuron's row with its bias is one vector, so is a column of a layer that writes to the stream or reads rectified
-    neurons, its bias, and a row of an embedding or of any other table.
+    neurons, its bias, and a row of an embedding or of any other table. ``read`` gives the values of a parameter.
     """
     wiring = Wiring() if wiring is None else wiring
     writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
@@ -31,15 +35,15 @@ def vector_lengths(model: nn.Module, wiring: Wiring | None) -> dict[Tensor, Tens
     found: dict[Tensor, Tensor] = {}
     for a in affines.values():
         if a.W not in {w.W for w in writers}:
-            lengths = a.W.transpose(0, a.stream_dim).flatten(1).norm(dim=1)
+            lengths = read(a.W).transpose(0, a.stream_dim).flatten(1).norm(dim=1)
             if a.b is not None:
-                found[a.b] = lengths = torch.hypot(lengths, a.b)
+                found[a.b] = lengths = torch.hypot(lengths, read(a.b))
             shape = [1] * a.W.dim()
             shape[a.stream_dim] = -1
             found[a.W] = lengths.view(shape)
     for a in writers:
-        found[a.W] = a.W.norm(dim=a.stream_dim, keepdim=True)
+        found[a.W] = read(a.W).norm(dim=a.stream_dim, keepdim=True)
     for p in model.parameters():
         if p not in found:
-            found[p] = p.abs() if p.dim() == 0 else p.norm(dim=-1, keepdim=True)
+            found[p] = read(p).abs() if p.dim() == 0 else read(p).norm(dim=-1, keepdim=True)
     return found

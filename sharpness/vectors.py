@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .distributed import World
+
 __all__ = ["Buffers", "Memory", "chunked", "combine_", "gram_matrix"]
 
 #: Elements of a vector that are worked on at a time on a CPU, so that they stay in its cache.
@@ -48,15 +50,15 @@ def chunked(*vectors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tuple(v[i : i + step] for v in vectors) for i in range(0, count, step)]
 
 
-def gram_matrix(*vectors: Tensor) -> np.ndarray:
-    """Compute the inner products of all pairs, in one pass, summed over chunks in double precision."""
+def gram_matrix(*vectors: Tensor, world: World) -> np.ndarray:
+    """Compute the inner products of all pairs, in one pass, summed over chunks and processes in double precision."""
     k = len(vectors)
     rows, columns = np.triu_indices(k)
     totals = torch.zeros(len(rows), dtype=torch.float64, device=vectors[0].device)
     for parts in chunked(*vectors):
         totals += torch.stack([torch.dot(parts[i], parts[j]) for i, j in zip(rows, columns, strict=True)])
     gram = np.zeros((k, k))
-    gram[rows, columns] = gram[columns, rows] = totals.tolist()
+    gram[rows, columns] = gram[columns, rows] = world.sum(totals).tolist()
     return gram
 
 

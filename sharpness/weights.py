@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from quotient_manifolds.symmetries.blocks import check_model, is_sharded
 
@@ -19,10 +20,11 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def trainable(model: nn.Module, only: str | None = None) -> dict[str, nn.Parameter]:
+def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) -> dict[str, nn.Parameter]:
     """Give the trainable parameters by name, after a look at their devices, dtypes and entries.
 
-    ``only`` is a regular expression; names without a match are left out.
+    ``only`` is a regular expression; names without a match are left out. Unless they must be whole, parameters may be
+    FSDP2's.
     """
     check_model(model)
     found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
@@ -34,12 +36,13 @@ def trainable(model: nn.Module, only: str | None = None) -> dict[str, nn.Paramet
     found = {name: p for name, p in found.items() if only is None or re.search(only, name)}
     if not found:
         raise ValueError(f"only={only!r} matches no trainable parameter's name")
-    sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
-    if sharded is not None:
-        raise ValueError(
-            f"parameter {sharded!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are measured; "
-            "gather the model on one device, or measure the checkpoint that it was loaded from"
-        )
+    for name, p in model.named_parameters():
+        if is_sharded(p) and (whole or not hasattr(p, "placements")):
+            raise ValueError(
+                f"parameter {name!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are needed here; "
+                "gather the model on one device, or load the checkpoint whole (evaluate and gradient_norm measure what "
+                "FSDP2's fully_shard sharded)"
+            )
     devices = {p.device for p in found.values()}
     if any(d.type == "meta" for d in devices):
         raise ValueError(
@@ -50,6 +53,12 @@ def trainable(model: nn.Module, only: str | None = None) -> dict[str, nn.Paramet
     for name, p in found.items():
         if not p.is_floating_point():
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
-        if not bool(p.detach().isfinite().all()):
+        if not bool(_local(p).isfinite().all()):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load a sound checkpoint")
+    return found
+
+
+@torch.no_grad()
+def _local(p: nn.Parameter) -> Tensor:
+    found: Tensor = p.to_local() if hasattr(p, "to_local") else p
     return found

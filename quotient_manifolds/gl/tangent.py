@@ -5,7 +5,7 @@ All formulas are evaluated at the canonical representative, see :mod:`quotient_m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .gauge import Gauge
 from .local_metric import canonical_metric, moving_metric
 from .metrics import Metric, Pair
 
-__all__ = ["GLTangentSpace"]
+__all__ = ["GLTangentSpace", "draw_gaussians"]
 
 
 @in_own_precision
@@ -157,14 +157,19 @@ class GLTangentSpace(TangentSpace):
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw a standard Gaussian horizontal vector.
 
-        In coordinates that make the metric the identity, :math:`(E_1 \hat V, E_2^H \hat U)` with Gaussian
-        :math:`E_1, E_2 \in K^{n \times m}`, projected. Equal random numbers give the same vector of the quotient at
-        every representative of an orbit, and no rule for the signs of singular vectors enters.
+        Equal random numbers give the same vector of the quotient at every representative of an orbit, see
+        :func:`draw_gaussians`.
         """
-        n, m = self.manifold.row_split()
-        shape = (*self.x.shape[:-2], n, m)
-        c_G = standard_normal(shape, self.x, generator) @ self.gauge.V
-        c_H = standard_normal(shape, self.x, generator).mH @ self.gauge.U
+        return self.from_gaussians(draw_gaussians(tuple(self.x.shape), self.manifold.row_split()[0], self.x, generator))
+
+    def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
+        """Make a standard Gaussian horizontal vector of what :func:`draw_gaussians` gives."""
+        first, second, *_ = drawn
+        if len(drawn) == 2:
+            c_G, c_H = first @ self.gauge.V, second.mH @ self.gauge.U
+        else:
+            phase = (drawn[2].mH @ self.gauge.U).sgn()
+            c_G, c_H = first * phase, second * phase
         return self.proju(self.from_coordinates(pack(c_G, c_H)))
 
     # -- the second-order retraction -------------------------------------------------------------------------------
@@ -253,3 +258,33 @@ class GLTangentSpace(TangentSpace):
         out = torch.empty_like(c) if out is None else out
         self._coordinates.pull_back(self.split(c), self.split(egrad), factor, self.split(out))
         return out
+
+
+def draw_gaussians(
+    shape: tuple[int, ...], n: int, like: Tensor, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    r"""Draw the numbers of which :meth:`GLTangentSpace.from_gaussians` makes a vector at a point of this shape.
+
+    In coordinates that make the metric the identity the vector is the projection of :math:`(E_1 \hat V, E_2^H \hat U)`
+    with Gaussian :math:`E_1, E_2 \in K^{n \times m}`, so that it depends on the orbit alone, and no rule for the signs
+    of singular vectors enters. For h = 1 that many numbers are not needed: it is :math:`φ (e_1, e_2)` with Gaussian
+    :math:`e_1 \in K^n, e_2 \in K^m`, and φ the phase of :math:`e_3^H \hat U`.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        (…, n + m, h).
+    n : int
+        Rows of G.
+    like : Tensor
+        Of the dtype and on the device of the point.
+    generator : torch.Generator, optional
+
+    Returns
+    -------
+    list of Tensor
+    """
+    *batch, rows, h = shape
+    m = rows - n
+    wanted = ((n, 1), (m, 1), (n, 1)) if h == 1 else ((n, m), (n, m))
+    return [standard_normal((*batch, *size), like, generator) for size in wanted]

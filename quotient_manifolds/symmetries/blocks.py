@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "BlockStack", "block", "check_model", "is_sharded"]
+__all__ = ["Block", "BlockStack", "block", "check_model", "is_sharded", "plain_class"]
 
 
 def check_model(model: object) -> None:
@@ -21,6 +21,13 @@ def check_model(model: object) -> None:
 def is_sharded(tensor: Tensor) -> bool:
     """Tell whether a tensor is a shard: of FSDP (a DTensor, or a flat parameter), or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
+
+
+def plain_class(module: nn.Module) -> type:
+    """Give a module's class; that which it had before FSDP2 made a subclass of its own."""
+    cls = type(module)
+    index = getattr(cls, "_orig_cls_mro_index", None)
+    return cls if index is None else cls.__mro__[index]
 
 
 @dataclass(frozen=True)

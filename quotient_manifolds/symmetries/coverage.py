@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batches import tensors
+from .blocks import is_sharded
 from .discovery import candidates, unexamined
 from .pairs import SymmetricPair
 from .registry import handler_of, plain_path
@@ -99,10 +100,11 @@ class _Watch(TorchFunctionMode):
 
     @staticmethod
     def _place(t: Tensor) -> int:
-        return t.untyped_storage().data_ptr() if t.layout == torch.strided and t.device.type != "meta" else 0
+        plain = t.layout == torch.strided and t.device.type != "meta" and not is_sharded(t)
+        return t.untyped_storage().data_ptr() if plain else 0
 
     def _kind(self, t: Tensor) -> int:
-        own = self._place(t) in self._weights
+        own = isinstance(t, nn.Parameter) or self._place(t) in self._weights  # what FSDP gathers is a parameter too
         return _WEIGHT if own else self._kinds.get(t, 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..batches import default_forward
-from .blocks import check_model
+from .blocks import check_model, plain_class
 from .discovery import candidates, discover
 from .merging import SHARED, merged, refused, sharing
 from .pairs import SymmetricPair, check_pairs
@@ -94,7 +94,7 @@ def skip(*classes: type | str) -> None:
 
 def handler_of(module: nn.Module) -> Handler | None:
     """Look up the handler for the exact class of a module."""
-    return _HANDLERS.get(_qualified(type(module)))
+    return _HANDLERS.get(_qualified(plain_class(module)))
 
 
 class PairList(list[SymmetricPair]):

@@ -70,6 +70,14 @@ class PairStack:
         """Give the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``, options are the manifold's own."""
         return MANIFOLDS[metric](self.n, self.m, **options)
 
+    def point_like(self, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor]:
+        """Give the shape of the stacked point, and an empty tensor of its dtype, where weights have the real dtype."""
+        like = self.group.to_point(torch.empty((0, *self._rows.shape[1:]), dtype=dtype, device=self._device()))
+        return (len(self), *like.shape[1:]), like
+
+    def _device(self) -> torch.device:
+        return self.pairs[0].G[0].tensor.device
+
     def parameters(self) -> list[Tensor]:
         """List the parameters involved, each once, those of dropped blocks included."""
         runs = self._rows.runs + self._dropped.runs

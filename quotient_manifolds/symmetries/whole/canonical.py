@@ -123,7 +123,7 @@ def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[Sy
 
 
 @torch.no_grad()
-def canonical_form(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
+def canonical_form(model: nn.Module, *, classes: bool = False, state: State | None = None) -> CanonicalForm:
     """Find a network's canonical form; the network is left as it is.
 
     Parameters
@@ -134,6 +134,8 @@ def canonical_form(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     classes : bool
         The logits are seen through a softmax alone: what they have in common is folded too. Their function changes by
         that constant.
+    state : State, optional
+        Where values are kept while they are folded; by default an empty one.
 
     Returns
     -------
@@ -169,7 +171,7 @@ def canonical_form(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     wiring = wiring_of(model)
     pairs = [*find_symmetric_pairs(model), *neuron_pairs(wiring)]
     symmetries, refused = symmetries_of(wiring, pairs, classes=classes)
-    state = State()
+    state = State() if state is None else state
     for s in symmetries:
         s.fold(state)
     constant: dict[Tensor, Tensor] = {}

@@ -216,12 +216,6 @@ def layer_scale(name: str, scale: Table, affine: Affine) -> Symmetry:
     return Symmetry("layer scale", name, p.numel(), (p.numel(),), [p, *affine.parameters], [p], move, fold)
 
 
-def _part(state: State, b: Block) -> Tensor:
-    """See a block in a fresh copy of its parameter's value, which becomes the value."""
-    state[b.tensor] = whole = state.of(b.tensor).clone(memory_format=torch.contiguous_format)
-    return whole.as_strided(b.size, b.stride, b.offset)
-
-
 @dataclass(frozen=True)
 class _Bias:
     """What adds a constant to a head's keys or values: a bias; or behind a norm with a shift the part of W along u."""
@@ -230,21 +224,24 @@ class _Bias:
     norm: Norm | None = None
 
     def read(self, state: State) -> Tensor:
-        part = (
-            state.of(self.block.tensor).contiguous().as_strided(self.block.size, self.block.stride, self.block.offset)
-        )
+        part = self._part(state.of(self.block.tensor).contiguous())
         if self.norm is None:
             return part[0]
         u, beta = self._directions(state, part)
         return (u @ part) * (u @ beta) / (u @ u)
 
     def add(self, state: State, t: Tensor) -> None:
-        part = _part(state, self.block)
+        whole = state.of(self.block.tensor).clone(memory_format=torch.contiguous_format)
+        part = self._part(whole)
         if self.norm is None:
             part.add_(t)
         else:
             u, beta = self._directions(state, part)
             part.add_(torch.outer(u, t / (u @ beta)))
+        state[self.block.tensor] = whole
+
+    def _part(self, whole: Tensor) -> Tensor:
+        return whole.as_strided(self.block.size, self.block.stride, self.block.offset)
 
     def _directions(self, state: State, part: Tensor) -> tuple[Tensor, Tensor]:
         assert self.norm is not None

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..blocks import plain_class
+
 __all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "register_wiring", "wiring_of"]
 
 
@@ -385,7 +387,7 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     """
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         model = next(model.children())
-    adapter = _ADAPTERS.get(_qualified(type(model)))
+    adapter = _ADAPTERS.get(_qualified(plain_class(model)))
     try:
         return None if adapter is None else adapter(model)
     except AttributeError:  # replaced layers, switches that nobody wired

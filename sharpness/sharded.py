@@ -1,0 +1,261 @@
+"""The space of a model that FSDP2 has sharded: every process holds its part of every vector."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds.gl.tangent import draw_gaussians
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_
+from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
+
+from .blocks import ElementwiseBlock, PairBlock
+from .building import Division, divide
+from .direction import Direction
+from .distributed import World
+from .losses import Objective, count_examples
+from .measures import Measure
+from .parts import Parts
+from .perturb import Gradients, pointing_to
+from .shards import ShardedState, Shards
+from .space import WeightSpace
+
+__all__ = ["ShardedSpace"]
+
+
+class ShardedSpace(WeightSpace):
+    """The space of a model after ``fully_shard``, the same on all processes of its mesh, see :mod:`sharpness.shards`.
+
+    A vector, (dim,), holds the coordinates of this process: of the rows that lie here, and of the pairs that it owns.
+    All processes call the same methods at the same time. The shards are written in place, since FSDP reads nothing
+    else, and put back.
+
+    Parameters
+    ----------
+    model, measure, pairs, classes, only
+        As for :class:`WeightSpace`.
+    examples : World
+        The processes among which the examples of a batch are spread: those of the mesh, or this one alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
+        classes: bool = False, only: str | None = None, examples: World,
+    ) -> None:  # fmt: skip
+        if measure.pair_block != Measure.pair_block:
+            raise ValueError(f"pair_block={measure.pair_block!r} works on whole models only, and this one is sharded")
+        self._shards, self._examples = Shards(model), examples
+        if examples.size not in (1, self._shards.world.size):
+            raise ValueError(
+                f"group has {examples.size} processes, but the model is sharded over {self._shards.world.size}; pass "
+                "the group of its mesh, so that each takes a share of the examples, or none, so that each takes all"
+            )
+        if pairs is not None:
+            pairs = [self._of_twin(p) for p in pairs]
+        super().__init__(self._shards.twin, measure, pairs, classes=classes, only=only)
+        self.model, self.world = model, self._shards.world
+        self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
+        self._gradients = Gradients([self._shards.parameter(p) for p in self._parameters.values()], backward=True)
+
+    def _of_twin(self, pair: SymmetricPair) -> SymmetricPair:
+        try:
+            G, H, null = (
+                tuple(replace(b, module=self._shards.modules[b.module]) for b in blocks)
+                for blocks in (pair.G, pair.H, pair.null)
+            )
+        except KeyError:
+            raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
+        return replace(pair, G=G, H=H, null=null)
+
+    def _divide(
+        self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
+    ) -> tuple[CanonicalForm | None, Division]:
+        shards, form, state = self._shards, None, ShardedState(self._shards)
+        if self.measure.form == "canonical":
+            form = canonical_form(self.model, classes=self.classes, state=state)
+        division = divide(
+            self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some,
+            read=lambda p: state.of(p).to(p.dtype),
+        )  # fmt: skip
+        self._drawn = [p for p in self._parameters.values() if division.leaves_some_of(p)]
+        self._all_stacks = division.stacks
+        shards.place(division.stacks, {} if form is None else form.values)
+        own = [[p for p in s.pairs if shards.is_mine(p.G[0].tensor)] for s in division.stacks]
+        division.stacks = [PairStack(pairs) for pairs in own if pairs]
+        division.covered = {p: shards.cut(p, mask) for p, mask in division.covered.items()}
+        division.lengths = {p: shards.cut(p, length) for p, length in division.lengths.items()}
+        nothing = torch.ones((), dtype=torch.bool)
+        division.covered.update((p, nothing) for p in shards.owner if not shards.is_mine(p))
+        return form, division
+
+    def _at_base(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the twin has been brought there
+
+    # -- vectors -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a standard Gaussian horizontal vector: what the unsharded model would get, of which each keeps its part.
+
+        So every process draws all numbers, as many as the model has weights.
+        """
+        xi = self.empty()
+        single = {b.parameter: (b, part) for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
+        for p in self._drawn:
+            drawn = torch.empty(self._shards.shape(p).numel(), dtype=xi.dtype).normal_(generator=generator)
+            if p in single:
+                block, part = single[p]
+                xi[part] = self._shards.cut(p, drawn.view(self._shards.shape(p))).flatten()
+                block.project_(xi[part])
+        stacks = iter((b, s) for b, s in self._blocks if isinstance(b, PairBlock))
+        for s in self._all_stacks:
+            mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
+            shape, like = s.point_like(self.dtype)
+            gaussians = draw_gaussians(shape, s.n, like, generator)
+            if mine:
+                pairs, part = next(stacks)
+                pairs.from_gaussians_(xi[part], [e[mine] for e in gaussians])
+        return xi
+
+    @torch.no_grad()
+    def direction(self, xi: Tensor) -> Direction:
+        """Give the tangent vector in terms of the whole parameters, on the CPU of every process."""
+        shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self._copies.items()}
+        squares, pair_squares, parts = dict[str, float](), dict[str, float](), dict[str, float]()
+        for block, part in self._blocks:
+            block.vector_(found, xi[part], at_model=True)
+            if isinstance(block, PairBlock):
+                pair_squares |= zip((p.name for p in block.stack.pairs), block.squares(xi[part]), strict=True)
+            elif isinstance(block, ElementwiseBlock):
+                squares[block.name] = sum(block.squares(xi[part]))
+            self._parts.add_squares(parts, block, xi[part])
+        rows = {p: torch.zeros_like(shards.local(p)) for p in self._parameters.values()}
+        shards.spread(found, rows)
+        rows |= {p: t for p, t in found.items() if p not in shards.owner}
+        tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self._parameters.items()}
+        all_squares, all_parts = Counter[str](), Counter[str]()
+        for some, of_pairs, of_parts in self.world.gather([(squares, pair_squares, parts)]):
+            all_squares.update(some)
+            pair_squares |= of_pairs
+            all_parts.update(of_parts)
+        ordered = tuple(pair_squares[p.name] for p in self.pairs)
+        return Direction(
+            self.measure, tensors, self.norm(xi), self.pairs, dict(all_squares), ordered, self.classes, dict(all_parts)
+        )
+
+    @functools.cached_property
+    def _parts(self) -> Parts:
+        with pointing_to(self._shards.twin, self._shards.hollow()):
+            found = Parts(self._shards.twin, self._parameters)
+        found.cut(self._shards.cut)
+        return found
+
+    # -- what the metric meets -----------------------------------------------------------------------------------
+
+    def spectrum(self) -> tuple[float | None, int, int]:
+        """Look at the pairs of all processes, see :meth:`WeightSpace.spectrum`."""
+        values, absent, floored = zip(*self.world.gather([super().spectrum()]), strict=True)
+        return min((v for v in values if v is not None), default=None), sum(absent), sum(floored)
+
+    def num_exited_pairs(self, xi: Tensor) -> int:
+        """Count the pairs of all processes, see :meth:`WeightSpace.num_exited_pairs`."""
+        return sum(self.world.gather([super().num_exited_pairs(xi)]))
+
+    def residuals(self) -> dict[SymmetricPair, float]:
+        """Collect what the gradient said of the pairs of all processes, see :meth:`WeightSpace.residuals`."""
+        by_name = {p.name: p for p in self.pairs}
+        own = [(p.name, r) for p, r in super().residuals().items()]
+        return {by_name[name]: r for name, r in self.world.gather(own)}
+
+    def uncertified(self) -> set[str]:
+        """Collect the pairs of all processes that had no gradient yet."""
+        return set(self.world.gather(sorted(super().uncertified())))
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
+        """Give the pieces of a batch that this process passes through the model, as many as every other process.
+
+        FSDP's gradient is the mean over the processes: where each has other pieces, theirs count for more.
+        """
+        size, rank = self._examples.size, self._examples.rank
+        if size > 1 and objective.micro_batch is None:
+            objective = replace(objective, micro_batch=-(-count_examples(batch) // size))
+            objective.check_pieces(self.model, batch, all_of_them=False)
+        pieces = objective.pieces(self.model, batch)
+        if size == 1:
+            return pieces
+        mine = [(weight * size, piece) for weight, piece in pieces[rank::size]]
+        return mine if len(mine) == -(-len(pieces) // size) else [*mine, (0.0, pieces[0][1])]
+
+    def together(self, value: float, wrong: int, counted: int) -> tuple[float, int, int]:
+        """Take the mean of the losses and the sums of the counts, to the same bits on every process."""
+        found = torch.tensor([value, wrong, counted], dtype=torch.float64, device=self.device)
+        value, wrong, counted = self.world.sum(found).tolist()
+        return value / self.world.size, int(wrong), int(counted)
+
+    @contextmanager
+    def attached(self) -> Iterator[ShardedSpace]:
+        """Let :meth:`move_to` write the shards; they are put back on every way out."""
+        shards, moving = self._shards, self._parameters.values()
+        rows = {p: shards.local(p) for p in [*moving, *self._base]}
+        # What is worked on in rows has a copy already.
+        before = {
+            t: p.data if p.requires_grad and p not in self._base and p not in shards.owner else t.clone()
+            for p, t in rows.items()
+        }
+
+        def put_back() -> None:
+            shards.reshard()
+            for t, value in before.items():
+                t.copy_(value)
+
+        try:
+            try:
+                with torch.no_grad():
+                    for p, value in self._base.items():
+                        rows[p].copy_(value)
+                    whole = {
+                        p: p.data.clone(memory_format=torch.contiguous_format) for p in moving if shards.is_mine(p)
+                    }
+                    self._copies = {**{p: rows[p] for p in moving if p not in shards.owner}, **whole}
+                    self._rows = {p: rows[p] for p in moving if p in shards.owner}
+                self.move_to(None)
+                yield self
+            finally:  # cut short by an interrupt, it is done again
+                put_back()
+        finally:
+            put_back()
+            self._copies, self._at = {}, None
+
+    def move_to(self, xi: Tensor | None) -> None:
+        """Put the model at the retraction of a tangent vector, see :meth:`WeightSpace.move_to`."""
+        super().move_to(xi)
+        self._show_model()
+
+    def _show_model(self) -> None:
+        self._shards.reshard()
+        self._shards.spread(self._copies, self._rows)
+
+    def move_along_orbit(self, pair: SymmetricPair) -> None:
+        """Move by a random element of a pair's group, on the process that owns it."""
+        if self._shards.is_mine(pair.G[0].tensor):
+            with pointing_to(self._shards.twin, {p: self._copies[p] for p in pair.parameters()}):
+                apply_random_symmetry_(self._shards.twin, pairs=[pair])
+        self._show_model()
+
+    def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        found = self._gradients.sum_over(losses)
+        rows = {p: found[q] for p in self._parameters.values() if (q := self._shards.parameter(p)) in found}
+        return {**rows, **self._shards.collect(rows)}
+
+    def hessian_product(self, losses: Any, v: Tensor) -> NoReturn:
+        """Refuse: FSDP2 has no second derivatives."""
+        raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")

@@ -1,0 +1,275 @@
+"""A model whose weights FSDP2 has sharded: a twin that shows it whole, and the traffic between the two."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds.symmetries import PairStack
+from quotient_manifolds.symmetries.blocks import is_sharded, plain_class
+from quotient_manifolds.symmetries.whole import State
+
+from .distributed import World
+
+__all__ = ["ShardedState", "Shards", "is_sharded_model"]
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Tell whether any parameter is a DTensor, as FSDP2 makes them."""
+    return any(type(p).__name__ == "DTensor" for p in model.parameters())
+
+
+class Shards:
+    """The weights of a model after ``torch.distributed.fsdp.fully_shard``: rows of every parameter on every process.
+
+    Its *twin* has the same modules, of their classes before sharding, with stand-ins for the parameters: whole vectors;
+    and matrices of the whole shape without memory, of which :meth:`place` fills those that this process works on.
+    A parameter of a symmetric pair is worked on whole, by one process, its *owner*; all parameters of a pair have the
+    same. Every other parameter is worked on where it lies, row by row.
+
+    Parameters
+    ----------
+    model : nn.Module
+        All its trainable parameters are sharded along their first dimension, over the processes of one mesh.
+
+    Attributes
+    ----------
+    twin : nn.Module
+    world : World
+        The processes of the mesh.
+    owner : dict of Tensor to int
+        The rank that works on a parameter of the twin; those without one are worked on in rows.
+
+    Raises
+    ------
+    ValueError
+        Another way of sharding, or weights that are cast to another precision in every pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "reshard")]
+        self.reshard()
+        _check(model)
+        self._of: dict[Tensor, Tensor] = {}
+        self.world = World(next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_group())  # type: ignore[attr-defined]
+        stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(p) for p in model.parameters()}
+        self.modules: dict[nn.Module, nn.Module] = {}
+        self.twin = self._copy(model, stand_ins)
+        self.owner: dict[Tensor, int] = {}
+
+    def reshard(self) -> None:
+        """Let no module keep whole weights: what is written to the shards would not be seen."""
+        for m in self._modules:
+            m.reshard()
+
+    # -- the twin ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _stand_in(self, p: Tensor) -> nn.Parameter:
+        if not is_sharded(p):
+            return nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+        like = p.to_local()  # type: ignore[attr-defined]
+        found = nn.Parameter(like.new_zeros(()).expand(p.shape), requires_grad=p.requires_grad)
+        self._of[found] = p
+        if p.dim() < 2:
+            found.data = self.whole(found, like)
+        return found
+
+    def _copy(self, module: nn.Module, stand_ins: Mapping[Tensor, nn.Parameter]) -> nn.Module:
+        if module in self.modules:
+            return self.modules[module]
+        twin: nn.Module = object.__new__(plain_class(module))
+        self.modules[module] = twin
+        own = dict(module.__dict__)
+        own["_parameters"] = {k: None if p is None else stand_ins[p] for k, p in own["_parameters"].items()}
+        own["_modules"] = {k: None if m is None else self._copy(m, stand_ins) for k, m in own["_modules"].items()}
+        for name, hooks in own.items():
+            if isinstance(hooks, OrderedDict) and name.endswith("_hooks"):
+                own[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_of_torch(hook))
+        twin.__dict__.update(own)
+        return twin
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def local(self, p: Tensor) -> Tensor:
+        """Give this process's rows of a parameter of the twin: those that the model reads, to be written to."""
+        if p not in self._of:
+            return p.data
+        with torch.no_grad():
+            found: Tensor = self._of[p].to_local()  # type: ignore[attr-defined]
+            return found
+
+    def rows(self, p: Tensor, rank: int | None = None) -> slice:
+        """Tell which rows lie on a process; by default on this one."""
+        rank, count = self.world.rank if rank is None else rank, self._of[p].shape[0]
+        step = -(-count // self.world.size)
+        return slice(min(rank * step, count), min((rank + 1) * step, count))
+
+    def parameter(self, p: Tensor) -> Tensor:
+        """Give the model's parameter that one of the twin stands for."""
+        return self._of[p]
+
+    def shape(self, p: Tensor) -> torch.Size:
+        """Give the shape of the whole parameter."""
+        return self._of[p].shape
+
+    def is_mine(self, p: Tensor) -> bool:
+        """Tell whether this process works on the whole parameter."""
+        return self.owner.get(p) == self.world.rank
+
+    def hollow(self) -> dict[Tensor, Tensor]:
+        """Give tensors of the parameters' whole shapes, without memory."""
+        return {p: q.to_local().new_zeros(()).expand(q.shape) for p, q in self._of.items()}  # type: ignore[attr-defined]
+
+    def holds(self, p: Tensor) -> bool:
+        """Tell whether a parameter of the twin stands for a sharded one."""
+        return p in self._of
+
+    def cut(self, p: Tensor, t: Tensor) -> Tensor:
+        """Take the part of something that broadcasts to a parameter that belongs to what this process works on."""
+        if p in self.owner or p not in self._of or t.dim() == 0 or len(t) < self._of[p].shape[0]:
+            return t
+        return t[self.rows(p)]
+
+    def whole(self, p: Tensor, rows: Tensor) -> Tensor:
+        """Put the rows of all processes together, on each."""
+        count, step = self._of[p].shape[0], -(-self._of[p].shape[0] // self.world.size)
+        padded = rows.new_zeros((step, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        return self.world.stack(padded).flatten(0, 1)[:count]
+
+    # -- owners --------------------------------------------------------------------------------------------------------
+
+    def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> None:
+        """Give every parameter of pairs an owner, and every stand-in the numbers that this process works on.
+
+        ``values`` are rows that count in place of those of the model.
+        """
+        self.owner = self._owners([q for s in found for p in s.pairs for q in [p.parameters()]])
+        start = {p: values.get(p, self.local(p)) for p in self._of}
+        for p, whole in self.collect(start).items():
+            p.data = whole
+        for p, rows in start.items():
+            if p not in self.owner and p.requires_grad:
+                p.data = rows.clone() if p not in values else rows
+
+    def _owners(self, groups: Iterable[list[Tensor]]) -> dict[Tensor, int]:
+        """Spread the parameters over the processes, the largest sets that hang together first."""
+        home: dict[Tensor, list[Tensor]] = {}
+        for group in groups:
+            together = list(dict.fromkeys(q for p in group for q in home.get(p, [p])))
+            home.update((p, together) for p in together)
+        sets = list({id(s): s for s in home.values()}.values())
+        load, owner = [0] * self.world.size, dict[Tensor, int]()
+        for one in sorted(sets, key=lambda s: -sum(p.numel() for p in s)):
+            rank = load.index(min(load))
+            load[rank] += sum(p.numel() for p in one)
+            owner.update((p, rank) for p in one)
+        return owner
+
+    @torch.no_grad()
+    def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Bring the rows of parameters to their owners; gives those of this process, whole.
+
+        All processes have rows of the same parameters; those without an owner are left out.
+        """
+        moving = [p for p in rows if p in self.owner]
+        if not moving:
+            return {}
+        sent = [_flat(rows[moving[0]], [rows[p] for p in moving if self.owner[p] == r]) for r in range(self.world.size)]
+        mine = [p for p in moving if self.owner[p] == self.world.rank]
+        whole = {p: rows[p].new_empty(self._of[p].shape) for p in mine}
+        places = [[whole[p][self.rows(p, rank)] for p in mine] for rank in range(self.world.size)]
+        self._exchange(sent, places)
+        return whole
+
+    @torch.no_grad()
+    def spread(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
+        """Bring whole parameters from their owners to ``rows``, which all processes have of the same."""
+        moving = [p for p in rows if p in self.owner]
+        if not moving:
+            return
+        mine = [p for p in moving if self.owner[p] == self.world.rank]
+        sent = [_flat(rows[moving[0]], [whole[p][self.rows(p, r)] for p in mine]) for r in range(self.world.size)]
+        places = [[rows[p] for p in moving if self.owner[p] == rank] for rank in range(self.world.size)]
+        self._exchange(sent, places)
+
+    def _exchange(self, sent: list[Tensor], places: list[list[Tensor]]) -> None:
+        """Send to every process its part, and write what came from each where it belongs."""
+        received = self.world.exchange(sent, [sum(t.numel() for t in into) for into in places])
+        for flat, into in zip(received, places, strict=True):
+            parts = flat.split([t.numel() for t in into]) if into else []
+            for t, part in zip(into, parts, strict=True):
+                t.copy_(part.view(t.shape))
+
+
+class ShardedState(State):
+    """The values of a sharded model's parameters: this process's rows of what differs, read whole."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def of(self, p: Tensor) -> Tensor:
+        """Give the whole value of a parameter."""
+        if p in self:
+            return self._shards.whole(p, self[p])
+        if p.dim() < 2 or not self._shards.holds(p):
+            return super().of(p)
+        return self._shards.whole(p, self._shards.local(p)).to(torch.promote_types(p.dtype, torch.float64))
+
+    def __setitem__(self, p: Tensor, value: Tensor) -> None:
+        super().__setitem__(p, value[self._shards.rows(p)].clone() if self._shards.holds(p) else value)
+
+
+def _flat(like: Tensor, parts: list[Tensor]) -> Tensor:
+    return torch.cat([like.new_empty(0), *(t.reshape(-1) for t in parts)])
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Tell whether a hook is FSDP's own."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    return (hook if owner is None else type(owner)).__module__.startswith("torch.distributed")
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse what cannot be measured in shards."""
+    mesh = None
+    for name, p in model.named_parameters():
+        if not is_sharded(p):
+            if p.requires_grad:
+                raise ValueError(
+                    f"the trainable parameter {name!r} is not sharded while others are; call fully_shard on the whole "
+                    "model too, or freeze it"
+                )
+            continue
+        placements = getattr(p, "placements", None)
+        if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
+            raise ValueError(
+                f"parameter {name!r} is sharded as {placements}; only FSDP2 over a mesh of one dimension is measured, "
+                "rows on every process"
+            )
+        mesh = p.device_mesh if mesh is None else mesh  # type: ignore[attr-defined]
+        if p.device_mesh != mesh:  # type: ignore[attr-defined]
+            raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; shard all over one")
+        if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"the trainable parameter {name!r} is {p.dtype}, in which small changes are lost; convert it to "
+                "float32 before fully_shard"
+            )
+    for name, m in model.named_modules():
+        state = m._get_fsdp_state() if hasattr(m, "_get_fsdp_state") else None  # noqa: SLF001
+        policy = getattr(state, "_mp_policy", None)
+        cast = getattr(policy, "param_dtype", None)
+        if cast not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"fully_shard casts the weights of {name or 'the model'!r} to {cast} in every pass, which loses small "
+                "changes; measure it without a mixed-precision policy"
+            )

@@ -1,0 +1,145 @@
+"""Measures models that FSDP2 shards over processes of this machine: ``python -m tests.sharded JOB...``."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sharpness
+from tests import networks
+
+MEASURES = ("adaptive", "euclidean", "geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
+
+
+def llama():
+    """A Llama with grouped queries, whose sizes no number of processes divides."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=13, hidden_size=12, intermediate_size=14, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, head_dim=4, max_position_embeddings=16,
+    )  # fmt: skip
+    return networks.shake(LlamaForCausalLM(config).eval())
+
+
+def words(count=5, seed=1):
+    ids = torch.randint(13, (count, 6), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def seeded(build):
+    def make():
+        torch.manual_seed(0)
+        return build()
+
+    return make
+
+
+MODELS = {
+    "llama": (llama, words), "vit": (seeded(networks.vit), networks.images),
+    "bert": (seeded(networks.bert), networks.text),
+}  # fmt: skip
+
+
+def layers(model):
+    return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+
+
+def sharded(model):
+    for layer in layers(model):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def results(model, batches, group=None):
+    """Everything that is to be the same however the weights lie."""
+    found = {}
+    for name in MEASURES:
+        options = {"measure": name, "group": group}
+        worst = sharpness.evaluate(model, batches, keep_directions=True, steps=3, progress=False, **options)
+        direction = worst.direction(0)
+        found[name] = {
+            "batches": [(b.value, b.history, b.base_error, b.worst_error) for b in worst.batches],
+            "spectrum": (worst.min_singular_value, worst.num_null), "tensors": direction.tensors,
+            "squares": direction.squares, "pairs": direction.pair_squares, "parts": direction.parts,
+            "norm": direction.norm, "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
+        }  # fmt: skip
+    options = {"measure": "geodesic-inv", "group": group, "progress": False}
+    mean = sharpness.evaluate(model, batches, statistic="average", num_samples=2, **options)
+    started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, restarts=1, only="layer", **options)
+    found["random"] = [b.history for b in mean.batches], [b.history for b in started.batches]
+    return found
+
+
+def rows_of(model):
+    return {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, two):
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
+def measure(rank, size, out, name, spread):
+    build, batch = MODELS[name]
+    model, batches = sharded(build()), [batch()]
+    before = rows_of(model)
+    found = results(model, batches, dist.group.WORLD if spread else None)
+    torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}.pt")
+
+
+def fail(rank, size, out, how):
+    """Let the last process fail in its tenth pass, and note what every other says, and of its weights."""
+    model, calls = sharded(networks.vit()), []
+    before = rows_of(model)
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        if len(calls) == 10 and rank == size - 1:
+            if how == "error":
+                raise RuntimeError("no more")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[how])
+        return torch.nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
+
+    try:
+        sharpness.evaluate(model, [networks.images()], loss_fn, progress=False, relative_tol=0.0)
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+        Path(f"{out}/{how}-{rank}.json").write_text(json.dumps([said, same(before, rows_of(model))]))
+    os._exit(0)  # as a process ends that nobody tells to leave its group
+
+
+def _begin(rank, size, port, work, *arguments):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    try:
+        globals()[work](rank, size, *arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+def start(size, work, *arguments):
+    """Let processes of this machine do some work together."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    mp.start_processes(_begin, (size, port, work, *arguments), nprocs=size, start_method="fork")
+
+
+if __name__ == "__main__":
+    for job in sys.argv[1:]:  # such as 3,measure,OUT,llama,
+        how_many, *rest = job.split(",")
+        try:
+            start(int(how_many), *rest)
+        except mp.ProcessExitedException:  # one that was told to
+            print("a process was killed")
