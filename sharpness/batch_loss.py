@@ -54,7 +54,7 @@ class BatchLoss:
 
     def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int, gradient: Tensor) -> None:
         self.space, self.objective, self.index = space, objective, index
-        if space.half_precision:
+        if space.in_float32:
             batch = to_float32(batch)
         self.batch, self.pieces = batch, space.share(objective, batch)
         self.worst_error: float | None = None
@@ -224,7 +224,7 @@ def _space(
     found = loss
     for classes in (True, False):
         space = make(model, measure, classes=classes, only=only)
-        if space.half_precision and classes:
+        if space.in_float32 and classes:
             batch = to_float32(batch)
             with make(model, get_measure("euclidean"), only=only).attached():
                 loss = run(batch)
@@ -234,8 +234,8 @@ def _space(
             return space
     raise ValueError(
         f"in the canonical form of {plain_class(model).__name__} the loss is {found:.8g} instead of {loss:.8g}: it is "
-        "not wired, or not used, as its class says (hooks, replaced layers, unusual inputs?); register its wiring, or use "
-        "the measure 'geodesic-inv'"
+        "not wired, or not used, as its class says (hooks, replaced layers, unusual inputs?); register its wiring, or "
+        "use the measure 'geodesic-inv'"
     )
 
 

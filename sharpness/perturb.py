@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from quotient_manifolds.batches import tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
 
-__all__ = ["Gradients", "pointing_to"]
+__all__ = ["Gradients", "pointing_to", "stands_on_narrow_base"]
 
 
 @contextmanager
@@ -20,10 +22,13 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
 
     Where a copy is wider than its parameter, all half-precision parameters and buffers of the model are float32
     meanwhile: next to w, bfloat16 has no numbers closer than w (1 ± 2⁻⁸), so that nearly all of a small ξ would be
-    rounded away, in the weights and again by autocast, which casts them before every product.
+    rounded away, in the weights and again by autocast, which casts them before every product. Not so above a frozen
+    base, see :func:`stands_on_narrow_base`: it stays as it is, and the modules of the copies compute in float32.
     """
-    data, buffers = dict(copies), list[tuple[nn.Module, str, Tensor]]()
-    if any(p.dtype != copy.dtype for p, copy in copies.items()):
+    data, buffers, hooks = dict(copies), list[tuple[nn.Module, str, Tensor]](), list[RemovableHandle]()
+    wider = {p for p, copy in copies.items() if p.dtype != copy.dtype}
+    above = stands_on_narrow_base(model, list(copies))
+    if wider and not above:
         data |= {p: p.data.to(at_least_float32(p.dtype)) for p in model.parameters() if p not in data and _is_narrow(p)}
         buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None and _is_narrow(b)]
     original = {p: p.data for p in data}
@@ -33,6 +38,8 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
             p.data = before
         for m, name, b in buffers:
             m._buffers[name] = b
+        for hook in hooks:
+            hook.remove()
 
     try:
         try:
@@ -40,11 +47,49 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
                 p.data = replacement
             for m, name, b in buffers:
                 m._buffers[name] = b.to(at_least_float32(b.dtype))
+            for m in model.modules() if above else ():
+                own = next((p for p in m.parameters(recurse=False) if p in wider), None)
+                if own is not None:
+                    hooks += _compute_in_float32(m, original[own].dtype)
             yield
         finally:  # cut short by an interrupt, it is done again
             put_back()
     finally:
         put_back()
+
+
+def stands_on_narrow_base(model: nn.Module, moving: Collection[Tensor]) -> bool:
+    """Tell whether most of a model is frozen in half precision, or in integers, as below adapters.
+
+    Wide copies of the base would cost more memory than everything that moves.
+    """
+    known = set(moving)
+    base = sum(p.numel() for p in model.parameters() if p not in known and (_is_narrow(p) or not _is_real(p)))
+    return base > sum(p.numel() for p in known)
+
+
+def _compute_in_float32(module: nn.Module, narrow: torch.dtype) -> list[RemovableHandle]:
+    """Let a module whose weights are float32 now take and give what its neighbours have."""
+    came: list[torch.dtype] = []
+
+    def widen(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        found = [t.dtype for t in tensors((args, kwargs)) if t.is_floating_point()]
+        came.append(found[0] if found else narrow)
+        return tree_map(_wide, args), tree_map(_wide, kwargs)
+
+    def narrow_again(_: nn.Module, args: Any, output: Any) -> Any:
+        dtype = came.pop()
+        return tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+
+    return [module.register_forward_pre_hook(widen, with_kwargs=True), module.register_forward_hook(narrow_again)]
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t
+
+
+def _is_real(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def _is_narrow(t: Tensor) -> bool:

@@ -23,7 +23,7 @@ from .distributed import World
 from .losses import Objective
 from .measures import Measure
 from .parts import Parts
-from .perturb import Gradients, pointing_to
+from .perturb import Gradients, pointing_to, stands_on_narrow_base
 from .weights import trainable
 
 __all__ = ["WeightSpace"]
@@ -97,8 +97,10 @@ class WeightSpace:
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         self.device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
-        #: Whether any weight is narrower than float32; while attached, no parameter is.
-        self.half_precision = any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
+        narrow = any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
+        self._above_base = stands_on_narrow_base(model, list(self._parameters.values()))
+        #: Whether the whole model, of half precision by itself, is float32 while attached.
+        self.in_float32 = narrow and not self._above_base
         self.form, division = self._divide(pairs, only_some=bool(only))
         self._base = {} if self.form is None else self.form.values
         with self._at_base():
@@ -207,7 +209,8 @@ class WeightSpace:
     @property
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
-        return HALF_PRECISION / 3 if torch.is_autocast_enabled(self.device.type) else 1e-4
+        rough = self._above_base or torch.is_autocast_enabled(self.device.type)
+        return HALF_PRECISION / 3 if rough else 1e-4
 
     def uncertified(self) -> set[str]:
         """Name the pairs that had no gradient yet."""
@@ -219,7 +222,8 @@ class WeightSpace:
     def attached(self) -> Iterator[WeightSpace]:
         """Let the model's parameters point to copies that :meth:`move_to` writes; undone on every way out.
 
-        Half-precision weights point to float32 copies, and with them all other half-precision tensors of the model.
+        Half-precision weights point to float32 copies; so do the others, but for a frozen base that is larger than all
+        that moves, see :func:`sharpness.perturb.pointing_to`.
         Yields the space itself, with the model at the base point.
         """
         # What no block writes stays as it is: blocks of pairs that were dropped from them.

@@ -1,16 +1,17 @@
 """Measures models that FSDP2 shards over processes of this machine: ``python -m tests.sharded JOB...``."""
 
 import json
+import multiprocessing as mp
 import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -92,12 +93,12 @@ def measure(rank, size, out, name, spread):
     model, batches = sharded(build()), [batch()]
     before = rows_of(model)
     found = results(model, batches, dist.group.WORLD if spread else None)
-    torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}.pt")
+    torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}{spread}.pt")
 
 
 def fail(rank, size, out, how):
     """Let the last process fail in its tenth pass, and note what every other says, and of its weights."""
-    model, calls = sharded(networks.vit()), []
+    model, calls, begin = sharded(networks.vit()), [], time.monotonic()
     before = rows_of(model)
 
     def loss_fn(model, batch):
@@ -112,7 +113,8 @@ def fail(rank, size, out, how):
         sharpness.evaluate(model, [networks.images()], loss_fn, progress=False, relative_tol=0.0)
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
-        Path(f"{out}/{how}-{rank}.json").write_text(json.dumps([said, same(before, rows_of(model))]))
+        found = [said, same(before, rows_of(model)), time.monotonic() - begin]
+        Path(f"{out}/{how}-{rank}.json").write_text(json.dumps(found))
     os._exit(0)  # as a process ends that nobody tells to leave its group
 
 
@@ -133,13 +135,18 @@ def start(size, work, *arguments):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    mp.start_processes(_begin, (size, port, work, *arguments), nprocs=size, start_method="fork")
+    fork = mp.get_context("fork")  # what they import is there already
+    processes = [fork.Process(target=_begin, args=(rank, size, port, work, *arguments)) for rank in range(size)]
+    for p in processes:
+        p.start()
+    for p in processes:  # a killed one takes none with it
+        p.join()
+    return [p.exitcode for p in processes]
 
 
 if __name__ == "__main__":
     for job in sys.argv[1:]:  # such as 3,measure,OUT,llama,
-        how_many, *rest = job.split(",")
-        try:
-            start(int(how_many), *rest)
-        except mp.ProcessExitedException:  # one that was told to
-            print("a process was killed")
+        how_many, what, *rest = job.split(",")
+        codes = start(int(how_many), what, *rest)
+        if what == "measure" and any(codes):
+            sys.exit(f"{job} ended with {codes}")

@@ -155,3 +155,53 @@ def test_sparse_gradients_and_gradient_penalties():
 
     smooth = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     assert float(sharpness.evaluate(smooth, [(torch.randn(5, 4),)], penalty, measure="adaptive", rho=0.3)) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+class TestAdaptersOnABfloat16Base:
+    """What is frozen stays as it is, in storage and precision; adapters are float32 meanwhile."""
+
+    @staticmethod
+    def model(base, adapters):
+        from peft import LoraConfig, get_peft_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=13, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=16,
+        )  # fmt: skip
+        plain = LlamaForCausalLM(config).bfloat16().to(base)  # the same numbers in both
+        found = get_peft_model(plain, LoraConfig(r=2, target_modules="all-linear"))
+        for i, (name, p) in enumerate(found.named_parameters()):
+            if "lora" in name:
+                p.data = (
+                    (0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))).bfloat16().to(adapters)
+                )
+        return found.eval()
+
+    @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("measure", ["geodesic-inv", "adaptive", "complete-inv"])
+    def test_base_is_untouched_and_the_value_is_right(self, adapters, measure):
+        torch.set_default_dtype(torch.float32)
+        words = torch.randint(13, (6, 9), generator=torch.Generator().manual_seed(0))
+        batch, model = {"input_ids": words, "labels": words}, self.model(torch.bfloat16, adapters)
+        base = {n: (p.data_ptr(), p.dtype) for n, p in model.named_parameters() if not p.requires_grad}
+        before, seen = snapshot(model), set()
+
+        def loss(model, batch):
+            assert base == {n: (p.data_ptr(), p.dtype) for n, p in model.named_parameters() if not p.requires_grad}
+            seen.update(p.dtype for p in model.parameters() if p.requires_grad)
+            return model(**batch).loss
+
+        options = {"measure": measure, "rho": 0.5, "steps": 4, "progress": False}
+        found = float(sharpness.evaluate(model, [batch], loss, **options))
+        assert torch.float32 in seen
+        assert_same(snapshot(model), before)
+        wide = float(sharpness.evaluate(self.model(torch.float32, torch.float32), [batch], loss_of, **options))
+        assert found == pytest.approx(wide, rel=0.05)  # bfloat16 has steps of .008
+        assert found != wide
+
+
+def loss_of(model, batch):
+    return model(**batch).loss
