@@ -51,7 +51,9 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world") / "world"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    docs_world.build(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        docs_world.build(folder)
     torch.set_default_dtype(before)
     return folder
 
@@ -73,6 +75,8 @@ def shell(body, run):
             subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
         elif words[0] == "make":
             subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
+        elif words[:2] == ["git", "clone"] or words == ["cd", "quotient-manifolds"]:
+            continue  # the reader is there already
         elif words[:2] == ["pip", "install"]:  # installs nothing: the extras must exist
             extras = re.search(r"\[(.*)\]", words[2])
             known = re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
@@ -167,8 +171,6 @@ def test_badges_are_true():
     assert f"![Python {python} or later](https://img.shields.io/badge/python-%E2%89%A5%20{python}-blue)" in readme
     licence = re.search(r"^license = (\S+)", setup, re.MULTILINE)[1]
     assert f"![License {licence}](https://img.shields.io/badge/license-{licence.replace('-', '--')}-blue)" in readme
-    required = re.search(r"--cov-fail-under=(\d+)", (ROOT / "Makefile").read_text())[1]
-    assert f"![Coverage at least {required} %]" in readme
 
 
 def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
@@ -182,3 +184,11 @@ def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
 
         with pytest.raises((AssertionError, ZeroDivisionError, SystemExit)):
             test_the_code_of_a_page_runs(Page(page), world, tmp_path / str(abs(hash(text))), monkeypatch, capsys)
+
+
+def test_examples_of_the_readme_are_short():
+    """Five tasks of a stranger, in fifteen lines each at most."""
+    found = [body for language, _, body, _ in blocks(ROOT / "README.md") if language == "python"]
+    assert len(found) == 5
+    for body in found:
+        assert sum(bool(line.strip()) for line in body.splitlines()) <= 15, body

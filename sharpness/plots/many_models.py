@@ -126,7 +126,9 @@ def _plot_radius(
         for axes, c in zip(grid[0], own, strict=False):
             for model, values in zip(c.models, c.values, strict=True):
                 if model in goal:
-                    axes.loglog(c.rho, np.maximum(values, 1e-12), color=colours.to_rgba(np.asarray(goal[model])), linewidth=1.2)
+                    axes.loglog(
+                        c.rho, np.maximum(values, 1e-12), color=colours.to_rgba(np.asarray(goal[model])), linewidth=1.2
+                    )
             axes.set(xlabel="radius ρ", title=c.name)
             _plain_ticks(axes, c.rho.tolist())
         if own:
