@@ -19,8 +19,8 @@ from .statistics import Correlation
 
 __all__ = ["FEWEST_MODELS", "STYLES", "formatted", "per_model", "verdicts"]
 
-#: Below so many models a rank correlation says next to nothing: of nine models, one unrelated quantity in thirteen has a
-#: τ of 0.5 or more, or of -0.5 or less.
+#: Below so many models a rank correlation says next to nothing: of nine models, one unrelated quantity in thirteen has
+#: a τ of 0.5 or more, or of -0.5 or less.
 FEWEST_MODELS = 10
 #: Of a table; "text" has aligned columns, for terminals.
 STYLES = ("text", "markdown", "latex", "csv")
