@@ -1,6 +1,7 @@
 """Every block of code in README and docs is run, page by page; what a page says is printed is printed."""
 
 import doctest
+import json
 import os
 import re
 import shlex
@@ -192,3 +193,20 @@ def test_examples_of_the_readme_are_short():
     assert len(found) == 5
     for body in found:
         assert sum(bool(line.strip()) for line in body.splitlines()) <= 15, body
+
+
+def test_reference_values_are_those_that_were_recorded():
+    text = (ROOT / "docs" / "howto" / "choosing.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text())["rows"]
+    assert len({row["model"] for row in rows}) == 5
+    for row in rows:
+        (line,) = [v for v in text.splitlines() if v.startswith(f"| {row['model']} |")]
+        assert f"| {row['sharpness']:.3f} ± {row['std_error']:.3f} |" in line, row
+
+
+def test_rates_of_the_manifold_example_are_those_that_were_recorded():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "manifold_rates.json").read_text())["rows"]
+    found = {(r["manifold"], r["optimiser"], r["condition"], r["lr"]): r["relative_error"] for r in rows}
+    line = next(v for v in (ROOT / "README.md").read_text().splitlines() if "`GLQuotientMix` | `RiemannianSGD`" in v)
+    for condition in (1, 100):
+        assert f"{found['GLQuotientMix', 'RiemannianSGD', condition, 0.3]:.0e}" in line
