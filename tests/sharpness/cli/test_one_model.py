@@ -130,6 +130,13 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert ["all", "417"] in [line.split() for line in printed.splitlines()]
     assert "rotation" in printed.partition("gradient")[2]
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--json"]) == 0
+    assert sum(json.loads(capsys.readouterr().out)["dimensions"].values()) == 417
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--verify", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {p["kind"] for p in found["pairs"]} == {"qk", "vo"}
+    assert len(found["changes"]) == len(found["pairs"])
+    assert found["failures"] == []
     assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 0
     folded = ViTForImageClassification.from_pretrained(tmp_path / "folded").eval()
     batch = {"pixel_values": next(whole_networks.inputs("vit"))["pixel_values"].float()}
