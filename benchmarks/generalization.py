@@ -136,9 +136,9 @@ def report(docs: Path = DOCS) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     rows = read_results(RESULTS / "vision.csv")
     for target in ("gap", "test-error"):
-        (tables / f"vision_{target}.md").write_text(formatted(compare(rows, target)), encoding="utf-8")
+        (tables / f"vision_{target}.md").write_text(formatted(compare(rows, target), "markdown"), encoding="utf-8")
     others = [r for r in compare(ablations()) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
-    (tables / "vision_ablations.md").write_text(formatted(others), encoding="utf-8")
+    (tables / "vision_ablations.md").write_text(formatted(others, "markdown"), encoding="utf-8")
     (tables / "vision_changes.md").write_text(changes(), encoding="utf-8")
     plot_sweep(rows, "gap", images, prefix="vision_")
     plot_ablations(ablations(), "gap", images, prefix="vision_")

@@ -1,19 +1,62 @@
-"""Sphinx configuration."""
+"""Sphinx configuration. Nothing that a page needs is fetched when it is read."""
+
+import re
+from importlib.metadata import files
+from typing import Any
+
+import quotient_manifolds
 
 project = "quotient-manifolds"
 author = "The quotient-manifolds authors"
+project_copyright = f"2026, {author}, Apache-2.0"
+version = release = quotient_manifolds.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "myst_parser",
+    "sphinx_design",
 ]
-myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_enable_extensions = ["amsmath", "colon_fence", "dollarmath"]
+#: MathJax in one file, fonts included. Used as an extension, the package would copy 24 MB of files.
+mathjax = next(f for f in files("sphinx-mathjax-offline") or () if f.name == "tex-svg.js")
+mathjax_path = mathjax.name
+html_static_path = ["static", str(mathjax.locate())]
+html_css_files = ["pages.css"]
 html_theme = "furo"
-html_title = "quotient-manifolds"
+html_title = f"quotient-manifolds {release}"
 exclude_patterns = ["_build"]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
 napoleon_use_ivar = True
+
+
+def one_attribute_a_line(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Write ``a, b : type`` of a section on attributes as two, which napoleon does for parameters only."""
+    section = ""
+    found: list[str] = []
+    for i, line in enumerate(lines):
+        if i + 1 < len(lines) and re.fullmatch("-{3,}", lines[i + 1]):
+            section = line
+        names, colon, kind = line.partition(" : ")
+        several = section == "Attributes" and colon and re.fullmatch(r"\w+(, \w+)+", names)
+        if not several:
+            found.append(line)
+            continue
+        words = []
+        for later in lines[i + 1 :]:
+            if later and not later.startswith(" "):
+                break
+            words.append(later)
+        *others, last = names.split(", ")
+        for other in others:
+            found += [f"{other} : {kind}", *words]
+        found.append(f"{last} : {kind}")
+    lines[:] = found
+
+
+def setup(app: Any) -> None:
+    """Run before napoleon."""
+    app.connect("autodoc-process-docstring", one_attribute_a_line, priority=400)

@@ -42,4 +42,4 @@ __all__ = [
     "from_matrix",
     "principal_geodesics",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

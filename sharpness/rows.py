@@ -187,6 +187,7 @@ class _Sharpness(_Row, tag="sharpness"):
     rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
     sharpness: Finite
     trace: Finite | None = None
+    per_batch: list[Finite] | None = None
 
 
 #: What a row of each kind holds at least.

@@ -1,17 +1,29 @@
-"""Rankings as tables, and in words."""
+"""Rankings and the values of single models as tables, and in words."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import stdev
+from textwrap import wrap
+from typing import Any
 
 import numpy as np
 
-from .comparison import Ranking
+from .comparison import Ranking, label
+from .measures import MEASURES
+from .rows import Row, targets
 from .statistics import Correlation
 
-__all__ = ["formatted", "verdicts"]
+__all__ = ["FEWEST_MODELS", "STYLES", "formatted", "per_model", "verdicts"]
+
+#: Below so many models a rank correlation says next to nothing: of nine models, one unrelated quantity in thirteen has
+#: a τ of 0.5 or more, or of -0.5 or less.
+FEWEST_MODELS = 10
+#: Of a table; "text" has aligned columns, for terminals.
+STYLES = ("text", "markdown", "latex", "csv")
 
 
 def verdicts(found: Sequence[Ranking], bound: float = 0.3) -> dict[str, str]:
@@ -66,7 +78,7 @@ def _cells(row: Ranking) -> list[str]:
         return "" if value is None else "–" if np.isnan(value) else format(value, digits)
 
     def interval(tau: Correlation) -> str:
-        return f"[{tau.low:+.2f}, {tau.high:+.2f}]"
+        return "" if np.isnan(tau.value) else f"[{tau.low:+.2f}, {tau.high:+.2f}]"
 
     partial, difference = row.partial, row.difference
     return [
@@ -85,19 +97,24 @@ def _cells(row: Ranking) -> list[str]:
     ]
 
 
-def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
+def formatted(found: Sequence[Ranking], style: str = "text") -> str:
     """Format rankings as a table.
 
     Parameters
     ----------
     found : sequence of Ranking
         Of :func:`sharpness.comparison.compare`.
-    style : {"markdown", "latex", "csv"}
-        The rules of a table in LaTeX are those of booktabs.
+    style : {"text", "markdown", "latex", "csv"}
+        ``"text"`` has aligned columns, for a terminal; the rules of a table in LaTeX are those of booktabs.
 
     Returns
     -------
     str
+
+    Raises
+    ------
+    ValueError
+        Another style.
 
     Examples
     --------
@@ -106,17 +123,124 @@ def formatted(found: Sequence[Ranking], style: str = "markdown") -> str:
     >>> print(formatted(compare(rows), "csv").splitlines()[1])
     train error,–,,,3,+1.00,"[..., ...]",...
     """
-    lines = [list(_HEAD), *(_cells(row) for row in found)]
+    return _laid_out([list(_HEAD), *(_cells(row) for row in found)], style)
+
+
+#: Columns of a fit and of what follows from it.
+_FITS = ("train_loss", "train_error", "test_loss", "test_error")
+
+
+def per_model(rows: Sequence[Row], style: str = "text", *, short: bool = False, ablations: bool = False) -> str:
+    """Tabulate a sweep with a row for each checkpoint.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of a sweep, see :func:`sharpness.rows.read_results`.
+    style : {"text", "markdown", "latex", "csv"}
+        As for :func:`formatted`. In CSV the standard errors have columns of their own.
+    short : bool
+        One radius for each measure: its default where the sweep has it, else the middle one.
+    ablations : bool
+        Measures with switches too.
+
+    Returns
+    -------
+    str
+        Losses and errors on training and test data, the gap (test error minus training error), and every measure as
+        mean ± standard error over its batches. A measurement of one batch has no spread, and shows none.
+
+    Raises
+    ------
+    ValueError
+        Another style.
+
+    Examples
+    --------
+    >>> of = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive", "ablation": {}, "rho": 0.5}
+    >>> fit = {"checkpoint": "run 7", "kind": "fit", "train_error": 0.25, "test_error": 0.375}
+    >>> print(per_model([fit, {**of, "sharpness": 0.2, "per_batch": [0.1, 0.3]}], "markdown"))
+    | model | train error | test error | gap | adaptive, ρ = 0.5 |
+    |---|---|---|---|---|
+    | run 7 | 0.25 | 0.375 | 0.125 | 0.2 ± 0.1 |
+    """
+    gaps = targets(rows, "gap")
+    measured: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["kind"] == "sharpness" and (ablations or not row["ablation"]):
+            place = (row["measure"], json.dumps(row["ablation"], sort_keys=True), row["rho"])
+            measured.setdefault(place, {})[row["checkpoint"]] = row
+    shown = sorted(_one_radius(measured) if short else measured)
+    fits = {row["checkpoint"]: row for row in rows if row["kind"] == "fit"}
+    known = [name for name in _FITS if any(fit.get(name) is not None for fit in fits.values())]
+    lines = [["model", *(name.replace("_", " ") for name in known), *["gap"] * bool(gaps)]]
+    for measure, switches, rho in shown:
+        name = label(measure, json.loads(switches)) + (f", ρ = {rho:g}" if rho else "")
+        lines[0] += [name, f"{name}, standard error"] if style == "csv" else [name]
+    for model in dict.fromkeys(row["checkpoint"] for row in rows):
+        cells = [str(model), *(_number(fits.get(model, {}).get(name)) for name in known)]
+        cells += [_number(gaps.get(model))] * bool(gaps)
+        for place in shown:
+            cells += _with_spread(measured[place].get(model, {}), split=style == "csv")
+        lines.append(cells)
+    return _laid_out(lines, style)
+
+
+def _one_radius(places: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Choose one radius for each measure: its default, or else the middle one."""
+    radii: dict[tuple[Any, ...], list[float]] = {}
+    for place in places:
+        radii.setdefault(place[:-1], []).append(place[-1])
+    for measure, several in radii.items():
+        default = MEASURES[measure[0]].rho if measure[0] in MEASURES else None
+        yield (*measure, default if default in several else sorted(several)[len(several) // 2])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _with_spread(row: Row, *, split: bool) -> list[str]:
+    """Write a sharpness with the standard error over its batches, if there are several."""
+    value, batches = _number(row.get("sharpness")), row.get("per_batch") or ()
+    spread = f"{stdev(batches) / len(batches) ** 0.5:.2g}" if len(batches) > 1 else ""
+    return [value, spread] if split else [f"{value} ± {spread}" if spread else value]
+
+
+def _laid_out(lines: Sequence[Sequence[str]], style: str) -> str:
+    """Write cells, the first line of which is the head, as a table."""
+    head, *body = lines
     if style == "csv":
         stream = io.StringIO()
         csv.writer(stream, lineterminator="\n").writerows(lines)
         return stream.getvalue()
     if style == "markdown":
         rows = ["| " + " | ".join(cells) + " |" for cells in lines]
-        return "\n".join([rows[0], "|" + "---|" * len(_HEAD), *rows[1:]]) + "\n"
+        return "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]) + "\n"
     if style == "latex":
-        words = str.maketrans({"%": r"\%", "_": r"\_", "τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$", "–": "--"})
+        words = str.maketrans({"%": r"\%", "_": r"\_", "&": r"\&", "τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$",
+                               "–": "--", "±": r"$\pm$"})  # fmt: skip
         rows = [" & ".join(cell.translate(words) for cell in cells) + r" \\" for cells in lines]
-        begin = f"\\begin{{tabular}}{{ll{'r' * (len(_HEAD) - 2)}}}"
+        begin = f"\\begin{{tabular}}{{ll{'r' * (len(head) - 2)}}}"
         return "\n".join([begin, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}", ""])
-    raise ValueError(f"a table is markdown, latex or csv, not {style!r}")
+    if style == "text":
+        return _aligned(head, body)
+    raise ValueError(f"a table is {', '.join(STYLES[:-1])} or {STYLES[-1]}, not {style!r}")
+
+
+def _aligned(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Align columns, the first to the left; a head that is wider than its column is wrapped."""
+    columns = list(zip(*body, strict=True)) if body else [()] * len(head)
+    wide = [max(9, *map(len, [*column, *title.split()])) for title, column in zip(head, columns, strict=True)]
+    titles = [wrap(title, width) for title, width in zip(head, wide, strict=True)]
+    deep = max(map(len, titles))
+    tops = [[([""] * (deep - len(t)) + t)[i] for t in titles] for i in range(deep)]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, wide, strict=True))
+        )
+        return "  ".join([first, *others]).rstrip()
+
+    rule = "  ".join("─" * w for w in wide)
+    return "\n".join([*map(line, tops), rule, *map(line, body)]) + "\n"

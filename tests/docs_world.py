@@ -60,6 +60,52 @@ def _images(path):
                     archive.writestr(f"{part}/{name}/{i}.png", out.getvalue())
 
 
+def _adapter(folder, base, seed):
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(base)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+    torch.manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained(folder)
+
+
+#: A user's module, with attention that no handler knows.
+MINE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Attention(nn.Module):
+    def __init__(self, width=4, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = Attention(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.attention(x).mean(1))
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+def batches():
+    return [(torch.randn(8, 4, 4), torch.randint(3, (8,)))]
+"""
+
+
 def build(folder):
     """Make every file that a page names."""
     (folder / "path" / "to").mkdir(parents=True)
@@ -75,11 +121,9 @@ def build(folder):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     shutil.copy(ROOT / "tests" / "networks.py", folder / "networks.py")
-    (folder / "mine.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))\n"
-        "def batches():\n    return [(torch.randn(8, 4, 4), torch.randint(3, (8,)))]\n"
-    )
+    (folder / "mine.py").write_text(MINE)
+    for seed, name in enumerate(("adapter_a", "adapter_b")):
+        _adapter(folder / name, folder / "path/to/bert", seed)
     for name in ("one", "two", "three"):
         shutil.copytree(folder / "path/to/bert", folder / "berts" / name)
     data = {"source": "dev.tsv", "text": "sentence", "batch_size": 32, "num_examples": 32}

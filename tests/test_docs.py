@@ -1,6 +1,7 @@
 """Every block of code in README and docs is run, page by page; what a page says is printed is printed."""
 
 import doctest
+import json
 import os
 import re
 import shlex
@@ -51,7 +52,9 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world") / "world"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    docs_world.build(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        docs_world.build(folder)
     torch.set_default_dtype(before)
     return folder
 
@@ -73,6 +76,8 @@ def shell(body, run):
             subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
         elif words[0] == "make":
             subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
+        elif words[:2] == ["git", "clone"] or words == ["cd", "quotient-manifolds"]:
+            continue  # the reader is there already
         elif words[:2] == ["pip", "install"]:  # installs nothing: the extras must exist
             extras = re.search(r"\[(.*)\]", words[2])
             known = re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
@@ -167,8 +172,6 @@ def test_badges_are_true():
     assert f"![Python {python} or later](https://img.shields.io/badge/python-%E2%89%A5%20{python}-blue)" in readme
     licence = re.search(r"^license = (\S+)", setup, re.MULTILINE)[1]
     assert f"![License {licence}](https://img.shields.io/badge/license-{licence.replace('-', '--')}-blue)" in readme
-    required = re.search(r"--cov-fail-under=(\d+)", (ROOT / "Makefile").read_text())[1]
-    assert f"![Coverage at least {required} %]" in readme
 
 
 def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
@@ -182,3 +185,28 @@ def test_a_page_that_is_wrong_is_seen(tmp_path, world, monkeypatch, capsys):
 
         with pytest.raises((AssertionError, ZeroDivisionError, SystemExit)):
             test_the_code_of_a_page_runs(Page(page), world, tmp_path / str(abs(hash(text))), monkeypatch, capsys)
+
+
+def test_examples_of_the_readme_are_short():
+    """Five tasks of a stranger, in fifteen lines each at most."""
+    found = [body for language, _, body, _ in blocks(ROOT / "README.md") if language == "python"]
+    assert len(found) == 5
+    for body in found:
+        assert sum(bool(line.strip()) for line in body.splitlines()) <= 15, body
+
+
+def test_reference_values_are_those_that_were_recorded():
+    text = (ROOT / "docs" / "howto" / "choosing.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "reference_values.json").read_text())["rows"]
+    assert len({row["model"] for row in rows}) == 5
+    for row in rows:
+        (line,) = [v for v in text.splitlines() if v.startswith(f"| {row['model']} |")]
+        assert f"| {row['sharpness']:.3f} ± {row['std_error']:.3f} |" in line, row
+
+
+def test_rates_of_the_manifold_example_are_those_that_were_recorded():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "manifold_rates.json").read_text())["rows"]
+    found = {(r["manifold"], r["optimiser"], r["condition"], r["lr"]): r["relative_error"] for r in rows}
+    line = next(v for v in (ROOT / "README.md").read_text().splitlines() if "`GLQuotientMix` | `RiemannianSGD`" in v)
+    for condition in (1, 100):
+        assert f"{found['GLQuotientMix', 'RiemannianSGD', condition, 0.3]:.0e}" in line

@@ -46,3 +46,37 @@ def test_tests_mirror_the_source():
         found = (ROOT / "tests" / package).rglob("test_*.py")
         tests |= {p.relative_to(ROOT / "tests").with_name(p.name.removeprefix("test_")) for p in found}
     assert sources == tests, sources ^ tests
+
+
+def required(text):
+    """Read names and versions of requirements, without conda's other names."""
+    other = {"pytorch": "torch", "msgspec-python": "msgspec"}
+    pairs = re.findall(r"^\s*(?:- )?([\w-]+) ?>=([\d.]+)$", text, re.MULTILINE)
+    return {other.get(name, name): version for name, version in pairs}
+
+
+def test_the_conda_recipe_needs_what_the_wheel_needs():
+    setup, recipe = (ROOT / "setup.cfg").read_text(), (ROOT / "conda" / "meta.yaml").read_text()
+    wheel = required(setup.partition("install_requires =")[2].partition("\n\n")[0])
+    conda = required(recipe.partition("  run:\n")[2].partition("\n\n")[0])
+    assert conda.pop("python") == re.search(r"python_requires = >=(\S+)", setup)[1]
+    assert wheel == conda
+
+
+def test_one_version():
+    import quotient_manifolds
+
+    assert f"version: {quotient_manifolds.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {quotient_manifolds.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_workflows_and_templates_are_read():
+    import yaml
+
+    found = [*(ROOT / ".github").rglob("*.yml")]
+    assert len(found) == 4
+    for path in found:
+        assert yaml.safe_load(path.read_text())["name"], path
+    targets = re.search(r"run: make (.*)", (ROOT / ".github/workflows/release.yml").read_text())[1].split()
+    for target in targets:
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target

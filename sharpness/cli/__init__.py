@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import traceback
 import warnings
@@ -13,8 +14,17 @@ from ..errors import RemoteError, words_of
 from .demo import add_demo
 from .many_models import add_plot, add_sweep, add_table
 from .one_model import add_canonicalize, add_run, add_symmetries
+from .options import Completion, Formatter, examples
 
 __all__ = ["Parser", "main", "parser", "run_parser"]
+
+_EXIT_CODES = """
+exit codes:
+  0    everything was done
+  1    a checkpoint of a sweep failed, or what was verified is not a symmetry
+  2    the command was refused; one line on standard error says why
+  130  interrupted
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,19 +33,34 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.add_argument(  # before a command or after it
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
         )
 
     def error(self, message: str) -> NoReturn:
         """Leave with one line and exit code 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}; --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     top = Parser(
         prog="sharpness",
-        description="Geodesic sharpness of transformers: the worst rise of the loss around the weights.",
+        description="Measure the sharpness of transformers: by how much the loss can rise within a ball around the "
+        "weights, where weights that compute the same function get the same value.",
+        epilog=examples(
+            "sharpness demo",
+            "sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512",
+            "sharpness sweep sweep.json --out results",
+        )
+        + "\n"
+        + _EXIT_CODES,
+        formatter_class=Formatter,
+    )
+    top.add_argument(
+        "--print-completion",
+        action=Completion,
+        choices=["bash", "zsh", "tcsh"],
+        help="print a shell's completion script",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (add_demo, add_symmetries, add_canonicalize, add_run, add_sweep, add_table, add_plot):
@@ -51,10 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
     """Run the command that a parser finds in the arguments; see :func:`main`."""
     options = top.parse_args(arguments)
+    options.command = shlex.join([top.prog, *(sys.argv[1:] if arguments is None else arguments)])
     debug = getattr(options, "debug", False)
     try:
         with warnings.catch_warnings():
-            if not debug:  # of libraries; what matters to users is said by the commands
+            if not debug:  # libraries' warnings; the commands themselves say what matters to users
                 warnings.simplefilter("ignore")
             code: int = options.run(options)
         return code
@@ -65,7 +91,7 @@ def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = N
         if debug:
             traceback.print_exc()
         expected = isinstance(error, (ValueError, OSError, ImportError, RemoteError))
-        hint = "" if expected else " (not foreseen: --debug shows where it comes from)"
+        hint = "" if expected else " (not foreseen: --debug prints the traceback)"
         said = str(error) if isinstance(error, (ImportError, RemoteError)) else words_of(error)
         print(f"{top.prog}: {' '.join(said.split())}{hint}", file=sys.stderr)
         return 2

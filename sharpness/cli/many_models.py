@@ -1,13 +1,15 @@
-"""sweep, table, plot: what is asked of many checkpoints."""
+"""The commands ``sweep``, ``table`` and ``plot``, for many checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import os
 import sys
 from typing import Any
 
-from .options import Formatter, place, shard
+from .options import Formatter, add_json, as_json, examples, place, shard
 
 __all__ = ["add_plot", "add_sweep", "add_table"]
 
@@ -16,18 +18,25 @@ def add_sweep(commands: Any) -> None:
     """Add ``sharpness sweep``."""
     sweep = commands.add_parser(
         "sweep",
-        help="measure many checkpoints; resumes where it was stopped",
-        description="Measure many checkpoints under many measures, radii and ablations, as a YAML or JSON file says: "
-        "checkpoints, data, train, test or accuracies, measures, rho, ablations, baselines, initial, steps, "
-        "relative_tol, device (docs/guides/sweeps.md). Interruptible; rerun to resume from the folder OUT. Under "
-        "torchrun processes draw checkpoints from a common counter; --shard splits them among independent processes "
-        "that share OUT. Exit code 1 if a checkpoint failed.",
+        help="measure many checkpoints; an interrupted sweep resumes when it is called again",
+        description="Measure many checkpoints under several measures, radii and ablations. A YAML or JSON file says "
+        "which; its keys are checkpoints, data, train, test or accuracies, measures, rho, ablations, "
+        "baselines, initial, steps, relative_tol and device (docs/guides/sweeps.md). A sweep may be "
+        "interrupted; the same command resumes it from the folder OUT. Under torchrun, processes draw "
+        "checkpoints from a common counter; --shard splits them among independent processes that share OUT. "
+        "The exit code is 1 if a checkpoint failed.",
+        epilog=examples(
+            "sharpness sweep sweep.json --out results", "sharpness sweep sweep.json --out results --shard 1/4"
+        ),
         formatter_class=Formatter,
     )
     sweep.add_argument("config", type=place, metavar="CONFIG", help="YAML or JSON file")
-    sweep.add_argument("--out", type=place, required=True, help="folder for the results")
-    sweep.add_argument("--shard", default="1/1", help="take the i-th of n parts of the checkpoints")
-    sweep.add_argument("--quiet", action="store_true", help="no progress bar")
+    sweep.add_argument(
+        "--out", type=place, required=True, help="folder for the results: results.jsonl, results.csv and a file per job"
+    )
+    sweep.add_argument("--shard", default="1/1", metavar="I/N", help="measure the I-th of N parts of the checkpoints")
+    add_json(sweep)
+    sweep.add_argument("--quiet", action="store_true", help="show no progress")
     sweep.set_defaults(run=_sweep)
 
 
@@ -46,28 +55,40 @@ def _sweep(options: argparse.Namespace) -> int:
         leader = group is None or int(os.environ["RANK"]) == 0
         failed = run_sweep(sweep, options.out, shard=part, progress=not options.quiet and leader)
     rows: list[dict[str, Any]] | None = None
-    while rows != (now := read_rows(options.out, sweep)):  # others may finish meanwhile, and write too
+    while rows != (
+        now := read_rows(options.out, sweep)
+    ):  # other processes may finish meanwhile, and write the files too
         rows = now
         write_results(options.out / "results.jsonl", rows)
         write_results(options.out / "results.csv", rows)
     for job in failed:
         what = job.get("measure", job["kind"])
-        if isinstance(job.get("rho"), float):  # a radius that is too large; the others stand
+        if isinstance(job.get("rho"), float):  # this radius is too large; the results at the others stand
             what = f"{what} at rho = {job['rho']:g}"
         print(f"sharpness: {job['checkpoint']}, {what}: {job['error']}", file=sys.stderr)
-    if not options.quiet and leader:
-        print(f"{len(rows or ())} rows in {options.out / 'results.jsonl'}")
+    if options.json and leader:
+        found = {"rows": len(rows or ()), "results": str(options.out / "results.jsonl"), "failed": failed}
+        print(as_json(found), end="")
+    elif not options.quiet and leader:
+        print(
+            f"{len(rows or ())} rows in {options.out / 'results.jsonl'}; see them with: sharpness table {options.out}"
+        )
     return 1 if failed else 0
 
 
-def _add_results(commands: Any, name: str, words: str, description: str) -> argparse.ArgumentParser:
+def _add_results(commands: Any, name: str, words: str, description: str, *shown_as: str) -> argparse.ArgumentParser:
     """Add a command that reads the results of a sweep."""
     shown: argparse.ArgumentParser = commands.add_parser(
-        name, help=words, description=description, formatter_class=Formatter
+        name, help=words, description=description, epilog=examples(*shown_as), formatter_class=Formatter
     )
-    shown.add_argument("results", type=place, metavar="RESULTS", help="a sweep's folder, results.jsonl or .csv")
     shown.add_argument(
-        "--target", choices=["gap", "loss-gap", "test-error", "test-loss"], default="gap", help="what is predicted"
+        "results", type=place, metavar="RESULTS", help="the folder of a sweep, or its results.jsonl or results.csv"
+    )
+    shown.add_argument(
+        "--target",
+        choices=["gap", "loss-gap", "test-error", "test-loss"],
+        default="gap",
+        help="what is to be predicted; the gap is test error minus training error",
     )
     return shown
 
@@ -77,43 +98,90 @@ def add_table(commands: Any) -> None:
     shown = _add_results(
         commands,
         "table",
-        "print how every measure ranks the models of a sweep",
-        "Kendall's tau of the generalisation gap with every measure: at every radius, at the paper's, at its best and "
-        "at matched increases of the loss; with bootstrap intervals, and given training loss and error (partial tau) "
-        "with intervals corrected for all that is compared, beside norms and other baselines.",
+        "print how every measure ranks the models of a sweep, or a row for each model",
+        "Print Kendall's tau between the target and every measure: at every radius, at the paper's radius, at the best "
+        "one and at matched increases of the loss, with bootstrap intervals. A partial tau controls for training loss "
+        "and training error; its intervals are corrected for everything that is compared. Norms and other baselines "
+        "stand beside the measures. Fewer than ten models are too few to correlate: they are listed one by one.",
+        "sharpness table results --short",
+        "sharpness table results --per-model --format latex --out models.tex",
     )
-    shown.add_argument("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of the table")
+    shown.add_argument(
+        "--per-model", action="store_true", help="a row for each model: losses, errors, and sharpness ± standard error"
+    )
+    shown.add_argument("--format", choices=["text", "markdown", "latex", "csv"], default="text", help="of the table")
+    add_json(shown)
     shown.add_argument("--short", action="store_true", help="chosen radii only, not every radius of the sweep")
     shown.add_argument(
-        "--level", type=float, default=0.95, help="that all corrected intervals hold; raise it for several targets"
+        "--level",
+        type=float,
+        default=0.95,
+        help="probability that all corrected intervals hold at once; raise it if you look at several targets",
     )
-    shown.add_argument("--out", type=place, help="file (default: print)")
+    shown.add_argument("--out", type=place, help="write the table to this file (default: print it)")
     shown.set_defaults(run=_table)
 
 
 def _table(options: argparse.Namespace) -> int:
-    from ..comparison import compare
     from ..files import check_file, write_text
-    from ..rows import read_results
-    from ..tables import formatted, verdicts
+    from ..rows import read_results, targets
+    from ..tables import FEWEST_MODELS
 
     if options.out is not None:
         check_file(options.out)
-
+    if not 0 < options.level < 1:
+        raise ValueError(f"--level must lie between 0 and 1, got {options.level}")
     rows = read_results(options.results)
-    found = compare(rows, options.target, level=options.level)
-    said = verdicts(found)  # which look at every radius, whatever is printed
-    if options.short:
-        found = [r for r in found if r.choice != "ρ" or ":" in r.quantity]
-    text = formatted(found, options.format)
-    if options.format == "markdown" and said:
-        text += "\nDoes it say anything that training loss and error do not?\n\n"
-        text += "".join(f"- {name.replace('_', ' ')}: {words}\n" for name, words in said.items())
+    count = len(targets(rows, options.target))
+    text = _models(options, rows, count) if options.per_model or count < FEWEST_MODELS else _ranking(options, rows)
     if options.out is None:
         print(text, end="")
     else:
         write_text(options.out, text)
     return 0
+
+
+def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int) -> str:
+    """Give a row for each model."""
+    from ..tables import FEWEST_MODELS, per_model
+
+    if options.json:
+        of_models = csv.DictReader(io.StringIO(per_model(rows, "csv", short=options.short)))
+        return as_json(list(of_models))
+    text = per_model(rows, options.format, short=options.short)
+    remarks = []
+    measured = [row["per_batch"] for row in rows if row.get("per_batch")]
+    if measured and all(len(values) == 1 for values in measured):
+        remarks.append("Each sharpness is that of one batch: no spread.")
+    elif measured:
+        remarks.append("± is the standard error over the batches.")
+    if count < FEWEST_MODELS:
+        what = f"{count} model{'s' * (count != 1)} with a {options.target}"
+        why = "" if count else "; give the sweep test data or accuracies"
+        remarks.append(f"{what}: too few to correlate. A ranking needs at least {FEWEST_MODELS}{why}.")
+    if options.format in ("text", "markdown"):
+        return text + "".join(f"\n{v}\n" for v in remarks)
+    for remark in remarks if count < FEWEST_MODELS else ():
+        print(f"sharpness: {remark}", file=sys.stderr)
+    return text
+
+
+def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    """Give a row for each quantity that ranks the models."""
+    from ..comparison import compare
+    from ..tables import formatted, verdicts
+
+    found = compare(rows, options.target, level=options.level)
+    said = verdicts(found)  # which look at every radius, whatever is printed
+    if options.short:
+        found = [r for r in found if r.choice != "ρ" or ":" in r.quantity]
+    if options.json:
+        return as_json({"rankings": found, "verdicts": said})
+    text = formatted(found, options.format)
+    if options.format in ("text", "markdown") and said:
+        text += "\nDoes it predict anything beyond training loss and error?\n\n"
+        text += "".join(f"- {name.replace('_', ' ')}: {words}\n" for name, words in said.items())
+    return text
 
 
 def add_plot(commands: Any) -> None:
@@ -122,8 +190,9 @@ def add_plot(commands: Any) -> None:
         commands,
         "plot",
         "draw the figures of a sweep",
-        "Scatter of the gap against every measure (at its best radius, and at a matched increase of the loss), and "
-        "sharpness and tau along the radius.",
+        "Draw the target against every measure, at its best radius and at a matched increase of the loss, and "
+        "sharpness and Kendall's tau against the radius.",
+        "sharpness plot results --out figures",
     )
     shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
     shown.add_argument("--out", type=place, required=True, help="folder for the figures")

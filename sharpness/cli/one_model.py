@@ -1,4 +1,4 @@
-"""symmetries, run: what is asked of one model."""
+"""The commands ``run``, ``symmetries`` and ``canonicalize``, for one model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
-from .options import Formatter, add_data_options, checked_device, data_choice, place, seed
+from ..local import LOCAL
+from ..measures import MEASURES
+from .options import (
+    Formatter,
+    add_data_options,
+    add_json,
+    as_json,
+    checked_device,
+    data_choice,
+    examples,
+    place,
+    seed,
+)
 
 __all__ = ["add_canonicalize", "add_run", "add_symmetries"]
 
@@ -20,28 +33,33 @@ def add_symmetries(commands: Any) -> None:
         "symmetries",
         help="list the symmetries of a model's attention and LoRA weights",
         description="List, layer by layer, which weights of a model can be changed without changing its function. "
-        "Attention of a class that nobody wrote down is examined, on examples of --data or else on random inputs.",
+        "An attention class that the package does not know is examined: on examples of --data, or else on random "
+        "inputs.",
+        epilog=examples("sharpness symmetries path/to/bert --verify", "sharpness symmetries path/to/vit --complete"),
         formatter_class=Formatter,
     )
     found.add_argument(
-        "model", metavar="MODEL", help="a transformers folder, or the name of an open_clip or timm model"
+        "model", metavar="MODEL", help="a folder of transformers, or the name of an open_clip or timm model"
     )
-    found.add_argument("--data", metavar="DATA", help="examples to run the model on, given as for sharpness run")
+    found.add_argument("--data", metavar="DATA", help="examples to run the model on, given as for `sharpness run`")
     add_data_options(found)
-    found.add_argument("--checkpoint", help="local weights for a name (.safetensors, or a state dict saved by torch)")
+    found.add_argument(
+        "--checkpoint", help="local weights for a named model (.safetensors, or a state dict saved by torch)"
+    )
     found.add_argument(
         "--key-bias",
         choices=["keep", "drop"],
         default="keep",
-        help="leave the null direction of the key bias in H or not",
+        help="keep the key bias, which softmax ignores, as a row of H, or drop it",
     )
     found.add_argument(
-        "--verify", action="store_true", help="act on every pair and compare the outputs; exit code 1 if they move"
+        "--verify", action="store_true", help="act on every pair and compare the outputs; exit code 1 if they change"
     )
     found.add_argument(
         "--complete", action="store_true", help="count every continuous symmetry of the whole network, by kind"
     )
-    found.add_argument("--seed", type=seed, default=0, help="seed of the group elements")
+    add_json(found)
+    found.add_argument("--seed", type=seed, default=0, help="seed of the random matrices that act on the pairs")
     found.set_defaults(run=_symmetries, batch_size=8, batches=1)
 
 
@@ -50,13 +68,17 @@ def add_canonicalize(commands: Any) -> None:
     found = commands.add_parser(
         "canonicalize",
         help="save a model in canonical form: norms folded, layers centred",
-        description="Save a transformers model with the same function in canonical form, which all weights that differ "
-        "by a continuous symmetry outside the heads share. The folder loads in transformers as before.",
+        description="Save a model of transformers in canonical form. Its function stays the same, and all weights that "
+        "differ only by a continuous symmetry outside the heads have the same canonical form. transformers loads the "
+        "new folder like the old one.",
+        epilog=examples("sharpness canonicalize path/to/vit --out canonical"),
         formatter_class=Formatter,
     )
-    found.add_argument("model", metavar="MODEL", help="a transformers folder")
-    found.add_argument("--out", type=place, required=True, metavar="FOLDER", help="folder that is written")
-    found.add_argument("--classes", action="store_true", help="centre the logits over the classes too")
+    found.add_argument("model", metavar="MODEL", help="a folder of transformers")
+    found.add_argument(
+        "--out", type=place, required=True, metavar="FOLDER", help="folder to write; it must not exist yet"
+    )
+    found.add_argument("--classes", action="store_true", help="also centre the logits over the classes")
     found.set_defaults(run=_canonicalize)
 
 
@@ -70,7 +92,7 @@ def _canonicalize(options: argparse.Namespace) -> int:
     loaded = load(options.model, None)
     model: Any = loaded.model.eval()
     if not hasattr(model, "save_pretrained") or loaded.example is None:
-        raise ValueError(f"{options.model}: only transformers models are saved again")
+        raise ValueError(f"{options.model}: only models of transformers can be saved in canonical form")
     if Path(options.out).exists():
         raise ValueError(f"--out {options.out} exists already; give a new folder")
     with torch.no_grad():
@@ -78,7 +100,9 @@ def _canonicalize(options: argparse.Namespace) -> int:
         form = canonicalize_(model, classes=options.classes)
         after = model(**loaded.example)[0].float()
     if form.wiring is None or not form.wiring.sites:
-        raise ValueError(f"nobody has said how a {type(model).__name__} is wired; register_wiring does, in Python")
+        raise ValueError(
+            f"the wiring of {type(model).__name__} is not known; describe it in Python with register_wiring"
+        )
     if options.classes:
         before, after = (scores.log_softmax(-1) for scores in (before, after))
     change = float((after - before).abs().max() / before.abs().max().clamp_min(1e-30))
@@ -107,28 +131,49 @@ def _symmetries(options: argparse.Namespace) -> int:
     if options.complete:
         return _complete(options, loaded.model, batch)
     found = symmetries.find_symmetric_pairs(loaded.model, key_bias=options.key_bias, batch=batch)
-    print(found)
+    if not options.json:
+        print(found)
     if not options.verify:
+        if options.json:
+            print(as_json(_listed(found)), end="")
         return 0
     if batch is None:
         raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
     with naming(f"{options.model} cannot be verified"):
         symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, batch), found)
         report = symmetries.verify(loaded.model, batch, options.seed)
-    print(f"\n{report}")
+    if options.json:
+        print(as_json({**_listed(found), "changes": report.changes, "failures": report.failures}), end="")
+    else:
+        print(f"\n{report}")
     return 0 if report.ok else 1
+
+
+def _listed(pairs: Any) -> dict[str, Any]:
+    """Describe pairs by names and sizes."""
+    return {
+        "pairs": [
+            {"module": p.module, "kind": p.kind, "head": p.head, "group": p.group and str(p.group), "reason": p.reason}
+            for p in pairs
+        ]
+    }
 
 
 def _complete(options: argparse.Namespace, model: Any, batch: Any) -> int:
     from quotient_manifolds.symmetries.whole import canonical_form, verify_whole
 
-    print(canonical_form(model))
+    form = canonical_form(model)
+    if options.json:
+        print(as_json({"dimensions": form.dimensions, "refused": form.refused}), end="")
+    else:
+        print(form)
     if not options.verify:
         return 0
     if batch is None:
         raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
     report = verify_whole(model, batch, options.seed)
-    print(f"\n{report}")
+    if not options.json:
+        print(f"\n{report}")
     return 0 if report.ok else 1
 
 
@@ -137,47 +182,78 @@ def add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="measure the sharpness of a model on data",
-        description="Measure the sharpness of a model on data. Under torchrun (torchrun --nproc-per-node N -m "
-        "sharpness run ...) the work is spread over the processes, with the same result.",
+        description="Measure by how much the loss of a model on data can rise within a ball around its weights. Under "
+        "torchrun (torchrun --nproc-per-node N -m sharpness run ...) the work is spread over the processes, with the "
+        "same result.",
+        epilog=examples(
+            "sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512 --out result.json",
+            "sharpness run path/to/vit images.zip:train --num-examples 512 --measure geodesic-inv adaptive",
+            "sharpness run mine:model mine:batches --measure adaptive --rho 0.2 0.5",
+        ),
         formatter_class=Formatter,
     )
     run.add_argument(
         "model",
         metavar="MODEL",
-        help="a transformers folder, the name of an open_clip or timm model, or module:function that returns a model",
+        help="a folder of transformers, the name of an open_clip or timm model, or module:function, a function of "
+        "yours that returns a model",
     )
     run.add_argument(
         "data",
         metavar="DATA",
-        help="a folder of class folders of images or a zip of them (FILE.zip:FOLDER/INSIDE); an idx file of images "
-        "as MNIST's, its labels beside it; a .tsv, .csv or .jsonl table of text; "
-        "a folder saved by datasets (FOLDER:SPLIT); a .safetensors file with "
-        "tensors x "
-        "and y, or with a transformers model's inputs and labels by name; or module:function that returns batches",
+        help="images: a folder with a folder for each class, a zip of that (FILE.zip:FOLDER/INSIDE), or an idx file "
+        "such as MNIST's with its labels beside it; text: a .tsv, .csv or .jsonl table; a folder saved by datasets "
+        "(FOLDER:SPLIT); a .safetensors file with tensors x and y, or with inputs and labels of a transformers model; "
+        "or module:function, a function of yours that returns batches",
     )
     run.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
-    run.add_argument("--head", help="file with weight (and bias) of a classifier on open_clip's image tower")
+    run.add_argument("--head", help="file with the weight (and bias) of a classifier on the image tower of open_clip")
     add_data_options(run)
-    run.add_argument("--measure", nargs="+", default=["geodesic-inv"], help="one or several measures")
-    run.add_argument("--rho", type=float, nargs="+", help="radii (default: each measure's own)")
-    run.add_argument("--steps", type=int, default=20, help="most steps of an ascent")
-    run.add_argument("--relative-tol", type=float, default=3e-4, help="stop when a step offers less than this share")
-    run.add_argument("--ascent", choices=["power", "apgd"], default="power", help="how the maximum is sought")
-    run.add_argument("--restarts", type=int, default=0, help="further ascents from random directions")
-    run.add_argument("--seed", type=seed, default=0, help="seed of the random directions")
-    run.add_argument("--batch-size", type=int, default=256, help="examples a batch, for data from a file")
-    run.add_argument("--batches", type=int, help="use the first so many batches (default: all)")
-    run.add_argument("--micro-batch", type=int, help="examples that pass through the model at a time")
+    run.add_argument("--batch-size", type=int, default=256, help="examples in a batch, for data from a file")
+    run.add_argument("--batches", type=int, help="use only the first N batches (default: all)", metavar="N")
+    run.add_argument(
+        "--micro-batch", type=int, help="pass this many examples through the model at a time, to save memory"
+    )
     run.add_argument("--device", default="cpu", help="cpu or cuda")
-    run.add_argument("--out", type=place, help="JSON file for the results")
+    _add_search(run)
+    run.add_argument(
+        "--out",
+        type=place,
+        help="JSON file for the results, with command, versions and digests of model and data",
+    )
     run.add_argument(
         "--figures",
         type=place,
-        help="folder for figures: the loss along the worst direction, the layers and heads it moves, the spectra of "
-        "the attention pairs",
+        help="folder for figures: the loss along the worst direction, the layers and heads that it moves, and the "
+        "spectra of the attention pairs",
     )
-    run.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_json(run)
+    run.add_argument("--quiet", action="store_true", help="show no progress")
     run.set_defaults(run=_run)
+
+
+def _add_search(command: argparse.ArgumentParser) -> None:
+    """Add what is measured, and how the maximum is sought."""
+    run = command.add_argument_group("measure")
+    run.add_argument("--measure", nargs="+", choices=[*MEASURES, *LOCAL], default=["geodesic-inv"], metavar="MEASURE",
+                     help="one or several of " + ", ".join([*MEASURES, *LOCAL]))  # fmt: skip
+    radii = ", ".join(f"{m.rho:g} for {name}" for name, m in MEASURES.items())
+    run.add_argument("--rho", type=float, nargs="+", help=f"radii of the ball (default: {radii})")
+    run.add_argument("--steps", type=int, default=20, help="largest number of steps of an ascent")
+    run.add_argument(
+        "--relative-tol",
+        type=float,
+        default=3e-4,
+        help="stop when a further step offers less than this share of the rise found so far",
+    )
+    run.add_argument(
+        "--ascent",
+        choices=["power", "apgd"],
+        default="power",
+        help="method that seeks the maximum: the generalised power method, or Auto-PGD",
+    )
+    run.add_argument("--restarts", type=int, default=0, help="number of further ascents, from random directions")
+    run.add_argument("--seed", type=seed, default=0, help="seed of the random directions")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -186,7 +262,7 @@ def _run(options: argparse.Namespace) -> int:
     from ..errors import naming
     from ..evaluation import checked_radii, evaluate
     from ..files import check_file, write_json
-    from ..local import LOCAL, hessian, measure_of
+    from ..local import hessian, measure_of
     from ..models import load
 
     for measure in options.measure:  # before any of them takes its time
@@ -204,6 +280,7 @@ def _run(options: argparse.Namespace) -> int:
         loaded = load(options.model, options.checkpoint, head=options.head)
         model = loaded.model.to(device)
         batches = data_choice(options).load(loaded, device)
+        source = _source(options)
         leader = group is None or int(os.environ["RANK"]) == 0
         if leader and not options.quiet:
             print(_about(model, batches), file=sys.stderr, flush=True)
@@ -223,16 +300,41 @@ def _run(options: argparse.Namespace) -> int:
                     )  # fmt: skip
             found.append(result.to_dict())
             if leader:
-                print(result, "\n", sep="", flush=True)
+                if not options.json:
+                    print(result, *_spread(result), "\n", sep="\n", end="", flush=True)
                 if options.out is not None:
-                    write_json(options.out, found)
+                    write_json(options.out, {**source, "results": found})
                 if options.figures is not None and measure not in LOCAL:
                     _draw(options, model, batches, result)
+        if options.json and leader:
+            print(as_json({**source, "results": found}), end="")
     return 0
 
 
+def _source(options: argparse.Namespace) -> dict[str, Any]:
+    """Say what the numbers were computed from, and by what, so that they can be cited."""
+    from ..sweep.digests import of_model, versions
+    from ..sweep.plan import as_data
+
+    digest = of_model(options.model, options.checkpoint, options.head)
+    model = {"name": options.model, "checkpoint": options.checkpoint, "head": options.head, "digest": digest}
+    return {"command": options.command, "versions": versions(), "model": model, "data": as_data(data_choice(options))}
+
+
+def _spread(result: Any) -> list[str]:
+    """Give the standard error over the batches at every radius of a search."""
+    count = len(result.batches) // len(getattr(result, "rhos", [0]))
+    if not hasattr(result, "rhos") or not count:
+        return []
+    if count == 1:
+        return ["one batch: no spread"]
+    values = {rho: [b.value for b in result[rho].batches] for rho in result.rhos}
+    errors = ", ".join(f"{stdev(v) / count**0.5:.2g} at rho = {rho:g}" for rho, v in values.items())
+    return [f"standard error over the {count} batches: {errors}"]
+
+
 def _about(model: Any, batches: Any) -> str:
-    """Say what is measured: a line that also tells a log that the files are read."""
+    """Describe model and data in one line, which also shows in a log that the files were read."""
     from quotient_manifolds.batches import tensors
     from quotient_manifolds.symmetries import find_symmetric_pairs
 
@@ -250,7 +352,9 @@ def _check_figures(folder: Path) -> None:
     from ..plots.look import style
 
     if "WORLD_SIZE" in os.environ:
-        raise ValueError("--figures needs the worst directions, which the processes keep to themselves; run it alone")
+        raise ValueError(
+            "--figures needs the worst directions, which are not shared between processes; use one process"
+        )
     with style():
         check_folder(folder)
 
@@ -260,6 +364,6 @@ def _draw(options: argparse.Namespace, model: Any, batches: Any, result: Any) ->
 
     try:
         for path in plot_model(model, batches[0], result, options.figures, micro_batch=options.micro_batch):
-            print(f"drawn: {path}")
+            print(f"drawn: {path}", file=sys.stderr if options.json else sys.stdout)
     except ValueError as error:  # the measurement stands
         print(f"sharpness: no figures of {result.measure.name}: {error}", file=sys.stderr)

@@ -1,45 +1,114 @@
-"""What several commands share: the form of the help, and the options that choose data."""
+"""What several commands share: the form of the help, the options that choose data, and output as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Formatter", "add_data_options", "checked_device", "count", "data_choice", "place", "seed", "shard"]
+import msgspec
+
+__all__ = [
+    "Completion",
+    "Formatter",
+    "add_data_options",
+    "add_json",
+    "as_json",
+    "checked_device",
+    "count",
+    "data_choice",
+    "examples",
+    "place",
+    "seed",
+    "shard",
+]
 
 if TYPE_CHECKING:
     from ..data import DataChoice
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """A help text with the default of every option that has one."""
+    """A help text with the default of every option that has one; indented lines of it stay as they are."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        if action.default in (None, False, argparse.SUPPRESS) or "(default" in (action.help or ""):
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(action.default)})"
+        return super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(v if v.startswith("  ") else fill(v, width, indent) for v in text.splitlines())
+
+
+class Completion(argparse.Action):
+    """Print the completion script of a shell, and leave."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: str | Sequence[Any] | None, option: Any = None
+    ) -> None:
+        """Print the script, which shtab writes; without shtab, say in one line what to install."""
+        try:
+            import shtab
+        except ImportError:
+            parser.error("completion needs shtab: pip install 'quotient-manifolds[completion]'")
+        print(shtab.complete(parser, str(values)))
+        parser.exit()
+
+
+def examples(*commands: str) -> str:
+    """Write the end of a help text: commands that can be typed as they are."""
+    return "\n".join(["examples:" if len(commands) > 1 else "example:", *(f"  {command}" for command in commands)])
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    """Let a command print JSON."""
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
+
+def as_json(found: Any) -> str:
+    """Write dicts, lists, dataclasses and numbers as JSON; a number that is not finite becomes null."""
+    return msgspec.json.format(msgspec.json.encode(found, enc_hook=float), indent=2).decode() + "\n"
 
 
 def add_data_options(command: argparse.ArgumentParser) -> None:
-    """Let a command choose data."""
+    """Add the options that choose data."""
     group = command.add_argument_group("data")
-    group.add_argument("--num-examples", type=count, help="use the first so many examples of a file (default: all)")
-    group.add_argument("--subset-seed", type=seed, help="choose them at random with this seed instead")
-    group.add_argument("--text", default="text", help="column of the text, by name, or by number without a header")
-    group.add_argument("--pair", help="column of the second text of a pair")
+    group.add_argument(
+        "--num-examples", type=count, help="use only the first N examples of a file (default: all)", metavar="N"
+    )
+    group.add_argument(
+        "--subset-seed", type=seed, help="choose these N examples at random, with this seed", metavar="SEED"
+    )
+    group.add_argument(
+        "--text", default="text", help="column of the text: its name, or its number if the table has no header"
+    )
+    group.add_argument("--pair", help="column of the second text, for pairs of texts")
     group.add_argument("--label", default="label", help="column of the label")
     group.add_argument(
         "--label-map",
         type=_label_map,
         default={},
         metavar="NAME=NUMBER,…",
-        help="what labels mean, as entailment=0,neutral=1 (default: the model's own names)",
+        help="class of each label, such as entailment=0,neutral=1 (default: the names in the model's files)",
     )
-    group.add_argument("--no-header", action="store_true", help="the table's first line is no header")
+    group.add_argument("--no-header", action="store_true", help="the first line of the table is already data")
     group.add_argument("--max-length", type=count, default=128, help="longest input in tokens")
-    group.add_argument("--image-size", type=count, help="side of the images (default: what the model says)")
-    group.add_argument("--mean", type=float, nargs="+", help="mean of each channel (default: what the model says)")
-    group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel")
+    group.add_argument(
+        "--image-size", type=count, help="side of the images in pixels (default: as the model's files say)"
+    )
+    group.add_argument(
+        "--mean",
+        type=float,
+        nargs="+",
+        help="mean of each channel, subtracted from the images (default: as the model's files say)",
+    )
+    group.add_argument(
+        "--std", type=float, nargs="+", help="standard deviation of each channel, by which the images are divided"
+    )
 
 
 def data_choice(options: argparse.Namespace) -> DataChoice:
@@ -61,15 +130,15 @@ def _label_map(text: str) -> dict[str, int]:
     for entry in filter(None, text.split(",")):
         name, _, number = entry.rpartition("=")
         if not name or not number.isdigit():
-            raise argparse.ArgumentTypeError(f"labels are mapped by NAME=NUMBER,…, and {entry!r} is none")
+            raise argparse.ArgumentTypeError(f"labels are mapped by NAME=NUMBER,…, but {entry!r} has another form")
         names[name] = int(number)
     return names
 
 
 def place(text: str) -> Path:
-    """Read a path: an empty one is a variable that was not set, not the current folder."""
+    """Read a path. An empty one is refused: most often a shell variable was not set."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("an empty path")
+        raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
 
 
@@ -82,7 +151,7 @@ def seed(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Read how many of something there are to be, at least one."""
+    """Read a whole number of at least one."""
     number = int(text)
     if not 1 <= number < 2**53:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text}")
@@ -90,7 +159,7 @@ def count(text: str) -> int:
 
 
 def checked_device(name: str) -> Any:
-    """Give a device of torch that is there."""
+    """Return a device of torch, after checking that it exists."""
     import torch
 
     from ..errors import naming
@@ -110,5 +179,5 @@ def shard(text: str) -> tuple[int, int]:
     """Read i/n."""
     first, _, last = text.partition("/")
     if not (first.isdigit() and last.isdigit()):
-        raise ValueError(f"--shard takes i/n, as 1/4, and {text!r} is none")
+        raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} has another form")
     return int(first), int(last)

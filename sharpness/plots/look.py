@@ -1,4 +1,4 @@
-"""The look of all figures: colours that colour-blind readers tell apart, type that is legible at half size."""
+"""The look of all figures: colours that colour-blind readers can tell apart, and type that is legible at half size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ..extras import require_extra
 from ..files import atomic_write, check_file
 
-__all__ = ["COLOURS", "MARKERS", "check_figure", "figure", "style"]
+__all__ = ["COLOURS", "MARKERS", "check_figure", "dark_map", "figure", "style"]
 
 #: Okabe and Ito's colours, without their yellow, which is faint on white.
 _CYCLE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
@@ -24,6 +24,14 @@ MARKERS = {
     "geodesic-inv": "o", "geodesic-mix": "s", "adaptive": "^", "euclidean": "D",
     "complete-inv": "*", "complete-mix": "P",
 }  # fmt: skip
+
+
+def dark_map() -> Any:
+    """Return a colour map for lines and dots on white: viridis without its yellow end."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps["viridis"]([i / 255 * 0.75 for i in range(256)]))
 
 
 def style() -> AbstractContextManager[None]:

@@ -12,9 +12,13 @@ import numpy as np
 
 from ..comparison import Curves, Ranking, compare, curves
 from ..rows import TARGETS, Row, targets
-from .look import COLOURS, MARKERS, figure
+from ..tables import FEWEST_MODELS
+from .look import COLOURS, MARKERS, dark_map, figure
 
 __all__ = ["plot_sweep"]
+
+#: With so many models or fewer, the dots bear their names.
+_NAMED = 12
 
 
 def plot_sweep(
@@ -58,17 +62,24 @@ def plot_sweep(
     found, goal = compare(rows, target), targets(rows, target)
     places = [Path(folder) / f"{prefix}{name}.{suffix}" for name in ("scatter", "radius")]
     _plot_scatter(found, goal, target, places[0])
-    _plot_radius([c for c in curves(rows) if not c.ablation and len(c.rho) > 1], found, goal, places[1])
+    _plot_radius([c for c in curves(rows) if not c.ablation and len(c.rho) > 1], found, goal, target, places[1])
     return places
 
 
 def scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
-    """Draw what is predicted against a quantity, with its τ."""
+    """Draw what is to be predicted against a quantity, with τ, and with the names of a few models."""
     colour = COLOURS.get(row.quantity.split(",")[0], "0.4")
     marker = MARKERS.get(row.quantity.split(",")[0], "o")
     axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
-    tau = row.tau
-    axes.set_title(f"{fill(title, 34)}\nτ = {tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]", fontsize="small")
+    if len(row.models) <= _NAMED:
+        for model, value in zip(row.models, row.values, strict=True):
+            axes.annotate(
+                Path(str(model)).name, (value, goal[model]), (4, 3), textcoords="offset points", fontsize="x-small"
+            )
+    tau, said = row.tau, "too few to correlate"
+    if len(row.models) >= FEWEST_MODELS:
+        said = f"τ = {tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]"
+    axes.set_title(f"{fill(title, 34)}\n{said}", fontsize="small")
     axes.locator_params(nbins=4)
 
 
@@ -101,22 +112,31 @@ def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> N
     axes.set_xticks([], minor=True)
 
 
-def _plot_radius(own: Sequence[Curves], found: Sequence[Ranking], goal: Mapping[str, float], path: Path) -> None:
+def _plot_radius(
+    own: Sequence[Curves], found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path
+) -> None:
     """Draw every model's sharpness along the radius, coloured by the target; and τ along the median loss increase."""
-    low, high = min(goal.values()), max(goal.values())
-    with figure(path, (3.7 * (len(own) + 1), 3.8), 1, len(own) + 1) as (_, grid):
-        from matplotlib import colormaps
+    few = len(goal) < FEWEST_MODELS
+    panels = len(own) + (not few or not own)
+    with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
 
+        colours = ScalarMappable(Normalize(min(goal.values()), max(goal.values())), dark_map())
         for axes, c in zip(grid[0], own, strict=False):
             for model, values in zip(c.models, c.values, strict=True):
                 if model in goal:
-                    colour = colormaps["viridis"]((goal[model] - low) / ((high - low) or 1))
-                    axes.loglog(c.rho, np.maximum(values, 1e-12), color=colour, linewidth=1.2)
+                    axes.loglog(
+                        c.rho, np.maximum(values, 1e-12), color=colours.to_rgba(np.asarray(goal[model])), linewidth=1.2
+                    )
             axes.set(xlabel="radius ρ", title=c.name)
             _plain_ticks(axes, c.rho.tolist())
         if own:
-            grid[0, 0].set_ylabel("sharpness (yellow: large target)")
+            grid[0, 0].set_ylabel("sharpness")
+            drawn.colorbar(colours, ax=grid[0, len(own) - 1], label=TARGETS[target])
         last = grid[0, -1]
+        if few:  # nothing that could be called a correlation
+            return
         for c in own:
             at_radii = [r for r in found if r.choice == "ρ" and r.quantity == c.name and r.loss_increase]
             at_radii.sort(key=lambda r: r.loss_increase or 0.0)

@@ -12,7 +12,7 @@ import numpy as np
 from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
 
 from ..profiles import profile
-from .look import COLOURS, figure
+from .look import COLOURS, dark_map, figure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,7 @@ def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> 
 
 
 def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw what the worst direction moves: a row a layer, a column a head's pair, and one for all other weights.
+    """Draw what the worst direction moves, layer by layer: a column for each head's pair, one for all other weights.
 
     Parameters
     ----------
@@ -93,11 +93,15 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     places: dict[str, list[int]] = {}
     for i, (_, kind, _) in enumerate(columns):
         places.setdefault(kind, []).append(i)
-    rest = "all weights" if list(places) == ["weights"] else "rest"
-    names = {"qk": "Q–K, by head", "vo": "V–O, by head", "lora": "LoRA", "weights": rest}
+    names = {"qk": "Q–K, by head", "vo": "V–O, by head", "lora": "LoRA", "weights": "weights"}
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
-        axes.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in places])
+        heads = [(i, head) for i, (rest, _, head) in enumerate(columns) if not rest]
+        axes.set_xticks([i for i, _ in heads], [str(head) for _, head in heads], fontsize="x-small")
+        kinds = axes.secondary_xaxis("bottom")
+        kinds.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in places])
+        kinds.tick_params(length=0, pad=16)
+        kinds.spines[:].set_visible(False)
         for p in list(places.values())[1:]:
             axes.axvline(p[0] - 0.5, color="white", linewidth=3)
         step = 1 + len(layers) // 54
@@ -138,12 +142,11 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
     kinds = list(dict.fromkeys(s.kind for s in found))
     titles = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
     with figure(path, (4.6 * (len(kinds) + 1), 4.4), 1, len(kinds) + 1) as (drawn, ((*panels, last),)):
-        from matplotlib import colormaps
-
+        shades = dark_map()
         for axes, kind in zip(panels, kinds, strict=True):
             mine = [s for s in found if s.kind == kind]
             for i, s in enumerate(mine):
-                shade = colormaps["viridis"](0.9 * i / max(1, len(mine) - 1))
+                shade = shades(i / max(1, len(mine) - 1))
                 axes.semilogy(range(1, len(s.product) + 1), s.product.clamp_min(1e-300), color=shade, linewidth=1)
             axes.set(xlabel="index", title=f"{titles.get(kind, kind)}: σ of GHᵀ, dark: first layers")
             _set_bottom(axes, [float(v) for s in mine for v in s.product])

@@ -8,11 +8,17 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 from ..data.loading import is_function, source_files
 
-__all__ = ["of_data", "of_model"]
+__all__ = ["of_data", "of_model", "versions"]
+
+
+def versions() -> dict[str, str]:
+    """Give the versions of what a number is computed with."""
+    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
 
 
 def of_data(source: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from ..files import check_folder, write_json
 from ..models import LoadedModel, load
 from ..progress import bar
 from ..rows import AnyRow
+from .digests import versions
 from .measuring import do_job
 from .plan import Checkpoint, Job, Sweep, as_data, job_key
 
@@ -175,7 +175,7 @@ def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cac
         record = _read(path)
         if "rows" not in record or "error" in record:
             loaded = _loaded(checkpoint, cache.device) if loaded is None else loaded
-            record = {"job": job, "versions": _versions(), **_attempt(job, sweep, loaded, cache)}
+            record = {"job": job, "versions": versions(), **_attempt(job, sweep, loaded, cache)}
             write_json(path, record)
         failed += _left_out(record)
     return failed
@@ -198,10 +198,6 @@ def _attempt(job: Job, sweep: Sweep, loaded: LoadedModel | str, cache: _Cache) -
         return do_job(job, sweep, loaded.model, lambda choice: cache.batches(choice, loaded))
     except Exception as error:
         return {"error": words_of(error)}
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
 
 
 def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:

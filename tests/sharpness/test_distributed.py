@@ -40,7 +40,7 @@ def test_one_and_two_processes_give_identical_values(tmp_path):
     done = torchrun(2, "tests.spread:model", "tests.spread:batches", *options, "--out", str(tmp_path / "two.json"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("geodesic-inv sharpness of Encoder: 3 batches") == 1  # one process reports
-    found = json.loads((tmp_path / "two.json").read_text())
+    found = json.loads((tmp_path / "two.json").read_text())["results"]
     torch.set_default_dtype(torch.float32)
     for two, measure in zip(found, ("geodesic-inv", "adaptive"), strict=True):
         one = sharpness.evaluate(

@@ -27,9 +27,7 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
     monkeypatch.setattr("reproduction.toy.run", defect)
     assert laboratory.main(["toy", "--quiet"]) == 2
     said = capsys.readouterr().err
-    assert said == (
-        "reproduction: ZeroDivisionError: in the middle (not foreseen: --debug shows where it comes from)\n"
-    )
+    assert said == ("reproduction: ZeroDivisionError: in the middle (not foreseen: --debug prints the traceback)\n")
     assert laboratory.main(["toy", "--quiet", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
     assert laboratory.main(["--debug", "toy", "--quiet"]) == 2
@@ -45,7 +43,7 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
         (["sweep", "nowhere.json", "--out", "out"], "there is no configuration 'nowhere.json'"),
         (["finetune", "tests.spread:model", "x", "--models", "0", "--out", "out"], "whole number of at least 1"),
         (["finetune", "tests.spread:model", "x", "--test", "nope", "--out", "out"], "there is no data at nope"),
-        (["toy", "--out", ""], "an empty path"),
+        (["toy", "--out", ""], "the path is empty"),
         (["run", "./no/such/folder", "tests.spread:batches"], "there is no folder './no/such/folder'"),
     ],
 )

@@ -1,6 +1,7 @@
 """On a terminal a bar, in a log a line a minute, nothing if nobody asks."""
 
 import io
+import re
 import sys
 
 from sharpness import progress
@@ -26,6 +27,7 @@ def test_a_log_gets_a_line_a_minute(monkeypatch):
     lines = shown(monkeypatch, io.StringIO(), minutes=5).splitlines()
     assert 2 <= len(lines) <= 5
     assert all(line.startswith("measuring: ") and " of 5 steps in " in line for line in lines)
+    assert all(re.search(r"in \d\d:\d\d, \d\d:\d\d left", line) for line in lines)
     assert not any("\r" in line for line in lines)
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from sharpness.comparison import compare
-from sharpness.tables import formatted, verdicts
+from sharpness.tables import formatted, per_model, verdicts
 from tests.studies import study
 
 
-@pytest.mark.parametrize("style", ["markdown", "latex", "csv"])
+@pytest.mark.parametrize("style", ["text", "markdown", "latex", "csv"])
 def test_tables(style):
     text = formatted(compare(study(), resamples=20), style)
     assert "geodesic-inv" in text
@@ -37,3 +37,20 @@ def test_a_verdict_needs_all_radii_and_one_side():
 def test_one_quantity_in_two_units_has_one_verdict():
     found = verdicts(compare(study(), resamples=50))
     assert found["adaptive"] == found["geodesic-inv"]
+
+
+def test_a_row_for_each_model():
+    rows = study(models=3)
+    for row in rows:
+        if row["kind"] == "sharpness" and row["checkpoint"] != "m02":
+            row["per_batch"] = [row["sharpness"] - 0.3, row["sharpness"] + 0.3]
+    head, _, *lines = per_model(rows, "markdown", short=True).splitlines()
+    assert head.count("|") - 1 == 8  # four of the fit, the gap, two measures at their default radius
+    assert "adaptive, ρ = 0.5 | geodesic-inv, ρ = 0.1 |" in head
+    assert [" ± 0.3 |" in line for line in lines] == [True, True, False]
+    text = per_model(rows, "text").splitlines()
+    assert len({line.index("m0") for line in text if "m0" in line}) == 1
+    assert max(map(len, text)) == len(text[[line[0] for line in text].index("─")])
+    assert r"$\pm$" in per_model(rows, "latex")
+    assert "statistic" in per_model(rows, "csv", ablations=True)
+    assert "statistic" not in per_model(rows, "csv")

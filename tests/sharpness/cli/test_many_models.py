@@ -1,3 +1,10 @@
+import csv
+import json
+import shlex
+import sys
+
+import pytest
+
 from sharpness import cli
 from sharpness.rows import write_results
 from tests.studies import study
@@ -8,8 +15,15 @@ def test_commands(tmp_path, capsys):
     write_results(tmp_path / "r.csv", rows)
     assert cli.main(["table", str(tmp_path / "r.csv"), "--short"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("| quantity | radius |")
-    assert "| adaptive | ρ |" not in printed
+    assert any(line.split()[:3] == ["quantity", "radius", "ρ"] for line in printed.splitlines())
+    assert "adaptive               ρ" not in printed
+    assert "Does it predict anything beyond training loss and error?" in printed
+    assert cli.main(["table", str(tmp_path / "r.csv"), "--short", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdicts"].keys() >= {"adaptive", "geodesic-inv"}
+    assert {r["quantity"] for r in found["rankings"]} >= {"adaptive", "weight_norm"}
+    assert cli.main(["table", str(tmp_path / "r.csv"), "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| quantity | radius |")
     assert cli.main(["table", str(tmp_path / "r.csv"), "--format", "latex", "--out", str(tmp_path / "t.tex")]) == 0
     assert (tmp_path / "t.tex").read_text().startswith("\\begin{tabular}")
     assert cli.main(["plot", str(tmp_path / "r.csv"), "--out", str(tmp_path / "figures")]) == 0
@@ -18,3 +32,52 @@ def test_commands(tmp_path, capsys):
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (tmp_path / "figures").iterdir())
     assert cli.main(["table", str(tmp_path / "none.csv")]) == 2
     assert "there are no results at" in capsys.readouterr().err
+
+
+def test_few_models_are_listed_one_by_one(tmp_path, capsys):
+    """Nine models give no ranking, whatever is asked for; ten do."""
+    rows = study(models=10)
+    for row in rows:
+        if row["kind"] == "sharpness":
+            row["per_batch"] = [row["sharpness"]]
+    write_results(tmp_path / "ten.jsonl", rows)
+    write_results(tmp_path / "nine.jsonl", [r for r in rows if r["checkpoint"] != "m09"])
+    assert cli.main(["table", str(tmp_path / "ten.jsonl")]) == 0
+    assert "quantity" in capsys.readouterr().out
+    assert cli.main(["table", str(tmp_path / "nine.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "9 models with a gap: too few to correlate. A ranking needs at least 10." in printed
+    assert "τ" not in printed
+    assert "one batch: no spread" in printed
+    assert cli.main(["table", str(tmp_path / "nine.jsonl"), "--format", "csv"]) == 0
+    found = capsys.readouterr()
+    assert "too few to correlate" in found.err  # not in the file that a program reads
+    assert [row["model"] for row in csv.DictReader(found.out.splitlines())] == [f"m{i:02d}" for i in range(9)]
+    assert cli.main(["table", str(tmp_path / "ten.jsonl"), "--per-model", "--json", "--short"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert float(first["adaptive, ρ = 0.5"]) > 0
+    assert "adaptive, ρ = 0.05" not in first
+
+
+def test_the_help_of_every_command_has_commands_that_are_read():
+    top = cli.parser()
+    (commands,) = (a.choices for a in top._actions if isinstance(a.choices, dict))
+    for command in (top, *commands.values()):
+        shown = [line.split(None, 1)[1] for line in command.epilog.splitlines() if line.startswith("  sharpness ")]
+        assert shown, command.prog
+        for line in shown:
+            top.parse_args(shlex.split(line))
+            assert line in command.format_help()  # as it is, not wrapped
+
+
+def test_completion(capsys, monkeypatch):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--print-completion", "bash"])
+    assert ended.value.code == 0
+    assert "canonicalize" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--print-completion", "bash"])
+    assert ended.value.code == 2
+    assert "pip install 'quotient-manifolds[completion]'" in capsys.readouterr().err

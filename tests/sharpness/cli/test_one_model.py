@@ -31,9 +31,41 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert "has no radius; leave --rho out" in capsys.readouterr().err
     assert cli.main([*arguments[:-1]]) == 0
     assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
-    found = json.loads(out.read_text())[0]
+    written = json.loads(out.read_text())
+    found = written["results"][0]
     batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
-    assert found["sharpness"]["0.1"] == float(evaluate(model, batches, measure="adaptive", rho=0.1))
+    result = evaluate(model, batches, measure="adaptive", rho=0.1)
+    assert found["sharpness"]["0.1"] == float(result)
+    # What makes the number citable: the command, versions, and digests that follow the contents.
+    assert written["command"].startswith("sharpness run tests.spread:model")
+    assert written["versions"]["torch"] == torch.__version__.partition("+")[0]
+    digests = written["model"]["digest"], written["data"]["digest"]
+    torch.save({k: v + 1 for k, v in model.state_dict().items()}, tmp_path / "weights.pt")
+    assert cli.main([*arguments[:-1], "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["model"]["digest"], printed["data"]["digest"]) != digests
+    assert printed["data"]["digest"] == digests[1]
+
+
+def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    arguments = [
+        "run",
+        "tests.spread:model",
+        "tests.spread:batches",
+        "--measure",
+        "adaptive",
+        "--rho",
+        "0.1",
+        "--quiet",
+    ]
+    assert cli.main([*arguments, "--batches", "1"]) == 0
+    assert "one batch: no spread" in capsys.readouterr().out
+    assert cli.main(arguments) == 0
+    values = [b.value for b in evaluate(spread.model(), spread.batches(), measure="adaptive", rho=0.1).batches]
+    expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
+    assert f"standard error over the 3 batches: {expected:.2g} at rho = 0.1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -60,7 +92,7 @@ def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
     assert "drawn: " in capsys.readouterr().out
     drawn = {p.name for p in figures.iterdir()}
     assert drawn == {"geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"}
-    assert len(json.loads(out.read_text())) == 2
+    assert len(json.loads(out.read_text())["results"]) == 2
     # What is wrong is known before any measure takes its time.
     out.unlink()
     assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm", "--rho", "0.1"]) == 2
@@ -84,7 +116,7 @@ def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, capsys, monkeypatch
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
     assert cli.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
     assert "no figures of geodesic-inv: too flat" in capsys.readouterr().err
-    assert len(json.loads(out.read_text())) == 1
+    assert len(json.loads(out.read_text())["results"]) == 1
 
 
 def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
@@ -98,6 +130,13 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert ["all", "417"] in [line.split() for line in printed.splitlines()]
     assert "rotation" in printed.partition("gradient")[2]
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--json"]) == 0
+    assert sum(json.loads(capsys.readouterr().out)["dimensions"].values()) == 417
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--verify", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {p["kind"] for p in found["pairs"]} == {"qk", "vo"}
+    assert len(found["changes"]) == len(found["pairs"])
+    assert found["failures"] == []
     assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 0
     folded = ViTForImageClassification.from_pretrained(tmp_path / "folded").eval()
     batch = {"pixel_values": next(whole_networks.inputs("vit"))["pixel_values"].float()}

@@ -30,6 +30,9 @@ def test_layers():
         axes.images[0].get_array().filled(np.nan), [[10, 20, 30, np.nan], [np.nan, np.nan, np.nan, 40]]
     )
     assert [t.get_text() for t in axes.get_yticklabels()] == ["a.0", "head"]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["0", "1", "0"]
+    (kinds,) = axes.child_axes
+    assert [t.get_text() for t in kinds.get_xticklabels()] == ["Q–K, by head", "V–O, by head", "weights"]
 
 
 def test_spectra():
