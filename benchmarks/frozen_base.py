@@ -88,7 +88,7 @@ def train(options: argparse.Namespace) -> dict[str, torch.Tensor]:
 def with_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
     for name, p in model.named_parameters():
         if name in weights:
-            p.data = weights[name].clone()
+            p.data = weights[name].to(p.dtype)
             p.requires_grad_(True)
     return model
 
