@@ -38,6 +38,8 @@ class Projection:
         Owner of the bias, if another: there the heads follow one another.
     further : tuple of Projection
         Others that add to the same scores, as those of positions: more rows of the same stack.
+    examined : bool
+        Gradients and moves decide whether the module is linear: a subclass of ``nn.Linear`` is not refused as such.
 
     Examples
     --------
@@ -62,6 +64,7 @@ class Projection:
     rows: tuple[str, ...] = ()
     bias_module: nn.Module | None = None
     further: tuple[Projection, ...] = ()
+    examined: bool = False
 
     def dimensions(self, *, into: bool = True) -> int:
         """Give the number of dimensions of all heads, of a projection into head space or out of it."""
@@ -113,7 +116,7 @@ class Projection:
             return f"no known symmetry of {cls.__module__.split('.')[2]}'s {cls.__name__}"
         if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
             return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
-        if isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
+        if not self.examined and isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
             return f"{cls.__name__} is a subclass of Linear with a forward of its own"
         return lora_obstacle(self.module)
 

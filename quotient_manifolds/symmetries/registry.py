@@ -13,12 +13,13 @@ from .blocks import check_model
 from .discovery import candidates, discover
 from .merging import SHARED, merged, refused, sharing
 from .pairs import SymmetricPair, check_pairs
-from .peft_lora import adapter_names, is_lora, lora_pairs
+from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "plain_path", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS: dict[str, Handler] = {}
+_PREFIXED = "prefix tuning puts keys and values beside the layer's own"
 
 
 def _qualified(cls: type) -> str:
@@ -132,7 +133,7 @@ def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
         if not isinstance(b.tensor, nn.Parameter):
             return refused(pair, f"{b.place} is computed, not a parameter")
     kept = pair if include_frozen else _without_frozen(pair)
-    if kept.group is not None and not kept.group.diagonal and kept.group.h > min(kept.n, kept.m):
+    if kept.group is not None and kept.thin:
         return refused(kept, f"h = {kept.group.h} columns, but factors of {kept.n} and {kept.m} rows")
     return kept
 
@@ -232,6 +233,8 @@ def find_symmetric_pairs(
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
     whole = [_without_null(p) if key_bias == "drop" else p for p in merged([*found, *extra])]
+    if prefix_tuned(model):
+        whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
     usable = list(_disjoint([_usable(p, include_frozen) for p in whole]))
     shared = sharing(usable)
     return PairList(refused(p, SHARED) if i in shared else p for i, p in enumerate(usable))

@@ -38,8 +38,8 @@ class Roles:
     """The projections of an attention layer.
 
     ``main`` has them by letters: ``"q"``, ``"k"``, ``"v"``, ``"o"``, or several in one matrix, ``"qkv"``. ``further``
-    are more rows of the same factor, as the projections of positions; ``beside`` says where the bias of a letter is
-    that lies beside a matrix without one, as BEiT's.
+    are more rows of the same factor, as the projections of positions; ``beside`` says where a letter's bias is that
+    does not lie with its weight, as BEiT's, and which parameters are appended, as torch's ``bias_k``.
     """
 
     main: Mapping[str, Projection]
@@ -146,12 +146,21 @@ def roles_of(module: nn.Module) -> Roles | None:
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
-    beside = {
-        c: {"bias_module": owner, "bias": f"{c}_bias", "bias_start": 0}
-        for owner in module.modules() for c in "qkv"
-        if c not in main and isinstance(getattr(owner, f"{c}_bias", None), nn.Parameter)
-    }  # fmt: skip
-    return Roles(main, further, beside)
+    return Roles(main, further, {c: _beside(module, main, c) for c in "qkv"})
+
+
+def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
+    """Say where a letter's bias lies if not with its weight, and what torch's layer appends to keys and values."""
+    found: dict[str, Any] = {}
+    for owner in module.modules():
+        known = {name for name, p in owner.named_parameters(recurse=False) if p is not None}
+        if letter not in main and f"{letter}_bias" in known:
+            found |= {"bias_module": owner, "bias": f"{letter}_bias", "bias_start": 0}
+        if letter in main and "in_proj_bias" in known:
+            found |= {"bias": "in_proj_bias", "bias_start": "qkv".index(letter) * main[letter].dimensions()}
+        if f"bias_{letter}" in known:
+            found["rows"] = (f"bias_{letter}",)
+    return found
 
 
 def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) -> list[SymmetricPair]:
