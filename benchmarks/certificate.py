@@ -3,6 +3,9 @@
 Residuals of a trained BERT (a transformers folder), of an untrained ViT-B/32 and of a Llama of 300 million weights,
 over random batches, in float32 and under bfloat16 autocast; the certificate's processor time as a share of a forward
 and backward pass of 32 examples.
+
+The certificate is one reading of the weights and gradients of the pairs, whatever the batch: its share falls with the
+number of tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import PairStack, certify, find_symmetric_pairs, stacks
 
-#: A model, and what draws a random batch of some size.
-Made = tuple[nn.Module, Callable[[int], dict[str, Tensor]]]
-#: Examples of a batch whose residuals are looked at, and of the pass that the certificate is held against.
-SMALL, PASS = {"bert": 16, "vit-b-32": 4, "llama-300m": 1}, 32
+#: A model, and what draws a random batch: of so many examples, of so many tokens.
+Made = tuple[nn.Module, Callable[[int, int], dict[str, Tensor]]]
+#: Batches whose residuals are looked at, and those of the passes that the certificate's time is held against.
+SMALL = {"bert": (16, 24), "vit-b-32": (4, 50), "llama-300m": (1, 32)}
+PASSES = {"bert": [(32, 24), (32, 128)], "vit-b-32": [(32, 50)], "llama-300m": [(32, 32)]}
 #: What ``sharpness.evaluate`` takes for rounding of float32.
 FLOAT32 = 1e-4
 
@@ -31,14 +35,14 @@ def bert(folder: str) -> Made:
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(folder)
-    return model, lambda count: {"input_ids": torch.randint(model.config.vocab_size, (count, 24))}
+    return model, lambda count, length: {"input_ids": torch.randint(model.config.vocab_size, (count, length))}
 
 
 def vit() -> Made:
     """ViT-B/32, random weights and images."""
     from transformers import ViTConfig, ViTModel
 
-    return ViTModel(ViTConfig(patch_size=32)), lambda count: {"pixel_values": torch.randn(count, 3, 224, 224)}
+    return ViTModel(ViTConfig(patch_size=32)), lambda count, _: {"pixel_values": torch.randn(count, 3, 224, 224)}
 
 
 def llama() -> Made:
@@ -49,7 +53,7 @@ def llama() -> Made:
         vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=18, num_attention_heads=16,
         num_key_value_heads=8,
     )  # fmt: skip
-    return LlamaModel(config), lambda count: {"input_ids": torch.randint(8000, (count, 32))}
+    return LlamaModel(config), lambda count, length: {"input_ids": torch.randint(8000, (count, length))}
 
 
 def gradients(model: nn.Module, batch: dict[str, Tensor], *, half: bool) -> dict[Tensor, Tensor]:
@@ -81,19 +85,25 @@ def violated(model: nn.Module, found: list[PairStack], batch: dict[str, Tensor])
 
 
 def cost(
-    model: nn.Module, found: list[PairStack], batch: Callable[[int], dict[str, Tensor]], *, half: bool
-) -> dict[str, float]:
+    model: nn.Module,
+    found: list[PairStack],
+    batch: Callable[[int, int], dict[str, Tensor]],
+    size: tuple[int, int],
+    *,
+    half: bool,
+) -> dict[str, Any]:
     """Processor seconds of a pass and of the certificate of its gradient, least of three."""
     passes, certificates = [], []
     for _ in range(3):
         start = time.process_time()
-        g = gradients(model, batch(PASS), half=half)
+        g = gradients(model, batch(*size), half=half)
         middle = time.process_time()
         certify(found, g)
         certificates.append(time.process_time() - middle)
         passes.append(middle - start)
     share = min(certificates) / min(passes)
-    return {"pass_seconds": min(passes), "certificate_seconds": min(certificates), "share_of_a_pass": share}
+    return {"examples_and_tokens": size, "pass_seconds": min(passes), "certificate_seconds": min(certificates),
+            "share_of_a_pass": share}  # fmt: skip
 
 
 def main() -> None:
@@ -110,17 +120,18 @@ def main() -> None:
         found = stacks(find_symmetric_pairs(model))
         for half in (False, True):
             worst = [
-                max(certify(found, gradients(model, batch(SMALL[name]), half=half)).residuals.values())
+                max(certify(found, gradients(model, batch(*SMALL[name]), half=half)).residuals.values())
                 for _ in range(options.batches)
             ]
             row: dict[str, Any] = {
                 "model": name, "half": half, "pairs": sum(map(len, found)), "batches": options.batches,
-                "largest": max(worst), "median": sorted(worst)[len(worst) // 2], **cost(model, found, batch, half=half),
+                "largest": max(worst), "median": sorted(worst)[len(worst) // 2],
+                "costs": [cost(model, found, batch, size, half=half) for size in PASSES[name]],
             }  # fmt: skip
             if not half:
                 hits = []
                 for _ in range(options.violations):
-                    one = batch(SMALL[name])
+                    one = batch(*SMALL[name])
                     pair, change, hook = violated(model, found, one)
                     certificate = certify(found, gradients(model, one, half=False), tolerance=FLOAT32)
                     hook.remove()
