@@ -256,6 +256,24 @@ def test_frozen_weights_are_examined_as_others():
     assert not any(p.requires_grad for p in model.parameters())
 
 
+class Eager(Plain):
+    def forward(self, x):
+        return self.o_proj((self.q_proj(x) @ self.k_proj(x).mT).softmax(-1) @ self.v_proj(x))
+
+
+def test_what_has_no_gradient_is_not_certified():
+    """One token attends to itself alone, whatever its queries and keys are."""
+    assert groups(nn.Sequential(Eager())) == ["GL(4)", "GL(4)"]
+    assert groups(nn.Sequential(Eager()), torch.randn(2, 1, 4)) == [UNCERTIFIED, "GL(4)"]
+    assert UNCERTIFIED == "not certified: the gradient is zero"
+
+
+def test_factors_of_too_few_rows_are_refused_and_break_nothing():
+    model = nn.Sequential(Plain())
+    model[0].o_proj = nn.Linear(4, 2)
+    assert groups(model) == ["GL(4)", "h = 4 columns, but factors of 5 and 2 rows"]
+
+
 class OwnCache:
     def update(self, k):
         return k
