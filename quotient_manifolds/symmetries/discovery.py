@@ -176,7 +176,7 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
             if not isinstance(loss, Tensor):
                 raise ValueError("no output depends on the weights in a way that autograd can follow")
             found = torch.autograd.grad(loss, weights, allow_unused=True)
-        gradients = {p: g for p, g in zip(weights, found, strict=True) if g is not None}
+        gradients: dict[Tensor, Tensor] = {p: g for p, g in zip(weights, found, strict=True) if g is not None}
         if not all(bool(g.isfinite().all()) for g in gradients.values()):
             raise ValueError("its gradients are not finite on this batch")
         yield gradients

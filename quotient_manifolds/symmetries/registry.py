@@ -120,11 +120,6 @@ def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
     return refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
 
 
-def _without_null(pair: SymmetricPair) -> SymmetricPair:
-    null = {b.key for b in pair.null}
-    return replace(pair, H=tuple(b for b in pair.H if b.key not in null))
-
-
 def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
     """Take the group from a pair that cannot be used."""
     if pair.group is None:
@@ -232,7 +227,9 @@ def find_symmetric_pairs(
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
-    whole = [_without_null(p) if key_bias == "drop" else p for p in merged([*found, *extra])]
+    whole = merged([*found, *extra])
+    if key_bias == "drop":
+        whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
     usable = list(_disjoint([_usable(p, include_frozen) for p in whole]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .attention import Projection, attention_pairs
+from .attention import Projection, qk_pairs, vo_pairs
 from .groups import GL
 from .pairs import SymmetricPair
 
@@ -129,11 +129,7 @@ def roles_of(module: nn.Module) -> Roles | None:
     further: dict[str, tuple[Projection, ...]] = {}
     for name, found in _weights(module):
         words = _words(name)
-        letters = (
-            "qkv"
-            if name.lower().endswith(("c_attn", "in_proj", "in_proj_weight", "w_pack"))
-            else _letters(words - _FURTHER)
-        )
+        letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
         if letters is None or (letters == "o" and words & _FURTHER):
             continue
         if words & _FURTHER:
@@ -169,20 +165,20 @@ def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) ->
     for kind, place in (("qk", qk), ("vo", vo)):
         if place is None:
             continue
-        q, k, v, o = (place.projection(roles, c) for c in "qkvo")
-        rotary = place.group if place.group in PLANES else ""
-        none = {"qk": "of the other kind", "vo": "of the other kind"}
-        none[kind] = "" if place.group in ("GL", "diagonal", *PLANES) else place.group
-        emitted = attention_pairs(
-            name, heads=place.heads, kv_heads=place.kv_heads, head_size=place.size, q=q, k=k, v=v, o=o,
-            rotary_size=place.rotary_size if rotary else 0, rotary=rotary or "half", key_bias_null=place.key_bias_null,
-            value_group=GL(place.size // 2, diagonal=True, field="complex") if rotary else None,
-            qk_obstruction=none["qk"], vo_obstruction=none["vo"],
-        )  # fmt: skip
-        mine = [p for p in emitted if p.kind == kind]
+        one, two = (place.projection(roles, c) for c in kind)
+        heads, size, rotary = (place.heads, place.kv_heads), place.size, place.group if place.group in PLANES else None
+        reason = "" if rotary or place.group in ("GL", "diagonal") else place.group
+        if kind == "qk":
+            turned, null = place.rotary_size if rotary else 0, place.key_bias_null
+            emitted = qk_pairs(
+                name, *heads, one, two, size, rotary_size=turned, rotary=rotary or "half", null=null, obstruction=reason
+            )
+        else:
+            group = GL(size // 2, diagonal=True, field="complex") if rotary else None
+            emitted = vo_pairs(name, *heads, one, two, size, group=group, rotary=rotary, obstruction=reason)
         if place.group == "diagonal":
-            mine = [p if p.group is None else replace(p, group=GL(place.size, diagonal=True)) for p in mine]
-        found += mine
+            emitted = (p if p.group is None else replace(p, group=GL(size, diagonal=True)) for p in emitted)
+        found += emitted
     return sorted(found, key=lambda p: p.head or 0)
 
 
