@@ -35,6 +35,7 @@ _OWN = {
     "deepseek_v2": {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 12,
                     "q_lora_rank": None, "head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2},
     "jamba": {"mamba_d_state": 3, "mamba_dt_rank": 2, "use_mamba_kernels": False, "num_experts": 1},
+    "cvt": {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 3, "attn_layer_indices": [1],
               "mamba_n_groups": 1},
 }  # fmt: skip
@@ -97,20 +98,30 @@ def transformers_model(name, **given):
     return networks.shake(model.double(), 0.2), batch
 
 
+#: Sizes that classes of timm take by other names than most, those of the image among them.
+_TIMM = {
+    "pit_ti_224": {"img_size": 64, "base_dims": (8, 8, 8), "heads": (1, 2, 2), "depth": (1, 1, 1)},
+    "tnt_s_legacy_patch16_224": {"img_size": 32, "embed_dim": 32, "inner_dim": 8, "depth": 1, "num_heads_inner": 2,
+                                 "num_heads_outer": 4},
+    "crossvit_tiny_240": {"img_size": 240, "embed_dim": (16, 32), "num_heads": (2, 2), "depth": ((1, 1, 0),)},
+}  # fmt: skip
+
+
 def timm_model(name):
     """A tiny model of timm, as far as its class takes sizes."""
     import timm
 
     model = None
     windows = {"img_size": 32, "embed_dim": 16, "num_heads": (2, 2), "depths": (1, 1), "window_size": 4}
-    for options in ({"img_size": 32, "embed_dim": 32, "num_heads": 4, "depth": 2}, windows, {"img_size": 32}, {}):
+    usual = {"img_size": 32, "embed_dim": 32, "num_heads": 4, "depth": 2}
+    for options in (_TIMM[name],) if name in _TIMM else (usual, windows, {"img_size": 32}, {}):
         try:
             model = timm.create_model(name, pretrained=False, num_classes=3, **options)
             break
         except (TypeError, ValueError, AssertionError, RuntimeError):
             continue
     assert model is not None
-    size = model.default_cfg["input_size"][-1] if not options else 32
+    size = options.get("img_size", model.default_cfg["input_size"][-1])
     return networks.shake(model.double(), 0.05), torch.randn(1, 3, size, size)
 
 
@@ -138,6 +149,7 @@ def coca():
               "attentional_pool": True, "attn_pooler_queries": 5, "attn_pooler_heads": 4}  # fmt: skip
     text = {"context_length": 6, "vocab_size": 20, "width": 16, "heads": 2, "layers": 1, "embed_cls": True}
     model = CoCa(16, {**text, "embed_cls": False, "context_length": 5}, {**text, "output_tokens": True}, vision)
+    torch.nn.init.normal_(model.text_decoder.text_projection, std=0.2)  # open_clip leaves it as memory was
     batch = {"image": architectures.pixels()["pixel_values"].double(), "text": architectures.IDS["input_ids"]}
     return networks.shake(model.double(), 0.2), batch
 

@@ -59,13 +59,15 @@ def nullities(module, call, kinds):
     """Dimension of what leaves the outputs as they are, of all h × h matrices of a head: no list of groups."""
     twin = copy.deepcopy(module).double().eval()
     roles, call = discovery._roles(twin), (widened(call[0]), widened(call[1]))
-    samples = list(discovery._samples(twin, call, max(place.size for place in kinds.values()) ** 2 + 20))
+    pairs = {kind: discovery._pairs(kind, roles, replace(p, group="GL", rotary_size=0)) for kind, p in kinds.items()}
+    rows = {kind: [] for kind in kinds}
+    for sample in discovery._samples(twin, call, max(place.size for place in kinds.values()) ** 2 + 20):
+        for kind in kinds:
+            one, two = discovery._moments(pairs[kind], [sample])
+            rows[kind].append(((one - two) / one.norm()).flatten(2)[:, :4])
     for kind, place in kinds.items():
-        pairs = discovery._pairs(kind, roles, replace(place, group="GL", rotary_size=0))
-        one, two = discovery._moments(pairs, samples)
-        C = ((one - two) / one.flatten(1).norm(dim=1)[:, None, None, None]).flatten(2)
-        found = set()
-        for head in range(min(C.shape[1], 4)):
+        C, found = torch.cat(rows[kind]), set()
+        for head in range(C.shape[1]):
             s = torch.linalg.svdvals(C[:, head])
             seen = s > 1e-9
             assert not seen.any() or not (~seen).any() or s[seen].min() > 30 * s[~seen].max(), "no clear gap"
