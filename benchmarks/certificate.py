@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries import PairStack, certify, find_symmetric_pai
 Made = tuple[nn.Module, Callable[[int, int], dict[str, Tensor]]]
 #: Batches whose residuals are looked at, and those of the passes that the certificate's time is held against.
 SMALL = {"bert": (16, 24), "vit-b-32": (4, 50), "llama-300m": (1, 32)}
-PASSES = {"bert": [(32, 24), (32, 128)], "vit-b-32": [(32, 50)], "llama-300m": [(32, 32)]}
+PASSES = {"bert": [(32, 24), (32, 128)], "vit-b-32": [(32, 50)], "llama-300m": [(32, 32), (32, 64)]}
 #: What ``sharpness.evaluate`` takes for rounding of float32.
 FLOAT32 = 1e-4
 
@@ -111,9 +111,13 @@ def main() -> None:
     parser.add_argument("bert", help="a transformers folder of a trained BERT")
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--violations", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=list(SMALL), choices=list(SMALL))
+    parser.add_argument("--out", default="certificate", help="name of the recorded results")
     options = parser.parse_args()
     rows = []
     for name, make in (("bert", lambda: bert(options.bert)), ("vit-b-32", vit), ("llama-300m", llama)):
+        if name not in options.models:
+            continue
         torch.manual_seed(0)
         model, batch = make()
         model.eval()
@@ -141,7 +145,7 @@ def main() -> None:
                 row["violations"] = hits
             print(row, flush=True)
             rows.append(row)
-    write("certificate", rows)
+    write(options.out, rows)
 
 
 if __name__ == "__main__":
