@@ -73,6 +73,7 @@ def evaluate(
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
         What is divided out, by default ``find_symmetric_pairs(model)``. A pair without a group is like other weights.
+        Attention of an unknown class outside of them is then a warning instead of an error.
     only : str, optional
         A regular expression: parameters whose name has no match do not move, nor do pairs that they belong to.
     normalize_logits : bool

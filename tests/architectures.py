@@ -105,7 +105,8 @@ def open_clip_model(**options):
     tower = {"layers": 2, "width": 16, "head_width": 8, "patch_size": 8, "image_size": 16, "mlp_ratio": 1.5, **options}
     text = {"context_length": 6, "vocab_size": 20, "width": 16, "heads": 2, "layers": 1}
     model = open_clip.CLIP(8, tower, text)
-    return networks.shake(model.double(), 0.2), {"image": pixels()["pixel_values"].double(), "text": IDS["input_ids"]}
+    images = pixels(tower["image_size"])["pixel_values"].double()
+    return networks.shake(model.double(), 0.2), {"image": images, "text": IDS["input_ids"]}
 
 
 def timm_model(name, **options):

@@ -1,7 +1,7 @@
 """Where networks hide the GL(h) quotient: from a model to its pairs (G, H)."""
 
 from ..batches import default_forward
-from . import known, torch_nn  # noqa: F401  (each registers its handlers)
+from . import known  # noqa: F401  (it registers handlers)
 from .attention import Projection, attention_pairs
 from .blocks import block
 from .certificate import Certificate, NotASymmetryError, certify

@@ -13,7 +13,7 @@ from .groups import GL
 from .pairs import SymmetricPair, pair_or_reason
 from .peft_lora import is_lora, lora_factors, lora_obstacle
 
-__all__ = ["Projection", "attention_pairs"]
+__all__ = ["Projection", "attention_pairs", "qk_pairs", "vo_pairs"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Projection:
         Owner of the bias, if another: there the heads follow one another.
     further : tuple of Projection
         Others that add to the same scores, as those of positions: more rows of the same stack.
+    examined : bool
+        Gradients and moves decide whether the module is linear: a subclass of ``nn.Linear`` is not refused as such.
 
     Examples
     --------
@@ -62,6 +64,7 @@ class Projection:
     rows: tuple[str, ...] = ()
     bias_module: nn.Module | None = None
     further: tuple[Projection, ...] = ()
+    examined: bool = False
 
     def dimensions(self, *, into: bool = True) -> int:
         """Give the number of dimensions of all heads, of a projection into head space or out of it."""
@@ -113,7 +116,7 @@ class Projection:
             return f"no known symmetry of {cls.__module__.split('.')[2]}'s {cls.__name__}"
         if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
             return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
-        if isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
+        if not self.examined and isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
             return f"{cls.__name__} is a subclass of Linear with a forward of its own"
         return lora_obstacle(self.module)
 
@@ -127,18 +130,41 @@ class Projection:
         return (found, *(block(*A, columns=dims, rotary=rotary) for A, _ in lora_factors(self.module)))
 
 
-def _qk_pairs(
-    name: str, i: int, j: int, q: Projection, k: Projection, size: int, rotary_size: int, rotary: str, null: bool
-) -> Iterator[SymmetricPair]:
-    """Give the pairs of query head i and key head j: the dimensions that RoPE rotates, and the others."""
-    if rotary_size:
-        dims = (size, 0, rotary_size, rotary)
-        group = GL(rotary_size // 2, diagonal=True, field="complex")
-        yield pair_or_reason(name, "qk", group, q.input_blocks(i, *dims), k.input_blocks(j, *dims), i, part="rotary")
-    if rotary_size < size:
-        rest = (size, rotary_size, size - rotary_size)
-        G, H, bias = q.input_blocks(i, *rest), k.input_blocks(j, *rest), k.bias_blocks(j, *rest)
-        yield pair_or_reason(name, "qk", GL(size - rotary_size), G, H, i, null=bias if null else ())
+def qk_pairs(
+    name: str, heads: int, kv_heads: int, q: Projection, k: Projection, size: int, *, rotary_size: int = 0,
+    rotary: str = "half", null: bool = True, obstruction: str = "",
+) -> Iterator[SymmetricPair]:  # fmt: skip
+    """Give the pairs of query heads and the key heads that they use: the dimensions that RoPE rotates, the others."""
+    reason = obstruction or q.obstacle() or k.obstacle()
+    for i in range(heads):
+        j = i * kv_heads // heads
+        if reason:
+            yield SymmetricPair(name, "qk", None, head=i, reason=reason)
+            continue
+        if rotary_size:
+            dims = (size, 0, rotary_size, rotary)
+            group = GL(rotary_size // 2, diagonal=True, field="complex")
+            yield pair_or_reason(
+                name, "qk", group, q.input_blocks(i, *dims), k.input_blocks(j, *dims), i, part="rotary"
+            )
+        if rotary_size < size:
+            rest = (size, rotary_size, size - rotary_size)
+            G, H, bias = q.input_blocks(i, *rest), k.input_blocks(j, *rest), k.bias_blocks(j, *rest)
+            yield pair_or_reason(name, "qk", GL(size - rotary_size), G, H, i, null=bias if null else ())
+
+
+def vo_pairs(
+    name: str, heads: int, kv_heads: int, v: Projection, o: Projection, size: int, *, group: GL | None = None,
+    rotary: str | None = None, obstruction: str = "",
+) -> Iterator[SymmetricPair]:  # fmt: skip
+    """Give the pairs of value heads and the slices of the output projection; a complex group acts on RoPE's planes."""
+    reason = obstruction or v.obstacle() or o.obstacle()
+    for i in range(heads):
+        if reason:
+            yield SymmetricPair(name, "vo", None, head=i, reason=reason)
+            continue
+        G = v.input_blocks(i * kv_heads // heads, size, 0, size, rotary)
+        yield pair_or_reason(name, "vo", group or GL(size), G, o.output_blocks(i, size, rotary), i)
 
 
 def attention_pairs(
@@ -156,7 +182,6 @@ def attention_pairs(
     rotary: str = "half",
     qk_obstruction: str = "",
     vo_obstruction: str = "",
-    value_group: GL | None = None,
     key_bias_null: bool = True,
 ) -> Iterator[SymmetricPair]:
     r"""Emit the Q–K and V–O pairs of a multi-head attention layer, one of each a query head.
@@ -180,8 +205,6 @@ def attention_pairs(
         Which dimensions RoPE pairs.
     qk_obstruction, vo_obstruction : str
         Reason why there is no symmetry on Q–K or V–O, if so.
-    value_group : GL, optional
-        Group on V–O if it is not GL(h); a complex one acts on the planes of ``rotary``.
     key_bias_null : bool
         The key bias adds the same number to all scores of a query, so that softmax drops it (not under RoPE).
 
@@ -205,21 +228,11 @@ def attention_pairs(
     >>> print(pairs[0].name, pairs[0].group, pairs[1].name, pairs[1].group)
     attention qk head 0 rotary (ℂ*)^1 attention vo head 0 GL(2)
     """
-    if head_size is None:
-        head_size = getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads
-    value_size = value_size or head_size
-    qk_obstruction = qk_obstruction or q.obstacle() or k.obstacle()
-    vo_obstruction = vo_obstruction or v.obstacle() or o.obstacle()
-    for i in range(heads):
-        j = i * (kv_heads or heads) // heads
-        if qk_obstruction:
-            yield SymmetricPair(name, "qk", None, head=i, reason=qk_obstruction)
-        else:
-            yield from _qk_pairs(name, i, j, q, k, head_size, rotary_size, rotary, key_bias_null)
-        if vo_obstruction:
-            yield SymmetricPair(name, "vo", None, head=i, reason=vo_obstruction)
-        else:
-            group = value_group or GL(value_size)
-            planes = rotary if group.field == "complex" else None
-            G, H = v.input_blocks(j, value_size, 0, value_size, planes), o.output_blocks(i, value_size, planes)
-            yield pair_or_reason(name, "vo", group, G, H, i)
+    size = head_size or getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads
+    kv_heads = kv_heads or heads
+    first = qk_pairs(
+        name, heads, kv_heads, q, k, size, rotary_size=rotary_size, rotary=rotary, null=key_bias_null,
+        obstruction=qk_obstruction,
+    )  # fmt: skip
+    second = vo_pairs(name, heads, kv_heads, v, o, value_size or size, obstruction=vo_obstruction)
+    yield from sorted([*first, *second], key=lambda p: p.head or 0)

@@ -142,8 +142,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     run : callable
         Performs one forward pass of the model.
     pairs : iterable of SymmetricPair
-        Modules that they name were examined, but for those with a pair that says that the batch did not reach it or
-        that it could not be examined alone.
+        Modules that they name, or whose projections stand in them, were examined, but for those with a pair that says
+        that the batch did not reach it, that its gradient was zero, or that it could not be examined alone.
 
     Returns
     -------
@@ -177,6 +177,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     examined = {p.module for p in pairs if p.kind != "lora"} - set(missed)
     known = [m for m, n in names.items() if handler_of(m) is not None or plain_path(n) in examined]
     covered = {inner for module in known for inner in module.modules()}
+    owners = {b.module for p in pairs if p.kind != "lora" and p.module not in missed for b in p.G + p.H}
+    covered |= {m for m in names if not owners.isdisjoint([m, *m.children()])}
     unseen = [m for m in candidates(model, lambda m: m in covered).values() if roles_of(m) is not None]
     for module, call in [
         *watch.calls,

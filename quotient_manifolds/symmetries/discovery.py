@@ -13,6 +13,7 @@ set of measure zero. A finite move then confirms what is divided out.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ..batches import tensors
 from .blocks import BlockStack
-from .certificate import orbit_residuals
+from .certificate import UNCERTIFIED, orbit_residuals
 from .groups import random_elements
 from .merging import merged, refused
 from .mixers import proposals
@@ -112,30 +113,32 @@ def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
     return True
 
 
-def _best(kind: str, roles: Roles, samples: Sequence[dict[Tensor, Tensor]], sizes: Sequence[int]) -> Place:
+def _best(
+    kind: str, roles: Roles, samples: Callable[[], Sequence[dict[Tensor, Tensor]]], sizes: Sequence[int]
+) -> Place:
     """Find where the heads lie and what acts on them: the largest group, in doubt heads of a known size."""
-    fits: list[tuple[tuple[int, int, int], Place]] = []
+    fits: list[tuple[tuple[int, int, int, int], Place]] = []
     unreached, reason = False, ""
     for place in places(roles, kind):
         found = _pairs(kind, roles, place)
         reason = next((p.reason for p in found if p.group is None), reason)
         if reason:
             break
-        one, two = _moments(found, samples)
-        if not bool(one.isfinite().all() and two.isfinite().all()):
-            raise ValueError("its gradients are not finite on this batch")
+        one, two = _moments(found, samples())
         unreached = not bool(one.any()) and not bool(two.any())
         for hypothesis in () if unreached else _hypotheses(place.size):
+            if fits and len(found) * hypothesis.dimension < -min(fits)[0][0]:  # those that follow are smaller still
+                break
             if _holds(hypothesis, one, two):
                 doubt = sizes.index(place.size) if place.size in sizes else len(sizes)
-                rank = (-len(found) * hypothesis.dimension, doubt, place.size)
+                rank = (-len(found) * hypothesis.dimension, doubt, place.size, len(fits))
                 rotary = hypothesis.rotary_size
                 fit = replace(place, group=hypothesis.group, dimension=hypothesis.dimension, rotary_size=rotary)
                 fits.append((rank, fit))
                 break
     if fits and not reason:
-        return min(fits, key=lambda c: c[0])[1]
-    reason = reason or (_UNREACHED if unreached else _NONE)
+        return min(fits)[1]
+    reason = reason or (UNCERTIFIED if unreached else _NONE)
     return Place(1, 1, min(roles.width.values()), group=reason)
 
 
@@ -173,7 +176,10 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
             if not isinstance(loss, Tensor):
                 raise ValueError("no output depends on the weights in a way that autograd can follow")
             found = torch.autograd.grad(loss, weights, allow_unused=True)
-        yield {p: g for p, g in zip(weights, found, strict=True) if g is not None}
+        gradients: dict[Tensor, Tensor] = {p: g for p, g in zip(weights, found, strict=True) if g is not None}
+        if not all(bool(g.isfinite().all()) for g in gradients.values()):
+            raise ValueError("its gradients are not finite on this batch")
+        yield gradients
 
 
 def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Tensor]]) -> bool:
@@ -202,7 +208,7 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
 
 def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
     """Act on all pairs at once by random group elements, and give the relative change of the outputs."""
-    generator, found = torch.Generator().manual_seed(0), stacks(pairs)
+    generator, found = torch.Generator().manual_seed(0), stacks(p for p in pairs if not p.thin)
     if not found:
         return 0.0
     kept = {p: p.detach().clone() for s in found for p in s.parameters()}
@@ -244,10 +250,10 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     """
     twin, call = _alone(module, call)
     roles = _roles(twin)
-    samples = list(_samples(twin, call))
+    samples = functools.cache(lambda: list(_samples(twin, call)))  # what is refused by its classes need not run
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
-    qk = replace(qk, key_bias_null=_key_bias_is_null(roles, qk, samples))
+    qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
     if not _moves(twin, call, _pairs("qk", roles, qk)) <= ROUNDING:
         qk = replace(qk, group=_LOCAL)
     if not _moves(twin, call, _pairs("vo", roles, vo)) <= ROUNDING:
@@ -308,10 +314,10 @@ def _agrees(emit: _Emit, module: nn.Module, call: Call) -> bool:
 
 
 def _roles(module: nn.Module) -> Roles:
-    """Give the roles of a module that is known to have them."""
+    """Give the roles of a module that is known to have them; gradient and moves judge its layers, not their classes."""
     found = roles_of(module)
     assert found is not None
-    return found
+    return replace(found, main={c: replace(p, examined=True) for c, p in found.main.items()})
 
 
 def _nothing(reason: str) -> _Emit:
@@ -327,22 +333,26 @@ def _emitter(module: nn.Module, call: Call) -> _Emit:
 
     def emit(m: nn.Module, name: str) -> list[SymmetricPair]:
         pairs = proposals(m, name)
-        return [refused(one[0], _NONE) if i is None else one[i] for one, i in zip(pairs, chosen, strict=True)]
+        return [refused(one[0], i) if isinstance(i, str) else one[i] for one, i in zip(pairs, chosen, strict=True)]
 
     return emit
 
 
-def _held(module: nn.Module, call: Call) -> list[int | None]:
-    """Tell which of the alternatives of each proposal a gradient and a move confirm."""
+def _held(module: nn.Module, call: Call) -> list[int | str]:
+    """Tell which of the alternatives of each proposal a gradient and a move confirm, or why none."""
     twin, call = _alone(module, call)
     samples = list(_samples(twin, call))
 
-    def holds(pair: SymmetricPair) -> bool:
+    def obstacle(pair: SymmetricPair) -> str:
         (stack,) = stacks([pair])
-        residuals = [float(orbit_residuals(stack, s)) for s in samples]
-        return all(r <= ROUNDING for r in residuals) and _moves(twin, call, [pair]) <= ROUNDING
+        residuals = [r for s in samples if (r := float(orbit_residuals(stack, s))) == r]
+        if not residuals:
+            return UNCERTIFIED
+        sound = max(residuals) <= ROUNDING and _moves(twin, call, [pair]) <= ROUNDING
+        return "" if sound else _NONE
 
-    return [next((i for i, pair in enumerate(one) if holds(pair)), None) for one in proposals(twin, "")]
+    found = [[obstacle(pair) for pair in one] for one in proposals(twin, "")]
+    return [reasons.index("") if "" in reasons else reasons[0] for reasons in found]
 
 
 def _kind(module: nn.Module) -> object:
@@ -361,8 +371,8 @@ def _kind(module: nn.Module) -> object:
 
 
 def unexamined(pair: SymmetricPair) -> bool:
-    """Tell whether a pair has no group because nothing is known of it: not reached, or failed alone."""
-    return pair.reason == _UNREACHED or pair.reason.startswith(_FAILED)
+    """Tell whether a pair has no group because nothing is known of it: not reached, no gradient, or failed alone."""
+    return pair.reason in (_UNREACHED, UNCERTIFIED) or pair.reason.startswith(_FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

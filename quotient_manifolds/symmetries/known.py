@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from .pairs import SymmetricPair
+from .peft_lora import is_lora
 from .registry import register_attention
 from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 
@@ -56,11 +57,14 @@ open_clip.transformer.Attention GL
 timm.layers.attention.Attention GL
 timm.models.beit.Attention GL
 timm.models.swin_transformer.WindowAttention GL
+torch.nn.modules.activation.MultiheadAttention GL
 """
 
+_APPENDED = ("bias_k", "add_zero_attn")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _QK_NORM = "queries and keys are normalised (q_norm, k_norm): no continuous symmetry"
 _INNER_NORM = "the heads' outputs are normalised before the output projection: no symmetry"
+_WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
 
 
 def _has(module: nn.Module, *names: str) -> bool:
@@ -80,15 +84,18 @@ def _places(module: nn.Module, roles: Roles, group: str, by_head: bool) -> Itera
     """Read where the heads lie from the module's number of heads."""
     owners = (module, *module.children(), getattr(module, "config", None))
     heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
-    positions = any(getattr(m, "pos_att_type", None) for m in module.children())
+    # The bias of the keys meets the queries of positions too; keys that are appended do not receive it.
+    null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
+    wrapped = isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj)
     for kind in ("qk", "vo"):
         fits = (p for p in places(roles, kind) if p.heads == heads and p.blocks == (p.kv_heads if by_head else 1))
         place = next(fits)
-        if kind == "qk":
+        if wrapped:
+            yield replace(place, group=_WRAPPED)
+        elif kind == "qk":
             normalised = _has(module, "q_norm", "k_norm", "ln_q", "scaled_cosine")
             rotary = _rotary_size(module, place.size) if group in PLANES else 0
-            # The bias meets the queries of positions too.
-            place = replace(place, group=group, rotary_size=rotary, key_bias_null=not positions)
+            place = replace(place, group=group, rotary_size=rotary, key_bias_null=null)
             yield replace(place, group=_QK_NORM) if normalised else place
         elif _has(module, "norm", "ln_inner"):
             yield replace(place, group=_INNER_NORM)
@@ -104,7 +111,9 @@ def _register(line: str) -> None:
     @register_attention(qualified)
     def handler(module: nn.Module, path: str) -> list[SymmetricPair]:
         roles = roles_of(module)
-        assert roles is not None, f"the projections of {qualified} have other names"
+        if roles is None:
+            reason = f"a projection is not where {qualified.rsplit('.', 1)[1]} has it (replaced by several layers?)"
+            return [SymmetricPair(path, "attention", None, reason=reason)]
         return layout_pairs(path, roles, *_places(module, roles, group, bool(by_head)))
 
 

@@ -57,22 +57,25 @@ def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
                 places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
     found: set[int] = set()
     for blocks in places.values():
-        first = blocks[0][2]
-        count = first.untyped_storage().nbytes() // first.element_size()
-        taken = torch.zeros(count, dtype=torch.bool)
-        for i, b, t in blocks:
-            mine = taken.as_strided(b.size, b.stride, t.storage_offset() + b.offset)
-            if bool(mine.any()):
-                found |= {i, *(j for j, c, s in blocks if j != i and _meet(b, t, c, s, count))}
-            mine.fill_(True)
+        starts, ends = zip(*(_intervals(b, t) for _, b, t in blocks), strict=True)
+        owner = torch.cat([torch.full_like(s, i) for (i, *_), s in zip(blocks, starts, strict=True)])
+        start, order = torch.cat(starts).sort()
+        end, owner = torch.cat(ends)[order], owner[order]
+        # In the order of the starts: one that begins before another has ended, and one that the next cuts into.
+        met = [owner[1:][start[1:] < end.cummax(0).values[:-1]], owner[:-1][start[1:] < end[:-1]]]
+        found |= set(torch.cat(met).tolist())
     return found
 
 
-def _meet(b: Block, t: Tensor, c: Block, s: Tensor, count: int) -> bool:
-    """Tell whether two blocks of one storage have a number in common."""
-    mark = torch.zeros(count, dtype=torch.bool)
-    mark.as_strided(b.size, b.stride, t.storage_offset() + b.offset).fill_(True)
-    return bool(mark.as_strided(c.size, c.stride, s.storage_offset() + c.offset).any())
+def _intervals(b: Block, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Give where the unbroken runs of a block begin and end in its storage, in bytes."""
+    starts, length = torch.tensor([t.storage_offset() + b.offset]), 1
+    for stride, size in sorted(zip(b.stride, b.size, strict=True)):
+        if stride == length and len(starts) == 1:
+            length *= size
+        else:
+            starts = (starts + stride * torch.arange(size)[:, None]).flatten()
+    return t.element_size() * starts, t.element_size() * (starts + length)
 
 
 def refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> SymmetricPair:

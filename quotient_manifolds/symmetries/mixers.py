@@ -32,7 +32,7 @@ _LATENT = (
 
 def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
     """List what might be pairs of a layer, each with its alternatives; nothing for a layer of another kind."""
-    if all(hasattr(module, attribute) for attribute in _LATENT):
+    if all(hasattr(module, a) for a in _LATENT) and (hasattr(module, "q_b_proj") or hasattr(module, "q_proj")):
         return list(_latent(module, name))
     conv = getattr(module, "conv1d", None)
     if isinstance(conv, nn.Conv1d) and conv.groups == conv.in_channels == conv.out_channels:

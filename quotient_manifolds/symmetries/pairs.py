@@ -118,6 +118,11 @@ class SymmetricPair:
         return sum(b.rows for b in self.H)
 
     @property
+    def thin(self) -> bool:
+        """Whether a factor has too few rows for full column rank, which GL needs."""
+        return self.group is not None and not self.group.diagonal and self.group.h > min(self.n, self.m)
+
+    @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows of every block of G and of H."""
         return tuple(b.rows for b in self.G), tuple(b.rows for b in self.H)

@@ -11,7 +11,7 @@ from .blocks import block
 from .groups import GL
 from .pairs import SymmetricPair
 
-__all__ = ["adapter_names", "is_lora", "lora_factors", "lora_obstacle", "lora_pairs"]
+__all__ = ["adapter_names", "is_lora", "lora_factors", "lora_obstacle", "lora_pairs", "prefix_tuned"]
 
 #: Variants that see the factors through their product only. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
@@ -35,6 +35,11 @@ def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Place, 
 
 def _is_off(module: Any) -> bool:
     return bool(module.disable_adapters or module.merged)
+
+
+def prefix_tuned(model: nn.Module) -> bool:
+    """Tell whether peft puts keys and values of its own beside those of the layers."""
+    return any(type(m).__name__ == "PrefixEncoder" and type(m).__module__.startswith("peft.") for m in model.modules())
 
 
 def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:

@@ -13,12 +13,13 @@ from .blocks import check_model, plain_class
 from .discovery import candidates, discover
 from .merging import SHARED, merged, refused, sharing
 from .pairs import SymmetricPair, check_pairs
-from .peft_lora import adapter_names, is_lora, lora_pairs
+from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "plain_path", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS: dict[str, Handler] = {}
+_PREFIXED = "prefix tuning puts keys and values beside the layer's own"
 
 
 def _qualified(cls: type) -> str:
@@ -119,11 +120,6 @@ def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
     return refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
 
 
-def _without_null(pair: SymmetricPair) -> SymmetricPair:
-    null = {b.key for b in pair.null}
-    return replace(pair, H=tuple(b for b in pair.H if b.key not in null))
-
-
 def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
     """Take the group from a pair that cannot be used."""
     if pair.group is None:
@@ -132,7 +128,7 @@ def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
         if not isinstance(b.tensor, nn.Parameter):
             return refused(pair, f"{b.place} is computed, not a parameter")
     kept = pair if include_frozen else _without_frozen(pair)
-    if kept.group is not None and not kept.group.diagonal and kept.group.h > min(kept.n, kept.m):
+    if kept.group is not None and kept.thin:
         return refused(kept, f"h = {kept.group.h} columns, but factors of {kept.n} and {kept.m} rows")
     return kept
 
@@ -231,7 +227,11 @@ def find_symmetric_pairs(
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
         taken.update({b.key: p.name for b in p.G + p.H})
-    whole = [_without_null(p) if key_bias == "drop" else p for p in merged([*found, *extra])]
+    whole = merged([*found, *extra])
+    if key_bias == "drop":
+        whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
+    if prefix_tuned(model):
+        whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
     usable = list(_disjoint([_usable(p, include_frozen) for p in whole]))
     shared = sharing(usable)
     return PairList(refused(p, SHARED) if i in shared else p for i, p in enumerate(usable))

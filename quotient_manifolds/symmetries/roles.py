@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .attention import Projection, attention_pairs
+from .attention import Projection, qk_pairs, vo_pairs
 from .groups import GL
 from .pairs import SymmetricPair
 
@@ -38,8 +38,8 @@ class Roles:
     """The projections of an attention layer.
 
     ``main`` has them by letters: ``"q"``, ``"k"``, ``"v"``, ``"o"``, or several in one matrix, ``"qkv"``. ``further``
-    are more rows of the same factor, as the projections of positions; ``beside`` says where the bias of a letter is
-    that lies beside a matrix without one, as BEiT's.
+    are more rows of the same factor, as the projections of positions; ``beside`` says where a letter's bias is that
+    does not lie with its weight, as BEiT's, and which parameters are appended, as torch's ``bias_k``.
     """
 
     main: Mapping[str, Projection]
@@ -129,11 +129,7 @@ def roles_of(module: nn.Module) -> Roles | None:
     further: dict[str, tuple[Projection, ...]] = {}
     for name, found in _weights(module):
         words = _words(name)
-        letters = (
-            "qkv"
-            if name.lower().endswith(("c_attn", "in_proj", "in_proj_weight", "w_pack"))
-            else _letters(words - _FURTHER)
-        )
+        letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
         if letters is None or (letters == "o" and words & _FURTHER):
             continue
         if words & _FURTHER:
@@ -146,12 +142,21 @@ def roles_of(module: nn.Module) -> Roles | None:
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
-    beside = {
-        c: {"bias_module": owner, "bias": f"{c}_bias", "bias_start": 0}
-        for owner in module.modules() for c in "qkv"
-        if c not in main and isinstance(getattr(owner, f"{c}_bias", None), nn.Parameter)
-    }  # fmt: skip
-    return Roles(main, further, beside)
+    return Roles(main, further, {c: _beside(module, main, c) for c in "qkv"})
+
+
+def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
+    """Say where a letter's bias lies if not with its weight, and what torch's layer appends to keys and values."""
+    found: dict[str, Any] = {}
+    for owner in module.modules():
+        known = {name for name, p in owner.named_parameters(recurse=False) if p is not None}
+        if letter not in main and f"{letter}_bias" in known:
+            found |= {"bias_module": owner, "bias": f"{letter}_bias", "bias_start": 0}
+        if letter in main and "in_proj_bias" in known:
+            found |= {"bias": "in_proj_bias", "bias_start": "qkv".index(letter) * main[letter].dimensions()}
+        if f"bias_{letter}" in known:
+            found["rows"] = (f"bias_{letter}",)
+    return found
 
 
 def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) -> list[SymmetricPair]:
@@ -160,20 +165,20 @@ def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) ->
     for kind, place in (("qk", qk), ("vo", vo)):
         if place is None:
             continue
-        q, k, v, o = (place.projection(roles, c) for c in "qkvo")
-        rotary = place.group if place.group in PLANES else ""
-        none = {"qk": "of the other kind", "vo": "of the other kind"}
-        none[kind] = "" if place.group in ("GL", "diagonal", *PLANES) else place.group
-        emitted = attention_pairs(
-            name, heads=place.heads, kv_heads=place.kv_heads, head_size=place.size, q=q, k=k, v=v, o=o,
-            rotary_size=place.rotary_size if rotary else 0, rotary=rotary or "half", key_bias_null=place.key_bias_null,
-            value_group=GL(place.size // 2, diagonal=True, field="complex") if rotary else None,
-            qk_obstruction=none["qk"], vo_obstruction=none["vo"],
-        )  # fmt: skip
-        mine = [p for p in emitted if p.kind == kind]
+        one, two = (place.projection(roles, c) for c in kind)
+        heads, size, rotary = (place.heads, place.kv_heads), place.size, place.group if place.group in PLANES else None
+        reason = "" if rotary or place.group in ("GL", "diagonal") else place.group
+        if kind == "qk":
+            turned, null = place.rotary_size if rotary else 0, place.key_bias_null
+            emitted = qk_pairs(
+                name, *heads, one, two, size, rotary_size=turned, rotary=rotary or "half", null=null, obstruction=reason
+            )
+        else:
+            group = GL(size // 2, diagonal=True, field="complex") if rotary else None
+            emitted = vo_pairs(name, *heads, one, two, size, group=group, rotary=rotary, obstruction=reason)
         if place.group == "diagonal":
-            mine = [p if p.group is None else replace(p, group=GL(place.size, diagonal=True)) for p in mine]
-        found += mine
+            emitted = (p if p.group is None else replace(p, group=GL(size, diagonal=True)) for p in emitted)
+        found += emitted
     return sorted(found, key=lambda p: p.head or 0)
 
 

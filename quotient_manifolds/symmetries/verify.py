@@ -212,7 +212,7 @@ def verify(
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
         pairs = find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra], batch=batch, forward=forward)
-        certificate = _certificate(twin, stacks(pairs), run, seed)
+        certificate = _certificate(stacks(pairs), run, seed)
         changes = _changes(twin, pairs, run, before, condition, seed) if moves else {}
     return Verification(certificate, changes)
 
@@ -233,9 +233,9 @@ def _changes(
     return changes
 
 
-def _certificate(twin: nn.Module, found: Sequence[PairStack], run: Callable[[], Any], seed: int) -> Certificate:
+def _certificate(found: Sequence[PairStack], run: Callable[[], Any], seed: int) -> Certificate:
     """Certify pairs by the gradient of the outputs along a random cotangent."""
-    parameters = [p for p in twin.parameters() if p.is_floating_point()]
+    parameters = [p for s in found for p in s.parameters()]
     for p in parameters:
         p.requires_grad_()
         p.grad = None

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import sharpness
@@ -16,10 +17,12 @@ from quotient_manifolds.symmetries import (
     certify,
     find_symmetric_pairs,
     pair,
+    registry,
     stacks,
+    verify,
 )
 from tests import networks
-from tests.architectures import transformers_model
+from tests.architectures import IDS, transformers_model
 
 
 def gradients_of(model, loss):
@@ -77,7 +80,7 @@ def test_a_gradient_that_is_zero_certifies_nothing():
     found = certify(pairs, {})
     assert found.residuals == {}
     assert len(found.unreached) == sum(len(s) for s in pairs)
-    assert "not certified, for there is no gradient: " in str(found)
+    assert "not certified: the gradient is zero: " in str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -96,6 +99,111 @@ def test_evaluate_refuses_by_name_and_leaves_the_model_alone(dtype, which):
     others = [p for p in find_symmetric_pairs(model) if (p.kind, p.module) != (wrong.kind, wrong.module)]
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2, pairs=others)) > 0
     assert float(sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2)) > 0
+
+
+class Renamed(nn.Linear):
+    pass
+
+
+class Rectified(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Bent(nn.Module):
+    def forward(self, weight):
+        return weight + 0.3 * weight.tanh()
+
+
+def of_class(cls):
+    def change(layer):
+        new = cls(layer.in_features, layer.out_features)
+        new.load_state_dict(layer.state_dict())
+        return new
+
+    return change
+
+
+def hooked(hook, before=False):
+    def change(layer):
+        (layer.register_forward_pre_hook if before else layer.register_forward_hook)(hook)
+        return layer
+
+    return change
+
+
+def parametrised(name):
+    return lambda layer: nn.utils.parametrize.register_parametrization(layer, name, Bent())
+
+
+#: Ways to wrap or replace a projection: which one, the way, and what comes of the layer's pairs: kept as symmetries
+#: that they are, refused with a reason, or caught at the first gradient.
+WAYS = {
+    "subclass": (0, of_class(Renamed), "kept"),
+    "subclass with a forward of its own": (2, of_class(Rectified), "own"),
+    "forward hook": (0, hooked(lambda m, x, y: y + 0.3 * y.tanh()), "caught"),
+    "linear forward hook": (2, hooked(lambda m, x, y: 2 * y), "kept"),
+    "pre-hook within the pair": (3, hooked(lambda m, x: (x[0].tanh(),), before=True), "caught"),
+    "pre-hook outside of it": (0, hooked(lambda m, x: (x[0].tanh(),), before=True), "kept"),
+    "parametrised weight": (0, parametrised("weight"), "computed"),
+    "parametrised bias": (2, parametrised("bias"), "computed"),
+    "weight norm": (3, nn.utils.parametrizations.weight_norm, "computed"),
+    "weight norm by hooks": (0, nn.utils.weight_norm, "computed"),
+    "spectral norm": (2, nn.utils.parametrizations.spectral_norm, "computed"),
+    "ReLU behind": (0, lambda layer: nn.Sequential(layer, nn.ReLU()), "caught"),
+    "two layers": (2, lambda _: nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 16)), "replaced"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("table", [True, False], ids=["known", "examined"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_wrap_a_projection(way, table, monkeypatch):
+    """Each is certified and right, or refused: by its class, by its gradient, or by an examination."""
+    which, change, outcome = WAYS[way]
+    model, batch = networks.vit(), networks.images()
+    attention, name = networks.vit_layers(model)[0].attention, "qkvo"[which] + "_proj"
+    if not hasattr(attention, name):
+        pytest.skip("transformers 5.9 names the projections so")
+    setattr(attention, name, change(getattr(attention, name)))
+    if not table:
+        monkeypatch.setattr(registry, "_HANDLERS", {})
+    found = find_symmetric_pairs(model, batch=None if table else batch)
+    usable, refused = [p for p in found if p.group], [p for p in found if not p.group]
+    reasons = {"own": "a forward of its own", "computed": "is computed", "replaced": "replaced by several layers"}
+    if outcome == "caught" and table:
+        with pytest.raises(NotASymmetryError, match=r"layer.*0.*is no symmetry of the loss"):
+            sharpness.evaluate(model, [batch], rho=0.1, steps=2)
+    elif outcome == "kept":
+        assert len(usable) == len(found) == 8
+    else:
+        assert len(usable) == (4 if outcome == "replaced" else 6)
+        assert all(p.reason and (not table or reasons[outcome] in p.reason) for p in refused)
+    if outcome != "caught" or not table:
+        with torch.no_grad():  # torch's older weight norm cannot be copied before
+            model(batch[0])
+        assert verify(model, batch).ok
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_no_pair_survives_is_not_taken_for_rounding(monkeypatch):
+    """Prefix tuning puts keys and values beside those of every layer, so that all residuals are large alike."""
+    peft = pytest.importorskip("peft")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20, n_positions=32, bos_token_id=1, eos_token_id=2)
+    config._attn_implementation = "eager"
+    options = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(GPT2LMHeadModel(config), options).requires_grad_(True)
+    batch = {**IDS, "labels": IDS["input_ids"]}
+    networks.shake(model)
+    found = find_symmetric_pairs(model)
+    assert {p.reason for p in found} == {"prefix tuning puts keys and values beside the layer's own"}
+    assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
+    monkeypatch.setattr(registry, "prefix_tuned", lambda model: False)
+    assert not any(p.group is None for p in find_symmetric_pairs(model))
+    with pytest.raises(NotASymmetryError):
+        sharpness.evaluate(model, [batch], rho=0.1, steps=2)
 
 
 def first_step(optimizer):

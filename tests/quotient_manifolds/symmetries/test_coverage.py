@@ -1,12 +1,15 @@
 """Attention that no handler covers is named."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage, find_symmetric_pairs
+import sharpness
+from quotient_manifolds.symmetries import GL, UnknownAttentionError, block, check_coverage, find_symmetric_pairs, pair
 
 
 class Mystery(nn.Module):
@@ -152,3 +155,33 @@ def test_what_was_not_examined_is_not_covered(reason):
     assert any(p.group is not None for p in found)
     with pytest.raises(UnknownAttentionError, match=reason):
         check_coverage(model, lambda: model(x), found)
+
+
+def test_pairs_of_ones_own_cover_the_module_that_holds_their_projections():
+    """Whatever they are called; what a pair says of one layer is nothing of another."""
+
+    class Model(nn.Sequential):
+        pass
+
+    model, x = Model(Attending(), Attending()), torch.randn(2, 3, 4)
+
+    def mine(layer):
+        G, H = ([block(p, "weight", transpose=True), block(p, "bias")] for p in (layer.q_proj, layer.k_proj))
+        return pair(G, H, GL(4), name="mine")
+
+    check_coverage(model, lambda: model(x), [mine(layer) for layer in model])
+    with pytest.raises(UnknownAttentionError, match="module '1'"):
+        check_coverage(model, lambda: model(x), [mine(model[0])])
+    batch = (x, torch.randint(4, (2,)))
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]).mean(1), batch[1])
+
+    with pytest.warns(UserWarning, match="outside of the pairs that were given, module '1' of class .*Attending"):
+        found = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, pairs=[mine(model[0])])
+    assert float(found) > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, pairs=[mine(layer) for layer in model])
+    with pytest.raises(UnknownAttentionError):
+        sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2)

@@ -11,6 +11,7 @@ from torch import nn
 from quotient_manifolds.symmetries import (
     GL,
     Projection,
+    apply_random_symmetry_,
     attention_pairs,
     check_coverage,
     find_symmetric_pairs,
@@ -19,8 +20,8 @@ from quotient_manifolds.symmetries import (
 from quotient_manifolds.symmetries.known import KNOWN
 from quotient_manifolds.symmetries.registry import _HANDLERS
 
-from ... import architectures, networks
-from ...architectures import without_first_row
+from ... import architectures, networks, zoo
+from ...architectures import change, without_first_row
 
 CASES = [
     (name, attention)
@@ -92,8 +93,8 @@ def test_a_wrong_layout_is_seen_in_every_architecture(name, monkeypatch):
                 patch.setitem(_HANDLERS, cls, damaged)
             changes = verify(model, batch).changes
         kinds = {"qk": [], "vo": []}
-        for pair, change in changes.items():
-            kinds["vo" if " vo " in pair else "qk"].append(change)
+        for pair, moved in changes.items():
+            kinds["vo" if " vo " in pair else "qk"].append(moved)
         if damage is other_pairing:
             assert max(v for k, v in changes.items() if "rotary" in k) > 1e-2
         else:
@@ -187,6 +188,29 @@ def test_options_of_timm_attention(options, groups):
     report = verify(layer, torch.randn(2, 5, 12))
     assert len(report.changes) == 2 * sum(g is not None for g in groups)
     assert max(report.changes.values()) < 1e-9
+
+
+@pytest.mark.parametrize("name", zoo.TORCH)
+def test_forms_of_multihead_attention(name):
+    """By the table, as discovery finds them (:mod:`.test_discovery`)."""
+    model, batch = zoo.torch_model(name)
+    pairs = find_symmetric_pairs(model)
+    assert {p.group.diagonal for p in pairs} == {False}
+    report = verify(model, batch)
+    assert report.ok, str(report)
+    assert len(report.changes) == len(pairs)
+
+
+def test_torch_s_fast_path_keeps_what_is_found(monkeypatch):
+    layer, x = networks.shake(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)), torch.randn(2, 5, 8)
+    fast, calls = torch._transformer_encoder_layer_fwd, []
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: calls.append(1) or fast(*a))
+    with torch.no_grad():
+        assert change(layer, lambda m: m(x)) < 1e-12
+        assert len(calls) == 2
+        before = layer(x)
+        apply_random_symmetry_(layer, pairs=[without_first_row(p) for p in find_symmetric_pairs(layer)])
+        assert not torch.allclose(layer(x), before)
 
 
 def test_every_line_is_a_class_that_exists():

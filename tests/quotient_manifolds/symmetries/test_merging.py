@@ -31,6 +31,25 @@ def test_memory_in_common_is_found_whatever_it_is_seen_through(overlap):
     assert sharing(pairs) == ({0, 1} if overlap else set())
 
 
+def test_every_pair_that_meets_another_is_found_and_no_other():
+    """Against the numbers themselves, for blocks anywhere in one memory: rows, columns, one within another."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        memory, pairs, places = torch.zeros(60), [], []
+        for _ in range(4):
+            first, second = layers(2)
+            rows, columns = torch.randint(1, 4, (2,)).tolist()
+            first.weight.data = memory[int(torch.randint(50, ())) :][:9].view(3, 3)
+            transpose = bool(torch.randint(2, ()))
+            G = block(first, "weight", slice(0, rows), slice(0, columns), transpose=transpose)
+            h = rows if transpose else columns
+            pairs.append(pair([G], [block(second, "weight", columns=slice(0, h))], GL(h)))
+            numbers = torch.arange(60)[first.weight.storage_offset() :][:9].view(3, 3)[:rows, :columns]
+            places.append(set(numbers.flatten().tolist()))
+        met = {i for i, a in enumerate(places) for j, b in enumerate(places) if i != j and a & b}
+        assert sharing(pairs) == met
+
+
 def test_a_refused_pair_says_why():
     a, b, *_ = layers()
     found = refused(pair([block(a, "weight")], [block(b, "weight")], GL(3)), SHARED, frozen=True)

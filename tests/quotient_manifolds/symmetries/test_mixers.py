@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from quotient_manifolds.symmetries import find_symmetric_pairs
+from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage, find_symmetric_pairs, mixers
 from quotient_manifolds.symmetries.discovery import candidates
 from quotient_manifolds.symmetries.wide import Wide, widened
 
@@ -73,3 +74,27 @@ def test_moves_leave_the_outputs(name):
     whole, half = changes(outputs, pairs)
     assert whole < 1e-10
     assert half > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_no_gradient_is_not_certified():
+    """One token attends to itself alone; its values are seen as ever."""
+    model, batch = zoo.transformers_model("deepseek_v2")
+    batch["input_ids"] = batch["input_ids"][:, :1]
+
+    def outputs(*_):
+        with Wide():
+            return model(**batch)
+
+    found = find_symmetric_pairs(model, batch=batch, forward=outputs)
+    assert {p.reason for p in found if p.kind == "qk"} == {"not certified: the gradient is zero"}
+    assert {str(p.group) for p in found if p.kind == "vo"} == {"GL(6)"}
+    with pytest.raises(UnknownAttentionError, match="the gradient is zero"):
+        check_coverage(model, outputs, found)
+
+
+def test_latent_attention_without_the_queries_that_are_known_is_let_be():
+    layer = nn.Module()
+    for name in mixers._LATENT:
+        setattr(layer, name, 1)
+    assert mixers.proposals(layer, "") == []

@@ -8,6 +8,8 @@ from quotient_manifolds.symmetries import certify, find_symmetric_pairs, stacks,
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch, gpt2_and_batch
+from .test_attention import quantised_bert
+from .test_certificate import gradients_of
 
 
 class Convolutions(nn.Module):
@@ -120,6 +122,7 @@ TUNERS = {
     "LoHa": {"r": 2, "init_weights": False},
     "LoKr": {"r": 2, "init_weights": False},
     "AdaLora": {"init_r": 2, "target_r": 1, "total_step": 10, "init_lora_weights": False},
+    "BOFT": {"boft_block_size": 4, "init_weights": False},
     "OFT": {"oft_block_size": 4, "init_weights": False},
     "HRA": {"r": 2, "init_weights": False},
     "Vera": {"r": 2, "init_weights": False},
@@ -159,3 +162,16 @@ def test_a_bias_of_lora_is_one_more_row_of_the_attention_pairs():
     report = verify(model, networks.text())
     assert report.ok, str(report)
     assert any(b.attribute == "bias" and "lora" not in p.kind for p in find_symmetric_pairs(model) for b in p.G)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lora_on_a_quantised_base_keeps_its_own_symmetry():
+    peft = pytest.importorskip("peft")
+    model, batch = quantised_bert("4 bit")
+    options = {"target_modules": ["query", "value"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, **options)).eval()
+    found = find_symmetric_pairs(model)
+    assert [str(p.group) for p in found if p.kind == "lora"] == ["GL(3)"] * 4
+    assert all(p.reason.startswith(("quantised", "frozen")) for p in found if p.kind != "lora")
+    loss = model(**batch).loss
+    assert certify(stacks(found), gradients_of(model, loss), tolerance=1e-4).failures == ()
