@@ -167,7 +167,7 @@ class GLQuotient(QuotientManifold):
     def logmap(self, x: Tensor, y: Tensor, *, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
         """Give the horizontal vector at x whose geodesic reaches the orbit of y at time 1, the shortest found.
 
-        Computed in double precision, and returned in the dtype of x. Not differentiable; :meth:`dist` is.
+        In double precision, returned in the dtype of x. Not differentiable; :meth:`dist` is.
 
         Parameters
         ----------
@@ -175,7 +175,8 @@ class GLQuotient(QuotientManifold):
             Points, (…, n + m, h).
         n_starts : int, optional
             Turns of y along its orbit from which the search begins, at any h: the one that fits x best, its mirror
-            image, random ones. By default the first, and the second for real points far apart with h ≤ 16.
+            image, random ones. By default the first, and the second for real points far apart with h ≤ 16: beyond, it
+            costs as much again and shortens a length by .1 % at most in what we saw.
         on_error : {"raise", "nan"}
             Whether one pair without a geodesic raises, or has NaN for its result.
 
