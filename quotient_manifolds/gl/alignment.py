@@ -24,13 +24,13 @@ class GLManifold(Protocol):
 
     metric: Metric
 
+    def __init__(self, n: int, m: int) -> None: ...
     def tangent_space_at(self, x: Tensor) -> Any: ...  # noqa: D102
     def at_gauge(self, gauge: Gauge) -> GLTangentSpace: ...  # noqa: D102
     def to_matrix(self, x: Tensor) -> Tensor: ...  # noqa: D102
     def pack_point(self, *tensors: Tensor) -> Tensor: ...  # noqa: D102
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]: ...  # noqa: D102
     def row_split(self) -> list[int]: ...  # noqa: D102
-    def resized(self, n: int, m: int) -> Any: ...  # noqa: D102
 
 
 def restrict_to_span(
@@ -43,7 +43,7 @@ def restrict_to_span(
     factors = list(zip(*(manifold.unpack_tensor(x) for x in points), strict=True))
     bases = [torch.linalg.qr(torch.cat(torch.broadcast_tensors(*f), dim=-1))[0] for f in factors]
     rows = [Q.shape[-1] for Q in bases]
-    small = manifold.resized(*rows)
+    small = type(manifold)(*rows)
     restricted = [
         small.pack_point(*(Q.mH @ X for Q, X in zip(bases, x, strict=True))) for x in zip(*factors, strict=True)
     ]

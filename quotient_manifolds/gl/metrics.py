@@ -62,6 +62,10 @@ class Metric(ABC):
         """Give W⁻¹ of the factor: a covector P is represented by the vector P W⁻¹."""
 
     @abstractmethod
+    def weight_slope(self, own: Gram, own_speed: Tensor, other_speed: Tensor) -> Tensor:
+        """Give the derivative of Tr(W_G ξ_Gᴴξ_G + W_H ξ_Hᴴξ_H) in the factor's Gram matrix, of given speeds ξᴴξ."""
+
+    @abstractmethod
     def equation(self, own: Motion, other: Motion) -> Pair:
         """State the geodesic equation: (a, b) with Ẍ = X a + Ẋ b."""
 
@@ -89,6 +93,9 @@ class _Inv(Metric):
     def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
         return own.floored
 
+    def weight_slope(self, own: Gram, own_speed: Tensor, other_speed: Tensor) -> Tensor:
+        return -own.inverse @ own_speed @ own.inverse
+
     def equation(self, own: Motion, other: Motion) -> Pair:
         return -own.inverse @ own.vv, own.inverse @ sym2(own.vX)
 
@@ -110,6 +117,9 @@ class _Mix(Metric):
 
     def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
         return other.inverse
+
+    def weight_slope(self, own: Gram, own_speed: Tensor, other_speed: Tensor) -> Tensor:
+        return other_speed
 
     def equation(self, own: Motion, other: Motion) -> Pair:
         return other.vv @ other.inverse, -sym2(other.vX) @ other.inverse

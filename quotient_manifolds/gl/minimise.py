@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .path import Path, Preconditioner, energy, inner
+from .path import Path, energy, inner
+from .preconditioner import Preconditioner
 
-__all__ = ["Minimiser", "softest"]
+__all__ = ["Minimiser"]
 
 #: Pairs of steps and changes of the gradient that are kept.
 _MEMORY = 8
@@ -87,34 +88,16 @@ class Minimiser:
             self.path, value, g = trial, new_value, new_g
         return self.path
 
-    def newton(self, steps: int, tol: float | Tensor) -> Path:
-        """Take Newton's steps, by conjugate gradients, which mind few soft directions little; from near a minimum."""
-        value, g = energy(self.path)
-        for _ in range(steps):
-            self.value, self.error = value, self._error(g, value)
-            moving = self.error > tol
-            if not bool(moving.any()):
-                break
-            goal = torch.maximum(0.3 * tol / self.error, self.error.clamp(1e-3, 0.05))
-            d, step = self._conjugate(g, torch.where(moving, goal, torch.inf)), moving.to(value.dtype)
-            for attempt in range(4):
-                trial = self.path.moved(step.unsqueeze(-1) * d)
-                new_value, new_g = energy(trial)
-                fine = (self._error(new_g, new_value) < 0.9 * self.error) | (step == 0)
-                if bool(fine.all()):
-                    break
-                step = torch.where(fine, step, 0.0 if attempt == 2 else 0.3 * step)
-            self.path, value, g = trial, new_value, new_g
-            if not bool(step.any()):
-                break
-        return self.path
+    def follow(self, way: Tensor, goal: Tensor) -> Path:
+        """Move the ends of paths by ``way``, and the paths so that the gradient stays what it is, to first order.
 
-    def _error(self, g: Tensor, value: Tensor) -> Tensor:
-        return (_dot(g, self._preconditioner(g, self.path)) / (value + self._least)).clamp_min(0).sqrt()
-
-    def _conjugate(self, g: Tensor, goal: Tensor) -> Tensor:
-        """Solve for Newton's step until the residual has fallen to ``goal``, item by item."""
-        r, d = -g, torch.zeros_like(g)
+        The change of a minimum is the same as that of a path near it, so that this does not need a minimum. Solved by
+        conjugate gradients, until what is left is less than ``goal``, item by item; those of 1 and more stay.
+        """
+        before = energy(self.path)[1]
+        self.path = replace(self.path, y=self.path.y + way)
+        g = energy(self.path)[1]
+        r, d = before - g, torch.zeros_like(g)
         z = self._preconditioner(r, self.path)
         p, square = z, _dot(r, z)
         first, going = square, goal < 1
@@ -124,43 +107,38 @@ class Minimiser:
             bend = _dot(p, Hp)
             going = going & (bend > 0)
             alpha = torch.where(going, square / bend, 0).unsqueeze(-1).to(g.dtype)
-            d, r = (
-                torch.addcmul(d, alpha, p),
-                torch.addcmul(r, alpha, torch.where(going.unsqueeze(-1), Hp, 0), value=-1),
-            )
+            d = torch.addcmul(d, alpha, p)
+            r = torch.addcmul(r, alpha, torch.where(going.unsqueeze(-1), Hp, 0), value=-1)
             z = self._preconditioner(r, self.path)
             last, square = square, _dot(r, z)
             going = going & (square > goal**2 * first)
             if not bool(going.any()):
                 break
-            p = torch.addcmul(z, (square / last).unsqueeze(-1).to(g.dtype), p)
-        return d
+            p = torch.addcmul(z, (square / last).nan_to_num(0, 0, 0).unsqueeze(-1).to(g.dtype), p)
+        self.path = self.path.moved(d)
+        return self.path
 
+    def softest(self, steps: int = 12) -> tuple[Tensor, Tensor]:
+        """Give the least eigenvalue (b) of the preconditioned second derivative, about, and its direction.
 
-def softest(path: Path, steps: int = 12) -> tuple[Tensor, Tensor]:
-    """Give the least eigenvalue (b) of the preconditioned second derivative of the energy, about, and its direction.
-
-    Lanczos from a random vector; an upper bound, which a negative eigenvalue far from the others makes negative soon.
-    """
-    preconditioner, g = Preconditioner(path), energy(path)[1]
-    generator = torch.Generator(device=path.x.device).manual_seed(0)
-    noise = torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=generator)
-    r, old = noise, torch.zeros_like(noise)
-    size = inner(path, path.x).sqrt().unsqueeze(-1)
-    basis, diagonal, beside = [], [], []
-    for _ in range(steps):
-        w = preconditioner(r, path)
-        beta = _dot(r, w).clamp_min(torch.finfo(size.dtype).tiny).sqrt().unsqueeze(-1)
-        v, w = r / beta, w / beta
-        beside.append(beta.squeeze(-1))
-        epsilon = 1e-4 * size  # w is of unit length, about
-        Hw = (energy(path.moved(epsilon * w))[1] - energy(path.moved(-epsilon * w))[1]) / (2 * epsilon)
-        basis.append(w)
-        diagonal.append(_dot(w, Hw))
-        r, old = Hw - diagonal[-1].unsqueeze(-1) * v - (beta * old if len(basis) > 1 else 0), v
-    T = torch.diag_embed(torch.stack(diagonal, -1))
-    if steps > 1:
+        Lanczos from a random vector; an upper bound, which a negative eigenvalue far from the others makes negative
+        soon.
+        """
+        path, g = self.path, energy(self.path)[1]
+        generator = torch.Generator(device=g.device).manual_seed(0)
+        r, old = torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=generator), torch.zeros_like(g)
+        epsilon = 1e-5 * (1e6 * self._least).sqrt().unsqueeze(-1)  # for a vector of unit length, about
+        basis, diagonal, beside = [], [], []
+        for _ in range(steps):
+            w = self._preconditioner(r, path)
+            beta = _dot(r, w).clamp_min(torch.finfo(self._least.dtype).tiny).sqrt().unsqueeze(-1)
+            v, w = r / beta, w / beta
+            beside.append(beta.squeeze(-1))
+            Hw = (energy(path.moved(epsilon * w))[1] - g) / epsilon
+            basis.append(w)
+            diagonal.append(_dot(w, Hw))
+            r, old = Hw - diagonal[-1].unsqueeze(-1) * v - (beta * old if len(basis) > 1 else 0), v
         off = torch.stack(beside[1:], -1)
-        T = T + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-    values, vectors = torch.linalg.eigh(T.nan_to_num(0, 0, 0))  # of paths that failed
-    return values[:, 0], (torch.stack(basis, -1) @ vectors[:, :, :1].to(g.dtype)).squeeze(-1)
+        T = torch.diag_embed(torch.stack(diagonal, -1)) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+        values, vectors = torch.linalg.eigh(T.nan_to_num(0, 0, 0))  # of paths that failed
+        return values[:, 0], (torch.stack(basis, -1) @ vectors[:, :, :1].to(g.dtype)).squeeze(-1)

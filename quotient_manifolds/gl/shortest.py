@@ -2,8 +2,8 @@ r"""The shortest geodesic between two orbits, however far apart they are.
 
 From several turns of the end along its orbit the energy of a path of few coefficients is minimised, a saddle is left
 along its softest direction, and the shortest path found is refined until the exact geodesic with its first velocity
-ends at the orbit of y: what the geodesic misses is added to the end of the path, which then is minimised again, with
-more coefficients where that does not help.
+ends at the orbit of y: what the geodesic misses is added to the end of the path, which follows, with more coefficients
+where that does not help.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from torch import Tensor
 
 from ..linalg import real_dtype
 from .alignment import GLManifold
+from .bent import first_path, polar
 from .gauge import Gauge, canonical_gauge
 from .geodesic import GeodesicExitError
-from .minimise import Minimiser, softest
-from .path import Path, first_path, polar
+from .minimise import Minimiser
+from .path import Path
 from .tangent import GLTangentSpace
 
 __all__ = ["SOLVED", "Shortest", "shortest"]
 
 #: Of the way that may be missing at the end: what is aimed at, and what counts as solved.
 _AIM, SOLVED = 2e-10, 1e-9
-#: Real numbers that are worked on at once, for the caches' sake; coefficients of the first paths and of refined ones.
-_CHUNK, _FIRST, _REFINED = 65_536, 4, (8, 12, 18, 26)
+#: Real numbers that are worked on at once, for the caches' sake; coefficients of the first paths, and of refined ones
+#: with the error to which these are minimised.
+_CHUNK, _FIRST, _REFINED = 65_536, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
 #: Eigenvalues below this make a saddle; cosines above this make other turns of the end certainly longer.
 _SADDLE, _NEAR = -1e-3, 0.3
-#: Columns up to which the mirror image is tried: of many columns it turns one, which changes the length little.
+#: Columns up to which the mirror image is tried unasked: of many columns it turns one, which changes the length little.
 _MIRRORED = 16
 
 
@@ -184,7 +186,7 @@ class _Search:
                 minimiser = Minimiser(minimiser.path)
                 minimiser.run(steps, tol)
         for _ in range(4):
-            least, direction = softest(minimiser.path)
+            least, direction = minimiser.softest()
             saddle = least < _SADDLE
             if not bool(saddle.any()):
                 break
@@ -200,19 +202,19 @@ class _Search:
         found, everything = Shortest.nothing(path.x), torch.arange(len(at), device=at.device)
         gauge = self.gauge
         space = self.manifold.at_gauge(Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
-        tol = torch.full_like(least, 1e-9)
-        for count in _REFINED:
+        for count, tol in _REFINED:
             minimiser = Minimiser(replace(path, y=self._representative(at, path.y)).refined(count))
-            for _ in range(4):
-                before = found.residual.clone()
-                path = minimiser.newton(8, tol)
-                shot = self._shot(space, at, path, least)
+            near = path = minimiser.run(100, tol)
+            last = torch.ones_like(least)
+            for _ in range(8):
+                shot = self._shot(space, at, near, least)
                 found.improve(everything, shot)
-                done = found.residual <= _AIM
-                tol = torch.where(done, 1, (1e-4 * found.residual).clamp(1e-12, 1e-9))
-                if bool((done | (found.residual > 0.1 * before)).all()):
+                done = (shot.residual <= _AIM) | ~(shot.residual < 0.3 * last)
+                if bool(done.all()):
                     break
-                minimiser.path = self._corrected(path, at, shot, ~done)
+                last = shot.residual
+                goal = torch.maximum(0.3 * _AIM / last, last.clamp(1e-3, 0.05))
+                near = minimiser.follow(self._missing(at, shot, ~done), torch.where(done, torch.inf, goal))
             if bool((found.residual <= SOLVED).all()):
                 break
         return found
@@ -234,17 +236,14 @@ class _Search:
     def _lowest(self, path: Path) -> Tensor:
         if self.manifold.metric.complete:
             return torch.ones_like(path.x[:, 0, 0].real)
-        points = torch.cat([path.x.unsqueeze(1), path.nodes()[0], path.y.unsqueeze(1)], 1)
+        points = torch.cat([path.x.unsqueeze(1), torch.cat(path.points(), -2), path.y.unsqueeze(1)], 1)
         grams = [torch.linalg.qr(X)[1] for X in path.split(points.movedim(1, 0))]
         least = torch.linalg.svdvals((grams[0] @ grams[1].mH).nan_to_num())[..., -1]
         return least.amin(0) / torch.minimum(least[0], least[-1])
 
-    def _corrected(self, path: Path, at: Tensor, shot: Shortest, which: Tensor) -> Path:
-        """Move the ends of paths by what their geodesics miss."""
-        way = torch.where(
-            (which & (shot.residual < 0.3))[:, None, None], self._representative(at, shot.end) - shot.end, 0
-        )
-        return replace(path, y=path.y + way)
+    def _missing(self, at: Tensor, shot: Shortest, which: Tensor) -> Tensor:
+        """Give what geodesics miss at their ends."""
+        return torch.where(which[:, None, None], self._representative(at, shot.end) - shot.end, 0)
 
     def _representative(self, at: Tensor, near: Tensor) -> Tensor:
         """Give the representatives of y whose first factor is nearest to that of other points."""

@@ -1,0 +1,60 @@
+"""What preconditions the minimisation of a path's energy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..linalg import hermitian_power, weighted_sylvester
+from .bent import Bent
+from .path import Path, flat, hermitian, unflat, weights
+
+__all__ = ["Preconditioner"]
+
+
+class Preconditioner:
+    r"""An approximate inverse of the energy's second derivative.
+
+    The coefficients c_k, k ≥ 1, see little but the average weight W of the metric. The end moves along its orbit by Λ,
+    and the coefficients follow as those of a bent path do. The skew-Hermitian part Ω of Λ turns the end: where the
+    spans of both ends are orthogonal all turned ends are equally far, and these directions are soft. With
+    :math:`S_G = W^{1/2} G_1^H G_0 W^{1/2}` and :math:`T = S_G + S_H` (cosines of the angles), the energy has about the
+    second derivative :math:`\tfrac12(T'Ω + ΩT')` there, :math:`T' = θ \cot θ` for :math:`T = \cos θ`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        w = path.rule()[0]
+        averages = [torch.einsum("q,bqij->bij", w.to(X.dtype), X.mH @ X) for X in path.points()]
+        self._inverse = [hermitian(V) / 2 for V in weights(path.metric, averages[0], averages[1], inverse=True)]
+        ends, starts = path.split(path.y), path.split(path.x)
+        roots = [hermitian_power(V, 0.5) for V in self._inverse]
+        back = [torch.linalg.inv(R) for R in roots]
+        grams = [X.mH @ X for X in ends]
+        self._stretch = weighted_sylvester(grams[0], grams[1], roots[1], roots[0])
+        T = hermitian(sum(R @ (Y.mH @ X) @ R for R, X, Y in zip(back, starts, ends, strict=True)))
+        size = sum((R @ M @ R).diagonal(dim1=-2, dim2=-1).real.mean(-1) for R, M in zip(back, grams, strict=True))
+        cosine, self._turn = torch.linalg.eigh(T / size[..., None, None])
+        self.cosine, cosine = cosine[:, 0], cosine.clamp(0.01, 1 - 1e-6)
+        stiffness = size.unsqueeze(-1) * cosine * cosine.arccos() / (1 - cosine**2).sqrt()
+        self._stiffness = (stiffness.unsqueeze(-1) + stiffness.unsqueeze(-2)) / 2
+        self._bent = [Bent(X, Y, path) for X, Y in zip(starts, ends, strict=True)]
+        for bent in self._bent:
+            bent.prepare()
+        # Linear in Λ: automatic differentiation gives the adjoint, from one record.
+        with torch.enable_grad():
+            self._still = torch.zeros_like(T, requires_grad=True)
+            self._followed = self._following(self._still)
+
+    def _following(self, L: Tensor) -> Tensor:
+        """Give the change of the coefficients when the end moves by Λ."""
+        return torch.cat([bent.following(m) for bent, m in zip(self._bent, (L, -L.mH), strict=True)], -2)
+
+    def __call__(self, g: Tensor, path: Path) -> Tensor:
+        """Apply it to a gradient at a path of as many coefficients."""
+        gc, K = unflat(g, path)
+        K = K + torch.autograd.grad(self._followed, self._still, gc, retain_graph=True)[0]
+        Q = self._turn
+        L = Q @ ((Q.mH @ ((K - K.mH) / 2) @ Q) / self._stiffness) @ Q.mH
+        L = L + hermitian(self._stretch(hermitian(K)))
+        own = [P @ V.unsqueeze(1) for P, V in zip(path.split(gc), self._inverse, strict=True)]
+        return flat(torch.cat(own, -2) + self._following(L), L)
