@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 # One thread a test process: two processes share the machine.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
-.PHONY: help demo test coverage fuzz test-oldest lint types docs figures bench architectures wheel clean
+.PHONY: help demo test coverage fuzz test-oldest lint types docs figures bench gpu architectures wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 14
@@ -44,6 +44,9 @@ figures: $(VENV)/.dev  ## draw the figures of the documentation again from the r
 bench: $(VENV)/.dev  ## run the benchmarks that need no data; the others say with --help what they need
 	for name in projection geodesic_cost iteration_cost sam_cost lora_cost memory; do \
 		$(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+
+gpu: $(VENV)/.dev  ## run what a GPU of 80 GB is to be measured with, in under eight minutes
+	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh
 
 architectures: $(VENV)/.dev  ## examine every architecture of docs/tables/architectures.csv; make test does one of each kind
 	ARCHITECTURES=all $(PYTEST) tests/quotient_manifolds/symmetries/test_discovery.py $(ARGS)

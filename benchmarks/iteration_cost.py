@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from _common import write
 from torch import nn
-from torch.nn import functional as F
 
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from sharpness.ascent import ASCENTS
@@ -26,6 +27,17 @@ from sharpness.space import WeightSpace
 from sharpness.vectors import Buffers
 
 RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
+
+_LLAMA_1B = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "max_position_embeddings": 2048,
+}  # fmt: skip
+_TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+#: Shapes of text models, with random weights: those of BERT-base, of TinyLlama, and two to try things with.
+TEXT_MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "bert-base": ("Bert", {}), "llama-1b": ("Llama", _LLAMA_1B), "bert-tiny": ("Bert", _TINY),
+    "llama-tiny": ("Llama", _TINY),
+}  # fmt: skip
 
 
 class Classifier(nn.Module):
@@ -50,43 +62,76 @@ def tower(model: Classifier) -> Wiring:
     return found
 
 
+def build(options: argparse.Namespace) -> tuple[nn.Module, Callable[[int], Any]]:
+    """Give a model and what makes a batch of a size for it."""
+    torch.manual_seed(0)
+    device = torch.device(options.device)
+    if options.model in TEXT_MODELS:
+        import transformers
+
+        kind, config = TEXT_MODELS[options.model]
+        model = getattr(transformers, f"{kind}Config")(**config)
+        name = "ForCausalLM" if kind == "Llama" else "ForSequenceClassification"
+        with device:
+            built = getattr(transformers, kind + name)(model)
+
+        def words(size: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(1000, (size, options.length), device=device)
+            return {"input_ids": ids, "labels": ids if kind == "Llama" else ids[:, 0] % 2}
+
+        return built.eval(), words
+    with device:
+        built = Classifier(options.model)
+    return built.eval(), lambda size: (
+        torch.randn(size, 3, 224, 224, device=device), torch.randint(1000, (size,), device=device)
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="ViT-B-32")
+    parser.add_argument("--model", default="ViT-B-32", help=f"of open_clip, or {', '.join(TEXT_MODELS)}")
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--length", type=int, default=128, help="words of a text")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="float32", choices=["float32", "tf32", "bfloat16"])
     parser.add_argument("--measures", nargs="+", default=list(RADII))
     parser.add_argument("--ascent", default="power", choices=list(ASCENTS))
     parser.add_argument("--name", default="iteration_cost")
     options = parser.parse_args()
-    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
     device = torch.device(options.device)
-    model = Classifier(options.model).to(device).eval()
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    rows = []
+    with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "bfloat16"):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Time everything, in the precision that is set."""
+    model, make_batch = build(options)
+    sync = torch.cuda.synchronize if options.device.startswith("cuda") else lambda: None
+    rows, objective = [], Objective()
     for size in options.batch:
-        x, y = torch.randn(size, 3, 224, 224, device=device), torch.randint(1000, (size,), device=device)
+        batch = make_batch(size)
         parameters = list(model.parameters())
 
-        def bare(x=x, y=y, parameters=parameters) -> float:
+        def bare(batch=batch, parameters=parameters) -> float:
             start = time.perf_counter()
-            loss = F.cross_entropy(model(x), y)
-            torch.autograd.grad(loss, parameters)
+            loss = objective(model, batch).loss
+            torch.autograd.grad(loss, parameters, allow_unused=True)
             sync()
             return time.perf_counter() - start
 
         bare()
         for name in options.measures:
 
-            def measured(name=name, x=x, y=y, bare=bare) -> tuple[float, list[tuple[float, float, float]]]:
+            def measured(name=name, batch=batch, bare=bare) -> tuple[float, list[tuple[float, float, float]]]:
                 start = time.perf_counter()
                 space = WeightSpace(model, MEASURES[name])
                 sync()
                 setup = time.perf_counter() - start
                 with space.attached():
-                    task = BatchLoss(space, Objective(), (x, y), 0, space.empty())
+                    task = BatchLoss(space, objective, batch, 0, space.empty())
                     buffers = Buffers(task.base_gradient)
                     spare = space.empty()  # the last step has no backward pass: give it one
 
@@ -110,7 +155,7 @@ def main() -> None:
             rows.append(
                 {
                     "model": options.model, "batch": size, "measure": name, "ascent": options.ascent,
-                    "device": options.device,
+                    "device": options.device, "precision": options.precision,
                     "ratio": round(statistics.median(ratios), 3),
                     "ratios": [round(r, 3) for r in ratios],
                     "bare_seconds": round(statistics.median(b for b, _, _ in pairs), 4),

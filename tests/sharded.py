@@ -1,6 +1,7 @@
 """Measures models that FSDP2 shards over processes of this machine: ``python -m tests.sharded JOB...``."""
 
 import json
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -22,11 +23,11 @@ MEASURES = ("adaptive", "euclidean", "geodesic-inv", "geodesic-mix", "complete-i
 
 
 def llama():
-    """A Llama with grouped queries, whose sizes no number of processes divides."""
+    """A Llama with grouped queries and tied embeddings, whose sizes no number of processes divides."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=13, hidden_size=12, intermediate_size=14, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=4, max_position_embeddings=16,
+        num_key_value_heads=3, head_dim=4, max_position_embeddings=16, tie_word_embeddings=True,
     )  # fmt: skip
     return networks.shake(LlamaForCausalLM(config).eval())
 
@@ -73,7 +74,15 @@ def results(model, batches, group=None):
             "squares": direction.squares, "pairs": direction.pair_squares, "parts": direction.parts,
             "norm": direction.norm, "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
         }  # fmt: skip
-    options = {"measure": "geodesic-inv", "group": group, "progress": False}
+    options = {"group": group, "progress": False}
+    for change in ({"measure": "adaptive", "ball_norm": math.inf}, {"measure": "geodesic-mix", "geodesic": "exact"}):
+        changed = sharpness.get_measure(**change)
+        found[str(change)] = (
+            sharpness.evaluate(model, batches, measure=changed, rho=0.02, steps=2, micro_batch=2, **options)
+            .batches[0]
+            .history
+        )
+    options |= {"measure": "geodesic-inv"}
     mean = sharpness.evaluate(model, batches, statistic="average", num_samples=2, **options)
     started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, restarts=1, only="layer", **options)
     found["random"] = [b.history for b in mean.batches], [b.history for b in started.batches]
