@@ -41,6 +41,13 @@ class _Restore:
         return {"_sam": None, "_always": self._always}
 
 
+def _check_measure(measure: Measure) -> None:
+    if measure.ball_norm != 2:
+        raise ValueError(f"GeodesicSAM takes measures with the round ball, ball_norm=2, not {measure.name!r}")
+    if measure.form != "own" or measure.elementwise == "vector":
+        raise ValueError(f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not")
+
+
 def _check_numbers(rho: Any, refresh: Any) -> None:
     if isinstance(rho, bool) or not isinstance(rho, (int, float)):
         raise TypeError(f"rho must be a number, got {rho!r}")
@@ -219,12 +226,7 @@ class GeodesicSAM(Optimizer):
         if not isinstance(base_optimizer, Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
         measure = get_measure(measure)
-        if measure.ball_norm != 2:
-            raise ValueError(f"GeodesicSAM takes measures with the round ball, ball_norm=2, not {measure.name!r}")
-        if measure.form != "own" or measure.elementwise == "vector":
-            raise ValueError(
-                f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not"
-            )
+        _check_measure(measure)
         _check_numbers(rho, refresh)
         parameters = trainable(model)
         for name, p in parameters.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, own_precision
 from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_
-from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
+from quotient_manifolds.symmetries.certificate import HALF_PRECISION
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
-from .blocks import Block, ElementwiseBlock, PairBlock
+from .blocks import ElementwiseBlock
 from .building import Division, build_blocks, divide
+from .coordinates import Coordinates
 from .direction import Direction
-from .distributed import World
 from .losses import Objective
 from .measures import Measure
 from .parts import Parts
@@ -29,7 +28,7 @@ from .weights import trainable
 __all__ = ["WeightSpace"]
 
 
-class WeightSpace:
+class WeightSpace(Coordinates):
     """The space of a model's trainable weights under a measure, and the place where the model stands in it.
 
     A tangent vector is one flat vector of coordinates in which the metric is the identity, see :mod:`sharpness.blocks`.
@@ -49,14 +48,8 @@ class WeightSpace:
 
     Attributes
     ----------
-    dim : int
-        Number of coordinates.
     dtype, device
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
-    pairs : tuple of SymmetricPair
-        Those that are divided out.
-    certification : Certification
-        What gradients at the base point say of their symmetry.
 
     Raises
     ------
@@ -93,7 +86,7 @@ class WeightSpace:
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure, self.classes, self.world = model, measure, classes, World()
+        self.model, self.measure, self.classes = model, measure, classes
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         self.device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
@@ -105,17 +98,10 @@ class WeightSpace:
         self._base = {} if self.form is None else self.form.values
         with self._at_base():
             blocks = build_blocks(measure, self._parameters, self.dtype, division)
-        self.dim, places = 0, dict[Block, slice]()
-        for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
-            places[block] = slice(self.dim, self.dim + block.dim)
-            self.dim += block.dim
-        self._blocks = [(block, places[block]) for block in blocks]
-        self._pair_blocks = [b for b, _ in self._blocks if isinstance(b, PairBlock)]
-        self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
+        super().__init__(blocks, self.dtype, self.device)
         self._gradients = Gradients(list(self._parameters.values()))
         self._copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self.certification = Certification([b.stack for b in self._pair_blocks])
 
     def _at_base(self) -> AbstractContextManager[None]:
         return pointing_to(self.model, self._base)
@@ -129,33 +115,6 @@ class WeightSpace:
             return form, divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
 
     # -- vectors -----------------------------------------------------------------------------------------------
-
-    def empty(self) -> Tensor:
-        """Give a vector with any content, (dim,)."""
-        return torch.empty(self.dim, dtype=self.dtype, device=self.device)
-
-    @torch.no_grad()
-    def random(self, generator: torch.Generator) -> Tensor:
-        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit.
-
-        The generator is one of the CPU, so that all devices draw alike.
-        """
-        xi = self.empty()
-        for block, part in self._blocks:
-            block.random_(xi[part], generator)
-        return xi
-
-    def norm(self, v: Tensor) -> float:
-        """Measure the length of a vector, (dim,)."""
-        return math.sqrt(float(self.world.sum(torch.linalg.vector_norm(v, dtype=torch.float64).square())))
-
-    @torch.no_grad()
-    def project(self, v: Tensor) -> Tensor:
-        """Give the horizontal part of a vector, (dim,)."""
-        v = v.clone()
-        for block, part in self._blocks:
-            block.project_(v[part])
-        return v
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
@@ -185,36 +144,13 @@ class WeightSpace:
             for p in self._parameters.values()
         }
 
-    # -- what the metric meets -----------------------------------------------------------------------------------
-
-    def spectrum(self) -> tuple[float | None, int, int]:
-        """Give σ_h, the smallest singular value of any pair (None without pairs), and how many are absent, or floored.
-
-        Absent are those at rounding level; the metric's floor replaces others that are small.
-        """
-        blocks = self._pair_blocks
-        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
-        absent = sum(int((~b.present).sum()) for b in blocks)
-        return min(values, default=None), absent, sum(b.num_clamped() for b in blocks)
-
-    @torch.no_grad()
-    def num_exited_pairs(self, xi: Tensor) -> int:
-        """Count the pairs whose exact geodesic along xi is shortened."""
-        return sum(b.num_exited_pairs(xi[part]) for b, part in self._blocks if isinstance(b, PairBlock))
-
-    def residuals(self) -> dict[SymmetricPair, float]:
-        """Give what the gradient at the base point said of the symmetry of those pairs that it reached first."""
-        return {} if self.certification.last is None else dict(self.certification.last.residuals)
+    # -- what gradients say of the pairs ---------------------------------------------------------------------------
 
     @property
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
         rough = self._above_base or torch.is_autocast_enabled(self.device.type)
         return HALF_PRECISION / 3 if rough else 1e-4
-
-    def uncertified(self) -> set[str]:
-        """Name the pairs that had no gradient yet."""
-        return {p.name for p in self.certification.open}
 
     # -- the model -----------------------------------------------------------------------------------------------
 

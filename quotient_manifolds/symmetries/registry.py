@@ -148,6 +148,12 @@ def plain_path(path: str) -> str:
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
 
 
+def _of_module(module: nn.Module, path: str) -> list[SymmetricPair]:
+    name, handler = plain_path(path), handler_of(module)
+    found = [] if handler is None else list(handler(module, name))
+    return [*found, *lora_pairs(module, name)] if is_lora(module) else found
+
+
 def find_symmetric_pairs(
     model: nn.Module,
     *,
@@ -212,15 +218,7 @@ def find_symmetric_pairs(
     unknown = {} if batch is None else candidates(model, lambda m: handler_of(m) is not None)
     for path, p in discover(model, unknown, lambda: forward(model, batch)) if unknown else ():
         examined.setdefault(path, []).append(replace(p, module=plain_path(path)))
-    found: list[SymmetricPair] = []
-    for path, module in model.named_modules():
-        name = plain_path(path)
-        handler = handler_of(module)
-        if handler is not None:
-            found.extend(handler(module, name))
-        found.extend(examined.get(path, ()))
-        if is_lora(module):
-            found.extend(lora_pairs(module, name))
+    found = [p for path, module in model.named_modules() for p in (*_of_module(module, path), *examined.get(path, ()))]
     taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
     for p in extra:
         for b in p.G + p.H:

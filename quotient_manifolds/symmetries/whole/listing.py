@@ -70,17 +70,7 @@ def symmetries_of(
         add(kinds.qk_gain(name, q, k))
     for name, tables in w.score_tables:
         add(kinds.score_bias(name, tables))
-    norms = {
-        r.W: s.norm
-        for s in w.sites
-        for r in s.readers
-        if s.norm.centring and s.norm.shift is not None
-        if r.b is None and not r.blind
-    }
-    found_biases = [kinds.key_bias(p, norms) for p in pairs]
-    if w.sites:  # else nobody vouches that attention weights sum to 1
-        found_biases += [kinds.value_bias(p, norms) for p in pairs]
-    for s in found_biases:
+    for s in _biases(w, pairs):
         if s is not None:
             add(s)
     for name, source, targets in w.common:
@@ -96,3 +86,17 @@ def symmetries_of(
     if w.closed and w.sites and not w.reads_stream_raw and all(folded):
         add(kinds.rotation("the stream", w))
     return found, refused
+
+
+def _biases(w: Wiring, pairs: Sequence[SymmetricPair]) -> list[Symmetry | None]:
+    norms = {
+        r.W: s.norm
+        for s in w.sites
+        for r in s.readers
+        if s.norm.centring and s.norm.shift is not None
+        if r.b is None and not r.blind
+    }
+    found = [kinds.key_bias(p, norms) for p in pairs]
+    if w.sites:  # else nobody vouches that attention weights sum to 1
+        found += [kinds.value_bias(p, norms) for p in pairs]
+    return found

@@ -1,0 +1,102 @@
+"""Vectors of coordinates on some blocks of weights, in which the metric is the identity; squared norms add up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.certificate import Certification
+
+from .blocks import Block, PairBlock
+from .distributed import World
+
+__all__ = ["Coordinates"]
+
+
+class Coordinates:
+    """The space of tangent vectors at some blocks: each vector is one flat tensor of coordinates, (dim,).
+
+    Parameters
+    ----------
+    blocks : sequence of Block
+    dtype, device
+        Of the vectors.
+
+    Attributes
+    ----------
+    dim : int
+        Number of coordinates.
+    pairs : tuple of SymmetricPair
+        Those that are divided out.
+    certification : Certification
+        What gradients at the base point say of their symmetry.
+    world : World
+        The processes over which vectors are spread: by default this one alone.
+    """
+
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device, self.world = dtype, device, World()
+        self.dim, places = 0, dict[Block, slice]()
+        for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
+            places[block] = slice(self.dim, self.dim + block.dim)
+            self.dim += block.dim
+        self._blocks = [(block, places[block]) for block in blocks]
+        self._pair_blocks = [b for b, _ in self._blocks if isinstance(b, PairBlock)]
+        self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
+        self.certification = Certification([b.stack for b in self._pair_blocks])
+
+    def empty(self) -> Tensor:
+        """Give a vector with any content, (dim,)."""
+        return torch.empty(self.dim, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit.
+
+        The generator is one of the CPU, so that all devices draw alike.
+        """
+        xi = self.empty()
+        for block, part in self._blocks:
+            block.random_(xi[part], generator)
+        return xi
+
+    def norm(self, v: Tensor) -> float:
+        """Measure the length of a vector, (dim,)."""
+        return math.sqrt(float(self.world.sum(torch.linalg.vector_norm(v, dtype=torch.float64).square())))
+
+    @torch.no_grad()
+    def project(self, v: Tensor) -> Tensor:
+        """Give the horizontal part of a vector, (dim,)."""
+        v = v.clone()
+        for block, part in self._blocks:
+            block.project_(v[part])
+        return v
+
+    # -- what the metric meets -----------------------------------------------------------------------------------
+
+    def spectrum(self) -> tuple[float | None, int, int]:
+        """Give σ_h, the smallest singular value of any pair (None without pairs), and how many are absent, or floored.
+
+        Absent are those at rounding level; the metric's floor replaces others that are small.
+        """
+        blocks = self._pair_blocks
+        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
+        absent = sum(int((~b.present).sum()) for b in blocks)
+        return min(values, default=None), absent, sum(b.num_clamped() for b in blocks)
+
+    @torch.no_grad()
+    def num_exited_pairs(self, xi: Tensor) -> int:
+        """Count the pairs whose exact geodesic along xi is shortened."""
+        return sum(b.num_exited_pairs(xi[part]) for b, part in self._blocks if isinstance(b, PairBlock))
+
+    def residuals(self) -> dict[SymmetricPair, float]:
+        """Give what the gradient at the base point said of the symmetry of those pairs that it reached first."""
+        return {} if self.certification.last is None else dict(self.certification.last.residuals)
+
+    def uncertified(self) -> set[str]:
+        """Name the pairs that had no gradient yet."""
+        return {p.name for p in self.certification.open}
