@@ -8,7 +8,7 @@ from .certificate import Certificate, NotASymmetryError, certify
 from .coverage import UnknownAttentionError, check_coverage
 from .distance import ModelDistance, PairDistance, model_distance
 from .groups import GL
-from .pairs import SymmetricPair, pair
+from .pairs import SymmetricPair, factor_pair, pair
 from .registry import adapter_pairs, find_symmetric_pairs, register_attention, skip
 from .spectrum import spectra
 from .stacks import PairStack, stacks
@@ -31,6 +31,7 @@ __all__ = [
     "certify",
     "check_coverage",
     "default_forward",
+    "factor_pair",
     "find_symmetric_pairs",
     "model_distance",
     "pair",

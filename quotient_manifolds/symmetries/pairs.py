@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..gl import GLQuotientInv, GLQuotientMix
-from .blocks import Block, BlockStack
+from .blocks import Block, BlockStack, block
 from .groups import GL
 
-__all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "pair"]
+__all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "pair"]
 
 MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
 
@@ -185,6 +185,53 @@ def pair(G: Iterable[Block], H: Iterable[Block], group: GL, *, name: str = "pair
     torch.Size([10, 3])
     """
     return SymmetricPair(name, kind, group, tuple(G), tuple(H))
+
+
+def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> SymmetricPair:
+    r"""Describe two factors of which only the product G Hᵀ counts, outside any network.
+
+    Parameters
+    ----------
+    G, H : nn.Parameter
+        (n, h) and (m, h), real, of one dtype and device.
+    name : str
+        For messages.
+
+    Returns
+    -------
+    SymmetricPair
+
+    Raises
+    ------
+    ValueError
+        Factors that are no matrices with the same number of columns.
+
+    Examples
+    --------
+    Matrix factorisation by an optimiser that does not see how the product is split between its factors:
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from quotient_manifolds.optim import QuotientAdam
+    >>> from quotient_manifolds.symmetries import factor_pair
+    >>> _ = torch.manual_seed(0)
+    >>> target = torch.randn(30, 4) @ torch.randn(4, 20)
+    >>> G, H = nn.Parameter(torch.randn(30, 4)), nn.Parameter(torch.randn(20, 4))
+    >>> optimizer = QuotientAdam([G, H], [factor_pair(G, H)], lr=0.1)
+    >>> for _ in range(100):
+    ...     optimizer.zero_grad()
+    ...     loss = (G @ H.T - target).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    >>> loss.item() < 0.1
+    True
+    """
+    if G.dim() != 2 or H.dim() != 2 or G.shape[1] != H.shape[1]:
+        raise ValueError(
+            f"factors are matrices (n, h) and (m, h) with the same h, got {tuple(G.shape)} and {tuple(H.shape)}"
+        )
+    both = nn.ParameterDict({"G": G, "H": H})
+    return pair([block(both, "G")], [block(both, "H")], GL(G.shape[1]), name=name)
 
 
 def pair_or_reason(

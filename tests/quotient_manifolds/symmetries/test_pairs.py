@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 import sharpness
+from quotient_manifolds.optim import QuotientAdam
 from quotient_manifolds.symmetries import (
     GL,
     Projection,
     SymmetricPair,
     apply_random_symmetry_,
     block,
+    factor_pair,
     find_symmetric_pairs,
     pair,
     verify,
@@ -95,3 +97,29 @@ def test_pairs_of_ones_own(cls, measure):
         assert abs(plain[0] - plain[1]) > 0.05 * plain[0]
     else:  # elementwise rescaling is what adaptive sharpness divides out
         assert abs(plain[0] - plain[1]) < 1e-8 * plain[0]
+
+
+def test_factors_outside_networks():
+    """Equivalent factors have equivalent paths under the optimiser; with AdamW they have not."""
+    torch.manual_seed(0)
+    target, A = torch.randn(6, 5), torch.randn(3, 3)
+    start = torch.randn(6, 3), torch.randn(5, 3)
+    moved = start[0] @ torch.linalg.inv(A), start[1] @ A.T
+    ends = {}
+    for which in ("quotient", "adamw"):
+        for factors in (start, moved):
+            G, H = (nn.Parameter(f.clone()) for f in factors)
+            optimizer = (
+                QuotientAdam([G, H], [factor_pair(G, H)], lr=0.1)
+                if which == "quotient"
+                else torch.optim.AdamW([G, H], lr=0.1)
+            )
+            for _ in range(5):
+                optimizer.zero_grad()
+                (G @ H.T - target).square().mean().backward()
+                optimizer.step()
+            ends.setdefault(which, []).append((G @ H.T).detach())
+    assert torch.allclose(*ends["quotient"], atol=1e-9)
+    assert not torch.allclose(*ends["adamw"], atol=1e-2)
+    with pytest.raises(ValueError, match=r"matrices \(n, h\) and \(m, h\) with the same h"):
+        factor_pair(nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 4)))
