@@ -222,7 +222,9 @@ class CubeBall(Ball):
 
     def linear_max(self, g: Tensor) -> float:
         r"""Compute :math:`ρ \|g\|_1`."""
-        return self.radius * float(self.world.sum(torch.linalg.vector_norm(g, 1, dtype=torch.float64)))
+        parts = [torch.linalg.vector_norm(part, 1, dtype=torch.float64) for (part,) in chunked(g)]
+        total = torch.stack([g.new_zeros((), dtype=torch.float64), *parts]).sum()
+        return self.radius * float(self.world.sum(total))
 
     def to_sphere_(self, x: Tensor) -> Tensor:
         """Move a vector to the corner ρ sign(x), in place."""

@@ -22,7 +22,7 @@ from .losses import Objective, to_float32
 from .measures import Measure, get_measure
 from .model_state import preserve_model_state
 from .sharded import ShardedSpace
-from .shards import is_sharded_model
+from .shards import is_sharded_model, reshard
 from .space import WeightSpace
 from .weights import trainable
 
@@ -204,7 +204,10 @@ def for_each_batch(
         return space
 
     with world.failing_together(), World().losing_others():
-        return preserve_model_state(model, measured), world
+        try:
+            return preserve_model_state(model, measured), world
+        finally:
+            reshard(model)
 
 
 def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
@@ -231,8 +234,12 @@ def _space(
             with make(model, get_measure("euclidean"), only=only).attached():
                 loss = run(batch)
         with space.attached():
-            found = run(batch)
-        if abs(found - loss) <= 1e4 * torch.finfo(space.dtype).eps * max(abs(loss), 1e-2):
+            found, inside = (
+                run(batch),
+                max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()),
+            )
+        tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * inside)
+        if space.world.all(abs(found - loss) <= tolerance * max(abs(loss), 1e-2)):
             return space
     raise ValueError(
         f"in the canonical form of {plain_class(model).__name__} the loss is {found:.8g} instead of {loss:.8g}: it is "

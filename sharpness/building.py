@@ -22,7 +22,7 @@ from .measures import Measure
 from .stream import vector_lengths
 from .vectors import Memory
 
-__all__ = ["Division", "build_blocks", "divide", "pair_block_class"]
+__all__ = ["Division", "build_blocks", "divide", "pair_block_class", "with_constants"]
 
 #: Elements of a stack of pairs that are worked on at a time on a CPU: large fresh temporaries are dear.
 _PIECE = 2**20
@@ -51,9 +51,15 @@ class Division:
         return p not in self.covered or not bool(self.covered[p].all())
 
 
+def with_constants(covered: Mapping[Tensor, Tensor], constant: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Join two sets of masks."""
+    return {**constant, **{p: mask | constant[p] if p in constant else mask for p, mask in covered.items()}}
+
+
 def divide(
     model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None, parameters: Mapping[str, Tensor], *,
     form: CanonicalForm | None = None, only_some: bool = False, read: Callable[[Tensor], Tensor] = Tensor.detach,
+    cover: bool = True,
 ) -> Division:  # fmt: skip
     """Tell apart what of some parameters is pairs, and what moves by itself.
 
@@ -71,6 +77,8 @@ def divide(
         Pairs with other parameters than these are left out.
     read : callable
         Gives the values of a parameter, there.
+    cover : bool
+        Note what belongs to pairs; else only what is constant.
 
     Returns
     -------
@@ -95,9 +103,7 @@ def divide(
     if next(iter(known_weights)).device.type == "cpu":
         count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
         found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
-    covered = coverage(found)
-    for p, mask in ({} if form is None else form.constant).items():
-        covered[p] = covered[p] | mask if p in covered else mask
+    covered = with_constants(coverage(found) if cover else {}, {} if form is None else form.constant)
     lengths = {}
     if measure.elementwise == "vector":
         lengths = vector_lengths(model, None if form is None else form.wiring, read)

@@ -13,6 +13,7 @@ from quotient_manifolds.symmetries.certificate import Certification
 
 from .blocks import Block, PairBlock
 from .distributed import World
+from .vectors import gram_matrix
 
 __all__ = ["Coordinates"]
 
@@ -66,7 +67,7 @@ class Coordinates:
 
     def norm(self, v: Tensor) -> float:
         """Measure the length of a vector, (dim,)."""
-        return math.sqrt(float(self.world.sum(torch.linalg.vector_norm(v, dtype=torch.float64).square())))
+        return math.sqrt(float(gram_matrix(v, world=self.world)[0, 0]))
 
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class World:
         if self.rank < 0:
             raise ValueError("this process does not belong to the group; call evaluate on its members only")
 
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the processes, as torch counts all."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
     def owns(self, unit: int) -> bool:
         """Tell whether a unit of work falls to this process."""
         return unit % self.size == self.rank

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds.batches import default_forward, tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.symmetries.blocks import plain_class
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -75,18 +76,18 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
         if ids is not None and "out of range" in str(error):
             raise ValueError(
                 f"the token ids go up to {int(ids.max())} and inputs to {ids.shape[1]} tokens, which is more than "
-                f"{type(model).__name__} has; use its own tokenizer, and shorter inputs"
+                f"{plain_class(model).__name__} has; use its own tokenizer, and shorter inputs"
             ) from error
         if labels is None or "out of bounds" not in str(error):
             raise
         raise ValueError(
-            f"the labels go from {int(labels.min())} to {int(labels.max())}, but {type(model).__name__} has fewer "
+            f"the labels go from {int(labels.min())} to {int(labels.max())}, but {plain_class(model).__name__} has fewer "
             f"classes ({' '.join(str(error).split())}); check that model and data belong together"
         ) from error
 
 
 def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outcome:
-    by_name, name = isinstance(batch, Mapping), type(model).__name__
+    by_name, name = isinstance(batch, Mapping), plain_class(model).__name__
     if not by_name and not (isinstance(batch, (list, tuple)) and len(batch) == 2):
         raise ValueError(
             f"a batch is a dict for a transformers model or a pair (x, y), but this one is {type(batch).__name__}; "
@@ -111,6 +112,10 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
         raise ValueError(
             "normalize_logits needs one label and one row of scores an example, as in classification; leave it out"
         )
+    if classification and scores.dtype != (wide := at_least_float32(scores.dtype)):
+        scores, rough = scores.to(wide), None if loss is None else float(loss.detach())
+        exact = F.cross_entropy(scores, labels)  # a mean in half precision has three digits
+        loss = exact if rough is None or abs(float(exact.detach()) - rough) <= 0.02 * max(abs(rough), 1.0) else loss
     if normalize_logits or not by_name:
         loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
     if not classification:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.batches import tensors, tree_map
@@ -61,11 +62,21 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
 def stands_on_narrow_base(model: nn.Module, moving: Collection[Tensor]) -> bool:
     """Tell whether most of a model is frozen in half precision, or in integers, as below adapters.
 
-    Wide copies of the base would cost more memory than everything that moves.
+    Wide copies of the base would cost more memory than everything that moves. What moves must belong to modules that
+    hold nothing else, whose own forward pass reads it: only those can compute in float32 by themselves.
     """
     known = set(moving)
-    base = sum(p.numel() for p in model.parameters() if p not in known and (_is_narrow(p) or not _is_real(p)))
-    return base > sum(p.numel() for p in known)
+    frozen = [p for p in model.parameters() if not p.requires_grad and p not in known]
+    base = sum(p.numel() for p in frozen if _is_narrow(p) or not _is_real(p))
+    return base > sum(p.numel() for p in known) and all(_computes_alone(m, known) for m in model.modules())
+
+
+def _computes_alone(module: nn.Module, moving: Collection[Tensor]) -> bool:
+    own = [p for p in module.parameters(recurse=False) if _is_narrow(p)]
+    if not any(p in moving for p in own):
+        return True
+    read_by_its_parent = isinstance(module, NonDynamicallyQuantizableLinear)
+    return all(p in moving for p in own) and not read_by_its_parent and next(module.children(), None) is None
 
 
 def _compute_in_float32(module: nn.Module, narrow: torch.dtype) -> list[RemovableHandle]:
@@ -99,11 +110,13 @@ def _is_narrow(t: Tensor) -> bool:
 class Gradients:
     """The gradients of losses with respect to some parameters; ``.grad`` is left alone.
 
-    ``backward`` says that they come through ``.grad`` alone, as FSDP2's do: then they are this process's rows.
+    ``beside`` are others that a backward pass reaches. ``backward`` says that gradients come through ``.grad`` alone, as
+    FSDP2's do: then they are this process's rows.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, backward: bool = False) -> None:
+    def __init__(self, parameters: Sequence[Tensor], beside: Iterable[Tensor] = (), *, backward: bool = False) -> None:
         self._parameters = list(parameters)
+        self._all = list(dict.fromkeys([*self._parameters, *beside]))
         self._reentrant: bool | None = True if backward else None
 
     def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -146,14 +159,14 @@ class Gradients:
         if not self._reentrant:
             grads: Sequence[Tensor | None] = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         else:  # autograd.grad cannot see through reentrant checkpoints: collect in .grad, and put back what was there
-            before = [p.grad for p in self._parameters]
+            before = [p.grad for p in self._all]
             try:
-                for p in self._parameters:
+                for p in self._all:
                     p.grad = None
                 loss.backward()
                 grads = [p.grad for p in self._parameters]
             finally:
-                for p, g in zip(self._parameters, before, strict=True):
+                for p, g in zip(self._all, before, strict=True):
                     p.grad = g
         found = zip(self._parameters, grads, strict=True)
         return {p: _plain(g) for p, g in found if g is not None}

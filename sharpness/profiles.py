@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from quotient_manifolds.batches import to_device
+from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries.blocks import check_model
 
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, to_float32
 from .model_state import preserve_model_state
+from .perturb import stands_on_narrow_base
 from .weights import named_weights
 
 __all__ = ["Profile", "profile"]
@@ -137,7 +139,8 @@ def _losses(
 ) -> tuple[float, ...]:
     own = named_weights(model)
     batch = to_device(batch, next(iter(own.values())).device)
-    if any(own[name].dtype != t.dtype for name, t in direction.tensors.items() if name in own):
+    moving = [own[name] for name in direction.tensors if name in own]
+    if any(p.dtype != at_least_float32(p.dtype) for p in moving) and not stands_on_narrow_base(model, moving):
         batch = to_float32(batch)  # a half-precision model is a float32 one while it is perturbed
     along = replace(direction, measure=replace(direction.measure, geodesic=way))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.gl.tangent import draw_gaussians
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, stacks
+from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .blocks import ElementwiseBlock, PairBlock
-from .building import Division, divide
+from .building import Division, divide, with_constants
 from .direction import Direction
 from .distributed import World
 from .losses import Objective, count_examples
@@ -52,27 +53,33 @@ class ShardedSpace(WeightSpace):
         if measure.pair_block != Measure.pair_block:
             raise ValueError(f"pair_block={measure.pair_block!r} works on whole models only, and this one is sharded")
         self._shards, self._examples = Shards(model), examples
-        if examples.size not in (1, self._shards.world.size):
+        mesh = self._shards.world
+        if examples.group is not None and examples.members != mesh.members:
             raise ValueError(
-                f"group has {examples.size} processes, but the model is sharded over {self._shards.world.size}; pass "
-                "the group of its mesh, so that each takes a share of the examples, or none, so that each takes all"
+                f"group has the processes {examples.members}, but the model is sharded over {mesh.members}; pass the "
+                "group of its mesh, so that each takes a share of the examples, or none, so that each takes all"
+            )
+        bad = next((name for name, p in model.named_parameters() if not self._shards.is_finite(p)), None)
+        if not mesh.all(bad is None):
+            raise ValueError(
+                f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load a sound checkpoint"
             )
         if pairs is not None:
             pairs = [self._of_twin(p) for p in pairs]
         super().__init__(self._shards.twin, measure, pairs, classes=classes, only=only)
         self.model, self.world = model, self._shards.world
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
-        self._gradients = Gradients([self._shards.parameter(p) for p in self._parameters.values()], backward=True)
+        self._gradients = Gradients(
+            [self._shards.parameter(p) for p in self._parameters.values()],
+            (p for p in model.parameters() if p.requires_grad),
+            backward=True,
+        )
 
     def _of_twin(self, pair: SymmetricPair) -> SymmetricPair:
         try:
-            G, H, null = (
-                tuple(replace(b, module=self._shards.modules[b.module]) for b in blocks)
-                for blocks in (pair.G, pair.H, pair.null)
-            )
+            return _moved(pair, self._shards.modules)
         except KeyError:
             raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
-        return replace(pair, G=G, H=H, null=null)
 
     def _divide(
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
@@ -82,12 +89,17 @@ class ShardedSpace(WeightSpace):
             form = canonical_form(self.model, classes=self.classes, state=state)
         division = divide(
             self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some,
-            read=lambda p: state.of(p).to(p.dtype),
+            read=lambda p: state.of(p).to(p.dtype), cover=False,
         )  # fmt: skip
-        self._drawn = [p for p in self._parameters.values() if division.leaves_some_of(p)]
-        self._all_stacks = division.stacks
-        shards.place(division.stacks, {} if form is None else form.values)
-        own = [[p for p in s.pairs if shards.is_mine(p.G[0].tensor)] for s in division.stacks]
+        self._all_stacks, constant = division.stacks, division.covered
+        single = {p: division.leaves_some_of(p) for p in self._parameters.values()}
+        for pairs_of_set in shards.place(division.stacks, {} if form is None else form.values):
+            # The masks of one set at a time: all together they are as large as the weights of all pairs.
+            division.covered = with_constants(coverage(stacks(pairs_of_set)), constant)
+            single |= {p: division.leaves_some_of(p) for q in pairs_of_set for p in q.parameters()}
+            constant |= {p: mask for p, mask in division.covered.items() if shards.is_mine(p)}
+        self._drawn, division.covered = [p for p, some in single.items() if some], constant
+        own = [[q for q in s.pairs if shards.is_mine(q.G[0].tensor)] for s in division.stacks]
         division.stacks = [PairStack(pairs) for pairs in own if pairs]
         division.covered = {p: shards.cut(p, mask) for p, mask in division.covered.items()}
         division.lengths = {p: shards.cut(p, length) for p, length in division.lengths.items()}
@@ -146,15 +158,19 @@ class ShardedSpace(WeightSpace):
             pair_squares |= of_pairs
             all_parts.update(of_parts)
         ordered = tuple(pair_squares[p.name] for p in self.pairs)
+        of_model = {twin: module for module, twin in shards.modules.items()}
+        pairs = tuple(_moved(p, of_model) for p in self.pairs)
         return Direction(
-            self.measure, tensors, self.norm(xi), self.pairs, dict(all_squares), ordered, self.classes, dict(all_parts)
+            self.measure, tensors, self.norm(xi), pairs, dict(all_squares), ordered, self.classes, dict(all_parts)
         )
 
     @functools.cached_property
     def _parts(self) -> Parts:
         with pointing_to(self._shards.twin, self._shards.hollow()):
             found = Parts(self._shards.twin, self._parameters)
-        found.cut(self._shards.cut)
+        empty = torch.zeros((), dtype=torch.bool)
+        elsewhere = {p for p in self._shards.owner if not self._shards.is_mine(p)}
+        found.cut(lambda p, mask: empty if p in elsewhere else self._shards.cut(p, mask))
         return found
 
     # -- what the metric meets -----------------------------------------------------------------------------------
@@ -253,9 +269,20 @@ class ShardedSpace(WeightSpace):
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         found = self._gradients.sum_over(losses)
+        if not found:
+            raise ValueError(
+                "no gradient reached the shards: FSDP2 is told not to exchange them; call "
+                "model.set_requires_gradient_sync(True)"
+            )
         rows = {p: found[q] for p in self._parameters.values() if (q := self._shards.parameter(p)) in found}
         return {**rows, **self._shards.collect(rows)}
 
     def hessian_product(self, losses: Any, v: Tensor) -> NoReturn:
         """Refuse: FSDP2 has no second derivatives."""
         raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
+
+
+def _moved(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> SymmetricPair:
+    """Give the same pair of another copy of its modules."""
+    G, H, null = (tuple(replace(b, module=modules[b.module]) for b in blocks) for blocks in (pair.G, pair.H, pair.null))
+    return replace(pair, G=G, H=H, null=null)

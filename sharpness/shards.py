@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import PairStack
+from quotient_manifolds.symmetries import PairStack, SymmetricPair
 from quotient_manifolds.symmetries.blocks import is_sharded, plain_class
 from quotient_manifolds.symmetries.whole import State
 
 from .distributed import World
 
-__all__ = ["ShardedState", "Shards", "is_sharded_model"]
+__all__ = ["ShardedState", "Shards", "is_sharded_model", "reshard"]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let no module keep weights that FSDP2 has gathered: what is written to the shards would not be seen."""
+    for m in model.modules():
+        if hasattr(m, "reshard"):
+            m.reshard()  # type: ignore[operator]
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Tell whether any parameter is a DTensor, as FSDP2 makes them."""
+    """Tell whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
+    reshard(model)
     return any(type(p).__name__ == "DTensor" for p in model.parameters())
 
 
@@ -52,7 +60,7 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "reshard")]
+        self._model = model
         self.reshard()
         _check(model)
         self._of: dict[Tensor, Tensor] = {}
@@ -63,9 +71,8 @@ class Shards:
         self.owner: dict[Tensor, int] = {}
 
     def reshard(self) -> None:
-        """Let no module keep whole weights: what is written to the shards would not be seen."""
-        for m in self._modules:
-            m.reshard()
+        """Let no module keep whole weights."""
+        reshard(self._model)
 
     # -- the twin ------------------------------------------------------------------------------------------------------
 
@@ -126,6 +133,12 @@ class Shards:
         """Give tensors of the parameters' whole shapes, without memory."""
         return {p: q.to_local().new_zeros(()).expand(q.shape) for p, q in self._of.items()}  # type: ignore[attr-defined]
 
+    @torch.no_grad()
+    def is_finite(self, p: Tensor) -> bool:
+        """Tell whether this process's rows of a parameter of the model are all numbers."""
+        rows: Tensor = p.to_local() if is_sharded(p) else p  # type: ignore[operator]
+        return bool(rows.isfinite().all())
+
     def holds(self, p: Tensor) -> bool:
         """Tell whether a parameter of the twin stands for a sharded one."""
         return p in self._of
@@ -134,7 +147,7 @@ class Shards:
         """Take the part of something that broadcasts to a parameter that belongs to what this process works on."""
         if p in self.owner or p not in self._of or t.dim() == 0 or len(t) < self._of[p].shape[0]:
             return t
-        return t[self.rows(p)]
+        return t[self.rows(p)].clone()  # a view would keep the whole
 
     def whole(self, p: Tensor, rows: Tensor) -> Tensor:
         """Put the rows of all processes together, on each."""
@@ -145,32 +158,35 @@ class Shards:
 
     # -- owners --------------------------------------------------------------------------------------------------------
 
-    def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> None:
+    def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> list[list[SymmetricPair]]:
         """Give every parameter of pairs an owner, and every stand-in the numbers that this process works on.
 
-        ``values`` are rows that count in place of those of the model.
+        ``values`` are rows that count in place of those of the model. Gives the sets of pairs that share parameters.
         """
-        self.owner = self._owners([q for s in found for p in s.pairs for q in [p.parameters()]])
+        pairs = [p for s in found for p in s.pairs]
+        sets = self._own(pairs)
         start = {p: values.get(p, self.local(p)) for p in self._of}
         for p, whole in self.collect(start).items():
             p.data = whole
         for p, rows in start.items():
             if p not in self.owner and p.requires_grad:
                 p.data = rows.clone() if p not in values else rows
+        return sets
 
-    def _owners(self, groups: Iterable[list[Tensor]]) -> dict[Tensor, int]:
-        """Spread the parameters over the processes, the largest sets that hang together first."""
+    def _own(self, pairs: Sequence[SymmetricPair]) -> list[list[SymmetricPair]]:
+        """Spread the pairs over the processes, the largest sets that hang together first."""
         home: dict[Tensor, list[Tensor]] = {}
-        for group in groups:
-            together = list(dict.fromkeys(q for p in group for q in home.get(p, [p])))
+        for pair in pairs:
+            together = list(dict.fromkeys(q for p in pair.parameters() for q in home.get(p, [p])))
             home.update((p, together) for p in together)
-        sets = list({id(s): s for s in home.values()}.values())
-        load, owner = [0] * self.world.size, dict[Tensor, int]()
-        for one in sorted(sets, key=lambda s: -sum(p.numel() for p in s)):
+        load, of_set = [0] * self.world.size, dict[int, list[SymmetricPair]]()
+        for one in sorted({id(s): s for s in home.values()}.values(), key=lambda s: -sum(p.numel() for p in s)):
             rank = load.index(min(load))
             load[rank] += sum(p.numel() for p in one)
-            owner.update((p, rank) for p in one)
-        return owner
+            self.owner.update((p, rank) for p in one)
+        for pair in pairs:
+            of_set.setdefault(id(home[pair.parameters()[0]]), []).append(pair)
+        return list(of_set.values())
 
     @torch.no_grad()
     def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
@@ -217,9 +233,11 @@ class ShardedState(State):
 
     def of(self, p: Tensor) -> Tensor:
         """Give the whole value of a parameter."""
+        if not self._shards.holds(p):
+            return super().of(p)
         if p in self:
             return self._shards.whole(p, self[p])
-        if p.dim() < 2 or not self._shards.holds(p):
+        if p.dim() < 2:
             return super().of(p)
         return self._shards.whole(p, self._shards.local(p)).to(torch.promote_types(p.dtype, torch.float64))
 
@@ -259,6 +277,16 @@ def _check(model: nn.Module) -> None:
         mesh = p.device_mesh if mesh is None else mesh  # type: ignore[attr-defined]
         if p.device_mesh != mesh:  # type: ignore[attr-defined]
             raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; shard all over one")
+        if p.to_local().device.type != mesh.device_type:
+            raise ValueError(
+                f"the shard of {name!r} lies on {p.to_local().device} while the mesh is of {mesh.device_type} devices; "
+                "measure without an offload policy"
+            )
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter {name!r} has a hook that runs after every backward pass, such as an optimiser's; remove it "
+                "before measuring"
+            )
         if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"the trainable parameter {name!r} is {p.dtype}, in which small changes are lost; convert it to "
@@ -267,9 +295,10 @@ def _check(model: nn.Module) -> None:
     for name, m in model.named_modules():
         state = m._get_fsdp_state() if hasattr(m, "_get_fsdp_state") else None  # noqa: SLF001
         policy = getattr(state, "_mp_policy", None)
-        cast = getattr(policy, "param_dtype", None)
-        if cast not in (None, torch.float32, torch.float64):
-            raise ValueError(
-                f"fully_shard casts the weights of {name or 'the model'!r} to {cast} in every pass, which loses small "
-                "changes; measure it without a mixed-precision policy"
-            )
+        for kind in ("param_dtype", "reduce_dtype", "output_dtype"):
+            cast = getattr(policy, kind, None)
+            if cast not in (None, torch.float32, torch.float64):
+                raise ValueError(
+                    f"fully_shard of {name or 'the model'!r} has {kind}={cast} in its mixed-precision policy, which "
+                    "loses small changes; measure it without"
+                )

@@ -99,7 +99,7 @@ class WeightSpace(Coordinates):
         with self._at_base():
             blocks = build_blocks(measure, self._parameters, self.dtype, division)
         super().__init__(blocks, self.dtype, self.device)
-        self._gradients = Gradients(list(self._parameters.values()))
+        self._gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
         self._copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quotient_manifolds.symmetries.blocks import check_model, is_sharded
 
@@ -53,12 +52,6 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
     for name, p in found.items():
         if not p.is_floating_point():
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
-        if not bool(_local(p).isfinite().all()):
+        if not is_sharded(p) and not bool(p.detach().isfinite().all()):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load a sound checkpoint")
-    return found
-
-
-@torch.no_grad()
-def _local(p: nn.Parameter) -> Tensor:
-    found: Tensor = p.to_local() if hasattr(p, "to_local") else p
     return found

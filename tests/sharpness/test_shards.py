@@ -9,6 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sharpness
 from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+from sharpness.distributed import World
+from sharpness.sharded import ShardedSpace
 from sharpness.shards import ShardedState, Shards
 from tests import networks, sharded
 
@@ -44,9 +46,10 @@ def test_all_parameters_of_a_pair_have_one_owner_and_owners_have_alike():
     shards = Shards(fully_shard(networks.vit(layers=6)))
     found = stacks(find_symmetric_pairs(shards.twin))
     shards.world.size = 3
-    owner = shards._owners([p.parameters() for s in found for p in s.pairs])
-    assert all(len({owner[q] for q in p.parameters()}) == 1 for s in found for p in s.pairs)
-    load = [sum(p.numel() for p, rank in owner.items() if rank == r) for r in range(3)]
+    sets = shards._own([p for s in found for p in s.pairs])
+    assert sorted(p.name for one in sets for p in one) == sorted(p.name for s in found for p in s.pairs)
+    assert all(len({shards.owner[q] for p in one for q in p.parameters()}) == 1 for one in sets)
+    load = [sum(p.numel() for p, rank in shards.owner.items() if rank == r) for r in range(3)]
     assert min(load) == max(load) > 0
 
 
@@ -80,8 +83,23 @@ def evaluated(model, **options):
 
 def test_what_is_refused():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"casts the weights of .* to torch\.bfloat16 in every pass"):
+    with pytest.raises(ValueError, match=r"has param_dtype=torch\.bfloat16 in its mixed-precision policy"):
         evaluated(fully_shard(networks.vit(), mp_policy=policy))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"has reduce_dtype=torch\.bfloat16"):
+        evaluated(fully_shard(networks.vit(), mp_policy=policy))
+    hooked = fully_shard(networks.vit())
+    hooked.classifier.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="has a hook that runs after every backward pass"):
+        evaluated(hooked)
+    silent = sharded.sharded(networks.vit())
+    silent.set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match="no gradient reached the shards"):
+        evaluated(silent)
+    broken = networks.vit()
+    broken.classifier.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"'classifier\.weight' has NaN or infinite entries"):
+        ShardedSpace(sharded.sharded(broken), sharpness.MEASURES["adaptive"], examples=World())
     part = networks.vit()
     fully_shard(networks.vit_layers(part)[0])
     with pytest.raises(ValueError, match="is not sharded while others are; call fully_shard on the whole model"):
@@ -146,3 +164,35 @@ def test_frozen_weights_are_folded_and_put_back():
     with pytest.raises(RuntimeError, match="no more"):
         sharpness.evaluate(model, [networks.images()], stops, **options)
     assert sharded.same(before, sharded.rows_of(model))
+
+
+def test_gathered_weights_are_given_back_first():
+    """After a pass without a gradient FSDP keeps the root's weights whole; then nothing would look sharded."""
+    torch.manual_seed(0)
+    model, images = fully_shard(networks.vit()), networks.images()
+    expected = float(evaluated(model))
+    with torch.no_grad():
+        model(images[0])
+    assert not any(type(p).__name__ == "DTensor" for p in model.parameters())
+    assert float(evaluated(model)) == expected
+    with pytest.raises(ValueError, match="the loss of batch 0 is nan"):
+        sharpness.evaluate(model, [images], lambda m, b: m(b[0]).logits.sum() * torch.nan, progress=False)
+    assert float(evaluated(model)) == expected
+
+
+def test_gradients_of_the_user_stay_as_they_are():
+    """Those of parameters that do not move too."""
+    model = sharded.sharded(networks.vit())
+    model(networks.images()[0]).logits.square().sum().backward()
+    before = {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
+    evaluated(model, only="layer")
+    assert before
+    assert all(torch.equal(before[n], p.grad.to_local()) for n, p in model.named_parameters() if n in before)
+
+
+def test_a_direction_names_pairs_of_the_model_not_of_its_twin():
+    model = sharded.sharded(networks.vit())
+    direction = sharpness.evaluate(model, [networks.images()], steps=1, progress=False, keep_directions=True).direction(
+        0
+    )
+    assert all(b.module in set(model.modules()) for p in direction.pairs for b in p.G + p.H)
