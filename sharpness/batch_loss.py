@@ -234,10 +234,8 @@ def _space(
             with make(model, get_measure("euclidean"), only=only).attached():
                 loss = run(batch)
         with space.attached():
-            found, inside = (
-                run(batch),
-                max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()),
-            )
+            found = run(batch)
+            inside = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
         tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * inside)
         if space.world.all(abs(found - loss) <= tolerance * max(abs(loss), 1e-2)):
             return space

@@ -81,8 +81,8 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
         if labels is None or "out of bounds" not in str(error):
             raise
         raise ValueError(
-            f"the labels go from {int(labels.min())} to {int(labels.max())}, but {plain_class(model).__name__} has fewer "
-            f"classes ({' '.join(str(error).split())}); check that model and data belong together"
+            f"the labels go from {int(labels.min())} to {int(labels.max())}, but {plain_class(model).__name__} has "
+            f"fewer classes ({' '.join(str(error).split())}); check that model and data belong together"
         ) from error
 
 

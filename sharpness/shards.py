@@ -136,7 +136,7 @@ class Shards:
     @torch.no_grad()
     def is_finite(self, p: Tensor) -> bool:
         """Tell whether this process's rows of a parameter of the model are all numbers."""
-        rows: Tensor = p.to_local() if is_sharded(p) else p  # type: ignore[operator]
+        rows: Tensor = p.to_local() if is_sharded(p) else p  # type: ignore[attr-defined]
         return bool(rows.isfinite().all())
 
     def holds(self, p: Tensor) -> bool:
@@ -277,9 +277,9 @@ def _check(model: nn.Module) -> None:
         mesh = p.device_mesh if mesh is None else mesh  # type: ignore[attr-defined]
         if p.device_mesh != mesh:  # type: ignore[attr-defined]
             raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; shard all over one")
-        if p.to_local().device.type != mesh.device_type:
+        if p.device.type != mesh.device_type:
             raise ValueError(
-                f"the shard of {name!r} lies on {p.to_local().device} while the mesh is of {mesh.device_type} devices; "
+                f"the shard of {name!r} lies on {p.device} while the mesh is of {mesh.device_type} devices; "
                 "measure without an offload policy"
             )
         if getattr(p, "_post_accumulate_grad_hooks", None):
