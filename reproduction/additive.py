@@ -117,7 +117,7 @@ class AdditiveTangentSpace(TangentSpace):
         return self.proju(self.from_coordinates(standard_normal(tuple(self.x.shape), self.x, generator)))
 
     def coordinates(self, u: Tensor) -> Tensor:
-        """Give coordinates in which the metric is the identity; shape of u."""
+        """Return coordinates in which the metric is the identity; shape of u."""
         return pack(*(X @ W for X, W in zip(self.split(u), self._roots, strict=True)))
 
     def from_coordinates(self, c: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class AdditiveTangentSpace(TangentSpace):
         return pack(*(X @ W for X, W in zip(self.split(c), self._inverse_roots, strict=True)))
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
-        """Give the coordinates of a Euclidean gradient."""
+        """Return the coordinates of a Euclidean gradient."""
         return self.from_coordinates(e)  # the roots are Hermitian
 
     def project_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -132,7 +132,7 @@ def scale_(net: nn.Module, factor: float) -> None:
 
 
 def commit() -> str | None:
-    """Give the commit of this code, None outside a checkout."""
+    """Return the commit of this code, None outside a checkout."""
     found = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )  # fmt: skip

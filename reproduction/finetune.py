@@ -98,7 +98,7 @@ class TrainingImages:
     def steps(
         self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[Any, Tensor]]:
-        """Give inputs and targets (examples, classes) of an epoch's steps."""
+        """Return inputs and targets (examples, classes) of an epoch's steps."""
         change = _augmentation(recipe.augmentation)
         for part in order.split(recipe.batch):
             x = (change(self.images[part], generator) - self.mean) / self.std
@@ -147,7 +147,7 @@ class TrainingTexts:
     def steps(
         self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[Any, Tensor]]:
-        """Give inputs and targets (examples, classes) of an epoch's steps."""
+        """Return inputs and targets (examples, classes) of an epoch's steps."""
         parts: list[list[int]] = []
         for block in order.split(20 * recipe.batch):
             by_length = sorted(block.tolist(), key=lambda i: len(self.rows[i]["input_ids"]))

@@ -63,7 +63,7 @@ def draw(rng: np.random.Generator, models: int, effect: float) -> tuple[_Array, 
 
 
 def resolved(controls: _Array, measures: _Array, target: _Array, resamples: int) -> npt.NDArray[np.int64]:
-    """Give the sign of each coefficient whose corrected interval leaves out 0, else 0: (measures, radii)."""
+    """Return the sign of each coefficient whose corrected interval leaves out 0, else 0: (measures, radii)."""
     named = {str(i): x for i, x in enumerate(measures)}
     found = kendall_family(named, target, given=list(controls), level=LEVEL, resamples=resamples).values()
     signs = [int(np.sign(t.value)) if not t.low <= 0 <= t.high else 0 for t in found]

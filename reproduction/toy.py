@@ -44,7 +44,7 @@ class Toy(nn.Module):
         return self.theta2 * self.theta1 * x
 
     def pair(self) -> SymmetricPair:
-        """Give the pair G = θ₁, H = θ₂ with the group GL(1)."""
+        """Return the pair G = θ₁, H = θ₂ with the group GL(1)."""
         return pair([block(self, "theta1")], [block(self, "theta2")], GL(1), name="toy")
 
 

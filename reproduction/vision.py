@@ -40,7 +40,7 @@ class SmallViT(nn.Module):
         self.image_format = ImageFormat((size, size), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Give (examples, classes) scores of (examples, 3, size, size) images."""
+        """Return (examples, classes) scores of (examples, 3, size, size) images."""
         x = self.patch_embed["proj"](images).flatten(2).mT
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
         scores: Tensor = self.mlp_head(self.transformer(x)[:, 0])

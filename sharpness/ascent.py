@@ -252,7 +252,7 @@ ASCENTS: dict[str, Callable[..., Ascent]] = {"power": power, "apgd": auto_pgd}
 
 
 def checkpoints(steps: int) -> list[int]:
-    """Give the iterations at which Auto-PGD reconsiders its step size.
+    """Return the iterations at which Auto-PGD reconsiders its step size.
 
     p₀ = 0, p₁ = 0.22, p_{j+1} = p_j + max(p_j − p_{j−1} − 0.03, 0.06), w_j = ⌈p_j N⌉, computed in hundredths (floating
     point gives a wrong 15 at N = 20).

@@ -36,7 +36,7 @@ class BallSearch:
         self._buffers.adopt(vector)
 
     def new_gradient(self) -> Tensor:
-        """Give memory for the gradient at the weights of the next batch."""
+        """Return memory for the gradient at the weights of the next batch."""
         self._buffers.keep()
         gradient = self._buffers.take()
         self._buffers.give(gradient)

@@ -46,7 +46,7 @@ class Block(ABC):
 
     @abstractmethod
     def coordinates(self, vector: Tensors) -> Tensor:
-        """Give the coordinates of a tangent vector at the model's weights."""
+        """Return the coordinates of a tangent vector at the model's weights."""
 
     @abstractmethod
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
@@ -70,11 +70,11 @@ class Block(ABC):
 
     @abstractmethod
     def squares(self, c: Tensor) -> list[float]:
-        """Give the squared lengths of a vector's parts: one, or one a pair."""
+        """Return the squared lengths of a vector's parts: one, or one a pair."""
 
     @abstractmethod
     def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Give the squared length of the Riemannian gradient, and what writes R(t · gradient) to ``out`` for a t.
+        """Return the squared length of the Riemannian gradient, and what writes R(t · gradient) to ``out`` for a t.
 
         The block stands at the model's weights, see :meth:`refresh`. ``out`` may be used as memory before.
         """
@@ -153,7 +153,7 @@ class ElementwiseBlock(Block):
             out.mul_(self._factor)
 
     def squares(self, c: Tensor) -> list[float]:
-        """Give the squared length."""
+        """Return the squared length."""
         return [float(c.square().sum())]
 
     def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
@@ -229,7 +229,7 @@ class PairBlock(Block):
         return self.chart.from_coordinates(self._scaled(c))
 
     def coordinates(self, vector: Tensors) -> Tensor:
-        """Give the coordinates of a tangent vector at the model's own representative."""
+        """Return the coordinates of a tangent vector at the model's own representative."""
         assert self._to_model is None, "vectors are read at the model's own representative"
         c = self.chart.coordinates(self.stack.gather(vector).to(self.tangent.x.dtype)) / self._factor
         return (torch.view_as_real(c) if c.is_complex() else c).flatten()
@@ -263,7 +263,7 @@ class PairBlock(Block):
         self._view(out).copy_(self.chart.project_coordinates(self.chart.coordinates(u)))
 
     def squares(self, c: Tensor) -> list[float]:
-        """Give the squared length of every pair's part."""
+        """Return the squared length of every pair's part."""
         c = self._view(c)
         lengths: list[float] = torch.linalg.vector_norm(c, dim=tuple(range(1, c.dim()))).tolist()
         return [length**2 for length in lengths]

@@ -172,7 +172,7 @@ class _Judge:
         loss_increase: float | None = None,
         reference: Mapping[str, float] | None = None,
     ) -> list[Ranking]:
-        """Give one ranking; none for fewer than three models."""
+        """Return one ranking; none for fewer than three models."""
         models = [m for m in self.goal if m in values and np.isfinite(values[m])]
         if len(models) < 3:
             return []
@@ -186,7 +186,7 @@ class _Judge:
         return [Ranking(quantity, choice, rho, loss_increase, tau, partial, None, difference, tuple(models), tuple(x))]
 
     def given(self, models: Sequence[str]) -> list[list[float]]:
-        """Give the controls that are known of all these models."""
+        """Return the controls that are known of all these models."""
         return [[c[m] for m in models] for c in self.controls if all(m in c for m in models)]
 
     def corrected(self, family: Sequence[Ranking], level: float) -> list[Ranking]:
@@ -231,7 +231,7 @@ class _Judge:
 
 
 def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Give baselines, and measures without a radius."""
+    """Return baselines, and measures without a radius."""
     for name, kind in BASELINES.items():
         yield name, {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None}
     local: dict[str, dict[str, float]] = {}
@@ -245,7 +245,7 @@ def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]
 
 
 def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
-    """Give the rankings at the measure's default radius and at its best."""
+    """Return the rankings at the measure's default radius and at its best."""
     default = MEASURES[c.measure].rho if c.measure in MEASURES else None
     known = [r for r in at_radii if np.isfinite(r.tau.value)]
     best = max(known, key=lambda r: abs(r.tau.value), default=None)

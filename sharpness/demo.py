@@ -57,7 +57,7 @@ def moved(model: nn.Module, kind: str, *, condition: float = 30.0, seed: int = 0
 
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give scikit-learn's 1,797 scanned digits: train images (…, 1, 8, 8) and labels, test images and labels."""
+    """Return scikit-learn's 1,797 scanned digits: train images (…, 1, 8, 8) and labels, test images and labels."""
     with require_extra("the digits are scikit-learn's", "demo"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split

@@ -133,7 +133,7 @@ def _search(options: Mapping[str, Any]) -> Search:
 
 
 def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:
-    """Give the radii of a measure; a ValueError says what is wrong."""
+    """Return the radii of a measure; a ValueError says what is wrong."""
     if rho is None:
         if measure.rho is None:
             raise ValueError(f"give a radius rho: the measure {measure.name!r} has no default")

@@ -109,7 +109,7 @@ class LocalResult:
         return fmean(found) if found else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain numbers, strings, lists and dicts."""
+        """Return everything as plain numbers, strings, lists and dicts."""
         means = {name: getattr(self, name) for name in ("gradient_norm", "max_eigenvalue", "trace")}
         return {**asdict(self), **means, "batches": [asdict(b) for b in self.batches]}
 
@@ -249,7 +249,7 @@ LOCAL: dict[str, tuple[Callable[..., LocalResult], str]] = {
 
 
 def measure_of(name: str, **changes: Any) -> Measure:
-    """Give the measure of a name in MEASURES or LOCAL, with changes of its fields."""
+    """Return the measure of a name in MEASURES or LOCAL, with changes of its fields."""
     if name not in MEASURES and name not in LOCAL:
         raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
     return get_measure(LOCAL[name][1] if name in LOCAL else name, **changes)

@@ -241,7 +241,7 @@ class Objective:
 
 
 def to_float32(batch: Any) -> Any:
-    """Give a batch whose half-precision tensors are float32: a half-precision model is a float32 one while measured."""
+    """Return a batch whose half-precision tensors are float32: a half-precision model is a float32 one while measured."""
     return tree_map(lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t, batch)
 
 

@@ -157,7 +157,7 @@ class SharpnessResult:
     _directions: dict[tuple[int, float], Direction] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, rho: float) -> SharpnessResult:
-        """Give the result at one of the radii; a KeyError if it was not measured."""
+        """Return the result at one of the radii; a KeyError if it was not measured."""
         rho = float(rho)
         if rho not in self.rhos:
             raise KeyError(f"rho = {rho} was not measured; the radii are {', '.join(map(str, self.rhos))}")
@@ -183,7 +183,7 @@ class SharpnessResult:
         return fmean(known) if len(known) == len(self.batches) else None
 
     def direction(self, batch_index: int) -> Direction:
-        """Give the worst tangent vector found for a batch, at one radius.
+        """Return the worst tangent vector found for a batch, at one radius.
 
         Parameters
         ----------
@@ -250,7 +250,7 @@ class SharpnessResult:
         return {part: share for part, share in shares.items() if share > 0}
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything but the directions as plain numbers, strings, lists and dicts."""
+        """Return everything but the directions as plain numbers, strings, lists and dicts."""
         batches = [{**asdict(b), "error_increase": b.error_increase, "history": list(b.history)} for b in self.batches]
         found = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
         return {
@@ -263,7 +263,7 @@ class SharpnessResult:
         }
 
     def to_dataframe(self) -> Any:
-        """Give a pandas DataFrame with a row a batch and radius; columns are the fields of :class:`BatchResult`.
+        """Return a pandas DataFrame with a row a batch and radius; columns are the fields of :class:`BatchResult`.
 
         Raises
         ------

@@ -368,7 +368,7 @@ class GeodesicSAM(Optimizer):
             self.base_optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the base optimiser's state and the number of steps."""
+        """Return the base optimiser's state and the number of steps."""
         return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

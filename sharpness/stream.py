@@ -16,7 +16,7 @@ __all__ = ["vector_lengths"]
 def vector_lengths(
     model: nn.Module, wiring: Wiring | None, read: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> dict[Tensor, Tensor]:
-    """Give for every parameter the lengths of the vectors that its entries belong to, in a shape that broadcasts.
+    """Return for every parameter the lengths of the vectors that its entries belong to, in a shape that broadcasts.
 
     A neuron's row with its bias is one vector, so is a column of a layer that writes to the stream or reads rectified
     neurons, its bias, and a row of an embedding or of any other table. ``read`` gives the values of a parameter.

@@ -21,7 +21,7 @@ class Buffers:
         self._like, self._all, self._free = like, list[Tensor](), list[Tensor]()
 
     def take(self) -> Tensor:
-        """Give a vector with any content."""
+        """Return a vector with any content."""
         if not self._free:
             self._free.append(torch.empty_like(self._like))
             self._all.append(self._free[-1])
@@ -79,7 +79,7 @@ class Memory:
         self._held = torch.empty(0, dtype=dtype, device=device)
 
     def get(self, size: int) -> Tensor:
-        """Give memory for so many numbers at least, with any content."""
+        """Return memory for so many numbers at least, with any content."""
         if len(self._held) < size:
             self._held = self._held.new_empty(size)
         return self._held

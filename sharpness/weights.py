@@ -13,7 +13,7 @@ __all__ = ["named_weights", "trainable"]
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
+    """Return all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
     found = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
     while found and all(name.startswith("module.") for name in found):  # else it is a layer that is called so
         found = {name.removeprefix("module."): p for name, p in found.items()}
@@ -21,7 +21,7 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) -> dict[str, nn.Parameter]:
-    """Give the trainable parameters by name, after a look at their devices, dtypes and entries.
+    """Return the trainable parameters by name, after a look at their devices, dtypes and entries.
 
     ``only`` is a regular expression; names without a match are left out. Unless they must be whole, parameters may be
     FSDP2's.

@@ -142,7 +142,7 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int) -> str:
-    """Give a row for each model."""
+    """Return a row for each model."""
     from ..tables import FEWEST_MODELS, per_model
 
     if options.json:
@@ -167,7 +167,7 @@ def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int)
 
 
 def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
-    """Give a row for each quantity that ranks the models."""
+    """Return a row for each quantity that ranks the models."""
     from ..comparison import compare
     from ..tables import formatted, verdicts
 

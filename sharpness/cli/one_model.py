@@ -322,7 +322,7 @@ def _source(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spread(result: Any) -> list[str]:
-    """Give the standard error over the batches at every radius of a search."""
+    """Return the standard error over the batches at every radius of a search."""
     count = len(result.batches) // len(getattr(result, "rhos", [0]))
     if not hasattr(result, "rhos") or not count:
         return []

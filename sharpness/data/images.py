@@ -30,7 +30,7 @@ def _image_module() -> Any:
 
 
 def needed_format(known: ImageFormat | None, source: str) -> ImageFormat:
-    """Give what the model expects of images, or say that it does not say it."""
+    """Return what the model expects of images, or say that it does not say it."""
     if known is None:
         raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
     return known
@@ -58,7 +58,7 @@ def pixels(image: Any, how: ImageFormat) -> Tensor:
 def image_examples(
     source: str, read: Callable[[int], Tensor], labels: Sequence[int], classes: Sequence[str] | None
 ) -> Examples:
-    """Give examples of images, one of which is read at a time, with the numbers of their classes."""
+    """Return examples of images, one of which is read at a time, with the numbers of their classes."""
 
     def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.stack([read(i) for i in chosen]), torch.tensor([int(labels[i]) for i in chosen])

@@ -124,7 +124,7 @@ class LoadedModel:
 
 
 def sides(size: Any) -> tuple[int, int]:
-    """Give height and width, in any of the spellings of configurations."""
+    """Return height and width, in any of the spellings of configurations."""
     if isinstance(size, dict):
         side = size.get("shortest_edge")
         size = (size.get("height", side), size.get("width", side))

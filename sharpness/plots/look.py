@@ -35,7 +35,7 @@ def dark_map() -> Any:
 
 
 def style() -> AbstractContextManager[None]:
-    """Give a context in which matplotlib draws as all figures here are drawn."""
+    """Return a context in which matplotlib draws as all figures here are drawn."""
     with require_extra("figures need matplotlib", "plot"):
         import matplotlib
         from cycler import cycler
@@ -70,7 +70,7 @@ def check_figure(path: str | os.PathLike[str]) -> None:
 def figure(
     path: str | os.PathLike[str] | None, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Give a figure and its grid of axes, (rows, columns), and save it when the block ends, unless the path is None.
+    """Return a figure and its grid of axes, (rows, columns), and save it when the block ends, unless the path is None.
 
     The figure belongs to no window: a notebook's or script's backend stays as it is. The size is in inches, the options
     are those of ``Figure.subplots``.

@@ -55,11 +55,11 @@ class Accuracies(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f'accuracies match by "name" or "number", not {self.match!r}')
 
     def of(self, checkpoint: str) -> dict[str, float] | None:
-        """Give the accuracies of one checkpoint, None if there are none; see :meth:`read`."""
+        """Return the accuracies of one checkpoint, None if there are none; see :meth:`read`."""
         return self.read().get(self._key(checkpoint))
 
     def read(self) -> dict[str, dict[str, float]]:
-        """Give the accuracies (``test`` and maybe ``train``) by what is compared of the name.
+        """Return the accuracies (``test`` and maybe ``train``) by what is compared of the name.
 
         Raises
         ------

@@ -17,7 +17,7 @@ __all__ = ["of_data", "of_model", "versions"]
 
 
 def versions() -> dict[str, str]:
-    """Give the versions of what a number is computed with."""
+    """Return the versions of what a number is computed with."""
     return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
 
 

@@ -29,7 +29,7 @@ Read = Callable[[DataChoice], list[Any]]
 
 
 def do_job(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
-    """Give the rows of a job and, of radii that are too large for the loss to stay finite, why."""
+    """Return the rows of a job and, of radii that are too large for the loss to stay finite, why."""
     start = time.perf_counter()
     if job["kind"] == "sharpness":
         if job["measure"] in LOCAL:

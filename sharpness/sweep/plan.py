@@ -124,7 +124,7 @@ class Sweep:
     device: str = "cpu"
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-        """Give what there is to do for a checkpoint, whose files are read: equal jobs have equal results."""
+        """Return what there is to do for a checkpoint, whose files are read: equal jobs have equal results."""
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
         if self.test is not None:
             yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "test": as_data(self.test)}
@@ -150,12 +150,12 @@ class Sweep:
 
 
 def switches(ablation: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what an ablation changes: all but its radii and measures."""
+    """Return what an ablation changes: all but its radii and measures."""
     return {k: v for k, v in ablation.items() if k not in ("rho", "measures")}
 
 
 def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
-    """Give a measure with the switches of an ablation."""
+    """Return a measure with the switches of an ablation."""
     changes = switches(ablation)
     statistic = changes.pop("statistic", None)
     if statistic is not None and (name in LOCAL or statistic not in ("worst", "average")):
