@@ -79,7 +79,7 @@ class CanonicalForm:
 
 
 def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[SymmetricPair]:
-    r"""Return the pairs of hidden neurons: a row of a gated up-projection or of a layer before a ReLU, and a column after it.
+    r"""Return the pairs of hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
 
     u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
 

@@ -1,4 +1,4 @@
-"""The numerical null dimension of a small network: the number of directions of its weights without effect on outputs."""
+"""The numerical null dimension of a small network: the number of weight directions without effect on its outputs."""
 
 from __future__ import annotations
 
