@@ -119,7 +119,7 @@ class BallSearch:
         return found
 
     def _inwards(self, batch: BatchLoss, found: Ascent, rho: float) -> Ascent:
-        """Look for a larger loss inside the ball, on spheres of successively halved radius, where the sphere suggests one.
+        """Look for a larger loss inside the ball, on spheres of ever half the radius, if the sphere suggests one.
 
         That is so if the loss rose nowhere, or falls outwards at the best point: a bounded loss may oscillate.
         """

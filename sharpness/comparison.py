@@ -87,7 +87,7 @@ def label(measure: str, ablation: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Curves:
-    """The sharpness, (models, radii), at increasing radii of one measure, of the models with a value at each of them."""
+    """The sharpness, (models, radii), at increasing radii of one measure, of the models with all these values."""
 
     measure: str
     ablation: Mapping[str, Any]

@@ -118,7 +118,7 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def run(
     *, seed: int = 0, out: Path = Path("sharpness-demo.png"), condition: float = 30.0, progress: bool = True
 ) -> None:
-    """Train, measure, move along every symmetry, and measure again; print a table, draw a figure, and write a JSON file.
+    """Train, measure, move along every symmetry, and measure again; print a table, draw a figure and write JSON.
 
     The seed is that of the split of the data, of the training and of the moves; the condition number is that of the
     group elements that act on heads.
@@ -133,7 +133,7 @@ def run(
     check_file(numbers)
     train(model, x_train, y_train, seed=seed, progress=progress)
     right, right_in_test = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
-    print(f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, and {right_in_test:.1%} of {len(y_test)} test digits\n")  # fmt: skip
+    print(f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, {right_in_test:.1%} of {len(y_test)} test digits\n")  # fmt: skip
     batch = (x_train[:128], y_train[:128])
 
     def measure(network: nn.Module, **options: Any) -> dict[str, SharpnessResult]:

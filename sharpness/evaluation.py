@@ -230,7 +230,7 @@ class _Evaluation:
             self.directions[key] = (result.value, space.direction(point))
 
     def _best(self) -> Iterator[BatchResult]:
-        """Take the best start of every batch and radius, with the passes and seconds of all starts and the worst error."""
+        """Take the best start of every batch and radius, with passes and seconds of all starts and the worst error."""
         found = sorted(self.found, key=lambda r: (r.batch, self.radii.index(r.rho), r.start))
         for _, same in itertools.groupby(found, key=lambda r: (r.batch, r.rho)):
             starts = list(same)
@@ -247,7 +247,7 @@ def _largest(errors: Iterable[float | None]) -> float | None:
 
 
 def _nested(found: Sequence[BatchResult]) -> Iterator[tuple[BatchResult, float]]:
-    """Let every ball inherit the worst point of smaller balls, which it contains, with the radius where it was found."""
+    """Let every ball inherit the worst point of smaller balls, which it contains, with the radius of that ball."""
     for _, same in itertools.groupby(found, key=lambda r: r.batch):
         inner, origin = None, 0.0
         for outer in sorted(same, key=lambda r: r.rho):

@@ -71,7 +71,7 @@ class PairStack:
         return MANIFOLDS[metric](self.n, self.m, **options)
 
     def point_like(self, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor]:
-        """Return the shape of the stacked point, and an empty tensor of its dtype, for weights of the real dtype."""
+        """Return the shape of the stacked point, and an empty tensor of its dtype, for real weights of ``dtype``."""
         like = self.group.to_point(torch.empty((0, *self._rows.shape[1:]), dtype=dtype, device=self._device()))
         return (len(self), *like.shape[1:]), like
 
