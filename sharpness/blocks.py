@@ -74,7 +74,7 @@ class Block(ABC):
 
     @abstractmethod
     def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Return the squared length of the Riemannian gradient, and a function (t, ``out``) that writes R(t · gradient).
+        """Return the squared length of the Riemannian gradient, and a function that writes R(t · gradient) for a t.
 
         The block must be at the model's weights, see :meth:`refresh`. ``out`` may be used as working memory before.
         """

@@ -107,7 +107,7 @@ def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int 
     Parameters
     ----------
     operator : HessianOperator
-        Attached, see there.
+        The operator, attached as described there.
     count : int
         Number of eigenvalues.
     seed : int
@@ -163,7 +163,7 @@ def hutchpp_trace(operator: HessianOperator, num_matvecs: int = 30, *, seed: int
     Parameters
     ----------
     operator : HessianOperator
-        Attached, see there.
+        The operator, attached as described there.
     num_matvecs : int
         Number of products with the Hessian, at least 3; it is rounded down to a multiple of 3.
     seed : int

@@ -133,7 +133,10 @@ def run(
     check_file(numbers)
     train(model, x_train, y_train, seed=seed, progress=progress)
     right, right_in_test = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
-    print(f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, {right_in_test:.1%} of {len(y_test)} test digits\n")  # fmt: skip
+    print(
+        f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, "
+        f"{right_in_test:.1%} of {len(y_test)} test digits\n"
+    )
     batch = (x_train[:128], y_train[:128])
 
     def measure(network: nn.Module, **options: Any) -> dict[str, SharpnessResult]:

@@ -10,7 +10,7 @@ __all__ = ["require_extra"]
 
 @contextmanager
 def require_extra(what: str, extra: str) -> Iterator[None]:
-    """Turn a failing import in the block into one line: the feature, the library it needs, and the extra that installs it.
+    """Turn a failing import in the block into one line: the feature, the library, and the extra that installs it.
 
     For example ``figures need matplotlib: pip install 'quotient-manifolds[plot]'``.
     """

@@ -24,7 +24,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Outcome:
-    """One forward pass: its loss, a scalar with its graph, and for a classification the counts of errors and examples."""
+    """One forward pass: its loss, a scalar with its graph, and in classification the numbers of errors and labels."""
 
     loss: Tensor
     wrong: int | None = None
@@ -189,7 +189,7 @@ class Objective:
         return found
 
     def pieces(self, model: nn.Module, batch: Any) -> list[tuple[float, Any]]:
-        """Split a batch into pieces and the weights of their losses, which are the shares of labels that are not ignored."""
+        """Split a batch into pieces with weights for their losses: the shares of the labels that are not ignored."""
         if self.micro_batch is None:
             return [(1.0, batch)]
         count = count_examples(batch)

@@ -335,7 +335,7 @@ def _switches(measure: Measure) -> list[str]:
 
 
 def _moved(result: SharpnessResult) -> list[str]:
-    """Describe the parts that the worst directions at the largest radius move, if kept and if there are several parts."""
+    """Describe the parts moved by the worst directions at the largest radius, if kept and if there are several."""
     rho = max(result.rhos)
     try:
         shares = [f"{part} {share:.0%}" for part, share in result[rho].by_part().items()]
@@ -358,7 +358,7 @@ def _remarks(result: SharpnessResult) -> list[str]:
         lines.append(f"the metric's floor replaces {result.num_clamped} singular values of pairs")
     if result.num_uncertified:
         lines.append(
-            f"{result.num_uncertified} pairs got no gradient from these data, so nothing certifies that they are symmetries"
+            f"{result.num_uncertified} pairs got no gradient from these data, so nothing certifies their symmetry"
         )
     if result.num_null:
         lines.append(f"{result.num_null} directions of pairs are zero to within rounding and are not moved")

@@ -41,7 +41,7 @@ def apply_random_symmetry_(
     condition : float
         Condition number of every group element, ≥ 1.
     seed : int
-        Of the group elements.
+        Seed of the group elements.
     pairs : iterable of SymmetricPair, optional
         The pairs to move; by default all that :func:`find_symmetric_pairs` finds.
 
@@ -161,7 +161,7 @@ def verify(
     batch : object
         A small batch for ``forward``. Floating-point tensors are widened to float64.
     seed : int
-        Of the group elements.
+        Seed of the group elements.
     moves : bool
         Whether to act on the pairs too, at one forward pass each.
     condition : float

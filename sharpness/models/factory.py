@@ -82,8 +82,8 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     if "/" in name or os.sep in name:
         raise FileNotFoundError(f"there is no folder {name!r}")
     raise ValueError(
-        f"{name!r} is neither a folder (there is none of this name) with a transformers model nor the name of an "
-        f"open_clip or timm model, nor module:function{''.join(missing)}"
+        f"{name!r} is not the name of an open_clip or timm model, nor module:function, and there is no folder of this "
+        f"name{''.join(missing)}"
     )
 
 

@@ -115,7 +115,7 @@ def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> N
 def _plot_radius(
     own: Sequence[Curves], found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path
 ) -> None:
-    """Draw every model's sharpness against the radius, coloured by the target, and τ against the median loss increase."""
+    """Draw every model's sharpness against the radius, coloured by the target; and τ against the median increase."""
     few = len(goal) < FEWEST_MODELS
     panels = len(own) + (not few or not own)
     with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
