@@ -98,9 +98,9 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class SharpnessResult:
-    r"""The sharpness of a model at one or several radii; ``print`` gives a table.
+    r"""The sharpness of a model at one or several radii; ``print`` shows a table.
 
-    ``result[rho]`` is the result at one radius, of the same class; ``float`` of that is the sharpness.
+    ``result[rho]`` is the result at one radius, of the same class; ``float(result[rho])`` is its sharpness.
 
     Attributes
     ----------

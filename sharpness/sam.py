@@ -375,7 +375,7 @@ class GeodesicSAM(Optimizer):
         return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave. With ``refresh`` above 1 the pairs are factorised anew at once.
+        """Load the result of :meth:`state_dict`. With ``refresh`` above 1 the pairs are factorised again immediately.
 
         Parameters
         ----------

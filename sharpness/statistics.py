@@ -20,7 +20,7 @@ _Statistic = Callable[[_Array], _Array]
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation over models; ``print`` gives one line.
+    """A correlation over models; ``print`` shows one line.
 
     Attributes
     ----------

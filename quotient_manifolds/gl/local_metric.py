@@ -87,7 +87,7 @@ class LocalMetric:
         return found[0], found[1]
 
     def adjoints(self, G: Pull, H: Pull) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """Give, for each factor, (e, a, b): P e + X a + ξ b pulls the covector P back along the retraction."""
+        """For each factor, return (e, a, b): P e + X a + ξ b pulls the covector P back along the retraction."""
         identity = torch.eye(G.vX.shape[-1], dtype=G.vX.dtype, device=G.vX.device)
         (e, a, b), (f, c, d) = self.metric.adjoint(G, H), self.metric.adjoint(H, G)
         return (identity + 0.5 * e, 0.5 * a, 0.5 * b), (identity + 0.5 * f, 0.5 * c, 0.5 * d)

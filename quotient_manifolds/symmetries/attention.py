@@ -117,7 +117,7 @@ class Projection:
         if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
             return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
         if not self.examined and isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
-            return f"{cls.__name__} is a subclass of Linear with a forward of its own"
+            return f"{cls.__name__} is a subclass of Linear with its own forward"
         return lora_obstacle(self.module)
 
     def output_blocks(self, head: int, size: int, rotary: str | None = None) -> tuple[Block, ...]:

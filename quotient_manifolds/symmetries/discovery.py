@@ -275,7 +275,7 @@ def _known_sizes(module: nn.Module) -> list[int]:
 def discover(
     model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Any]
 ) -> list[tuple[str, SymmetricPair]]:
-    """Examine attention modules of unknown classes on the inputs that a forward pass gives them.
+    """Examine attention modules of unknown classes on their inputs in a forward pass.
 
     Parameters
     ----------

@@ -143,7 +143,7 @@ def model_distance(
                 in_double(torch.stack([p.gather() for p in ps])) for ps in (stack.pairs, [partner[i] for i in mine])
             )
             d = stack.manifold(metric).dist(x, y.to(x.device), on_error="nan")
-            # A diagonal group: every column is a pair of its own.
+            # A diagonal group: every column is a separate pair.
             distances.update(zip(mine, d.reshape(len(mine), -1).square().sum(1).sqrt().tolist(), strict=True))
     return ModelDistance(
         metric,

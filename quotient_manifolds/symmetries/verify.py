@@ -157,7 +157,7 @@ def verify(
     Parameters
     ----------
     model : nn.Module
-        Left as it is.
+        The model; it is left unchanged.
     batch : object
         A small batch for ``forward``. Floating-point tensors are widened to float64.
     seed : int

@@ -115,7 +115,7 @@ def test_mistakes(place, capsys):
     with pytest.raises(ValueError, match="do not fit"):
         bert_from_tensorflow(place / "tf" / "m", place / "b", variables=fewer)
     (place / "exists").mkdir()
-    with pytest.raises(ValueError, match="exists; name a folder"):
+    with pytest.raises(ValueError, match="exists; use a new folder"):
         bert_from_tensorflow(place / "tf" / "m", place / "exists", variables=variables())
     (place / "tf" / "vocab.txt").unlink()
     with pytest.raises(FileNotFoundError, match="--vocab"):
@@ -149,5 +149,5 @@ def test_tensorflows_own_reader(place, capsys):
     assert one.labels == {"no": 0, "maybe": 1, "yes": 2}
     assert all(torch.equal(v, two.model.state_dict()[k]) for k, v in one.model.state_dict().items())
     (place / "tf" / "model.ckpt-5.index").write_bytes(b"no index")
-    with pytest.raises(ValueError, match="no readable TensorFlow checkpoint"):
+    with pytest.raises(ValueError, match="not a readable TensorFlow checkpoint"):
         bert_from_tensorflow(place / "tf", place / "other", labels=labels)

@@ -232,7 +232,7 @@ def test_mistakes_leave_nothing_behind(images, capsys):
     assert not Path("collection").exists()
     torch.save({"x": torch.zeros(4, 3, 8, 8), "y": torch.zeros(4, dtype=torch.long)}, "t.pt")
     assert cli.main(["finetune", "tinyvit:tiny", "t.pt", "--out", "collection", "--quiet"]) == 2
-    assert "collections are of these" in capsys.readouterr().err
+    assert "which collections need" in capsys.readouterr().err
 
 
 def test_measured_images_are_of_all_classes(images):

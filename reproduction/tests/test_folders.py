@@ -72,7 +72,7 @@ def test_an_interrupt_between_the_moves_loses_nothing(tmp_path, monkeypatch):
 
     def interrupted(path, to):
         moves.append(path)
-        if len(moves) == 2:  # the old one stands aside, the new one is not yet in place
+        if len(moves) == 2:  # the old one has another name, the new one is not yet in place
             raise KeyboardInterrupt
         return rename(path, to)
 

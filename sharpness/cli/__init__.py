@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, by default that of the process; whatever goes wrong is one line and exit code 2."""
+    """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
     return run_parser(parser(), arguments)
 
 

@@ -17,7 +17,7 @@ from .loaded import ImageFormat, LoadedModel, quiet, sides
 
 __all__ = ["load_folder"]
 
-#: Limits on a configuration: building more takes minutes, whatever the weights are.
+#: Largest number of layers: building more takes minutes, whatever the weights are.
 _MOST_LAYERS = 1000
 #: Why weights that do not match are refused, and how to fix it.
 _MATCH = (
@@ -54,7 +54,7 @@ def load_folder(folder: Path) -> LoadedModel:
                 "model again with save_pretrained, which writes safetensors"
             ) from error
         if "ignore_mismatched_sizes" in str(error):
-            raise ValueError(f"the weights in {folder} have other shapes than config.json says; {_MATCH}") from error
+            raise ValueError(f"the weights in {folder} do not have the shapes of config.json; {_MATCH}") from error
         raise
     _check_all_loaded(folder, report)
     with naming(f"{path} cannot be used"):

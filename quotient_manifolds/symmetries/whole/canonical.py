@@ -124,7 +124,7 @@ def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[Sy
 
 @torch.no_grad()
 def canonical_form(model: nn.Module, *, classes: bool = False, state: State | None = None) -> CanonicalForm:
-    """Find a network's canonical form; the network is left as it is.
+    """Find a network's canonical form; the network is left unchanged.
 
     Parameters
     ----------

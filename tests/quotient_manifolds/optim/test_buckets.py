@@ -37,9 +37,9 @@ from ...training import (
 def test_bad_input():
     model = lora()
     params = trainable(model)
-    with pytest.raises(ValueError, match="there is no pair"):
+    with pytest.raises(ValueError, match="no pair"):
         QuotientAdam(params, [])
-    with pytest.raises(ValueError, match="no LoRA adapter of peft whose two factors are trainable"):
+    with pytest.raises(ValueError, match="no LoRA adapter of peft with two trainable factors"):
         create_quotient_lora_optimizer(nn.Linear(2, 2), lr=1e-3)
     with pytest.raises(ValueError, match="no layer has an adapter 'nobody'; there are default"):
         create_quotient_lora_optimizer(model, lr=1e-3, adapter_names=["nobody"])

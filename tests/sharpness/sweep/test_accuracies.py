@@ -34,7 +34,7 @@ def test_known_accuracies_stand_in_for_a_test_set(place):
     ("lines", "message"),
     [
         ("model,dev\nnet0,85\n", "accuracies are fractions"),
-        ("model,dev\nnet0,good\n", "holds no accuracy"),
+        ("model,dev\nnet0,good\n", "does not hold an accuracy"),
         ("model,other\nnet0,0.5\n", "has no column 'dev'"),
         ("model,dev\nnet0,0.5\nnet0.pt,0.6\n", "a second time"),
     ],
