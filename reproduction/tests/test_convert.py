@@ -108,7 +108,7 @@ def test_mistakes(place, capsys):
         bert_from_tensorflow(place / "tf" / "m", place / "b", labels=("no", "yes"), variables=variables())
     fewer = variables()
     del fewer["output_weights"]
-    with pytest.raises(ValueError, match="no classifier"):
+    with pytest.raises(ValueError, match="not a classifier"):
         bert_from_tensorflow(place / "tf" / "m", place / "b", variables=fewer)
     fewer = variables()
     del fewer["bert/pooler/dense/kernel"]

@@ -41,11 +41,15 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         (b"text\tlabel\nfine\t0\n", TextColumns("words"), r"no column 'words'; it has text, label"),
         (b"text\tlabel\nfine\n", TextColumns(), r"row 1 of .*t.tsv has 1 columns, not 2"),
         (b"text\tlabel\n", TextColumns(), "has no rows"),
-        (b"text\tlabel\nfine\tmaybe\n", TextColumns(), r"the label 'maybe', which stands for no class .*--label-map"),
+        (
+            b"text\tlabel\nfine\tmaybe\n",
+            TextColumns(),
+            r"the label 'maybe', which is not the name of a class .*--label-map",
+        ),
         (
             b"text\tlabel\nfine\tmaybe\n",
             TextColumns(label_map={"yes": 1}),
-            r"'maybe', which stands for no class \(yes\)",
+            r"'maybe', which is not the name of a class \(yes\)",
         ),
     ):
         table.write_bytes(content)
