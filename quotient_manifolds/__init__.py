@@ -7,7 +7,7 @@ finds the points in a network.
 import warnings
 
 with warnings.catch_warnings():
-    # geoopt compiles its linear algebra by torch.jit when it is imported, which newer torch announces to be going.
+    # geoopt compiles its linear algebra with torch.jit when it is imported, which newer versions of torch deprecate.
     warnings.filterwarnings("ignore", "`torch.jit.script", category=FutureWarning)
     warnings.filterwarnings("ignore", "`torch.jit.script", category=DeprecationWarning)
     import geoopt  # noqa: F401

@@ -1,4 +1,4 @@
-"""geoopt's contract for "points modulo a group action"."""
+"""The interface of a quotient manifold: geoopt's manifold for points modulo a group action."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def is_differentiated(x: Tensor) -> bool:
 class TangentSpace(ABC):
     r"""The horizontal space at one point, with the point's factorisation done once.
 
-    Obtained from :meth:`QuotientManifold.tangent_space_at`, for many vectors that share a point; they are tensors of
-    its shape (batch dimensions broadcast). The manifold's own methods are ``manifold.tangent_space_at(x).…``.
+    :meth:`QuotientManifold.tangent_space_at` makes it, for many vectors at the same point. Vectors are tensors of the
+    point's shape (batch dimensions broadcast). The manifold's own methods call ``tangent_space_at`` each time.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class TangentSpace(ABC):
 
     Notes
     -----
-    Abstract; of the GL(h) quotients it is a :class:`~quotient_manifolds.GLTangentSpace`.
+    Abstract; for the GL(h) quotients it is a :class:`~quotient_manifolds.GLTangentSpace`.
 
     Examples
     --------
@@ -73,7 +73,7 @@ class TangentSpace(ABC):
 
     @abstractmethod
     def random(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a standard Gaussian horizontal vector of the point's shape; its law depends on the orbit alone."""
+        """Draw a standard Gaussian horizontal vector of the point's shape; its law depends only on the orbit."""
 
     def norm(self, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖u‖ = √⟨u, u⟩; real, shape (…) or (…, 1, 1)."""
@@ -86,23 +86,23 @@ class TangentSpace(ABC):
 
 @in_own_precision
 class QuotientManifold(geoopt.Manifold):
-    r"""Base of the manifolds whose points are orbits of a group that acts on full-rank tensors.
+    r"""Base class of manifolds whose points are orbits of a group that acts on full-rank tensors.
 
     A point is one real or complex tensor, a representative of its orbit; a tangent vector is the horizontal lift at
-    that representative. Every operation is equivariant: acting on all its arguments acts on its result.
-    The class holds no buffers (those of a manifold do not follow ``module.to()``).
+    that representative. Every operation is equivariant: a group element that acts on all arguments acts on the result.
+    The class holds no buffers, because buffers of a manifold do not follow ``module.to()``.
 
     Notes
     -----
-    Abstract; a subclass gives :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`, :meth:`canonical`,
-    ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
+    Abstract; a subclass implements :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`,
+    :meth:`canonical`, ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
 
     Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, whose vectors would silently escape
     the scaling. ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
 
     Examples
     --------
-    geoopt's optimisers take it as any other manifold:
+    geoopt's optimisers accept it like any other manifold:
 
     >>> import geoopt, torch
     >>> from quotient_manifolds import GLQuotientMix
@@ -129,7 +129,7 @@ class QuotientManifold(geoopt.Manifold):
 
     @abstractmethod
     def row_split(self) -> list[int]:
-        """Give the number of rows of each factor of a point."""
+        """Return the number of rows of each factor of a point."""
 
     @abstractmethod
     def act(self, x: Tensor, A: Tensor) -> Tensor:
@@ -137,24 +137,24 @@ class QuotientManifold(geoopt.Manifold):
 
     @abstractmethod
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
-        """Give the vertical vector at x that the Lie algebra element L generates; shape of x."""
+        """Return the vertical vector at x that the Lie algebra element L generates; shape of x."""
 
     @abstractmethod
     def to_matrix(self, x: Tensor) -> Tensor:
-        """Compute what the network sees of x, the same for the whole orbit."""
+        """Compute what the network sees of x, which is the same for the whole orbit."""
 
     @abstractmethod
     def canonical(self, x: Tensor) -> Tensor:
-        """Give the canonical representative of the orbit of x; shape of x."""
+        """Return the canonical representative of the orbit of x; shape of x."""
 
     def random_algebra(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw an element of the Lie algebra that acts on x, for :meth:`vertical`; override it for a new group."""
-        raise NotImplementedError(f"{self} does not say how to draw from its Lie algebra: override random_algebra")
+        raise NotImplementedError(f"{self} does not define how to draw from its Lie algebra; override random_algebra")
 
     def random_element(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a group element for :meth:`act`: here the matrix exponential of a random element of the algebra.
 
-        Override it for a group whose elements are no matrices.
+        Override it for a group whose elements are not matrices.
         """
         return torch.linalg.matrix_exp(self.random_algebra(x, generator))
 
@@ -162,7 +162,7 @@ class QuotientManifold(geoopt.Manifold):
 
     @__scaling__(ScalingInfo.NotCompatible)
     def tangent_space_at(self, x: Tensor) -> TangentSpace:
-        """Factorise the point x once, for many vectors.
+        """Factorise the point x once, for use with many vectors.
 
         The result is differentiable with respect to x if x requires gradients, on its device and in its dtype: float32,
         float64 or their complex counterparts.
@@ -210,19 +210,19 @@ class QuotientManifold(geoopt.Manifold):
 
         Notes
         -----
-        Paper, §5.2 and Eq. 12. The error against the exact geodesic falls by 8 when u halves.
+        Paper, §5.2 and Eq. 12. The error against the exact geodesic falls by a factor of 8 when u is halved.
         """
         return self._vector_space(x, u).retr(u)
 
     @__scaling__(ScalingInfo(u=-1))
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        """Follow the geodesic from x with velocity u for unit time; here to second order, as :meth:`retr`."""
+        """Follow the geodesic from x with velocity u for unit time; here to second order, like :meth:`retr`."""
         return self.retr(x, u)
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Transport v from x to y by horizontal projection at y; shape of v.
 
-        Equivariant when one group element acts on x, y and v.
+        Equivariant under one group element that acts on x, y and v.
         """
         return self.proju(y, v)
 
@@ -253,7 +253,7 @@ class QuotientManifold(geoopt.Manifold):
         Raises
         ------
         ValueError
-            Another number of factors, wrong row counts, or factors of different dtype or device.
+            The number of factors or their rows do not fit, or the factors differ in dtype or device.
         """
         check_tensors(self, **{f"factor {i}": t for i, t in enumerate(tensors, 1)})
         rows = self.row_split()
@@ -276,7 +276,7 @@ class QuotientManifold(geoopt.Manifold):
     def random(self, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         """Draw a point of shape ``size`` with standard Gaussian entries (full rank with probability one).
 
-        dtype, device and further arguments are those of :func:`torch.randn`, ``generator`` among them.
+        dtype, device and further arguments (such as ``generator``) are those of :func:`torch.randn`.
         """
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")

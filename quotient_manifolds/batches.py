@@ -1,4 +1,4 @@
-"""Batches as models take them: tensors in mappings, sequences and named tuples."""
+"""Batches of model inputs: tensors in mappings, sequences and named tuples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def tree_map(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Apply a function to every tensor of a batch: any mapping becomes a dict, what is no container stays itself.
+    """Apply a function to every tensor of a batch.
+
+    Mappings become dicts; objects that are not containers are returned unchanged.
 
     Examples
     --------
@@ -76,5 +78,5 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch to a device; one that is there already is itself."""
+    """Move the tensors of a batch to a device; a batch that is already there is returned unchanged."""
     return batch if all(t.device == device for t in tensors(batch)) else tree_map(lambda t: t.to(device), batch)

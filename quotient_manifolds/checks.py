@@ -1,4 +1,4 @@
-"""Checks of what manifolds are given: one sentence that names the shape, and the fix."""
+"""Checks of the arguments of manifolds: one sentence that names the shape and the fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
 def check_tensors(who: object, **arguments: Any) -> None:
-    """Raise for an argument that is no tensor."""
+    """Raise for an argument that is not a tensor."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
@@ -105,12 +105,12 @@ def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:
     if not holds(u.isfinite()):
         raise ValueError(
             f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
-            "gradient, look at the loss, or lower the learning rate"
+            "gradient, check the loss, or lower the learning rate"
         )
 
 
 def check_square(who: object, x: Tensor, A: Tensor) -> None:
-    """Raise for what is no stack of h × h matrices beside a point with h columns."""
+    """Raise unless A is a stack of h × h matrices that fits a point with h columns."""
     check_tensors(who, A=A)
     h = x.shape[-1]
     if A.dim() < 2 or A.shape[-2:] != (h, h):

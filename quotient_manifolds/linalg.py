@@ -1,4 +1,4 @@
-"""Small batched solves that both metrics need.
+"""Batched linear algebra with small matrices that both metrics need.
 
 Everything here works on stacks ``(…, h, h)``, on any device, real or complex, without a loop over the stack.
 """
@@ -39,7 +39,7 @@ C = TypeVar("C", bound=type)
 
 
 def own_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function compute in the dtype of its arguments: autocast would round every product to half precision."""
+    """Let a function compute in the dtype of its arguments, because autocast would round products to half precision."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -74,7 +74,7 @@ def holds(condition: Tensor, unseen: bool = True) -> bool:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which weights are moved and differentiated: half precision would swallow a small step."""
+    """Return the dtype in which weights are moved and differentiated: half precision would round a small step away."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -126,7 +126,7 @@ class _NearDiagonalSylvester(torch.autograd.Function):
         d1 = A1.diagonal(dim1=-2, dim2=-1).real
         d2 = A2.diagonal(dim1=-2, dim2=-1).real
         denominator = d1.unsqueeze(-1) + d2.unsqueeze(-2)
-        # 0/0 := 0: a direction that the point lacks (σ_i = σ_j = 0) has no vertical part to remove.
+        # 0/0 := 0: an absent direction (σ_i = σ_j = 0) has no vertical part to remove.
         present = denominator > 0
         return torch.where(present, B / torch.where(present, denominator, 1), 0)
 
@@ -149,7 +149,7 @@ class _NearDiagonalSylvester(torch.autograd.Function):
 
 
 class _LiftedSpectrum(torch.autograd.Function):
-    """diag(σ̂/σ) as the function φ(K) that it is of K = MN = diag(σ²), with the first derivatives of that function."""
+    """diag(σ̂/σ) as a function φ(K) of K = MN = diag(σ²), with the first derivatives of that function."""
 
     generate_vmap_rule = True
 
@@ -161,7 +161,7 @@ class _LiftedSpectrum(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
         _, sigma, floor = inputs
-        sigma = sigma.clamp_min(torch.finfo(sigma.dtype).tiny ** 0.25)  # of directions that are not there
+        sigma = sigma.clamp_min(torch.finfo(sigma.dtype).tiny ** 0.25)  # for absent directions
         low = floor * sigma[..., :1]
         lifted = sigma < low
         # Divided differences of φ: 1 above the floor, low/σ below it.
@@ -189,10 +189,10 @@ class _LiftedSpectrum(torch.autograd.Function):
 
 
 def lifted_spectrum(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
-    r"""Give diag(σ̂/σ), (…, h, h), for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
+    r"""Return diag(σ̂/σ), (…, h, h), for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
 
-    K is M N, in value diag(σ²), σ descending: :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every gauge.
-    Daleckii and Krein 1965, for the derivative of a matrix function.
+    K is M N, with the value diag(σ²), σ descending: :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every
+    gauge. The derivative of a matrix function is that of Daleckii and Krein 1965.
     """
     found: Tensor = _LiftedSpectrum.apply(K, sigma, floor)
     return found

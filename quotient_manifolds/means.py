@@ -1,4 +1,4 @@
-"""Means and principal geodesics of points of any manifold that has a logarithm."""
+"""Means and principal geodesics of points on any manifold that has a logarithm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .linalg import in_double, real_dtype
 
 __all__ = ["ConvergenceError", "FrechetMean", "PrincipalGeodesics", "frechet_mean", "principal_geodesics"]
 
-#: Steps from one start, and the length of the mean logarithm at which a mean is found.
+#: Steps from one start, and the length of the mean logarithm below which a point counts as a mean.
 _STEPS, _TOLERANCE = 200, 1e-9
 
 
@@ -22,7 +22,7 @@ class ConvergenceError(ArithmeticError):
     Attributes
     ----------
     residual : Tensor
-        What is left, (…).
+        The remaining error, (…).
 
     Examples
     --------
@@ -45,14 +45,15 @@ class ConvergenceError(ArithmeticError):
 
 
 class FrechetMean(NamedTuple):
-    r"""A mean, and how well it is one.
+    r"""A mean, with a certificate of its accuracy.
 
     Attributes
     ----------
     point : Tensor
         The mean, (…).
     certificate : Tensor
-        Length of the mean logarithm there, :math:`\|\sum_i w_i \log_m x_i\|`, which vanishes at a mean; batch shape.
+        Length of the mean logarithm at the point, :math:`\|\sum_i w_i \log_m x_i\|`, which vanishes at a mean; batch
+        shape.
     variance : Tensor
         :math:`\sum_i w_i d(m, x_i)^2`; batch shape.
 
@@ -98,37 +99,37 @@ class PrincipalGeodesics(NamedTuple):
 
 
 def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> FrechetMean:
-    r"""Give the weighted Fréchet mean over the first dimension, the best of several starts.
+    r"""Compute the weighted Fréchet mean over the first dimension, as the best result of several starts.
 
     .. math:: \min_m \sum_i w_i d(m, x_i)^2, \qquad m \leftarrow \exp_m\Big(s \sum_i w_i \log_m x_i\Big)
 
     The step s is that of Barzilai and Borwein (1988), halved where the sum has doubled. The starts do not depend on
-    order or representatives: those points whose products are nearest to the mean of the products. Points far from each
-    other may have several local means.
+    order or representatives: they are the points whose products are nearest to the mean of the products. Points that
+    are far apart may have several local means.
 
     Parameters
     ----------
     manifold : QuotientManifold
-        Of this package, or any with ``logmap``, ``expmap``, ``inner`` and ``to_matrix``.
+        A manifold of this package, or any with ``logmap``, ``expmap``, ``inner`` and ``to_matrix``.
     points : Tensor
         (k, …, rows, h).
     weights : Tensor, optional
         (k,), not negative; divided by their sum. Equal by default.
     n_starts : int
-        How many points to start from.
+        Number of points to start from.
 
     Returns
     -------
     FrechetMean
-        The ``point``, in the dtype of the points, at the representative of that from which it was reached; the
+        The ``point``, in the dtype of the points, at the representative of the point from which it was reached; the
         ``certificate`` and the ``variance``, computed in double precision.
 
     Raises
     ------
     ConvergenceError
-        The mean logarithm is still longer than 1e-9; or a logarithm was not found.
+        The mean logarithm is still longer than 1e-9, or a logarithm was not found.
     ValueError
-        No points, or weights that are none.
+        There are no points, or the weights are negative, all zero, or too few or too many.
 
     Examples
     --------
@@ -160,15 +161,15 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     assert best is not None
     if not bool((best.certificate <= _TOLERANCE).all()):
         raise ConvergenceError(
-            f"mean: the mean logarithm still has length {best.certificate.max().item():.1e} after {_STEPS} steps; pass "
-            "more n_starts, or points that are nearer to each other",
+            f"mean: the mean logarithm still has length {best.certificate.max().item():.1e} after {_STEPS} steps; "
+            "increase n_starts, or pass points that are closer together",
             best.certificate,
         )
     return best._replace(point=best.point.to(points.dtype))
 
 
 def _checked(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
-    """Check the arguments; give weights of sum 1."""
+    """Check the arguments, and return weights of sum 1."""
     check_tensors(manifold, points=points)
     if points.dim() < 3 or len(points) == 0:
         raise ValueError(f"{manifold}: points of a mean are (k, …, rows, h) with k ≥ 1, got {tuple(points.shape)}")
@@ -177,7 +178,7 @@ def _checked(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
     check_tensors(manifold, weights=weights)
     check_same(manifold, points[:0].real, weights, "the points", "the tensor of weights")
     if weights.shape != points.shape[:1] or not bool((weights >= 0).all()) or not bool(weights.sum() > 0):
-        raise ValueError(f"{manifold}: {len(points)} points need as many weights, not negative and not all zero")
+        raise ValueError(f"{manifold}: {len(points)} points need as many weights, none negative and not all zero")
     return in_double(weights) / weights.sum()
 
 
@@ -186,7 +187,7 @@ def _like(flags: Tensor, value: Tensor) -> Tensor:
 
 
 def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor) -> FrechetMean:
-    """Go from one start to where the mean logarithm vanishes, or as near as the steps lead."""
+    """Go from one start to where the mean logarithm vanishes, or as close as the steps lead."""
     m, shape = start, points.shape[1:-2]
     best = FrechetMean(start, torch.full(shape, torch.inf, dtype=weights.dtype, device=start.device), weights.sum())
     way, step = torch.zeros_like(start), torch.ones_like(best.certificate)
@@ -220,9 +221,9 @@ def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tens
     points : Tensor
         (k, …, rows, h), k ≥ 2.
     count : int
-        Directions, at most k − 1.
+        Number of directions, at most k − 1.
     mean : Tensor, optional
-        Where the tangent space is taken, (…, rows, h); by default the Fréchet mean.
+        Point of the tangent space, (…, rows, h); by default the Fréchet mean.
 
     Returns
     -------
@@ -233,9 +234,9 @@ def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tens
     Raises
     ------
     ValueError
-        More directions than the points have.
+        ``count`` is larger than the number of directions.
     ConvergenceError
-        No mean, or no logarithm.
+        A mean or a logarithm was not found.
 
     Notes
     -----

@@ -41,18 +41,18 @@ class _RescaleTangentSpace(TangentSpace):
         return self.x * (u / self.x).mean(dim=-2, keepdim=True)
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
-        """Give the horizontal part of ∇ ⊙ (x/scale)², with scale 1 (inv) or |β| (mix); (…, 2, d)."""
+        """Return the horizontal part of ∇ ⊙ (x/scale)², with scale 1 (inv) or |β| (mix); (…, 2, d)."""
         return self.proju(u * (self.x / self._scale) ** 2)
 
     def acceleration(self, u: Tensor) -> Tensor:
-        """Give (u ⊙ B², v ⊙ B²) for inv, its negative for mix; (…, 2, d). Any vector: B_u, B_v apart."""
+        """Return (u ⊙ B², v ⊙ B²) for inv, its negative for mix; (…, 2, d). B_u and B_v may differ."""
         b = (u / self.x)[..., None, None]
         one = torch.ones_like(b)
         a, c = self._metric.equation(Motion(one, b, b**2), Motion(one, b.flip(-4), b.flip(-4) ** 2))
         return self.x * (a + b * c)[..., 0, 0]
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw B from a Gaussian with unit variance in the metric, ‖η‖² = 2‖scale ⊙ B‖²; (…, 2, d)."""
+        """Draw a Gaussian B with unit variance in the metric, ‖η‖² = 2‖scale ⊙ B‖²; (…, 2, d)."""
         draw = standard_normal(tuple(self.beta.shape), self.x, generator)
         return self.x * (draw.unsqueeze(-2) / (2**0.5 * self._scale))
 
@@ -108,11 +108,11 @@ class RescaleQuotient(QuotientManifold):
         self.metric = metric
 
     def extra_repr(self) -> str:
-        """Give the metric, for ``repr``."""
+        """Return the metric, for ``repr``."""
         return f"metric={self.metric!r}"
 
     def row_split(self) -> list[int]:
-        """Give [1, 1], the rows of u and v."""
+        """Return [1, 1], the rows of u and v."""
         return [1, 1]
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
@@ -127,7 +127,7 @@ class RescaleQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic(self, x: Tensor, u: Tensor, t: Any) -> tuple[Tensor, Tensor]:
-        r"""Give points and velocities at many times: :math:`x e^{Bt}` (inv) or :math:`x \sqrt{1 + 2Bt}` (mix).
+        r"""Return points and velocities at many times: :math:`x e^{Bt}` (inv) or :math:`x \sqrt{1 + 2Bt}` (mix).
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class RescaleQuotient(QuotientManifold):
         Raises
         ------
         GeodesicExitError
-            mix, if 1 + 2Bt ≤ 0 somewhere at a time asked for; ``time`` says when.
+            For mix, if 1 + 2Bt ≤ 0 somewhere at a requested time; ``time`` says when.
         """
         check_vector(self, x, u)
         self.tangent_space_at(x)
@@ -166,9 +166,9 @@ class RescaleQuotient(QuotientManifold):
         return self.geodesic(x, self.logmap(x, y), t)[0]
 
     def mean(self, points: Tensor) -> Tensor:
-        """Give the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β.
+        """Return the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β.
 
-        At the representative of the first of the points, (k, …, 2, d), whose products need one sign.
+        It is given at the representative of the first of the points, (k, …, 2, d). Their products must agree in sign.
         """
         check_tensors(self, points=points)
         if points.dim() < 3 or len(points) == 0:
@@ -189,7 +189,7 @@ class RescaleQuotient(QuotientManifold):
         return ratio
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
-        r"""Give the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
+        r"""Return the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
 
         Raises
         ------
@@ -201,7 +201,7 @@ class RescaleQuotient(QuotientManifold):
         return x * B.unsqueeze(-2)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises as :meth:`logmap`."""
+        """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises like :meth:`logmap`."""
         ratio = self._ratio(x, y)
         step = ratio.log() if self.metric == "inv" else self.to_matrix(y) - self.to_matrix(x)
         result = torch.linalg.vector_norm(step, dim=-1) / 2**0.5  # whose derivative at 0 is 0, not NaN
@@ -213,7 +213,7 @@ class RescaleQuotient(QuotientManifold):
         return x * torch.stack([A, 1 / A], dim=-2)
 
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
-        """Give the vertical vector (λu, −λv), (…, 2, d); L is λ, (…, d)."""
+        """Return the vertical vector (λu, −λv), (…, 2, d); L is λ, (…, d)."""
         check_tensors(self, x=x, L=L)
         return x * torch.stack([L, -L], dim=-2)
 
@@ -233,14 +233,14 @@ class RescaleQuotient(QuotientManifold):
         return x[..., 0, :] * x[..., 1, :]
 
     def canonical(self, x: Tensor) -> Tensor:
-        """Give the representative with u = √abs(β) and v = sign(β) √abs(β); (…, 2, d)."""
+        """Return the representative with u = √abs(β) and v = sign(β) √abs(β); (…, 2, d)."""
         self.tangent_space_at(x)
         beta = self.to_matrix(x)
         root = beta.abs().sqrt()
         return torch.stack([root, root * beta.sign()], dim=-2)
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
-        """Give u = v = 1, of shape ``size``; ``seed`` is accepted for geoopt's sake."""
+        """Return u = v = 1, of shape ``size``; ``seed``, part of geoopt's interface, is ignored."""
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
         return torch.ones(shape, dtype=dtype, device=device)
@@ -260,6 +260,6 @@ class RescaleQuotient(QuotientManifold):
         if reason is not None or holds(x != 0):
             return reason is None, reason
         return False, (
-            f"{self}: the point of shape {tuple(x.shape)} has zero entries, where the quotient has no metric; drop "
+            f"{self}: the point of shape {tuple(x.shape)} has zero entries, where the quotient has no metric; remove "
             "these coordinates"
         )

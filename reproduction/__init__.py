@@ -1,4 +1,4 @@
-"""The laboratory: the paper's studies and ours, which use the two packages as any user would.
+"""The studies of the paper and our own, which use the two packages like any user.
 
-Not in the wheel; run from a checkout, as ``python -m reproduction``.
+They are not in the wheel; run them from a checkout by ``python -m reproduction``.
 """

@@ -1,7 +1,7 @@
 r"""Attention pairs on the quotient whose vectors are measured entry by entry, :math:`\|ξ \oslash |w|\|`.
 
-The ablation "corrected norm off" of the paper's App. G: directions stay horizontal and geodesics stay, but the ball is
-the one of adaptive sharpness. Its result depends on the representative.
+The ablation "corrected norm off" of the paper's App. G: directions stay horizontal and geodesics are unchanged, but the
+ball is that of adaptive sharpness. Its result depends on the representative.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["AdaptiveNorm", "AdaptiveNormBlock"]
 class AdaptiveNormBlock(PairBlock):
     """Pairs at the model's own representative, in the coordinates ξ/w.
 
-    A measure has them by ``pair_block="reproduction.adaptive_norm:AdaptiveNormBlock"``.
+    A measure uses them by ``pair_block="reproduction.adaptive_norm:AdaptiveNormBlock"``.
     """
 
     closed_form = False
@@ -36,21 +36,21 @@ class AdaptiveNormBlock(PairBlock):
 class AdaptiveNorm:
     r"""A horizontal space in the coordinates ζ = ξ/w, in which the adaptive norm is the Euclidean one.
 
-    Horizontal vectors are a linear subspace in these coordinates too, but their orthogonal projection is no division:
-    with :math:`k(Λ)` the coordinates of the covectors that vanish on it, :math:`ζ - k (k^* k)^{-1} k^* ζ` is found by
-    conjugate gradients, for all pairs at once.
+    Horizontal vectors are a linear subspace in these coordinates too, but the orthogonal projection onto it has no
+    closed form: with :math:`k(Λ)` the coordinates of the covectors that vanish on it, :math:`ζ - k (k^* k)^{-1} k^* ζ`
+    is found by conjugate gradients, for all pairs at once.
 
     Parameters
     ----------
     space : GLTangentSpace
-        At the representative whose entries count.
+        The tangent space at the representative whose entries define the norm.
     """
 
     def __init__(self, space: GLTangentSpace) -> None:
         self.space, self.x = space, space.x
 
     def _times(self, c: Tensor) -> Tensor:
-        """Multiply by the weights, real and imaginary parts apart: they are weights of their own."""
+        """Multiply by the weights; real and imaginary parts are separate weights."""
         if not self.x.is_complex():
             return c * self.x
         return torch.view_as_complex(torch.view_as_real(c.resolve_conj()) * torch.view_as_real(self.x))

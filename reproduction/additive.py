@@ -1,7 +1,7 @@
 r"""The paper's additive relaxation of the Gram matrices, :math:`G^H G + εI`.
 
-Kept to redo the paper's Figure 9: unlike the floor of :class:`quotient_manifolds.GLQuotientInv` it depends on the
-representative, so nothing here is invariant along orbits.
+It serves to reproduce the paper's Figure 9: unlike the floor of :class:`quotient_manifolds.GLQuotientInv` it depends on
+the representative, so nothing here is invariant along orbits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class AdditiveTangentSpace(TangentSpace):
 
     .. math:: \hat M = G^H G + εI, \qquad \hat N = H^H H + εI
 
-    in the place of M and N in the metric and its inverses; the vertical space stays :math:`(GΛ, -HΛ^H)`.
+    replace M and N in the metric and its inverses; the vertical space stays :math:`(GΛ, -HΛ^H)`.
 
     Parameters
     ----------
     manifold : GLQuotientInv or GLQuotientMix
     x : Tensor
-        The representative, (…, n + m, h). Another one of its orbit gives other distances.
+        The representative, (…, n + m, h). Another representative of its orbit gives other distances.
     epsilon : float
         ε > 0, in units of squared weights.
     dtype : torch.dtype, optional
-        Precision to work in; by default that of x. The set-up is done in float64.
+        Working precision; by default that of x. The set-up is done in float64.
 
     Raises
     ------
@@ -117,7 +117,7 @@ class AdditiveTangentSpace(TangentSpace):
         return self.proju(self.from_coordinates(standard_normal(tuple(self.x.shape), self.x, generator)))
 
     def coordinates(self, u: Tensor) -> Tensor:
-        """Give coordinates in which the metric is the identity; shape of u."""
+        """Return coordinates in which the metric is the identity; shape of u."""
         return pack(*(X @ W for X, W in zip(self.split(u), self._roots, strict=True)))
 
     def from_coordinates(self, c: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class AdditiveTangentSpace(TangentSpace):
         return pack(*(X @ W for X, W in zip(self.split(c), self._inverse_roots, strict=True)))
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
-        """Give the coordinates of a Euclidean gradient."""
+        """Return the coordinates of a Euclidean gradient."""
         return self.from_coordinates(e)  # the roots are Hermitian
 
     def project_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -137,7 +137,7 @@ class AdditiveTangentSpace(TangentSpace):
 class AdditiveBlock(PairBlock):
     """Pairs at the model's own representative; ε is the measure's ``relaxation``, and must be positive.
 
-    A measure has them by ``pair_block="reproduction.additive:AdditiveBlock"``. Their geodesics are of second order.
+    A measure uses them by ``pair_block="reproduction.additive:AdditiveBlock"``. Their geodesics are of second order.
     """
 
     closed_form = False
@@ -151,5 +151,5 @@ class AdditiveBlock(PairBlock):
         self.chart: Any = self.tangent
 
     def num_clamped(self) -> int:
-        """Count nothing: there is no floor."""
+        """Return 0, because there is no floor."""
         return 0

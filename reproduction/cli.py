@@ -21,8 +21,8 @@ def add_finetune(commands: Any) -> None:
         "finetune",
         help="fine-tune a model many times, for a study of sharpness and generalisation",
         description="Fine-tune a model many times on one data set, with random recipes (learning rate, weight decay, "
-        "epochs, label smoothing, label noise, and for images augmentation and mix-up) or with seeds alone, and write "
-        "the checkpoints and a configuration for `sharpness sweep`. Models that are there are not trained again.",
+        "epochs, label smoothing, label noise, and for images augmentation and mix-up) or with seeds alone, and "
+        "write the checkpoints and a configuration for `sharpness sweep`. Existing models are not trained again.",
         formatter_class=Formatter,
     )
     finetune.add_argument("model", metavar="MODEL", help="as for run; a transformers folder gets a new head for texts")
@@ -43,13 +43,13 @@ def add_finetune(commands: Any) -> None:
     finetune.add_argument(
         "--epochs", type=count, nargs="+", help="epochs: a range (default: 2 to 6), or one for --vary seed (3)"
     )
-    finetune.add_argument("--batch", type=count, help="examples a step (default: 64)")
+    finetune.add_argument("--batch", type=count, help="examples per step (default: 64)")
     finetune.add_argument("--points", type=count, default=256, help="training examples to measure on")
     finetune.add_argument("--shard", default="1/1", help="train the i-th of n parts of the models")
     finetune.add_argument("--device", default="cpu", help="cpu or cuda")
     finetune.add_argument("--out", type=place, required=True, help="folder for the models")
     finetune.add_argument("--quiet", action="store_true", help="no progress bar")
-    # Class folders are in the order of their classes: a part of them is chosen at random.
+    # Images are ordered by class, so a part of them is chosen at random.
     finetune.set_defaults(run=_finetune, batch_size=256, batches=None, subset_seed=0)
 
 
@@ -92,14 +92,14 @@ def add_pretrain(commands: Any) -> None:
     )
     pretraining.add_argument("texts", type=place, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
     pretraining.add_argument("--text", default="text", help="columns of the texts, as premise,hypothesis")
-    pretraining.add_argument("--no-header", action="store_true", help="the tables' first line is no header")
+    pretraining.add_argument("--no-header", action="store_true", help="the tables have no header line")
     pretraining.add_argument("--width", type=count, default=128, help="hidden width")
     pretraining.add_argument("--depth", type=count, default=4, help="layers")
     pretraining.add_argument("--heads", type=count, default=4, help="attention heads")
     pretraining.add_argument("--vocabulary", type=count, default=8000, help="entries of the vocabulary")
     pretraining.add_argument("--max-length", type=count, default=64, help="longest input in tokens")
     pretraining.add_argument("--steps", type=count, default=9000, help="steps of training")
-    pretraining.add_argument("--batch", type=count, default=64, help="texts a step")
+    pretraining.add_argument("--batch", type=count, default=64, help="texts per step")
     pretraining.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     pretraining.add_argument("--seed", type=seed, default=0, help="seed of weights, order and masks")
     pretraining.add_argument("--out", type=place, required=True, help="folder for model and tokenizer")
@@ -146,7 +146,7 @@ def add_convert(commands: Any) -> None:
     google.add_argument("--config", type=place, help="bert_config.json (default: beside the checkpoint)")
     google.add_argument("--vocab", type=place, help="vocab.txt (default: beside the checkpoint)")
     google.add_argument("--labels", default="contradiction,entailment,neutral", help="names of the classes, in order")
-    google.add_argument("--cased", action="store_true", help="the vocabulary tells upper from lower case")
+    google.add_argument("--cased", action="store_true", help="the vocabulary distinguishes upper and lower case")
     google.set_defaults(run=_convert)
 
 
@@ -195,13 +195,13 @@ def add_diagonal(commands: Any) -> None:
     )
     diagonal.add_argument("--n", type=count, default=100, help="data points")
     diagonal.add_argument("--d", type=count, default=200, help="dimensions")
-    diagonal.add_argument("--models", type=count, default=50, help="networks a data seed")
+    diagonal.add_argument("--models", type=count, default=50, help="networks per data seed")
     diagonal.add_argument("--seeds", type=count, default=10, help="number of data seeds")
     diagonal.add_argument("--seed", type=seed, default=0, help="the first data seed")
     diagonal.add_argument("--alpha-min", type=float, default=0.01, help="smallest scale of the start")
     diagonal.add_argument("--alpha-max", type=float, default=0.3, help="largest scale of the start")
     diagonal.add_argument("--rho", type=float, nargs="+", default=[0.001, 0.1], help="radii of the true maximisation")
-    diagonal.add_argument("--workers", type=count, help="processes that share the seeds (default: one a core)")
+    diagonal.add_argument("--workers", type=count, help="processes that share the seeds (default: one per core)")
     diagonal.add_argument("--out", type=place, default=Path("diagonal"), help="folder for CSV, JSON and figure")
     diagonal.add_argument("--quiet", action="store_true", help="no progress bar")
     diagonal.set_defaults(run=_diagonal)
@@ -224,8 +224,8 @@ def add_zoo(commands: Any) -> None:
         "zoo",
         help="train and test one of the three zoos of the study of generalisation",
         description="Train and test one of the three zoos of the study of generalisation: fine-tunes of vit_cifar10 "
-        "(vit) or of all-MiniLM-L6-v2 (minilm), or vision transformers from scratch. A call that was killed is "
-        "finished by the next. Sharpness is measured by `sharpness sweep OUT/models/sweep.json`.",
+        "(vit) or of all-MiniLM-L6-v2 (minilm), or vision transformers from scratch. If a call was killed, the next "
+        "one completes it. Sharpness is measured by `sharpness sweep OUT/models/sweep.json`.",
         formatter_class=Formatter,
     )
     zoo.add_argument("kind", choices=["vit", "minilm", "scratch"], help="which zoo")
@@ -255,9 +255,9 @@ def add_radii(commands: Any) -> None:
     """Add ``python -m reproduction radii``."""
     radii = commands.add_parser(
         "radii",
-        help="find the radii at which the median model of a zoo gains a given loss",
-        description="Find, for every measure, the radii at which the median model of a zoo loses 0.1 and 0.5 nats, "
-        "and write ZOO/models/measure.json and hessian.json for `sharpness sweep --out ZOO/results`.",
+        help="find the radii at which the loss of a zoo's median model increases by a given amount",
+        description="Find, for every measure, the radii at which the loss of a zoo's median model increases by 0.1 and "
+        "0.5 nats, and write ZOO/models/measure.json and hessian.json for `sharpness sweep --out ZOO/results`.",
         formatter_class=Formatter,
     )
     radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")

@@ -1,7 +1,7 @@
-"""Collections: one model, fine-tuned many times with random recipes or seeds, to hold sharpness against generalisation.
+"""Collections: one model, fine-tuned many times with random recipes or seeds, to compare sharpness and generalisation.
 
-A collection is a folder with a checkpoint a model, its recipe and data in a JSON file beside it, and a configuration
-for ``sharpness sweep``. A model's JSON file is written last: what has one is not trained again.
+A collection is a folder with one checkpoint per model, its recipe and data in a JSON file beside it, and a
+configuration for ``sharpness sweep``. A model's JSON file is written last; a model that has one is not trained again.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def train_collection(
     recipes: Sequence[Recipe] | None = None, test: DataChoice | None = None, points: int = 256,
     shard: tuple[int, int] = (1, 1), half: bool = False, device: str = "cpu", progress: bool = True,
 ) -> Path:  # fmt: skip
-    """Train a model many times; what a stopped call has finished is kept by the next.
+    """Train a model many times; a call keeps the models that an interrupted one has finished.
 
     Parameters
     ----------
     model, checkpoint : str
-        As of :func:`sharpness.models.load`. A transformers folder for text gets a new head for the labels.
+        As for :func:`sharpness.models.load`. A transformers folder for text gets a new head for the labels.
     data : DataChoice
-        Trained on, by every model. Class folders are in the order of their classes: give a seed for part of them.
+        Training data of every model. Images are ordered by class, so use a seed to choose a part of them.
     folder
         For ``model_00.safetensors`` …, or folders ``model_00`` … of transformers models, with ``model_00.json`` beside
         them; for networks trained from scratch their starts, ``start_00.safetensors`` …; and ``sweep.json``, which
         ``sharpness sweep`` takes, unless that is there already.
     models, recipes : int, sequence of Recipe
-        How many, and one a model; by default :func:`random_recipe` of the seeds 0 ….
+        Number of models, and one recipe per model; by default :func:`random_recipe` of the seeds 0 ….
     test : DataChoice, optional
         Written into ``sweep.json``.
     points : int
@@ -60,9 +60,9 @@ def train_collection(
     shard : (int, int)
         (i, n): train the i-th of n parts.
     half : bool
-        Keep checkpoints in half precision, half the size; they are loaded in single precision, and are what is tested.
+        Save checkpoints in half precision, at half the size; they are loaded in single precision and then tested.
     device, progress : str, bool
-        Where to train, and whether to show a progress bar.
+        Device for training, and whether to show a progress bar.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def train_collection(
     Raises
     ------
     ValueError, OSError
-        A model or data that cannot be used; a folder with models of other recipes or data.
+        The model or the data cannot be used, or the folder has models of other recipes or data.
 
     Examples
     --------
@@ -132,7 +132,7 @@ def scale_(net: nn.Module, factor: float) -> None:
 
 
 def commit() -> str | None:
-    """Give the commit of this code, None outside a checkout."""
+    """Return the commit of this code, or None outside a checkout."""
     found = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )  # fmt: skip
@@ -152,8 +152,8 @@ def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
     for key, value in json.loads(json.dumps(record)).items():
         if found.get(key) != value:
             raise ValueError(
-                f"{path} was made with another {key} ({found.get(key)}, not {value}); name another folder, or call as "
-                "it was called"
+                f"{path} was made with another {key} ({found.get(key)}, not {value}); use another folder, or the "
+                "former arguments"
             )
     return True
 
@@ -167,7 +167,7 @@ def _save(net: Any, loaded: LoadedModel, path: Path, half: bool) -> None:
     if loaded.source == "transformers":
 
         def write(own: Path) -> None:
-            net.save_pretrained(own, state_dict=weights)  # the configuration keeps the precision of the model
+            net.save_pretrained(own, state_dict=weights)  # the configuration records the precision of the model
             assert loaded.folder is not None
             if loaded.tokenizer is not None:
                 loaded.tokenizer.save_pretrained(own)
@@ -187,7 +187,7 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
 
     said = transformers.utils.logging
     before = said.get_verbosity()
-    said.set_verbosity_error()  # a new head is what is asked for
+    said.set_verbosity_error()  # the new head is intended
     try:
         net = transformers.AutoModelForSequenceClassification.from_pretrained(
             loaded.folder, local_files_only=True, trust_remote_code=False, ignore_mismatched_sizes=True,
@@ -199,7 +199,7 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
         ) from error
     finally:
         said.set_verbosity(before)
-    if isinstance(loaded.model, type(net)):  # it came with a head, which was taken over
+    if isinstance(loaded.model, type(net)):  # the model came with a head, which was reused
         body = {id(m) for m in net.base_model.modules()}
         for m in net.modules():
             if isinstance(m, nn.Linear) and id(m) not in body:
@@ -208,14 +208,14 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
 
 
 def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | TrainingTexts, dict[str, int]]:
-    """Read examples to train on, and for texts the names of the classes."""
+    """Read training examples and, for texts, the names of the classes."""
     if data.is_text:
         examples = data.open(loaded)
         texts = TrainingTexts(
             examples, choose(len(examples), data.num_examples, data.subset_seed), loaded.tokenizer.pad_token_id or 0, 0
         )
         named = data.columns.label_map or dict(zip(examples.classes or (), range(10**6), strict=False)) or loaded.labels
-        # Several spellings may stand for one class; a class has one name in the configuration.
+        # Several spellings may denote one class, but a class has one name in the configuration.
         by_number = {v: k for k, v in reversed(list(named.items()))}
         found = sorted({*texts.labels.tolist(), *(data.columns.label_map.values())})
         if found != list(range(len(found))):
@@ -227,14 +227,12 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
     how = data.image_format(loaded.images)
     if how is None:
         raise ValueError(
-            f"{data.source} holds images, but the model does not say what it expects; give size, mean, std"
+            f"{data.source} holds images, but the model does not say which format it expects; pass size, mean and std"
         )
     plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
     examples = load_examples(data.source, images=plain, text=data.columns)
     if examples.classes is None:
-        raise ValueError(
-            f"{data.source} holds neither a table of text nor images with classes; collections are of these"
-        )
+        raise ValueError(f"{data.source} holds neither a table of text nor images with classes, which collections need")
     chosen = choose(len(examples), data.num_examples, data.subset_seed)
     images = TrainingImages(examples, chosen, how, len(examples.classes))
     with torch.no_grad():
@@ -254,7 +252,7 @@ def _config(
         found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}
         return {k: v for k, v in found.items() if k != "columns" and v not in (None, {})}
 
-    # What is measured was trained on: the first of the same random choice, or, of all examples, any.
+    # Measure training examples: the first of the same random choice or, if all were used, any.
     measured = {"num_examples": points if data.num_examples is None else min(points, data.num_examples)}
     measured["batch_size"] = min(256, measured["num_examples"])
     if data.num_examples is None and data.subset_seed is None:

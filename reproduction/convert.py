@@ -24,11 +24,11 @@ __all__ = ["bert_from_tensorflow", "read_tensorflow"]
 
 #: Order of the classes in Google's run_classifier for MNLI.
 MNLI_LABELS = ("contradiction", "entailment", "neutral")
-#: Not weights of the classifier: the optimiser's state, the step, the heads of pre-training.
+#: Variables that are not weights of the classifier: the optimiser's state, the step, the heads of pre-training.
 _SKIPPED = re.compile(r"adam_[mv]|global_step|beta[12]_power|^cls/|/adam|^signal_early_stopping|_power$")
 
 
-#: Run by a Python of its own: the libraries that tensorflow and torch bring may not share a process.
+#: Run in a separate Python process, because libraries of tensorflow and torch may conflict in one.
 _READER = """
 import sys
 import numpy
@@ -55,11 +55,11 @@ def read_tensorflow(prefix: str | os.PathLike[str]) -> dict[str, np.ndarray[Any,
     Raises
     ------
     FileNotFoundError, ImportError, ValueError
-        No such checkpoint; tensorflow is not installed; a checkpoint that it cannot read.
+        The checkpoint does not exist, tensorflow is not installed, or it cannot read the checkpoint.
 
     Notes
     -----
-    Needs the extra ``convert``. A process of its own reads the checkpoint.
+    It needs the extra ``convert``. A separate process reads the checkpoint.
 
     Examples
     --------
@@ -78,13 +78,13 @@ def read_tensorflow(prefix: str | os.PathLike[str]) -> dict[str, np.ndarray[Any,
         done = subprocess.run([sys.executable, "-c", _READER, str(prefix), str(out)], capture_output=True, text=True)
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"{prefix} is no readable TensorFlow checkpoint ({last})")
+            raise ValueError(f"{prefix} is not a readable TensorFlow checkpoint ({last})")
         with np.load(out, allow_pickle=False) as found:
             return dict(found)
 
 
 def _prefix(checkpoint: Path) -> Path:
-    """Find the last checkpoint of a folder, or the prefix itself, also if one of its files was named."""
+    """Return the prefix of the last checkpoint in a folder, or the given prefix, also if one of its files was named."""
     if checkpoint.is_dir():
         found = [p.with_suffix("") for p in checkpoint.glob("*.ckpt*.index")]
         if not found:
@@ -94,7 +94,7 @@ def _prefix(checkpoint: Path) -> Path:
 
 
 def _name(variable: str) -> str:
-    """Translate a name of Google's to transformers'."""
+    """Translate a parameter name of Google's to that of transformers."""
     if variable == "output_weights":
         return "classifier.weight"
     if variable == "output_bias":
@@ -113,7 +113,7 @@ def _settings(config: Path, vocab: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{config} is no JSON ({error})") from error
+        raise ValueError(f"{config} is not JSON ({error})") from error
     return {k: v for k, v in found.items() if k != "num_labels"}
 
 
@@ -123,7 +123,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 def _state_dict(variables: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
-    """Translate names, and inputs × outputs to outputs × inputs."""
+    """Translate names, and transpose inputs × outputs to outputs × inputs."""
     state = {}
     for variable, numbers in variables.items():
         if not _SKIPPED.search(variable) and np.issubdtype(numbers.dtype, np.floating):
@@ -151,13 +151,13 @@ def bert_from_tensorflow(
         ``run_classifier.py`` writes them: the classifier is ``output_weights`` (classes × width) and ``output_bias``;
         kernels are inputs × outputs and are transposed.
     folder
-        Where the transformers folder goes; it must not exist yet.
+        The transformers folder to write; it must not exist yet.
     config, vocab
         ``bert_config.json`` and ``vocab.txt``; by default beside the checkpoint.
     labels : sequence of str
         Names of the classes in their order; by default MNLI's in ``run_classifier.py``.
     cased : bool
-        The vocabulary tells upper from lower case.
+        The vocabulary distinguishes upper and lower case.
     variables : mapping of str to array, optional
         By name; by default those that :func:`read_tensorflow` finds in the checkpoint.
 
@@ -169,7 +169,7 @@ def bert_from_tensorflow(
     Raises
     ------
     ValueError, OSError, ImportError
-        One sentence: files that are missing, weights that do not fit the configuration, tensorflow not installed.
+        Files are missing, weights do not fit the configuration, or tensorflow is not installed.
 
     Notes
     -----
@@ -186,14 +186,14 @@ def bert_from_tensorflow(
 
     folder = Path(folder)
     if folder.exists():
-        raise ValueError(f"{folder} exists; name a folder that does not")
+        raise ValueError(f"{folder} exists; use a new folder")
     prefix = _prefix(Path(checkpoint))
     paths = [Path(config or prefix.parent / "bert_config.json"), Path(vocab or prefix.parent / "vocab.txt")]
     settings = _settings(*paths)
     state = _state_dict(read_tensorflow(prefix) if variables is None else variables)
     head = state.get("classifier.weight")
     if head is None:
-        raise ValueError(f"{prefix} has no output_weights: it is no classifier of Google's run_classifier.py")
+        raise ValueError(f"{prefix} has no output_weights, so it is not a classifier of Google's run_classifier.py")
     if len(head) != len(labels):
         raise ValueError(f"{prefix} has {len(head)} classes, but {len(labels)} labels are named ({', '.join(labels)})")
     settings |= {"label2id": {label: i for i, label in enumerate(labels)}, "id2label": dict(enumerate(labels))}

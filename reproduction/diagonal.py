@@ -66,7 +66,7 @@ class Problem:
         return np.square(beta - self.beta).sum(-1)
 
     def least_norm(self) -> _Array:
-        """Compute X⁺y, (d,), the minimiser that the closed forms take for the only one."""
+        """Compute X⁺y, (d,), which the closed forms assume to be the only minimiser."""
         return np.linalg.pinv(self.X) @ self.y
 
 
@@ -74,18 +74,18 @@ def train(
     problem: Problem, models: int, alpha: tuple[float, float], seed: int, *,
     lr: float = 0.01, target: float = 1e-5, max_steps: int = 400_000,
 ) -> tuple[_Array, _Array]:  # fmt: skip
-    """Train networks side by side by gradient descent until each has reached the target loss.
+    """Train networks in parallel by gradient descent until each has reached the target loss.
 
     Parameters
     ----------
     problem : Problem
         Data.
     models : int
-        Networks.
+        Number of networks.
     alpha : (float, float)
-        Range of the scale α of the start u, v ~ αN(0, 1), drawn log-uniformly, one a network.
+        Range of the scale α of the initial u, v ~ αN(0, 1), drawn log-uniformly for each network.
     seed : int
-        Of the starts.
+        Seed of the initial values.
     lr, target, max_steps
         Step size, loss at which a network stops, and the limit.
 
@@ -97,7 +97,7 @@ def train(
     Raises
     ------
     ValueError
-        If networks do not reach the target.
+        Some networks do not reach the target.
     """
     rng = np.random.default_rng([seed, 1])
     d = problem.X.shape[1]
@@ -119,7 +119,7 @@ def train(
         u, v = u - slope * v, v - slope * u
     raise ValueError(
         f"{len(alive)} of {models} networks did not reach a loss of {target} in {max_steps} steps; "
-        "raise --alpha-min, which sets how slowly the smallest start leaves zero"
+        "raise --alpha-min, which determines how slowly the smallest initial values leave zero"
     )
 
 
@@ -170,7 +170,7 @@ def maximised(problem: Problem, u: _Array, v: _Array, rho: float, *, steps: int 
     rho : float
         Radius.
     steps : int
-        Of Auto-PGD.
+        Steps of Auto-PGD.
 
     Returns
     -------
@@ -239,29 +239,29 @@ def run(
     Parameters
     ----------
     n, d, models : int
-        Data points, dimensions, networks a seed.
+        Data points, dimensions, and networks per seed.
     seeds, seed : int
-        Number of data seeds, and the first of them.
+        Number of data seeds, and the first one.
     alpha_min, alpha_max : float
-        Range of the start's scale.
+        Range of the initial scale.
     rhos : sequence of float
-        Radii of the true maximisation. (The ranks of the closed forms hardly depend on ρ; the first one is taken.)
+        Radii of the true maximisation. (The ranks of the closed forms hardly depend on ρ; they use the first one.)
     out : Path
-        Folder for ``diagonal.csv`` (one line a network), ``diagonal.json`` (correlations) and ``diagonal.png``.
+        Folder for ``diagonal.csv`` (one line per network), ``diagonal.json`` (correlations) and ``diagonal.png``.
     workers : int, optional
-        Processes that share the seeds; by default one a core.
+        Processes that share the seeds; by default one per core.
     progress : bool
         Show a progress bar.
 
     Returns
     -------
     dict
-        What ``diagonal.json`` holds.
+        The contents of ``diagonal.json``.
 
     Raises
     ------
     ValueError
-        A number out of range, or networks that do not reach the target loss.
+        A number is out of range, or networks do not reach the target loss.
     """
     if not 1e-6 <= alpha_min <= alpha_max <= 1e3:
         raise ValueError(f"alpha-min and alpha-max must be in order, from 1e-6 to 1e3, got {alpha_min} and {alpha_max}")
@@ -276,7 +276,7 @@ def run(
             for task in tasks:
                 rows.extend(_one_seed(task))
                 shown.update()
-        else:  # many small products: one thread a process, and a seed a process
+        else:  # many small products: one thread per process, and one process per seed
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
                 for found in pool.map(_one_seed, tasks):
@@ -305,7 +305,7 @@ def run(
 
 
 def _correlated(rows: Sequence[Mapping[str, Any]], column: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """Correlate a column with the test loss: seed by seed, the first one with its bootstrap interval."""
+    """Correlate a column with the test loss, seed by seed; the first seed has a bootstrap interval."""
     found: list[Correlation] = []
     for s in seeds:
         chosen = [r for r in rows if r["seed"] == s]

@@ -1,4 +1,4 @@
-"""Training by a recipe: what a step sees, and the loop."""
+"""Training by a recipe: the data of a step, and the loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["TrainingImages", "TrainingTexts", "finetune"]
 
 
 def _augmentation(name: str) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """From (examples, channels, height, width) in [0, 1] to such images."""
+    """Augment images (examples, channels, height, width) in [0, 1]; the result has the same form."""
     if name == "none":
         return lambda images, generator: images
     if name == "flip":
@@ -98,7 +98,7 @@ class TrainingImages:
     def steps(
         self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[Any, Tensor]]:
-        """Give inputs and targets (examples, classes) of an epoch's steps."""
+        """Return inputs and targets (examples, classes) of an epoch's steps."""
         change = _augmentation(recipe.augmentation)
         for part in order.split(recipe.batch):
             x = (change(self.images[part], generator) - self.mean) / self.std
@@ -111,7 +111,7 @@ class TrainingImages:
 
 
 class TrainingTexts:
-    """Training texts as tokens; those of like length share a step, so that little is padding.
+    """Training texts as tokens; texts of similar length share a step, so there is little padding.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class TrainingTexts:
     def steps(
         self, recipe: Recipe, labels: Tensor, order: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[Any, Tensor]]:
-        """Give inputs and targets (examples, classes) of an epoch's steps."""
+        """Return inputs and targets (examples, classes) of an epoch's steps."""
         parts: list[list[int]] = []
         for block in order.split(20 * recipe.batch):
             by_length = sorted(block.tolist(), key=lambda i: len(self.rows[i]["input_ids"]))
@@ -168,17 +168,17 @@ def set_dropout_(model: nn.Module, rate: float) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = rate
-        elif isinstance(getattr(module, "dropout", None), float):  # torch's attention holds a number
+        elif isinstance(getattr(module, "dropout", None), float):  # torch's attention stores the rate as a number
             setattr(module, "dropout", rate)  # noqa: B010
 
 
 def freeze_(model: nn.Module, layers: int) -> None:
-    """Freeze the first so many layers of a model's longest list of layers, and every parameter before them."""
+    """Freeze the first layers of a model's longest list of layers, and every parameter before them."""
     if layers == 0:
         return
     stack = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList())
     if layers >= len(stack):
-        raise ValueError(f"{type(model).__name__} has {len(stack)} layers; fewer can be frozen, not {layers}")
+        raise ValueError(f"{type(model).__name__} has {len(stack)} layers, so fewer can be frozen, not {layers}")
     first = next(stack[layers].parameters())
     for p in itertools.takewhile(lambda p: p is not first, model.parameters()):
         p.requires_grad_(False)
@@ -199,14 +199,14 @@ def finetune(
     Parameters
     ----------
     model : nn.Module
-        From inputs to the classes' scores (examples, classes), or to an output with ``logits``. It is left in
+        A model from inputs to the scores of classes (examples, classes), or to an output with ``logits``. It ends in
         evaluation mode, on the device.
     data : TrainingImages or TrainingTexts
-        What to train on.
+        Training data.
     recipe : Recipe
-        How to train.
+        Hyperparameters of the training.
     device : device
-        Where to train.
+        Device for training.
 
     Returns
     -------
@@ -237,7 +237,7 @@ def finetune(
     freeze_(model, recipe.frozen)
     trained, decay = [p for p in model.parameters() if p.requires_grad], recipe.weight_decay
     optimizer: torch.optim.Optimizer
-    if recipe.optimizer == "sgd":  # its decay is multiplied by the learning rate as AdamW's is
+    if recipe.optimizer == "sgd":  # its decay is multiplied by the learning rate, like AdamW's
         optimizer = torch.optim.SGD(trained, recipe.lr, momentum=0.9, weight_decay=decay)
     else:
         optimizer = torch.optim.AdamW(trained, recipe.lr, weight_decay=decay)

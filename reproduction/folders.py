@@ -1,4 +1,4 @@
-"""Folders that are written as a whole or not at all, and never in the place of something of the user's."""
+"""Folders that are written completely or not at all, and never replace a user's data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sharpness.files import flush, kind_of, naming_file
 
 __all__ = ["atomic_write_folder", "check_replaceable"]
 
-#: In every folder that is written as a whole: the names of all that was written there.
+#: File in every such folder with the names of everything that was written there.
 _MARKER = ".written-by-sharpness.json"
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> Path:
-    """Raise unless :func:`atomic_write_folder` may write there; to be called before the work whose result it holds."""
+    """Raise unless :func:`atomic_write_folder` may write there; call it before the work whose result it will hold."""
     path = Path(path)
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder {str(path.parent)!r} for {path.name!r}; create it first")
@@ -33,15 +33,17 @@ def check_replaceable(path: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError):
         own = {}
     if not isinstance(own, dict) or any(own.get(name) != what for name, what in there.items()):
-        raise ValueError(f"the folder {str(path)!r} holds what is not this program's; name one that does not exist yet")
+        raise ValueError(
+            f"the folder {str(path)!r} contains files that this program did not write; use one that does not exist yet"
+        )
     return path
 
 
 def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let a function write a folder under another name, then put it in its place.
+    """Let a function write a folder under a temporary name, then rename it.
 
-    There is nothing yet, an empty folder, or one that this function wrote and nobody has changed since, which is
-    replaced: it stands aside until the new one is in place.
+    There must be nothing yet, an empty folder, or one that this function wrote and nobody has changed since. Such a
+    folder is replaced: it is kept under another name until the new one is in place.
     """
     path = Path(os.path.abspath(check_replaceable(path)))
     with naming_file(path), tempfile.TemporaryDirectory(prefix=".sharpness-", dir=path.parent) as place:
@@ -53,7 +55,7 @@ def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], ob
         (new / _MARKER).write_text(json.dumps(_contents(new)), encoding="utf-8")
         flush(new / _MARKER)
         flush(new)
-        check_replaceable(path)  # writing may have taken hours
+        check_replaceable(path)  # the path may have changed, since writing can take hours
         try:
             if path.exists():
                 path.rename(old)
@@ -66,7 +68,7 @@ def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], ob
 
 
 def _put_back(old: Path, path: Path) -> None:
-    """Put a folder back in its place, or beside it where somebody else has taken the place."""
+    """Move a folder back to its place, or beside it if the place is taken."""
     try:
         old.rename(path)
     except OSError:
@@ -74,6 +76,6 @@ def _put_back(old: Path, path: Path) -> None:
 
 
 def _contents(folder: Path) -> dict[str, list[int]]:
-    """List a folder's files by name, with size and time of change: one that was changed is not ours any more."""
+    """List a folder's files by name, with size and time of change, to detect files that a user has changed."""
     stats = ((p.relative_to(folder).as_posix(), p.lstat()) for p in folder.rglob("*") if p.name != _MARKER)
     return {name: [] if stat.S_ISDIR(s.st_mode) else [s.st_size, s.st_mtime_ns] for name, s in stats}

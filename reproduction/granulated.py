@@ -28,19 +28,20 @@ def granulated_kendall(
     Parameters
     ----------
     x, y : sequence of float, (models,)
-        One number a model.
+        One number per model.
     hyperparameters : mapping of str to sequence
-        Values by name, one a model.
+        Values by name, one per model.
 
     Returns
     -------
     (float, dict of str to float)
-        Ψ, and ψ by hyperparameter; NaN for one that never varies alone, which Ψ leaves out.
+        Ψ, and ψ by hyperparameter; NaN for a hyperparameter that never varies alone, which Ψ ignores.
 
     Raises
     ------
     ValueError
-        As :func:`sharpness.statistics.kendall`; no hyperparameter, or one with another number of values.
+        As for :func:`sharpness.statistics.kendall`; or there is no hyperparameter, or one has the wrong number of
+        values.
 
     Notes
     -----

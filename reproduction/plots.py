@@ -120,16 +120,16 @@ def plot_toy(
 
 
 def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25) -> Any:
-    r"""Draw why sharpness needs the quotient: the network x ↦ θ₂θ₁x, two of its equivalent points, and balls there.
+    r"""Draw why sharpness needs the quotient: the network x ↦ θ₂θ₁x, two equivalent points, and balls around them.
 
-    The loss is :math:`(θ_1 θ_2 - 1)^2`; points on one hyperbola, an orbit, are one network. A Euclidean ball reaches
-    further over the orbits from one of two equivalent points than from the other; a geodesic ball is the same band of
-    orbits for both, :math:`β e^{\pm\sqrt 2 ρ}` in the inv metric.
+    The loss is :math:`(θ_1 θ_2 - 1)^2`; all points of a hyperbola, which is an orbit, are the same network. Euclidean
+    balls around two equivalent points cross different ranges of orbits; geodesic balls around them are the same band of
+    orbits, :math:`β e^{\pm\sqrt 2 ρ}` in the inv metric.
 
     Parameters
     ----------
     path : optional
-        Where the figure goes; by default it is returned only.
+        File for the figure; by default it is only returned.
     rho : float
         Radius of the balls.
 
@@ -185,22 +185,22 @@ def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25)
 def plot_ablations(
     rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
 ) -> list[Path]:
-    """Draw what switches change: ``ablations`` and ``relaxation``, each variant beside the measure itself.
+    """Draw the effect of ablations: ``ablations`` and ``relaxation``, each variant beside the measure itself.
 
     Parameters
     ----------
     rows, target, folder, prefix, suffix
-        As of :func:`sharpness.plots.plot_sweep`.
+        As for :func:`sharpness.plots.plot_sweep`.
 
     Returns
     -------
     list of Path
-        Empty for a sweep without ablations.
+        Paths of the figures; empty for a sweep without ablations.
 
     Raises
     ------
     ValueError
-        Fewer than three models with the target.
+        Fewer than three models have the target.
 
     Notes
     -----

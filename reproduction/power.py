@@ -15,8 +15,8 @@ from sharpness.statistics import kendall, kendall_family
 __all__ = ["LEVEL", "draw", "power", "resolved"]
 
 _Array = npt.NDArray[np.float64]
-#: Of the intervals of one family. Of two families, one a target, all are to hold with probability 0.95 (Bonferroni).
-#: Percentile intervals of 48 or 96 models are a little short: at a level of 0.975 they miss more than they should.
+#: Level of the intervals of one family. All intervals of two families, one per target, are to hold with probability
+#: 0.95 (Bonferroni). Percentile intervals of 48 or 96 models are slightly too short, so 0.975 would not be enough.
 LEVEL = 0.985
 _MEASURES, _RADII = 6, 2
 
@@ -63,7 +63,7 @@ def draw(rng: np.random.Generator, models: int, effect: float) -> tuple[_Array, 
 
 
 def resolved(controls: _Array, measures: _Array, target: _Array, resamples: int) -> npt.NDArray[np.int64]:
-    """Give the sign of each coefficient whose corrected interval leaves out 0, else 0: (measures, radii)."""
+    """Return the sign of each coefficient whose corrected interval excludes 0, else 0: (measures, radii)."""
     named = {str(i): x for i, x in enumerate(measures)}
     found = kendall_family(named, target, given=list(controls), level=LEVEL, resamples=resamples).values()
     signs = [int(np.sign(t.value)) if not t.low <= 0 <= t.high else 0 for t in found]
@@ -99,7 +99,7 @@ def power(
     list of dict
         For every size and effect the share of zoos in which ``one`` measure (the first) is resolved at both radii with
         one sign, in which ``any`` coefficient is resolved, and mean and standard deviation of the first coefficient and
-        of Kendall's of 1942 in its place (``classical``).
+        of Kendall's coefficient of 1942 instead (``classical``).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A small BERT of one's own: WordPiece vocabulary and masked-language pre-training on given text.
+"""A small BERT of your own: WordPiece vocabulary and masked-language pre-training on given text.
 
 Needs the extra ``transformers``.
 """
@@ -28,7 +28,7 @@ def wordpiece(texts: Sequence[str], size: int = 8000, *, length: int = 64) -> An
     Parameters
     ----------
     texts : sequence of str
-        What the vocabulary is made from.
+        Texts from which the vocabulary is made.
     size : int
         Entries of the vocabulary, the special ones included.
     length : int
@@ -88,9 +88,9 @@ def pretrain(
     Parameters
     ----------
     texts : sequence of str
-        At least ``batch``, what the vocabulary is made from too.
+        At least ``batch`` texts; the vocabulary is made from them too.
     folder
-        Where model and tokenizer go; it must not hold anything else.
+        Folder for model and tokenizer; it must not contain anything else.
     width, depth, heads, vocabulary, length : int
         Size of the network: hidden width, layers, heads, vocabulary, tokens of an input.
     steps, batch : int
@@ -98,7 +98,7 @@ def pretrain(
     lr : float
         Peak of a one-cycle schedule of AdamW.
     seed : int
-        Of the weights, the order of the texts and the masks.
+        Seed of the weights, the order of the texts and the masks.
     progress : bool
         Show a progress bar.
 
@@ -110,7 +110,7 @@ def pretrain(
     Raises
     ------
     ValueError
-        Fewer than ``batch`` texts.
+        There are fewer than ``batch`` texts.
 
     Notes
     -----
@@ -165,7 +165,7 @@ def _train(
 ) -> list[float]:
     from transformers import DataCollatorForLanguageModeling
 
-    # Texts of like length share a batch, so that little is padding.
+    # Texts of similar length share a batch, so there is little padding.
     order = np.argsort([len(ids) for ids in coded], kind="stable")
     batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
     collate = DataCollatorForLanguageModeling(tokenizer, seed=seed)
@@ -188,7 +188,7 @@ def _train(
 
 
 def _masked_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Compute the cross-entropy of the masked words, of which alone scores are computed."""
+    """Compute the cross-entropy of the masked words, without scores of other words."""
     labels = batch.pop("labels")
     hidden = model.bert(**batch).last_hidden_state
     masked = labels != -100

@@ -1,4 +1,4 @@
-"""Radii by rule: where the median model's loss increases by a given amount, found on three models of a zoo."""
+"""Radii by a rule: the median model's loss increases by a given amount there, as found on three models of a zoo."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PRIMARY = ("euclidean", "adaptive", "geodesic-inv", "geodesic-mix", "complete-in
 
 
 def median_models(rows: Sequence[Row]) -> list[str]:
-    """Name the models at the quartiles of the training loss.
+    """Find the models at the quartiles of the training loss.
 
     Parameters
     ----------
     rows : sequence of mapping
-        Of the kind ``"fit"``; of these the training losses alone are read.
+        Rows of the kind ``"fit"``, of which only the training losses are read.
 
     Returns
     -------
@@ -45,29 +45,29 @@ def median_models(rows: Sequence[Row]) -> list[str]:
     """
     losses = {r["checkpoint"]: r["train_loss"] for r in rows if r["kind"] == "fit"}
     if len(losses) < 3:
-        raise ValueError(f"{len(losses)} models have a training loss; radii are found on three")
+        raise ValueError(f"only {len(losses)} models have a training loss, but radii are found on three")
     names = sorted(losses, key=lambda m: (losses[m], m))
     return [names[(len(names) - 1) * k // 4] for k in (1, 2, 3)]
 
 
 def radius_at(level: float, increase: Callable[[float], float], start: float, *, most: int = 10) -> float | None:
-    """Find the radius of a given increase of the loss, on a log–log line between two neighbouring ones.
+    """Find the radius of a given increase of the loss, by log–log interpolation between two neighbouring radii.
 
     Parameters
     ----------
     level : float
         The increase.
     increase : callable
-        From a radius to the increase of the loss; raises ``RadiusError`` where a radius is too large.
+        Function from a radius to the increase of the loss; raises ``RadiusError`` if the radius is too large.
     start : float
         First radius; the next are halved or doubled until two of them bracket the level.
     most : int
-        Radii that are tried.
+        Largest number of radii to try.
 
     Returns
     -------
     float or None
-        To three digits; None if the level is not reached.
+        The radius to three digits; None if the level is not reached.
 
     Examples
     --------
@@ -89,13 +89,13 @@ def radius_at(level: float, increase: Callable[[float], float], start: float, *,
             share = math.log(level / tried[low]) / math.log(tried[high] / tried[low])
             return float(f"{low * (high / low) ** share:.3g}")
         rho = 2 * max(below) if below else min([*above, too_large]) / 2
-        if rho >= too_large:  # the level may still lie between the largest sound radius and one that was not
+        if rho >= too_large:  # the level may still lie between the largest valid radius and an invalid one
             rho = (max(below) + too_large) / 2
     return None
 
 
 def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -> list[float]:
-    """Find the radii at which the median over models of a measure is at the levels; those that are not reached lack.
+    """Find the radii at which the median of a measure over models reaches the levels; unreachable levels are left out.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
     Returns
     -------
     list of float
-        Of :data:`LEVELS`, in their order.
+        Radii for :data:`LEVELS`, in their order.
     """
     loaded = [load(c.model, c.weights, head=c.head) for c in models]
     batches = [sweep.data.load(found, sweep.device) for found in loaded]
@@ -132,12 +132,12 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
 
 
 def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool = True) -> Path:
-    """Write the configurations that measure a zoo: ``models/measure.json``, with the radii found by rule, and Hessians.
+    """Write the configurations that measure a zoo: ``models/measure.json``, with radii by the rule, and Hessians.
 
     Parameters
     ----------
     zoo : Path
-        As :func:`reproduction.zoo.build` left it.
+        A zoo from :func:`reproduction.zoo.build`.
     measures : sequence of str
     progress : bool
         Show a progress bar.
@@ -145,8 +145,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     Returns
     -------
     Path
-        Of the first; results belong into ``results``, where losses and errors are. Measures whose radii it has already
-        are kept. ``models/hessian.json`` is for a quarter of the examples.
+        Path of the first configuration. Results belong in ``results``, where losses and errors are. Measures with known
+        radii are kept. ``models/hessian.json`` uses a quarter of the examples.
 
     Raises
     ------
@@ -163,7 +163,7 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(sweep.checkpoints)} models of {zoo} have no training loss yet ({missing[0]}, …); "
-            "finish `python -m reproduction zoo` first, since the radii are those of the whole zoo"
+            "finish `python -m reproduction zoo` first, because the radii depend on the whole zoo"
         )
     chosen = set(median_models(rows))
     models = [c for c in sweep.checkpoints if c.name in chosen]

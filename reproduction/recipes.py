@@ -1,4 +1,4 @@
-"""Recipes: how a model is trained, as numbers, and such numbers drawn at random."""
+"""Recipes: the hyperparameters of a training run, fixed or drawn at random."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Recipe", "random_recipe"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, with a linear warm-up of the learning rate and a cosine to zero.
+    """The hyperparameters of a training run, with linear warm-up of the learning rate and cosine decay to zero.
 
     Attributes
     ----------
     lr : float
         Peak learning rate.
     weight_decay : float
-        AdamW's, decoupled; of SGD the ordinary one.
+        Weight decay: decoupled for AdamW, ordinary for SGD.
     epochs : int
         Passes through the training data.
     batch : int
-        Examples a step.
+        Examples per step.
     augmentation : str
         ``"none"``, ``"flip"`` (mirrored and shifted by up to an eighth of the side) or ``"rand-mM-nN"``: that and
         RandAugment of N operations of magnitude M. Images only.
@@ -38,19 +38,19 @@ class Recipe:
     dropout : float or None
         Every dropout rate of the model; None leaves them.
     frozen : int
-        First layers that are not trained, nor anything before them.
+        Number of first layers that are not trained, along with everything before them.
     optimizer : {"adamw", "sgd"}
         SGD has a momentum of 0.9.
     init_scale : float
-        What every matrix is multiplied by before training, see :func:`reproduction.collection.train_collection`.
+        Factor of every matrix before training, see :func:`reproduction.collection.train_collection`.
     seed : int
-        Of the order, the shifts, mix-up and the label noise; in :func:`reproduction.collection.train_collection` also
-        of the head, RandAugment and dropout, which follow torch's global seed.
+        Seed of the order, the shifts, mix-up and the label noise; in :func:`reproduction.collection.train_collection`
+        also of the head, RandAugment and dropout, which use torch's global seed.
 
     Raises
     ------
     ValueError
-        A value out of range, or an unknown augmentation.
+        A value is out of range, or the augmentation is unknown.
 
     Notes
     -----
@@ -105,31 +105,31 @@ def random_recipe(
     scale: float = 1.0,
     optimizers: Sequence[str] = ("adamw",),
 ) -> Recipe:
-    """Draw a recipe at random, so that models of one collection differ in how well they generalise.
+    """Draw a random recipe, so that models of one collection differ in how well they generalise.
 
     Parameters
     ----------
     seed : int
-        Of the draw, and of the training.
+        Seed of the draw and of the training.
     lr : (float, float)
         Range of the learning rate, log-uniform.
     epochs : (int, int)
         Range of the epochs, both ends included.
     batch : int or sequence of int
-        Examples a step, or what they are drawn from.
+        Examples per step, or values from which they are drawn.
     images : bool
-        Whether augmentation and mix-up are among what varies.
+        Whether to vary augmentation and mix-up.
     noise : float
         Largest label noise.
     dropout : float
-        Largest dropout rate, which half of the models have a part of; at 0 images are trained without, texts with the
-        model's own.
+        Largest dropout rate; half of the models get a random part of it. At 0 images are trained without dropout, and
+        texts with the model's own.
     frozen : int
-        Most layers that are frozen; half of the models have none.
+        Largest number of frozen layers; half of the models have none.
     scale : float
         Largest factor of the initial weights, and one over the smallest; log-uniform.
     optimizers : sequence of str
-        What the optimiser is drawn from; SGD's learning rate is a hundred times what is drawn.
+        Optimisers to choose from; SGD's learning rate is a hundred times the drawn one.
 
     Returns
     -------
@@ -138,7 +138,7 @@ def random_recipe(
     Raises
     ------
     ValueError
-        A range out of bounds.
+        A range is out of bounds.
 
     Notes
     -----
@@ -166,7 +166,7 @@ def random_recipe(
     kind = ("none", "flip", f"rand-m{strength}-n{number}")[rng.integers(3)]
     if not images:
         kind, mixup = "none", 0.0
-    # What a call does not ask for comes last, so that it leaves the rest of the draw as it is.
+    # Optional settings are drawn last, so that they do not change the rest of the draw.
     sizes = [batch] if isinstance(batch, int) else list(batch)
     size = sizes[int(rng.integers(len(sizes)))]
     rate_of_dropout = float(rng.uniform(0, dropout)) * int(rng.integers(2)) if dropout else 0.0 if images else None

@@ -27,12 +27,12 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
     Returns
     -------
     Tensor
-        End point, (…, n + m, h), differentiable in u. Never raises: after an exit from the manifold the result is not
-        finite or meaningless.
+        End point, (…, n + m, h), differentiable in u. It never raises: after an exit from the manifold the result is
+        infinite, NaN or meaningless.
 
     Notes
     -----
-    Like :meth:`GLTangentSpace.geodesic <quotient_manifolds.GLTangentSpace.geodesic>` it leaves out the metric's floor.
+    Like :meth:`GLTangentSpace.geodesic <quotient_manifolds.GLTangentSpace.geodesic>`, it ignores the metric's floor.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
     h = u.shape[-1]
     identity = torch.eye(h, dtype=u.dtype, device=u.device)
     start, there = space.gauge.x, space.present
-    # In canonical gauge, where small columns meet small ones only; directions that the point lacks stay put.
+    # In canonical gauge small columns combine only with small ones; absent directions do not move.
     gauge = Gauge(start, n, torch.where(there, space.gauge.sigma, 0), identity, identity)
     velocity = torch.cat(space.to_gauge(u), dim=-2) * there.unsqueeze(-2)
 
@@ -65,7 +65,7 @@ class RungeKuttaBlock(PairBlock):
     substeps = 4
 
     def retract(self, u: Tensor) -> Tensor:
-        """Follow the geodesic with velocity u to time 1, unless a straight line is asked for; never raises."""
+        """Follow the geodesic with velocity u to time 1, or the straight line if requested; never raise."""
         if self.measure.geodesic == "first-order":
             return super().retract(u)
         return rk4(self.tangent, u, self.substeps)

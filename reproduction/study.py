@@ -1,4 +1,4 @@
-"""The study of generalisation: rows of the zoos, what each measure says given the training loss, and the figures."""
+"""The study of generalisation: rows of the zoos, partial correlations given the training loss, and figures."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from .radii import PRIMARY
 
 __all__ = ["differences", "plot_partial", "plot_radius", "rows_of", "table"]
 
-#: What a zoo's measures are held against.
+#: The targets that a zoo's measures are compared with.
 OUTCOMES = ("gap", "test-loss")
 
 
 def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Collect what was measured of a zoo, and its fits with the shifted data in place of the test data.
+    """Collect the measurements of a zoo, and its fits with shifted data instead of test data.
 
     Parameters
     ----------
     zoo : Path
-        As :func:`reproduction.zoo.build` and sweeps of ``models/measure.json`` and ``models/hessian.json`` left it.
+        A zoo after :func:`reproduction.zoo.build` and the sweeps of ``models/measure.json`` and
+        ``models/hessian.json``.
 
     Returns
     -------
@@ -41,7 +42,9 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """
     configs = [path for name in ("measure", "hessian") if (path := zoo / "models" / f"{name}.json").is_file()]
     if not configs:
-        raise ValueError(f"{zoo} has no models/measure.json; choose its radii by `python -m reproduction radii` first")
+        raise ValueError(
+            f"{zoo} has no models/measure.json; choose its radii with `python -m reproduction radii` first"
+        )
     found = [row for path in configs for row in read_rows(zoo / "results", read_config(path))]
     more = {"distance": from_starts(zoo / "models"), "alpha": alphas(read_config(configs[0]).checkpoints)}
     for row in found:
@@ -51,7 +54,7 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def from_starts(models: Path) -> dict[str, float]:
-    """Compute the Euclidean distance of each network trained from scratch from its own start, by checkpoint."""
+    """Compute the Euclidean distance of each network trained from scratch from its initial weights, by checkpoint."""
     found = {}
     for path in sorted(models.glob("start_*.safetensors")):
         name = path.name.replace("start", "model", 1)
@@ -62,7 +65,7 @@ def from_starts(models: Path) -> dict[str, float]:
 
 
 def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, float]:
-    """Compute WeightWatcher's α of models, by checkpoint; none where the package weightwatcher is not installed.
+    """Compute WeightWatcher's α of models, by checkpoint; empty if the package weightwatcher is not installed.
 
     The mean over layers of the exponent of a power law that is fitted to the eigenvalues of :math:`W^T W` (Martin,
     Peng, Mahoney 2021). It sees linear layers and convolutions, not the packed projections of torch's attention.
@@ -78,12 +81,12 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, float]:
 
 
 def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -> dict[tuple[str, int], Any]:
-    """Compare measures with one of them at the same level, by their partial τ.
+    """Compare measures with a reference measure at the same level, by partial τ.
 
     Parameters
     ----------
     rows : sequence of mapping
-        Of a zoo whose measures have the same number of radii, by rule.
+        Rows of a zoo whose measures have the same number of radii, chosen by the rule.
     target : str
         See :func:`sharpness.rows.targets`.
     reference : str
@@ -115,7 +118,7 @@ def _at_radii(found: Sequence[Ranking]) -> list[Ranking]:
 
 
 def table(zoos: Mapping[str, Sequence[Row]], target: str) -> str:
-    """Write what every quantity says of a target given training loss and error, a column a zoo.
+    """Tabulate the partial correlation of every quantity with a target, given training loss and error, by zoo.
 
     Parameters
     ----------
@@ -146,14 +149,14 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def plot_partial(zoos: Mapping[str, Sequence[Row]], path: str | os.PathLike[str]) -> None:
-    """Draw partial τ with its corrected interval, measure by measure, the zoos side by side, a row a target.
+    """Draw partial τ with its corrected interval for every measure, with a column per zoo and a row per target.
 
     Parameters
     ----------
     zoos : mapping of str to sequence of mapping
         Rows by name.
     path : str or path
-        Where the figure goes.
+        File for the figure.
     """
     found = {(z, t): compare(rows, t, level=LEVEL) for z, rows in zoos.items() for t in OUTCOMES}
     names = sorted({r.quantity for rows in found.values() for r in rows if r.corrected is not None}, key=_order)
@@ -185,7 +188,7 @@ def _interval(axes: Any, r: Ranking, place: float) -> None:
 
 
 def plot_radius(zoos: Mapping[str, Sequence[Row]], target: str, path: str | os.PathLike[str]) -> None:
-    """Draw partial τ against the median increase of the loss, a line a measure, the zoos side by side.
+    """Draw partial τ against the median increase of the loss, with a line per measure and a panel per zoo.
 
     Parameters
     ----------
@@ -194,7 +197,7 @@ def plot_radius(zoos: Mapping[str, Sequence[Row]], target: str, path: str | os.P
     target : str
         See :func:`sharpness.rows.targets`.
     path : str or path
-        Where the figure goes.
+        File for the figure.
     """
     with figure(path, (4.4 * len(zoos), 3.8), 1, len(zoos), sharey=True) as (_, grid):
         for axes, (zoo, rows) in zip(grid[0], zoos.items(), strict=True):

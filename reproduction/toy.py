@@ -1,6 +1,6 @@
-r"""The two-parameter network x ↦ θ₂θ₁x with the loss (θ₂θ₁x − y)²: what depends on the representative, and what not.
+r"""The two-parameter network x ↦ θ₂θ₁x with the loss (θ₂θ₁x − y)²: what depends on the representative.
 
-Everything but the closed forms is computed by the library: Riemannian gradients and Hessians by the manifolds,
+Everything except the closed forms is computed by the library: Riemannian gradients and Hessians by the manifolds,
 sharpness by :func:`sharpness.evaluate`. Paper, Figures 1 and 6, App. D.
 """
 
@@ -25,7 +25,7 @@ __all__ = [
     "riemannian_hessian_trace", "run",
 ]  # fmt: skip
 
-#: Six marked points (θ₁, θ₂): three representatives of one network, two minima that are one, and one of the other sign.
+#: Six marked points (θ₁, θ₂): three representatives of one network, two of one minimum, and one of the other sign.
 POINTS = ((0.5, 0.6), (1.0, 0.3), (0.25, 1.2), (1.0, 1.0), (2.0, 0.5), (-0.8, 1.0))
 
 Loss = Callable[[Tensor], Tensor]
@@ -44,7 +44,7 @@ class Toy(nn.Module):
         return self.theta2 * self.theta1 * x
 
     def pair(self) -> SymmetricPair:
-        """Give the pair G = θ₁, H = θ₂ with the group GL(1)."""
+        """Return the pair G = θ₁, H = θ₂ with the group GL(1)."""
         return pair([block(self, "theta1")], [block(self, "theta2")], GL(1), name="toy")
 
 
@@ -68,7 +68,7 @@ def closed_forms(theta1: float, theta2: float, x: float, y: float, rho: float) -
 
     Notes
     -----
-    Paper, Eq. 19–22; 19 and 20 lack the √2 that 21 and 22 have, and the quadratic term of 22 is 2ρ²y₀(2y₀ − y).
+    Paper, Eq. 19–22; Eq. 19 and 20 lack the √2 of 21 and 22, and the quadratic term of 22 must be 2ρ²y₀(2y₀ − y).
     """
     y0, B = theta1 * theta2 * x, rho / np.sqrt(2)
     slope, curve = 2 * np.sqrt(2) * rho * y0 * (y0 - y), 2 * rho**2 * y0 * (2 * y0 - y)
@@ -155,7 +155,7 @@ def run(
     Returns
     -------
     dict
-        What ``toy.json`` holds.
+        The contents of ``toy.json``.
 
     Raises
     ------
@@ -165,7 +165,9 @@ def run(
     if not 1e-3 <= abs(x) <= 1e3 or not abs(y) <= 1e3:
         raise ValueError(f"x must lie between 1e-3 and 1e3 in size, and y up to 1e3, got {x} and {y}")
     check_folder(out)
-    axis = torch.linspace(-2.5, 2.5, size, dtype=torch.float64)  # an even number of points: none on an axis
+    axis = torch.linspace(
+        -2.5, 2.5, size, dtype=torch.float64
+    )  # an even number of points, so that none lies on an axis
     theta2, theta1 = torch.meshgrid(axis, axis, indexing="ij")
     points = torch.stack([theta1, theta2], -1).reshape(-1, 2, 1)
     manifolds: dict[str, QuotientManifold] = {

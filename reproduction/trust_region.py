@@ -1,4 +1,4 @@
-"""Maximum of a quadratic over a ball, by its secular equation."""
+"""Maximisation of a quadratic function over a ball, by the secular equation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def maximise_quadratic(g: _Array, H: _Array, radius: float) -> tuple[float, _Arr
 
     Notes
     -----
-    Moré and Sorensen 1983; in the hard case (g orthogonal to the top eigenspace) an eigenvector fills up the length.
+    Moré and Sorensen 1983; in the hard case (g orthogonal to the top eigenspace) an eigenvector supplies the missing
+    length.
 
     Examples
     --------

@@ -11,17 +11,17 @@ __all__ = ["SmallViT", "scratch_vit", "vit_cifar10"]
 
 
 class SmallViT(nn.Module):
-    """Vision transformer of torch's encoder layers; its class token is classified.
+    """Vision transformer of torch's encoder layers, which classifies its class token.
 
     Parameters
     ----------
     width, depth, heads, hidden : int
-        Of the encoder; ``hidden`` is the width inside its feed-forward layers.
+        Sizes of the encoder; ``hidden`` is the width inside its feed-forward layers.
     classes : int
     size, patch : int
         Sides of the images and of the patches, in pixels.
     norm_first : bool
-        Pre-norm layers in place of post-norm ones.
+        Pre-norm layers instead of post-norm ones.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SmallViT(nn.Module):
         self.image_format = ImageFormat((size, size), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Give (examples, classes) scores of (examples, 3, size, size) images."""
+        """Return (examples, classes) scores of (examples, 3, size, size) images."""
         x = self.patch_embed["proj"](images).flatten(2).mT
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
         scores: Tensor = self.mlp_head(self.transformer(x)[:, 0])
@@ -53,7 +53,7 @@ def vit_cifar10() -> SmallViT:
 
 
 def scratch_vit() -> SmallViT:
-    """Build a pre-norm network of 4 layers of width 64 on patches of 8 pixels (148,810 parameters), at random."""
+    """Build a pre-norm network of 4 layers of width 64 on patches of 8 pixels (148,810 parameters), untrained."""
     net = SmallViT(width=64, depth=4, heads=4, hidden=128, patch=8, norm_first=True)
     nn.init.normal_(net.cls_token, std=0.02)
     nn.init.normal_(net.pos_embed, std=0.02)

@@ -1,8 +1,8 @@
 """Zoos: three families of models, each trained many times by recipes drawn at random, for the study of generalisation.
 
 ``vit``: fine-tunes of the public ``vit_cifar10`` on 2,000 images of CIFAR-10. ``minilm``: fine-tunes of
-all-MiniLM-L6-v2 on 3,000 pairs of MultiNLI. ``scratch``: pre-norm vision transformers, each from a start and a scale of
-initialisation of its own, on 4,000 images of CIFAR-10. The plan of the study is docs/results/preregistration.md.
+all-MiniLM-L6-v2 on 3,000 pairs of MultiNLI. ``scratch``: pre-norm vision transformers on 4,000 images of CIFAR-10, each
+with its own random initial weights and their scale. The plan of the study is docs/results/preregistration.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .zoo_data import LABELS, corrupted_images, inference_tables
 
 __all__ = ["KINDS", "build", "recipe"]
 
-#: Models of a zoo, and the ranges its recipes are drawn from.
+#: Number of models in a zoo, and the ranges of its recipes.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "vit": (96, {"lr": (3e-5, 2e-3), "epochs": (2, 6), "batch": (32, 64, 128), "noise": 0.5, "dropout": 0.3,
                  "frozen": 4}),
@@ -34,15 +34,15 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "scratch": (96, {"lr": (3e-4, 3e-3), "epochs": (10, 40), "batch": (32, 64, 128), "noise": 0.5, "dropout": 0.3,
                      "scale": 2.0, "optimizers": ("adamw", "sgd")}),
 }  # fmt: skip
-#: Images that are trained on.
+#: Number of training images.
 _IMAGES = {"vit": 2000, "scratch": 4000}
-#: Training examples that sharpness is measured on.
+#: Number of training examples on which sharpness is measured.
 _POINTS = {"vit": 256, "minilm": 128, "scratch": 256}
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Where a zoo starts from, and its data."""
+    """The initial model of a zoo, and its data."""
 
     model: str
     checkpoint: str | None
@@ -52,13 +52,13 @@ class _Parts:
 
 
 def recipe(kind: str, number: int) -> Recipe:
-    """Draw the recipe of a zoo's model, by its number alone.
+    """Draw the recipe of a zoo's model, determined by its number.
 
     Parameters
     ----------
     kind : {"vit", "minilm", "scratch"}
     number : int
-        Of the model.
+        Number of the model.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def build(
     kind: str, data: Path, out: Path, *, models: int | None = None, shard: tuple[int, int] = (1, 1),
     device: str = "cpu", progress: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train what a zoo lacks, then test what was not tested; a call that was killed is finished by the next.
+    """Train the missing models of a zoo, then test the untested ones; if a call was killed, the next completes it.
 
     Parameters
     ----------
@@ -88,15 +88,15 @@ def build(
         Folder with ``cifar10.zip`` (cifar10/{train,test}/CLASS/NAME.jpg) and ``weights/vit_cifar10/vit_cifar10.pth``,
         or ``mnli`` (:func:`reproduction.zoo_data.inference_tables`).
     out : Path
-        For the data of the shift, ``models`` (:func:`reproduction.collection.train_collection`) with ``sweep.json``,
-        which ``sharpness sweep`` takes, ``results``, the losses and errors on training and test data, and ``shift``,
-        those on shifted data in place of test data. No sharpness is measured.
+        Folder for the shifted data, ``models`` (:func:`reproduction.collection.train_collection`) with ``sweep.json``
+        for ``sharpness sweep``, ``results``, the losses and errors on training and test data, and ``shift``, those on
+        shifted data instead of test data. No sharpness is measured.
     models : int, optional
-        How many, by default what the study asks for; the first of more are the same.
+        Number of models; by default that of the study. A smaller zoo has the first models of a larger one.
     shard : (int, int)
         (i, n): train and test the i-th of n parts.
     device, progress
-        As of :func:`reproduction.collection.train_collection`.
+        As for :func:`reproduction.collection.train_collection`.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def build(
     Raises
     ------
     ImportError, OSError, ValueError
-        Data or a pre-trained model that are not there.
+        The data or a pre-trained model are missing.
     """
     parts = _parts(kind, data, check_folder(out))
     recipes = [recipe(kind, i) for i in range(KINDS[kind][0] if models is None else models)]
@@ -120,7 +120,7 @@ def build(
     for name, source in (("results", parts.test.source), ("shift", parts.shift)):
         path = config.with_name(f"{name}.json")
         write_json(path, base | {"test": base["test"] | {"source": os.path.abspath(source)}})
-        sweep = read_config(path)  # which lists the models that there are by now, of other shards too
+        sweep = read_config(path)  # it lists the models that exist by now, including those of other shards
         mine = {f"model_{i:02d}" for i in shard_of(range(len(recipes)), shard)}
         own = replace(sweep, checkpoints=tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine))
         failed += run_sweep(own, out / name, progress=progress)
@@ -142,7 +142,7 @@ def _parts(kind: str, data: Path, out: Path) -> _Parts:
     train = DataChoice(f"{archive}:cifar10/train", num_examples=_IMAGES[kind], subset_seed=0)
     test = replace(train, source=f"{archive}:cifar10/test", num_examples=None, subset_seed=None)
     if not archive.is_file():
-        raise FileNotFoundError(f"there is no {archive}; name the folder that holds cifar10.zip")
+        raise FileNotFoundError(f"there is no {archive}; pass the folder that contains cifar10.zip")
     shift = str(corrupted_images(archive, "cifar10/test", out / "shift.zip"))
     if kind == "scratch":
         return _Parts("reproduction.vision:scratch_vit", None, train, test, shift)

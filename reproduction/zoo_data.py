@@ -1,4 +1,4 @@
-"""Test sets of the zoos: natural-language inference as tables, and CIFAR-10's test images corrupted."""
+"""Test sets of the zoos: natural-language inference as tables, and corrupted test images of CIFAR-10."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sharpness.files import atomic_write, write_text
 __all__ = ["LABELS", "corrupt", "corrupted_images", "inference_tables", "normalised"]
 
 _Pixels = npt.NDArray[np.uint8]
-#: Names of the classes; the training table spells one of them otherwise.
+#: Names of the classes; the training table spells one of them differently.
 LABELS = {"entailment": 0, "neutral": 1, "contradiction": 2, "contradictory": 2}
 
 
 def normalised(text: str) -> str:
-    """Write a tokenised text and one that is not alike, as far as BERT's tokenizer would tell them apart.
+    """Normalise a text so that tokenised and plain spellings agree, as far as BERT's tokenizer distinguishes them.
 
     Examples
     --------
@@ -46,17 +46,17 @@ def inference_tables(data: Path, out: Path, *, train: int = 3000, seed: int = 0)
         9,815 matched pairs) and ``hard/MNLIMismatchedHardWithHardTest`` (4,530 mismatched pairs that a classifier of
         the hypothesis alone gets wrong, Gururangan et al. 2018).
     out : Path
-        Folder for the tables, which have the columns premise, hypothesis, label. Pairs stand in the order of their
-        lengths, so that batches hold little padding.
+        Folder for the tables, which have the columns premise, hypothesis, label. Pairs are sorted by length, so that
+        batches contain little padding.
     train : int
-        Pairs to train on, drawn at random from those that are not tested.
+        Number of training pairs, drawn at random from those that are not tested.
     seed : int
-        Of that draw.
+        Seed of that draw.
 
     Returns
     -------
     tuple of Path
-        Of the three tables.
+        Paths of the three tables.
     """
     paths = out / "train.jsonl", out / "test.jsonl", out / "shift.jsonl"
     if all(p.is_file() for p in paths):
@@ -93,7 +93,7 @@ def _write_pairs(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
 
 
 def corrupt(pixels: _Pixels, kind: int, rng: np.random.Generator) -> _Pixels:
-    """Spoil an image, (height, width, 3), in one of five ways, after Hendrycks and Dietterich 2019.
+    """Corrupt an image, (height, width, 3), in one of five ways, after Hendrycks and Dietterich 2019.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def corrupt(pixels: _Pixels, kind: int, rng: np.random.Generator) -> _Pixels:
     kind : int
         0: Gaussian noise; 1: blur; 2: lower contrast; 3: brighter; 4: coarse pixels.
     rng : numpy.random.Generator
-        Of the noise.
+        Generator of the noise.
 
     Returns
     -------
@@ -122,14 +122,14 @@ def corrupt(pixels: _Pixels, kind: int, rng: np.random.Generator) -> _Pixels:
 
 
 def corrupted_images(archive: Path, inside: str, path: Path) -> Path:
-    """Write a zip of the images in a part of a zip, each spoilt in one of five ways in turn, unless it is there.
+    """Write a zip of the images in a part of a zip, each corrupted in one of five ways in turn, unless it exists.
 
     Parameters
     ----------
     archive, inside
         The zip, and the folder of class folders in it.
     path : Path
-        Of the new zip, whose class folders are those of ``inside``.
+        Path of the new zip, whose class folders are those of ``inside``.
 
     Returns
     -------
@@ -147,7 +147,7 @@ def corrupted_images(archive: Path, inside: str, path: Path) -> Path:
                 stream = io.BytesIO()
                 changed = corrupt(pixels, number % 5, np.random.default_rng(number))
                 Image.fromarray(changed).save(stream, "png")
-                # A fixed time: the same images make the same file, whose contents name a sweep's jobs.
+                # A fixed time, so that the same images give the same file, whose digest names a sweep's jobs.
                 entry = zipfile.ZipInfo(str(Path(name.removeprefix(f"{inside}/")).with_suffix(".png")))
                 new.writestr(entry, stream.getvalue())
 

@@ -1,15 +1,17 @@
-r"""Maximise a function over a ball around the origin of a Euclidean space. Knows nothing of networks.
+r"""Maximisation of a function over a ball around the origin of a Euclidean space, independent of networks.
 
-The **generalised power method** goes to where the gradient g at the best point so far points to,
+The **generalised power method** moves to the point of the ball in the direction of the gradient g at the best point so
+far,
 
 .. math:: y = ρ\, g/\|g\|, \qquad y \leftarrow y + \tfrac14 (x - x_{prev}),\quad
           x^+ = ω y + (1 - ω) x \quad \text{(each time scaled to length ρ)}
 
 (for the round ball; in general y is the ball's maximiser of ⟨g, y⟩), with the momentum term only after a rise. The
-damping ω, at first 1, is halved by every fall and recovers by 1.2 with every rise. For a convex function the plain
-iteration (no momentum, ω = 1) never falls. Journée, Nesterov, Richtárik, Sepulchre 2010, for the undamped iteration.
+damping ω starts at 1, is halved after every decrease and multiplied by 1.2 after every increase. For a convex function
+the plain iteration (no momentum, ω = 1) never decreases. The undamped iteration is that of Journée, Nesterov,
+Richtárik, Sepulchre 2010.
 
-**Auto-PGD**, with step size η (at first 2ρ), P the projection on the ball, d the steepest direction of unit length
+**Auto-PGD**, with step size η (initially 2ρ), P the projection onto the ball, d the steepest direction of unit length
 (g/‖g‖ for the round ball) and α = 1 at the first step, 0.75 after it, is
 
 .. math:: z = P(x + η d), \qquad x^+ = P(x + α(z - x) + (1 - α)(x - x_{prev})).
@@ -17,7 +19,7 @@ iteration (no momentum, ω = 1) never falls. Journée, Nesterov, Richtárik, Sep
 At the check-points the step is halved, and the ascent restarts from the best iterate, if fewer than three in four steps
 raised the function, or if neither the step nor the best value changed since the last check-point. Croce and Hein 2020,
 Algorithm 1; paper, Algorithm 1, where lines 5–6 and 16–17 pair the loss with the wrong iterate and line 21 restarts the
-weights in place of the tangent vector.
+weights instead of the tangent vector.
 """
 
 from __future__ import annotations
@@ -33,31 +35,31 @@ from .vectors import Buffers
 
 __all__ = ["ASCENTS", "Ascent", "auto_pgd", "power"]
 
-#: ``f(x, out) -> value``; writes the gradient at x into ``out`` unless that is None
+#: ``f(x, out) -> value`` writes the gradient at x into ``out`` unless that is None.
 Function = Callable[[Tensor, Tensor | None], float]
 
 
 @dataclass(frozen=True)
 class Ascent:
-    r"""What an ascent found.
+    r"""The result of an ascent.
 
     Attributes
     ----------
     point : Tensor
         (dim,), the best iterate; dtype and device of the start.
     value : float
-        The function there.
+        The value of the function there.
     history : tuple of float
-        Values at all iterates, the start included.
+        Values at all iterates, including the start.
     fw_gap : float or None
-        :math:`\max_{\|y\| \le ρ} \langle \nabla f(x), y - x \rangle` at the best iterate: what a first-order step
-        still offers, 0 at a maximum over the ball (the Frank–Wolfe gap). None if the gradient there is not known,
-        because the best iterate came last.
+        The Frank–Wolfe gap :math:`\max_{\|y\| \le ρ} \langle \nabla f(x), y - x \rangle` at the best iterate: the
+        first-order estimate of the remaining increase, 0 at a maximum over the ball. None if the gradient there is not
+        known, because the best iterate came last.
     converged : bool or None
-        Whether the gap is below the tolerance; None if there was no tolerance.
+        Whether the gap is below the tolerance; None without a tolerance.
     slope : float or None
-        Derivative of f outwards, :math:`\langle \nabla f(x), x \rangle / \|x\|`, at the best point of the round ball
-        where the gradient is known. Where it is negative, there are larger values inside the ball.
+        Outward derivative of f, :math:`\langle \nabla f(x), x \rangle / \|x\|`, at the best point of the round ball
+        where the gradient is known. If it is negative, there are larger values inside the ball.
 
     Examples
     --------
@@ -106,15 +108,16 @@ def power(
         (dim,), the origin or a point of the ball's surface; copied, unless it is one of the buffers.
     ball : Ball
     steps : int
-        Upper bound; f is called steps + 1 times at most, once less with ``first``.
+        Largest number of steps; f is called at most steps + 1 times, and once less with ``first``.
     relative_tol : float
         Stop once the Frank–Wolfe gap at the best iterate is below this share of the increase; 0 never stops.
     base : float, optional
-        Value at the origin, from which the increase counts; by default the value at ``start``.
+        Value at the origin, relative to which the increase is measured; by default the value at ``start``.
     first : (float, Tensor), optional
         Value and gradient at ``start``, if known; a gradient that is one of the buffers is overwritten.
     buffers, callback : optional
-        Vectors to work in, out of which the result's point is taken; called with (value, best value) after every step.
+        ``buffers`` holds vectors to work in, one of which becomes the result's point; ``callback`` is called with
+        (value, best value) after every step.
 
     Returns
     -------
@@ -138,7 +141,7 @@ def power(
     history, base = [value], value if base is None else base
     best = (value, start, g)
     view: View | None = (here := ball.view(g, start, None))
-    # The origin is no point of the surface: the first iterate takes its place, whatever its value.
+    # The origin is not on the surface: the first iterate replaces it, whatever its value.
     begun, other, momentum, omega, slope = ball.norm(start) > 0, None, False, 1.0, here.slope
     for k in range(1, steps + 1):
         assert view is not None
@@ -252,7 +255,7 @@ ASCENTS: dict[str, Callable[..., Ascent]] = {"power": power, "apgd": auto_pgd}
 
 
 def checkpoints(steps: int) -> list[int]:
-    """Give the iterations at which Auto-PGD reconsiders its step size.
+    """Return the iterations at which Auto-PGD checks its step size.
 
     p₀ = 0, p₁ = 0.22, p_{j+1} = p_j + max(p_j − p_{j−1} − 0.03, 0.06), w_j = ⌈p_j N⌉, computed in hundredths (floating
     point gives a wrong 15 at N = 20).
@@ -287,7 +290,7 @@ def _begin(
 
 
 def _done(gap: float | None, top: float, base: float, relative_tol: float, dtype: torch.dtype) -> bool:
-    """Tell whether a first-order step offers less than a share of the increase, or than rounding lets be seen."""
+    """Tell whether the gap is below a share of the increase, or below rounding error."""
     if gap is None or relative_tol <= 0:
         return False
     noise = 4 * torch.finfo(dtype).eps * (abs(base) + abs(top))

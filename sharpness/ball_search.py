@@ -1,4 +1,4 @@
-"""The search in the balls around the weights: where the loss is largest, or its mean in random directions."""
+"""The search in the balls around the weights: the largest loss, or the mean loss in random directions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .vectors import Buffers
 
 __all__ = ["BallSearch"]
 
-#: Times that the radius is halved in search of a larger loss inside the ball.
+#: Number of times that the radius is halved to look for a larger loss inside the ball.
 _HALVINGS = 12
 
 
 class BallSearch:
-    """Does the jobs of a batch, (radius, start) each, independent of one another, in memory that they share."""
+    """Run the independent jobs of a batch, each a (radius, start), in shared memory."""
 
     def __init__(self, space: WeightSpace, search: Search, statistic: str, bar: Any) -> None:
         self.space, self.search, self.statistic, self.bar = space, search, statistic, bar
@@ -36,21 +36,24 @@ class BallSearch:
         self._buffers.adopt(vector)
 
     def new_gradient(self) -> Tensor:
-        """Give memory for the gradient at the weights of the next batch."""
+        """Return memory for the next batch's gradient at the weights."""
         self._buffers.keep()
         gradient = self._buffers.take()
         self._buffers.give(gradient)
         return gradient
 
     def free(self, vector: Tensor) -> None:
-        """Take a vector back that :meth:`run` gave."""
+        """Take back a vector that :meth:`run` returned."""
         self._buffers.adopt(vector)
 
     def run(self, batch: BatchLoss, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor | None]:
-        """Do one job, the last of its batch or not; the worst vector comes with it where one is sought."""
+        """Do one job and return its result, with the worst vector where one is sought.
+
+        ``last`` says that no other job of the batch follows, so the memory of its gradient may be reused.
+        """
         began = time.perf_counter()
         batch.reset()
-        if last:  # nobody needs the gradient at the weights after this: work in its memory
+        if last:  # the gradient at the weights is not needed after this: reuse its memory
             self._buffers.adopt(batch.base_gradient)
         point, found = (self._worst if self.statistic == "worst" else self._average)(batch, rho, start)
         values: dict[str, Any] = {
@@ -85,7 +88,7 @@ class BallSearch:
     def _worst(self, batch: BatchLoss, rho: float, start: int) -> tuple[Tensor, dict[str, Any]]:
         info = torch.finfo(self.space.dtype)
         if rho > 0.1 * info.max:
-            raise RadiusError(f"rho = {rho:g} is beyond the numbers of {self.space.dtype}; use a smaller rho")
+            raise RadiusError(f"rho = {rho:g} is too large for {self.space.dtype}; use a smaller rho")
         ball = self._ball(rho, self.space.world)
         flat = ball.linear_max(batch.base_gradient) <= 10 * info.eps * abs(batch.base)
         self._buffers.keep(batch.base_gradient)
@@ -99,7 +102,7 @@ class BallSearch:
         if self._ball is RoundBall:
             found = self._inwards(batch, found, rho)
         point, value = found.point, found.value
-        if value < batch.base:  # a start that never rose: the centre belongs to the ball
+        if value < batch.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), batch.base
         return point, {
             "value": value - batch.base, "worst_loss": value, "history": found.history, "fw_gap": found.fw_gap,
@@ -116,9 +119,9 @@ class BallSearch:
         return found
 
     def _inwards(self, batch: BatchLoss, found: Ascent, rho: float) -> Ascent:
-        """Look for a larger loss inside the ball, on spheres of half the radius each, where the sphere shows there is.
+        """Look for a larger loss inside the ball, on spheres of ever half the radius, if the sphere suggests one.
 
-        There is one where nothing rose, or the loss falls outwards at the best point: a bounded loss may oscillate.
+        That is so if the loss rose nowhere, or falls outwards at the best point: a bounded loss may oscillate.
         """
         ball = RoundBall(rho, self.space.world)
         if ball.norm(found.point) == 0:

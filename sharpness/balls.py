@@ -1,4 +1,4 @@
-"""The balls of the ascents: their norms, their projections, and the steps that a gradient offers in them."""
+"""The balls of the ascents: norms, projections, and steps along a gradient."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Ball", "CubeBall", "RoundBall", "View"]
 
 
 class Ball(ABC):
-    r"""A ball around the origin: what the ascents need of its shape.
+    r"""A ball around the origin, with the operations that the ascents need.
 
     Parameters
     ----------
     radius : float
-        ρ, in the norm whose ball it is.
+        ρ, in the ball's norm.
     world : World, optional
-        The processes over which the vectors are spread.
+        The processes over which vectors are spread.
 
     Notes
     -----
-    All vectors are (dim,), of one dtype and device. Methods that end in an underscore write to their first tensor.
+    All vectors are (dim,), of the same dtype and device. Methods that end in an underscore write to their first tensor.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class Ball(ABC):
 
     @abstractmethod
     def norm(self, x: Tensor) -> float:
-        """Measure a vector, (dim,), by the norm whose ball this is."""
+        """Compute the ball's norm of a vector, (dim,)."""
 
     @abstractmethod
     def linear_max(self, g: Tensor) -> float:
@@ -58,12 +58,12 @@ class Ball(ABC):
     def step_(self, out: Tensor, x: Tensor, previous: Tensor, g: Tensor, eta: float, alpha: float) -> None:
         r"""Write Auto-PGD's next iterate: :math:`z = P(x + η d)`, :math:`P(x + α(z - x) + (1 - α)(x - x_{prev}))`.
 
-        d is the steepest direction of unit length, P the projection on the ball.
+        d is the steepest direction of unit length, P the projection onto the ball.
 
         Parameters
         ----------
         out : Tensor
-            (dim,), where the iterate is written; may be ``previous``.
+            (dim,), to which the iterate is written; may be ``previous``.
         x, previous : Tensor
             (dim,), the last two iterates.
         g : Tensor
@@ -74,7 +74,7 @@ class Ball(ABC):
 
     @abstractmethod
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
-        """Look at the best point so far, its gradient and, if there was one, the best point before it.
+        """Prepare the next step from the best point so far, its gradient and, if any, the best point before it.
 
         Parameters
         ----------
@@ -92,14 +92,14 @@ class Ball(ABC):
 
 
 class View(ABC):
-    """What the power method sees from the best point so far.
+    """The gap, the slope and the next iterate of the power method, at the best point so far.
 
     Attributes
     ----------
     gap : float
         The Frank–Wolfe gap there.
     slope : float or None
-        The derivative outwards there; None at the origin, and for balls that are not round.
+        The outward derivative there; None at the origin, and for balls that are not round.
     """
 
     gap: float
@@ -109,12 +109,12 @@ class View(ABC):
     def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
         r"""Write the next iterate to ``out``, (dim,).
 
-        :math:`y = \arg\max_{\|y\| \le ρ} \langle g, y \rangle`, pushed on by a quarter of best − other if asked for,
-        then drawn towards the best point: :math:`ω y + (1 - ω)\, best`; each time back to the surface.
+        :math:`y = \arg\max_{\|y\| \le ρ} \langle g, y \rangle`, plus a quarter of best − other if asked for, then
+        averaged with the best point: :math:`ω y + (1 - ω)\, best`; each time scaled to the surface.
         """
 
 
-#: Weight of the last move in the power iteration.
+#: Momentum of the power iteration.
 _MOMENTUM = 0.25
 
 
@@ -122,7 +122,8 @@ class RoundBall(Ball):
     r"""The ball :math:`\|x\|_2 \le ρ`.
 
     Every iterate is a linear combination of two earlier ones and a gradient, so all norms follow from their Gram
-    matrix: a step is one pass for that and one that writes. Such combinations of horizontal vectors are horizontal.
+    matrix: a step takes one pass to compute that and one to write. Such combinations of horizontal vectors are
+    horizontal.
 
     Parameters
     ----------
@@ -181,7 +182,7 @@ class _RoundView(View):
     def propose_(self, out: Tensor, omega: float, *, momentum: bool) -> None:
         unit = np.eye(len(self._vectors))
         largest = 0.1 * torch.finfo(self._vectors[0].dtype).max
-        if not self._radius < largest * math.sqrt(self._gram[0, 0]):  # no gradient to speak of: nowhere to go
+        if not self._radius < largest * math.sqrt(self._gram[0, 0]):  # the gradient is practically zero: no direction
             out.copy_(self._vectors[1])
             return
         c = self._onto(unit[0])
@@ -189,7 +190,9 @@ class _RoundView(View):
             c = self._onto(c + _MOMENTUM * (unit[1] - unit[2]))
         if omega < 1:
             mixed = omega * c + (1 - omega) * unit[1]
-            if mixed @ self._gram @ mixed < (1e-3 * self._radius) ** 2:  # opposite points: halfway is no direction
+            if (
+                mixed @ self._gram @ mixed < (1e-3 * self._radius) ** 2
+            ):  # opposite points: their midpoint has no direction
                 mixed = 0.5 * omega * c + (1 - 0.5 * omega) * unit[1]
             c = self._onto(mixed)
         combine_(out, *zip(self._vectors, c.tolist(), strict=True))
@@ -198,7 +201,7 @@ class _RoundView(View):
 class CubeBall(Ball):
     r"""The ball :math:`\|x\|_\infty \le ρ`.
 
-    With the adaptive metric it changes every weight by a fraction ρ of its size at most.
+    With the adaptive metric it changes every weight by at most a fraction ρ of its size.
 
     Parameters
     ----------

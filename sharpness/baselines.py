@@ -1,4 +1,4 @@
-"""Quantities to hold every measure against: norms, distances, margins, flatness by other definitions."""
+"""Baselines with which every measure is compared: norms, distances, margins, and other definitions of flatness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def norms(model: nn.Module) -> dict[str, float]:
 
     .. math:: \|θ\|_2, \qquad \sum_l \log \|W_l\|_2
 
-    The latter is over all matrices (kernels of convolutions flattened to out × rest) but tables of embeddings.
+    The latter is over all matrices (kernels of convolutions flattened to out × rest) except tables of embeddings.
     """
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     square, spectral = 0.0, 0.0
@@ -45,8 +45,8 @@ def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
     found, total = (sum(p.numel() for p in named.values()) for named in (common, trained))
     if found < 0.5 * total:
         raise ValueError(
-            f"the initial weights have {found:,} of the {total:,} weights of {type(model).__name__}; name what it was "
-            "fine-tuned from, or leave initial out"
+            f"the initial weights have {found:,} of the {total:,} weights of {type(model).__name__}; name the model "
+            "that it was fine-tuned from, or leave initial out"
         )
     squares = ((p.double() - start[name].to(p.device, torch.float64)).square().sum() for name, p in common.items())
     return sum(map(float, squares)) ** 0.5
@@ -68,7 +68,7 @@ def relative_flatness(model: nn.Module, batches: Iterable[Any]) -> float | None:
     calls: list[tuple[Any, Tensor, Tensor]] = []
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.dim() == 2:  # one row of scores an example
+        if output.dim() == 2:  # one row of scores per example
             calls.append((layer, inputs[0], output))
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Linear)]
@@ -96,7 +96,7 @@ def relative_flatness(model: nn.Module, batches: Iterable[Any]) -> float | None:
 
 @torch.no_grad()
 def margin(model: nn.Module, batches: Iterable[Any], quantile: float = 0.1) -> float | None:
-    r"""Compute a quantile over examples of a classifier's margins; None where it is no classification.
+    r"""Compute a quantile over examples of a classifier's margins; None if it is not a classification.
 
     .. math:: f(x)_y - \max_{s \ne y} f(x)_s
 
@@ -115,13 +115,13 @@ def margin(model: nn.Module, batches: Iterable[Any], quantile: float = 0.1) -> f
 
 
 def fisher_trace(model: nn.Module, batches: Iterable[Any]) -> float | None:
-    r"""Compute the trace of a classifier's Fisher matrix; None where it is no classification.
+    r"""Compute the trace of a classifier's Fisher matrix; None if it is not a classification.
 
     .. math:: \operatorname{Tr} F = \operatorname{mean}_i \sum_s p_{is} \, \|\nabla_θ \log p_{is}\|^2
 
     over all trainable weights θ, with the classes' probabilities :math:`p_i` at example i. Labels are those of the
-    model, not of the data. Up to ten classes the sum is exact, at one backward pass a class and example; beyond, one
-    label an example is drawn from :math:`p_i` with a fixed seed, which is unbiased. It is not invariant.
+    model, not of the data. Up to ten classes the sum is exact, at one backward pass per class and example; for more
+    classes one label per example is drawn from :math:`p_i` with a fixed seed, which is unbiased. It is not invariant.
     """
     generator = torch.Generator().manual_seed(0)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -144,16 +144,16 @@ def fisher_trace(model: nn.Module, batches: Iterable[Any]) -> float | None:
 
 
 def critical_sharpness(model: nn.Module, batch: Any, *, passes: int = 10) -> float | None:
-    r"""Compute the critical sharpness along the gradient; None where no step of any length raises the loss.
+    r"""Compute the critical sharpness along the gradient; None if no step of any length raises the loss.
 
     .. math:: λ_c = 2 / η_c, \qquad η_c = \min \{η > 0 : L(θ - η \nabla L(θ)) > L(θ)\}
 
     (Kalra et al., *A Scalable Measure of Loss Landscape Curvature for Analyzing the Training Dynamics of LLMs*, 2026).
     The search starts at :math:`η = 4 L / \|\nabla L\|^2`, which is :math:`η_c` of a parabola with minimum 0, goes by
-    factors of 4 until it brackets :math:`η_c`, and halves the bracket on a logarithmic scale; so the first crossing is
-    meant where there are several, as in the paper, but not guaranteed. ``passes`` forward passes are spent, after one
-    forward and backward pass for the gradient. On a quadratic loss it is the Rayleigh quotient of the gradient; it is
-    not invariant.
+    factors of 4 until it brackets :math:`η_c`, and halves the bracket on a logarithmic scale. If there are several
+    crossings, it aims at the first one, as in the paper, without a guarantee. It takes ``passes`` forward passes, after
+    one forward and backward pass for the gradient. On a quadratic loss it is the Rayleigh quotient of the gradient; it
+    is not invariant.
     """
     objective, weights = Objective(), [p for p in model.parameters() if p.requires_grad]
     base = objective(model, batch).loss
@@ -166,7 +166,9 @@ def critical_sharpness(model: nn.Module, batch: Any, *, passes: int = 10) -> flo
     with torch.no_grad():
         for _ in range(passes):
             with pointing_to(model, {p: p - step * g for p, g in moved}):
-                rises = not float(objective(model, batch).loss) <= float(base)  # not finite is a rise
+                rises = not float(objective(model, batch).loss) <= float(
+                    base
+                )  # a loss that is not finite counts as a rise
             low, high = (low, step) if rises else (step, high)
             step = high / 4 if low == 0 else low * 4 if high == float("inf") else (low * high) ** 0.5
     return 2 / step if low > 0 and high < float("inf") else None

@@ -1,4 +1,4 @@
-"""A batch's loss as a function of coordinates, and the loop over batches that every measurement shares."""
+"""The loss of a batch as a function of coordinates, and the loop over batches of every measurement."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = ["BatchLoss", "RadiusError", "for_each_batch"]
 
 
 class RadiusError(ValueError):
-    """The loss is not finite somewhere in a ball: the radius is too large."""
+    """The loss is not finite somewhere in a ball, because the radius is too large."""
 
 
 class BatchLoss:
-    """A batch as a function of coordinates; shares the pass at the weights between radii and starts.
+    """The loss of a batch as a function of coordinates; radii and starts share the pass at the weights.
 
     Attributes
     ----------
@@ -48,9 +48,9 @@ class BatchLoss:
     base_gradient : Tensor
         (dim,), the gradient there.
     base_error, worst_error : float or None
-        Fraction of examples classified wrongly: at the weights, and the largest met since it was last reset.
+        Fraction of misclassified examples: at the weights, and the largest since the last reset.
     passes : int
-        Passes since it was last reset.
+        Number of passes since the last reset.
     """
 
     def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int, gradient: Tensor) -> None:
@@ -68,7 +68,7 @@ class BatchLoss:
         if not space.world.all(bool(self.base_gradient.isfinite().all())):
             raise ValueError(
                 f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
-                f"{self.base:.6g}; look for a square root or logarithm at zero in the model or loss_fn"
+                f"{self.base:.6g}; check the model and loss_fn for a square root or logarithm at zero"
             )
         self.base_error = self.worst_error
 
@@ -108,16 +108,16 @@ class BatchLoss:
         return value
 
     def losses(self) -> Iterator[Tensor]:
-        """Walk through the losses of the pieces, which add up to the batch's, with their graphs."""
+        """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
         for weight, piece in self.pieces:
             yield self.objective(self.space.model, piece).loss * weight
 
     def reset(self) -> None:
-        """Count passes and errors anew."""
+        """Reset the counts of passes and errors."""
         self.worst_error, self.passes = self.base_error, 0
 
     def _check_again(self) -> None:
-        """Raise if a second pass through the first piece differs: a sharpness of noise means nothing."""
+        """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
         with torch.set_grad_enabled(self.objective.loss_fn is not None):
             one, two = self.parts[0], float(self.objective(self.space.model, self.pieces[0][1]).loss.detach())
         eps = max(torch.finfo(p.dtype).eps for p in self.space.model.parameters() if p.is_floating_point())
@@ -127,7 +127,7 @@ class BatchLoss:
                 f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
                 "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
             )
-        if self.index > 0:  # of batch 0 all pieces were looked at
+        if self.index > 0:  # all pieces of batch 0 were checked
             self.objective.check_pieces(self.space.model, self.batch, all_of_them=False)
 
     def _check_symmetries(self) -> None:
@@ -139,7 +139,7 @@ class BatchLoss:
         residuals, tolerance = self.space.residuals(), self.space.tolerance
         places = {(p.module, p.kind) for p in residuals}
         least = min(residuals.values(), default=1.0)
-        common = 3 * least if len(places) > 1 and least < 0.03 else 0.0  # half precision shows .014 at most
+        common = 3 * least if len(places) > 1 and least < 0.03 else 0.0  # at most 0.014 in half precision
         rounding, floor = max((0.1 * tolerance + 2e-5, 1e-3), (common, 1.0))
         failing = [p for p, r in residuals.items() if r > tolerance]
         for pair in sorted(failing, key=lambda p: (-residuals[p], p.name)):
@@ -192,7 +192,7 @@ def for_each_batch(
         try:
             first = next(stream)
         except StopIteration:
-            raise ValueError("batches is empty; give at least one batch") from None
+            raise ValueError("batches is empty; pass at least one batch") from None
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
         loss = _check_first(model, objective, first, pairs, divides=measure.divides)
         space = _space(make, model, measure, pairs, only, lambda b: _base_loss(model, objective, b), first, loss)
@@ -211,7 +211,7 @@ def for_each_batch(
 
 
 def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
-    # A loss of one's own may contain gradients.
+    # A user's loss may contain gradients.
     with torch.set_grad_enabled(objective.loss_fn is not None):
         parts = objective.pieces(model, batch)
         return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
@@ -221,7 +221,7 @@ def _space(
     make: Callable[..., WeightSpace], model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None,
     only: str | None, run: Callable[[Any], float], batch: Any, loss: float,
 ) -> WeightSpace:  # fmt: skip
-    """Build the space; at a canonical form the loss must be as it was, be it seen through a softmax or not."""
+    """Build the space; at a canonical form the loss must be unchanged, with or without centred logits."""
     if measure.form == "own":
         return make(model, measure, pairs, only=only)
     if pairs is not None:
@@ -249,7 +249,7 @@ def _space(
 def _check_first(
     model: nn.Module, objective: Objective, batch: Any, pairs: Sequence[SymmetricPair] | None, *, divides: bool
 ) -> float:
-    """Look whether the loss is finite, and every attention layer known or in the pairs that were given."""
+    """Check that the loss is finite, and that every attention layer is known or in the given pairs."""
 
     def run() -> float:
         return _base_loss(model, objective, batch)

@@ -1,7 +1,7 @@
-r"""Blocks: the parts of a model's weights, each with a metric and a way to move.
+r"""Blocks: the parts of a model's weights, each with a metric and a retraction.
 
-A tangent vector is held in *coordinates in which the metric is the identity*, so that norms and inner products are
-plain sums, and the ball is a ball. A new metric or motion is a class of its own: see :class:`Block`, or
+A tangent vector is stored in *coordinates in which the metric is the identity*, so norms and inner products are plain
+sums, and the ball is a Euclidean ball. A new metric or motion is a new class: see :class:`Block`, or
 :class:`PairBlock` for another way to treat pairs, which a :class:`~sharpness.Measure` names by ``pair_block``.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["Block", "ElementwiseBlock", "PairBlock"]
 
 #: Tensors by the parameter that they belong to.
 Tensors = Mapping[Tensor, Tensor]
-#: Share of its way to the manifold's boundary to which a geodesic is shortened that would leave.
+#: A geodesic that would leave the manifold is shortened to this share of its exit time.
 _INSIDE = 0.99
 
 
@@ -38,19 +38,19 @@ class Block(ABC):
 
     Notes
     -----
-    Arguments of the type :data:`Tensors` have a tensor for each parameter; those without one count as zero where they
-    are read. Methods that end in an underscore write to what they are given, and only to what belongs to the block.
+    Arguments of the type :data:`Tensors` have a tensor for each parameter; parameters without one are read as zero.
+    Methods that end in an underscore write to their arguments, and only to entries that belong to the block.
     """
 
     dim: int
 
     @abstractmethod
     def coordinates(self, vector: Tensors) -> Tensor:
-        """Give the coordinates of a tangent vector at the model's weights."""
+        """Return the coordinates of a tangent vector at the model's weights."""
 
     @abstractmethod
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
-        """Write the tangent vector with coordinates c: at the model's weights, or where :meth:`move_` starts."""
+        """Write the tangent vector with coordinates c, at the model's weights or at the start of :meth:`move_`."""
 
     @abstractmethod
     def project_(self, c: Tensor) -> None:
@@ -62,7 +62,7 @@ class Block(ABC):
 
     @abstractmethod
     def move_(self, out: Tensors, c: Tensor | None) -> None:
-        """Write the weights R(c); at None those that the block stands at."""
+        """Write the weights R(c); for None the weights at which the block is."""
 
     @abstractmethod
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
@@ -70,26 +70,26 @@ class Block(ABC):
 
     @abstractmethod
     def squares(self, c: Tensor) -> list[float]:
-        """Give the squared lengths of a vector's parts: one, or one a pair."""
+        """Return the squared lengths of a vector's parts: one in all, or one per pair."""
 
     @abstractmethod
     def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Give the squared length of the Riemannian gradient, and what writes R(t · gradient) to ``out`` for a t.
+        """Return the squared length of the Riemannian gradient, and a function that writes R(t · gradient) for a t.
 
-        The block stands at the model's weights, see :meth:`refresh`. ``out`` may be used as memory before.
+        The block must be at the model's weights, see :meth:`refresh`. ``out`` may be used as working memory before.
         """
 
     @abstractmethod
     def refresh(self, factorise: bool) -> None:
-        """Go to the model's weights as they are now, for :meth:`climb`; the rest needs a block of its own."""
+        """Go to the model's current weights, for :meth:`climb` only; other methods need a new block."""
 
 
 class ElementwiseBlock(Block):
-    r"""A parameter, or what the pairs leave of it, with the adaptive, the Euclidean or the metric of vectors.
+    r"""A parameter, or its entries outside pairs, with the adaptive metric, the Euclidean one, or that of vectors.
 
-    In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, as long as ξ over the size of w, so
-    that w + ξ = w + w ζ needs no division, and zero weights stay where they are. With ``lengths``, those of the vectors
-    that the entries belong to, they take the place of w.
+    In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, which has the same length as ξ/|w|. So
+    w + ξ = w + w ζ needs no division, and zero weights do not move. ``lengths``, the lengths of the vectors that the
+    entries belong to, replace w if they are given.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ElementwiseBlock(Block):
         self.refresh(factorise=False)
 
     def refresh(self, factorise: bool) -> None:
-        """Read the weights anew."""
+        """Read the weights again."""
         self._base = self.parameter.data
         scale = self._base if self._adaptive else self._base.new_ones(()).expand(self._base.shape)
         scale = scale if self._lengths is None else self._lengths.expand(self._base.shape)
@@ -127,7 +127,7 @@ class ElementwiseBlock(Block):
             self._view(c).masked_fill_(self._scale == 0, 0)
 
     def random_(self, out: Tensor, generator: torch.Generator) -> None:
-        """Draw Gaussians on the CPU, so that all devices draw alike."""
+        """Draw Gaussians on the CPU, so that all devices draw the same numbers."""
         out.copy_(torch.empty(self.dim, dtype=out.dtype).normal_(generator=generator))
         self.project_(out)
 
@@ -153,11 +153,11 @@ class ElementwiseBlock(Block):
             out.mul_(self._factor)
 
     def squares(self, c: Tensor) -> list[float]:
-        """Give the squared length."""
+        """Return the squared length."""
         return [float(c.square().sum())]
 
     def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Scale the gradient in the memory of the weights to be."""
+        """Scale the gradient in the memory of the new weights."""
         target, g = out[self.parameter], gradient.get(self.parameter)
         if g is None:
             return target.new_zeros(()), lambda t: self.move_(out, None)
@@ -176,10 +176,10 @@ class ElementwiseBlock(Block):
 class PairBlock(Block):
     """A stack of pairs modulo their symmetry, with the inv or the mix metric.
 
-    Works at the canonical representative, in the dtype asked for; or, with ``at_model``, in float64 at the model's own,
-    which serves those who look at the weights, or whose metric depends on the representative. A subclass may replace
-    :meth:`retract`, or give as ``chart`` other coordinates of the horizontal space (``coordinates``,
-    ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``, as of
+    It works at the canonical representative, in the requested dtype; or, with ``at_model``, in float64 at the model's
+    own representative, for callers that read the weights and for metrics that depend on the representative. A subclass
+    may replace :meth:`retract`, or set ``chart`` to other coordinates of the horizontal space (``coordinates``,
+    ``from_coordinates``, ``dual_coordinates``, ``project_coordinates`` and ``random``, as in
     :class:`quotient_manifolds.GLTangentSpace`).
 
     Attributes
@@ -191,7 +191,7 @@ class PairBlock(Block):
         (pairs, h), which of them are above rounding.
     """
 
-    #: Whether the retraction is that of the tangent space, which knows its pull-back in closed form.
+    #: Whether the retraction is that of the tangent space, which has a pull-back in closed form.
     closed_form = True
 
     def __init__(
@@ -201,7 +201,7 @@ class PairBlock(Block):
         self.stack, self.measure, self._memory = stack, measure, memory
         self._factor = measure.metric_scale**-0.5
         self.manifold = stack.manifold(measure.pair_metric, relaxation=measure.relaxation)
-        # A group move turns σ_i = 0 into rounding times its condition number, which mix would then divide by.
+        # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
             x = in_double(stack.gather())
@@ -216,7 +216,7 @@ class PairBlock(Block):
     # -- coordinates ---------------------------------------------------------------------------------------------------
 
     def _view(self, c: Tensor) -> Tensor:
-        """See the first ``dim`` numbers in the shape of the stack's point."""
+        """View the first ``dim`` numbers in the shape of the stack's point."""
         x = self.tangent.x
         real = c[: self.dim].view(*x.shape, 2) if x.is_complex() else c[: self.dim].view(x.shape)
         return torch.view_as_complex(real) if x.is_complex() else real
@@ -229,13 +229,13 @@ class PairBlock(Block):
         return self.chart.from_coordinates(self._scaled(c))
 
     def coordinates(self, vector: Tensors) -> Tensor:
-        """Give the coordinates of a tangent vector at the model's own representative."""
+        """Return the coordinates of a tangent vector at the model's own representative."""
         assert self._to_model is None, "vectors are read at the model's own representative"
         c = self.chart.coordinates(self.stack.gather(vector).to(self.tangent.x.dtype)) / self._factor
         return (torch.view_as_real(c) if c.is_complex() else c).flatten()
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
-        """Write the tangent vector, taken along to the model's own representative if that is asked for."""
+        """Write the tangent vector, mapped to the model's own representative if requested."""
         u = self._vector(c)
         if at_model and self._to_model is not None:
             u = self._carried(u)
@@ -255,15 +255,15 @@ class PairBlock(Block):
         self._write_random_(out, self.chart.random(generator))
 
     def from_gaussians_(self, out: Tensor, drawn: Sequence[Tensor]) -> None:
-        """Make such a vector of what :func:`quotient_manifolds.gl.tangent.draw_gaussians` drew."""
+        """Make such a vector from the numbers of :func:`quotient_manifolds.gl.tangent.draw_gaussians`."""
         self._write_random_(out, self.tangent.from_gaussians(drawn))
 
     def _write_random_(self, out: Tensor, u: Tensor) -> None:
-        # Already horizontal but for rounding, which in coordinates of weak directions is worth another projection.
+        # It is horizontal up to rounding, which weak directions amplify: project once more.
         self._view(out).copy_(self.chart.project_coordinates(self.chart.coordinates(u)))
 
     def squares(self, c: Tensor) -> list[float]:
-        """Give the squared length of every pair's part."""
+        """Return the squared length of every pair's part."""
         c = self._view(c)
         lengths: list[float] = torch.linalg.vector_norm(c, dim=tuple(range(1, c.dim()))).tolist()
         return [length**2 for length in lengths]
@@ -271,12 +271,12 @@ class PairBlock(Block):
     # -- motion --------------------------------------------------------------------------------------------------------
 
     def retract(self, u: Tensor) -> Tensor:
-        """Follow the tangent vector u, differentiably, the way that the measure names."""
+        """Follow the tangent vector u, differentiably, by the geodesic that the measure names."""
         if self.measure.geodesic == "first-order":
             return self.tangent.x + u
         if self.measure.geodesic == "second-order":
             return self.tangent.retr(u)
-        # The share is constant to autograd: beyond the boundary the retraction follows the vector's direction only.
+        # The share is constant to autograd: beyond the boundary the retraction depends only on the vector's direction.
         share = (_INSIDE * self.tangent.exit_time(u.detach())).clamp_max(1)
         return self.tangent.expmap(u * share[..., None, None])
 
@@ -303,7 +303,7 @@ class PairBlock(Block):
         self._view(out).copy_(self.chart.project_coordinates(self.chart.dual_coordinates(egrad) * self._factor))
 
     def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Follow the gradient in closed form: no projection, no coordinates."""
+        """Follow the gradient in closed form, without projection or coordinates."""
         covector = self.stack.gather(gradient)
         square, along = self.tangent.along_gradient(covector)
         if self.measure.geodesic != "second-order":
@@ -316,7 +316,7 @@ class PairBlock(Block):
 
     @torch.no_grad()
     def refresh(self, factorise: bool) -> None:
-        """Go to the model's own representative; the gauge may be an older one, well conditioned is enough."""
+        """Go to the model's own representative; an older gauge may be kept, since it need only be well conditioned."""
         x = self.stack.gather()
         gauge = self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):
@@ -331,11 +331,11 @@ class PairBlock(Block):
         return self.measure.geodesic != "exact"
 
     def num_clamped(self) -> int:
-        """Count the directions that are present, but whose singular value the metric's floor replaces."""
+        """Count the present directions whose singular value is replaced by the metric's floor."""
         return int((self.present & (self.sigma < self.measure.relaxation * self.sigma[..., :1])).sum())
 
     def num_exited_pairs(self, c: Tensor) -> int:
-        """Count the pairs whose exact geodesic along c was shortened, lest it leave the manifold."""
+        """Count the pairs whose exact geodesic along c was shortened so that it stays on the manifold."""
         if self.measure.geodesic != "exact":
             return 0
         return int(self.tangent.exit_time(self._vector(c)).isfinite().sum())

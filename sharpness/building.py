@@ -1,4 +1,4 @@
-"""From a model and a measure to its blocks."""
+"""Build the blocks of a model under a measure."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .vectors import Memory
 
 __all__ = ["Division", "build_blocks", "divide", "pair_block_class", "with_constants"]
 
-#: Elements of a stack of pairs that are worked on at a time on a CPU: large fresh temporaries are dear.
+#: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
 
 
 @dataclass
 class Division:
-    """Which weights belong to pairs, and what is known of the others.
+    """The weights that belong to pairs, and properties of the others.
 
     Attributes
     ----------
     stacks : list of PairStack
         The pairs that are divided out.
     covered : dict of Tensor to Tensor
-        Entry by entry of a parameter, what belongs to pairs, or does not move in the canonical form.
+        Masks of the entries of parameters that belong to pairs, or do not move in the canonical form.
     lengths : dict of Tensor to Tensor
         Where the measure asks for them, see :func:`sharpness.stream.vector_lengths`.
     """
@@ -47,7 +47,7 @@ class Division:
     lengths: dict[Tensor, Tensor]
 
     def leaves_some_of(self, p: Tensor) -> bool:
-        """Tell whether any entry of a parameter moves by itself."""
+        """Tell whether any entry of a parameter moves outside pairs."""
         return p not in self.covered or not bool(self.covered[p].all())
 
 
@@ -61,7 +61,7 @@ def divide(
     form: CanonicalForm | None = None, only_some: bool = False, read: Callable[[Tensor], Tensor] = Tensor.detach,
     cover: bool = True,
 ) -> Division:  # fmt: skip
-    """Tell apart what of some parameters is pairs, and what moves by itself.
+    """Divide parameters into pairs and entries that move separately.
 
     Parameters
     ----------
@@ -72,11 +72,11 @@ def divide(
     parameters : mapping of str to Tensor
         Those that move, by name.
     form : CanonicalForm, optional
-        Where the parameters stand: its pairs are divided out, its constants do not move.
+        The canonical form at which the parameters are: its pairs are divided out, its constants do not move.
     only_some : bool
         Pairs with other parameters than these are left out.
     read : callable
-        Gives the values of a parameter, there.
+        Function that returns the values of a parameter there.
     cover : bool
         Note what belongs to pairs; else only what is constant.
 
@@ -88,7 +88,7 @@ def divide(
     if measure.divides:
         pairs = form.pairs if form is not None else pairs
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
-        # The representative at which a stack is worked on may have other signs.
+        # The representative that a stack uses may have other signs.
         signed = [p for p in known if p.group is None or not p.group.positive]
         found = stacks(p for p in signed if measure.symmetry in ("all", p.kind))
     known_weights = set(parameters.values())
@@ -118,7 +118,7 @@ def build_blocks(
     *,
     at_model: bool = False,
 ) -> list[Block]:
-    """Give the blocks of some parameters: single ones first, then stacks of pairs.
+    """Return the blocks of some parameters: single ones first, then stacks of pairs.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def build_blocks(
     parameters : mapping of str to Tensor
         Those that move, by name.
     dtype : torch.dtype
-        Of the coordinates.
+        Dtype of the coordinates.
     division : Division
         See :func:`divide`.
     at_model : bool
@@ -155,5 +155,5 @@ def pair_block_class(name: str) -> type[PairBlock]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"pair_block={name!r} cannot be imported: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, PairBlock)):
-        raise ValueError(f"pair_block={name!r} is no subclass of sharpness.blocks.PairBlock")
+        raise ValueError(f"pair_block={name!r} is not a subclass of sharpness.blocks.PairBlock")
     return kind

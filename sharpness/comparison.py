@@ -1,8 +1,8 @@
-"""Which measure ranks models by how they generalise: every measure at comparable radii, beside what costs nothing.
+"""Which measure ranks models by generalisation: measures at comparable radii, beside baselines that need no search.
 
-A measure's correlation depends on its radius, and sharpness follows the training loss. So a measure is looked at over
-all its radii, at the radii where measures have *equal effect* (equal median increase of the loss), with training loss
-and error controlled for, with intervals that know how many were looked at, and beside baselines.
+A measure's correlation depends on its radius, and sharpness follows the training loss. So each measure is examined at
+all its radii and at the radii where measures have *equal effect* (equal median increase of the loss), controlling for
+training loss and error, with intervals corrected for multiple comparisons, and beside baselines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .statistics import Correlation, kendall, kendall_difference, kendall_family
 __all__ = ["Ranking", "compare"]
 
 _Array = npt.NDArray[np.float64]
-#: What a measure is to say something besides.
+#: The controls, beyond which a measure should add information.
 CONTROLS = ("train_loss", "train_error")
 
 
@@ -34,27 +34,27 @@ class Ranking:
     Attributes
     ----------
     quantity : str
-        A measure, with its switches if any, or a baseline.
+        A measure, with its changed fields if any, or a baseline.
     choice : str
         ``"ρ"`` (a radius of the sweep), ``"paper"`` (the measure's default radius), ``"best"`` (the radius of largest
-        abs(τ), which flatters it), ``"matched_increase"``, or ``"–"`` for what has no radius.
+        abs(τ), which flatters it), ``"matched_increase"``, or ``"–"`` for quantities without a radius.
     rho : float or None
         Radius.
     loss_increase : float or None
-        Median over models of the sharpness.
+        Median of the sharpness over models.
     tau : Correlation
         Kendall's τ with the target.
     partial : Correlation or None
-        The same with the training loss and, where it is known, the training error controlled for.
+        The same, controlling for the training loss and, where it is known, the training error.
     corrected : Correlation or None
-        The same with an interval that is simultaneous over the family: all measures at all radii, or all quantities
-        without a radius, of the models that have them all.
+        The same with an interval that is simultaneous over the family, which is all measures at all radii, or all
+        quantities without a radius, for the models that have them all.
     difference : Correlation or None
         At a matched increase: τ minus that of the adaptive measure, with a paired bootstrap interval.
     models : tuple of str
-        Those with both the quantity and the target.
+        The models with both the quantity and the target.
     values : tuple of float
-        The quantity, one a model.
+        The quantity, one value per model.
 
     Examples
     --------
@@ -80,14 +80,14 @@ class Ranking:
 
 
 def label(measure: str, ablation: Mapping[str, Any]) -> str:
-    """Name a measure with its switches."""
+    """Return the name of a measure with its changed fields."""
     switches = (f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())
     return ", ".join([measure, *switches])
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The sharpness, (models, radii), over increasing radii of one measure, of models with a value at each of them."""
+    """The sharpness, (models, radii), at increasing radii of one measure, of the models with all these values."""
 
     measure: str
     ablation: Mapping[str, Any]
@@ -122,7 +122,7 @@ class Curves:
         def excess(place: float) -> float:
             return float(np.log(np.median(values(place)) / increase))
 
-        if excess(x[0]) >= 0 or excess(x[-1]) <= 0:  # an end of the range, but for rounding
+        if excess(x[0]) >= 0 or excess(x[-1]) <= 0:  # an end of the range, up to rounding
             place = float(x[0] if excess(x[0]) >= 0 else x[-1])
         else:
             place = float(scipy.optimize.brentq(excess, x[0], x[-1]))
@@ -147,7 +147,7 @@ def curves(rows: Sequence[Row]) -> list[Curves]:
 
 
 def common_increases(found: Sequence[Curves], count: int = 3) -> list[float]:
-    """Choose median increases of the loss that all measures reach, from small to large; none if there are none."""
+    """Choose median increases of the loss that all measures reach, in increasing order; the list may be empty."""
     found = [c for c in found if len(c.rho) > 1]
     if len(found) < 2:
         return []
@@ -157,7 +157,7 @@ def common_increases(found: Sequence[Curves], count: int = 3) -> list[float]:
 
 @dataclass(frozen=True)
 class _Judge:
-    """Holds quantities against what is to be predicted, given training loss and error."""
+    """Correlations of quantities with the target, given training loss and error."""
 
     goal: Mapping[str, float]
     controls: Sequence[Mapping[str, float]]
@@ -172,7 +172,7 @@ class _Judge:
         loss_increase: float | None = None,
         reference: Mapping[str, float] | None = None,
     ) -> list[Ranking]:
-        """Give one ranking; none for fewer than three models."""
+        """Return one ranking in a list, which is empty for fewer than three models."""
         models = [m for m in self.goal if m in values and np.isfinite(values[m])]
         if len(models) < 3:
             return []
@@ -186,7 +186,7 @@ class _Judge:
         return [Ranking(quantity, choice, rho, loss_increase, tau, partial, None, difference, tuple(models), tuple(x))]
 
     def given(self, models: Sequence[str]) -> list[list[float]]:
-        """Give the controls that are known of all these models."""
+        """Return the controls that are known for all these models."""
         return [[c[m] for m in models] for c in self.controls if all(m in c for m in models)]
 
     def corrected(self, family: Sequence[Ranking], level: float) -> list[Ranking]:
@@ -199,7 +199,7 @@ class _Judge:
         tables = [dict(zip(r.models, r.values, strict=True)) for r in members]
         xs = {str(i): [table[m] for m in models] for i, table in enumerate(tables)}
         goal = [self.goal[m] for m in models]
-        options = {"seed": self.options["seed"], "resamples": 10 * self.options["resamples"]}  # its level is higher
+        options = {"seed": self.options["seed"], "resamples": 10 * self.options["resamples"]}  # at a higher level
         found = kendall_family(xs, goal, given=self.given(models), level=level, **options).values()
         by_member = dict(zip(map(id, members), found, strict=True))
         return [replace(r, corrected=by_member.get(id(r))) for r in family]
@@ -214,7 +214,7 @@ class _Judge:
         ]
 
     def at_matched_increases(self, several: Sequence[Curves]) -> Iterator[Ranking]:
-        """Rank measures where their median is the same, the adaptive one, which is the reference, first."""
+        """Rank measures at equal medians; the adaptive one, which is the reference, comes first."""
         several = [c for c in several if len(c.rho) > 1]
         shared = set(self.goal).intersection(*(c.models for c in several))
         several = [c.among(shared) for c in sorted(several, key=lambda c: c.measure != "adaptive")] if shared else []
@@ -231,7 +231,7 @@ class _Judge:
 
 
 def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Give baselines, and measures without a radius."""
+    """Return baselines, and measures without a radius."""
     for name, kind in BASELINES.items():
         yield name, {r["checkpoint"]: r[name] for r in rows if r["kind"] == kind and r.get(name) is not None}
     local: dict[str, dict[str, float]] = {}
@@ -245,7 +245,7 @@ def _without_radius(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]
 
 
 def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
-    """Give the rankings at the measure's default radius and at its best."""
+    """Return the rankings at the measure's default radius and at its best."""
     default = MEASURES[c.measure].rho if c.measure in MEASURES else None
     known = [r for r in at_radii if np.isfinite(r.tau.value)]
     best = max(known, key=lambda r: abs(r.tau.value), default=None)
@@ -256,35 +256,36 @@ def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
 def compare(
     rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, level: float = 0.95,
 ) -> list[Ranking]:  # fmt: skip
-    """Correlate every measure and baseline with what is to be predicted.
+    """Correlate every measure and baseline with the target.
 
     Parameters
     ----------
     rows : sequence of mapping
-        Of a sweep, see :func:`sharpness.rows.read_results`.
+        Rows of a sweep, see :func:`sharpness.rows.read_results`.
     target : {"gap", "loss-gap", "test-error", "test-loss"}
         See :func:`sharpness.rows.targets`.
     resamples, seed : int
-        Of the bootstrap over models, see :func:`sharpness.statistics.kendall`; of families ten times as many.
+        Resamples and seed of the bootstrap over models, see :func:`sharpness.statistics.kendall`; families take ten
+        times as many resamples.
     level : float
-        Probability that all corrected intervals of a family hold at once; higher if several targets are looked at.
+        Probability that all corrected intervals of a family hold at once; raise it if you look at several targets.
 
     Returns
     -------
     list of Ranking
-        Baselines; measures without a radius; measures at their radii, at the paper's and at their best; all of them at
-        matched increases of the loss; ablations at their radii.
+        Baselines; measures without a radius; measures at their radii, at the paper's radius and at their best one; all
+        of them at matched increases of the loss; ablations at their radii.
 
     Raises
     ------
     ValueError
-        Fewer than three models with a target, or an unknown target.
+        Fewer than three models have a target, or the target is unknown.
 
     Notes
     -----
-    For a matched increase, radii are interpolated so that the median over models of the sharpness is the same for all
-    measures, at three values that all of them reach; only models with every measure at every radius count there. The
-    paper compares measures at a radius each.
+    For a matched increase, radii are interpolated so that the median sharpness over models is the same for all
+    measures, at three values that all of them reach; only models with every measure at every radius are used there. The
+    paper compares measures at one radius each.
 
     Examples
     --------
@@ -304,7 +305,8 @@ def compare(
     goal = targets(rows, target)
     if len(goal) < 3:
         raise ValueError(
-            f"{len(goal)} models have a {target}; a ranking needs at least 3. Give the sweep test data or accuracies"
+            f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data or "
+            "accuracies"
         )
     fits = [r for r in rows if r["kind"] == "fit"]
     controls = [{r["checkpoint"]: r[name] for r in fits if r.get(name) is not None} for name in CONTROLS]

@@ -51,7 +51,7 @@ class Coordinates:
         self.certification = Certification([b.stack for b in self._pair_blocks])
 
     def empty(self) -> Tensor:
-        """Give a vector with any content, (dim,)."""
+        """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Coordinates:
 
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:
-        """Give the horizontal part of a vector, (dim,)."""
+        """Return the horizontal part of a vector, (dim,)."""
         v = v.clone()
         for block, part in self._blocks:
             block.project_(v[part])
@@ -80,7 +80,7 @@ class Coordinates:
     # -- what the metric meets -----------------------------------------------------------------------------------
 
     def spectrum(self) -> tuple[float | None, int, int]:
-        """Give σ_h, the smallest singular value of any pair (None without pairs), and how many are absent, or floored.
+        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are absent, or floored.
 
         Absent are those at rounding level; the metric's floor replaces others that are small.
         """
@@ -95,7 +95,7 @@ class Coordinates:
         return sum(b.num_exited_pairs(xi[part]) for b, part in self._blocks if isinstance(b, PairBlock))
 
     def residuals(self) -> dict[SymmetricPair, float]:
-        """Give what the gradient at the base point said of the symmetry of those pairs that it reached first."""
+        """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""
         return {} if self.certification.last is None else dict(self.certification.last.residuals)
 
     def uncertified(self) -> set[str]:

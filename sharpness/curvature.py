@@ -4,7 +4,7 @@ r"""The Riemannian Hessian of a loss at a model's weights: Hessian–vector prod
 
 along the geodesics of the measure's metric for attention pairs and straight lines for other weights, for horizontal ξ.
 In terms of the weights this is the second derivative of ℓ plus the derivative of ℓ in the direction of the geodesic's
-acceleration; without that term it would depend on the representative wherever the gradient is not 0.
+acceleration. Without that term it would depend on the representative wherever the gradient is not 0.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 
     .. math:: \langle H ξ, ξ \rangle = \frac{d^2}{dt^2} \ell(R_θ(tξ))\big|_{t=0}
 
-    It is 0 on what is not horizontal. Use it while the space is attached
+    It is 0 on vectors orthogonal to the horizontal space. Use it while the space is attached
     (:meth:`sharpness.space.WeightSpace.attached`).
 
     Parameters
     ----------
     space : WeightSpace
-        Of the model, under the measure whose metric counts.
+        The space of the model under the measure with the desired metric.
     losses : callable
-        Gives the loss of the model where it stands, or an iterable of losses that add up to it; called at every
+        Returns the loss at the model's current weights, or an iterable of losses that add up to it; called for every
         product.
 
     Attributes
@@ -49,9 +49,9 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 
     Notes
     -----
-    As scipy's operator it takes and gives numpy arrays on the CPU; :meth:`product` stays on the model's device.
-    Differentiates twice by torch's autograd. Fused attention has no second derivative on a CPU, so the plain kernel of
-    ``scaled_dot_product_attention`` is used meanwhile. Where the retraction is first order, the term of the geodesic's
+    As a scipy operator it takes and returns numpy arrays on the CPU; :meth:`product` stays on the model's device. It
+    differentiates twice by torch's autograd. Fused attention has no second derivative on a CPU, so the plain kernel of
+    ``scaled_dot_product_attention`` is used meanwhile. With a first-order retraction, the term of the geodesic's
     acceleration is left out.
 
     Examples
@@ -107,11 +107,11 @@ def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int 
     Parameters
     ----------
     operator : HessianOperator
-        Attached, see there.
+        The operator, attached as described there.
     count : int
-        How many.
+        Number of eigenvalues.
     seed : int
-        Of the horizontal vector to start from.
+        Seed of the horizontal starting vector.
     tol : float
         Relative accuracy.
 
@@ -123,7 +123,7 @@ def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int 
     Raises
     ------
     scipy.sparse.linalg.ArpackNoConvergence
-        The accuracy is not reached.
+        The accuracy was not reached.
 
     Notes
     -----
@@ -153,25 +153,26 @@ def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int 
 
 
 def hutchpp_trace(operator: HessianOperator, num_matvecs: int = 30, *, seed: int = 0) -> tuple[float, float | None]:
-    r"""Estimate the trace from about so many products.
+    r"""Estimate the trace by Hutch++ from about ``num_matvecs`` products.
 
     .. math:: \operatorname{tr} A \approx \operatorname{tr}(Q^T A Q) + \operatorname{mean}_g\, g^T A g
 
-    with A S = Q R for as many random vectors S as a third of the products, and as many further ones g, projected off Q.
+    with A S = Q R, where a third of the products goes to random vectors S, and a third to random vectors g orthogonal
+    to Q.
 
     Parameters
     ----------
     operator : HessianOperator
-        Attached, see there.
+        The operator, attached as described there.
     num_matvecs : int
-        How many products with the Hessian, a multiple of 3 and at least 3; other numbers are rounded down.
+        Number of products with the Hessian, at least 3; it is rounded down to a multiple of 3.
     seed : int
         Of the random vectors.
 
     Returns
     -------
     float
-        The estimate; without bias.
+        The estimate, which is unbiased.
     float or None
         Its standard error; None from a single random vector.
 

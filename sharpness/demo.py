@@ -31,23 +31,23 @@ __all__ = ["digits", "moved", "run", "train", "vision_transformer"]
 #: The measures and their radii.
 RADII = {"euclidean": 0.05, "adaptive": 0.5, "geodesic-inv": 0.1, "complete-inv": 0.1}
 
-#: What leaves the network's probabilities as they are: the kind of symmetry, how far it moves, and how it reads.
+#: Moves that leave the network's probabilities unchanged: the kind of symmetry, the size of the move, and its label.
 MOVES = {
     "heads": (1.0, "attention heads, GL(h)"),
-    "gain": (1.0, "norms' gains and the columns that read them"),
-    "shift": (1.0, "norms' shifts and the biases behind them"),
-    "reader": (0.1, "what norms centre away, in what reads them"),
-    "writer": (0.1, "what norms centre away, in what is written"),
+    "gain": (1.0, "gains of LayerNorms, against the next columns"),
+    "shift": (1.0, "shifts of LayerNorms, against the next biases"),
+    "reader": (0.1, "null directions of layers after LayerNorms"),
+    "writer": (0.1, "null directions of layers before LayerNorms"),
     "key bias": (1.0, "biases of the keys"),
     "value bias": (1.0, "biases of values and outputs"),
-    "embeddings": (1.0, "embeddings that are added together"),
-    "classes": (0.1, "what all classes' scores have in common"),
+    "embeddings": (1.0, "embeddings that are added to each other"),
+    "classes": (0.1, "a constant added to the scores of all classes"),
     "rotation": (1.0, "rotation of the residual stream"),
 }
 
 
 def moved(model: nn.Module, kind: str, *, condition: float = 30.0, seed: int = 0) -> nn.Module:
-    """Copy a model and move it along one kind of symmetry; all but heads start from its canonical form."""
+    """Copy a model and move it along one kind of symmetry; all kinds but heads start from its canonical form."""
     twin = copy.deepcopy(model)
     if kind == "heads":
         apply_random_symmetry_(twin, condition, seed)
@@ -57,8 +57,8 @@ def moved(model: nn.Module, kind: str, *, condition: float = 30.0, seed: int = 0
 
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give scikit-learn's 1,797 scanned digits: train images (…, 1, 8, 8) and labels, test images and labels."""
-    with require_extra("the digits are scikit-learn's", "demo"):
+    """Return scikit-learn's 1,797 scanned digits: train images (…, 1, 8, 8) and labels, test images and labels."""
+    with require_extra("the digits come from scikit-learn", "demo"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     data: Any = load_digits()
@@ -70,7 +70,7 @@ def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def vision_transformer() -> nn.Module:
     """Build the demo's ViT: 16 patches of 2 × 2 pixels, 3 layers of 4 heads, width 48."""
-    with require_extra("the demo's vision transformer is of transformers", "demo"):
+    with require_extra("the demo's vision transformer comes from transformers", "demo"):
         from transformers import ViTConfig, ViTForImageClassification
     config = ViTConfig(
         image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -118,7 +118,7 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def run(
     *, seed: int = 0, out: Path = Path("sharpness-demo.png"), condition: float = 30.0, progress: bool = True
 ) -> None:
-    """Train, measure, move along every symmetry, measure again; print a table, draw a figure, write a JSON beside it.
+    """Train, measure, move along every symmetry, and measure again; print a table, draw a figure and write JSON.
 
     The seed is that of the split of the data, of the training and of the moves; the condition number is that of the
     group elements that act on heads.
@@ -133,8 +133,10 @@ def run(
     check_file(numbers)
     train(model, x_train, y_train, seed=seed, progress=progress)
     right, right_in_test = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
-    print(f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them right, "
-          f"{right_in_test:.1%} of {len(y_test)} test digits\n")  # fmt: skip
+    print(
+        f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, "
+        f"{right_in_test:.1%} of {len(y_test)} test digits\n"
+    )
     batch = (x_train[:128], y_train[:128])
 
     def measure(network: nn.Module, **options: Any) -> dict[str, SharpnessResult]:
@@ -180,7 +182,7 @@ def _draw(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Profile], path:
         left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")
         left.legend()
         right.set(
-            xscale="log", xlabel="sharpness, that of the network itself = 1", title="The same function, other weights"
+            xscale="log", xlabel="sharpness, relative to the network itself", title="The same function, other weights"
         )
         right.set_yticks(range(len(others)), [MOVES[r["move"]][1] for r in others], fontsize="small")
         right.invert_yaxis()

@@ -28,23 +28,23 @@ class Direction:
     Attributes
     ----------
     measure : Measure
-        Says how to move along it.
+        The measure, which defines how to move along the vector.
     tensors : dict of str to Tensor
-        One tensor a trainable parameter, of its shape and dtype (at least float32), on the CPU, by the parameter's
-        name. For attention pairs it is the horizontal vector at the model's own representative; of the measures
-        that are taken at the canonical form it is a vector there.
+        One tensor per trainable parameter, of its shape and dtype (at least float32), on the CPU, by the parameter's
+        name. For attention pairs it is the horizontal vector at the model's own representative; for measures at the
+        canonical form it is a vector there.
     norm : float
         Length in the measure's metric.
     pairs : tuple of SymmetricPair
         The pairs that were divided out.
     squares : dict of str to float
-        Squared length in the metric of what moves every parameter, but for what belongs to pairs, by its name.
+        Squared length in the metric of every parameter's part outside pairs, by the parameter's name.
     pair_squares : tuple of float
-        That of what moves every pair. With ``squares`` they add up to norm².
+        Squared length of every pair's part. With ``squares`` they add up to norm².
     classes : bool
-        Of measures at the canonical form: the logits are centred over the classes there.
+        For measures at the canonical form: the logits are centred over the classes there.
     parts : dict of str to float
-        Squared length of what moves every part of the network, see :data:`sharpness.parts.PARTS`.
+        Squared length by part of the network, see :data:`sharpness.parts.PARTS`.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
     found = {p.name: p for p in find_symmetric_pairs(model, include_frozen=True)}
     missing = [p.name for p in direction.pairs if p.name not in found]
     if missing:
-        raise ValueError(f"the direction moves the pair {missing[0]!r}, which {type(model).__name__} lacks")
+        raise ValueError(f"the direction moves the pair {missing[0]!r}, which {type(model).__name__} does not have")
     return [found[p.name] for p in direction.pairs]
 
 
@@ -95,13 +95,13 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     direction : Direction
         For example ``result.direction(0)``.
     t : float
-        How far; at 1 the loss is the one that ``evaluate`` reports.
+        How far to move; at t = 1 the loss is the one that ``evaluate`` reports.
 
     Yields
     ------
     nn.Module
-        The model. Its weights are restored, bit for bit, when the block ends, also by an exception. A half-precision
-        model is a float32 one within the ``with`` block and takes float32 inputs.
+        The model. Its weights are restored, bit for bit, when the block ends, also after an exception. A half-precision
+        model is in float32 within the ``with`` block and takes float32 inputs.
 
     Raises
     ------
@@ -110,8 +110,8 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
 
     Notes
     -----
-    Paper, §5.2. The parameters point to copies meanwhile; their own storage is not written to. A direction may be used
-    on another copy of the model that was measured, on any device.
+    Paper, §5.2. Meanwhile the parameters point to copies; their own storage is not written to. A direction may be used
+    on another copy of the measured model, on any device.
 
     Examples
     --------
@@ -128,7 +128,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     """
     parameters = named_weights(model)
     if any(is_sharded(p) for p in parameters.values()):
-        raise ValueError("a sharded model is not moved along a direction; load the checkpoint whole")
+        raise ValueError("a sharded model cannot be moved along a direction; load the whole checkpoint")
     for name, v in direction.tensors.items():
         if name not in parameters or parameters[name].shape != v.shape:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Work spread over processes; the only file that knows torch.distributed."""
+"""Work spread over processes; the only file that uses torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["World", "counter", "torchrun"]
 
 T = TypeVar("T")
 
-#: What gloo says when a connection is gone.
+#: Messages of gloo when a connection is lost.
 _LOST = re.compile(r"gloo.*(Connection|Timed out|Socket|timeout)|Connection (closed|reset)", re.IGNORECASE | re.DOTALL)
 
 
 class World:
-    """The processes among which units of work go round, one after the other.
+    """The processes that share units of work in round-robin order.
 
     Parameters
     ----------
     group : ProcessGroup, optional
-        None is this process alone.
+        By default only this process.
 
     Raises
     ------
@@ -39,7 +39,7 @@ class World:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if isinstance(group, int):  # what torch gives those who are no members
+        if isinstance(group, int):  # torch's value for processes that are not members
             raise ValueError("this process does not belong to the group; call evaluate on its members only")
         if not isinstance(group, (dist.ProcessGroup, type(None))):
             raise TypeError(f"group must be a process group, got {type(group).__name__}")
@@ -59,11 +59,11 @@ class World:
         return unit % self.size == self.rank
 
     def share(self, count: int) -> range:
-        """Name the units, of a number of them, that fall to this process."""
+        """List which of ``count`` units fall to this process."""
         return range(self.rank, count, self.size)
 
     def gather(self, mine: list[T]) -> list[T]:
-        """Collect everybody's results, on every process."""
+        """Collect the results of all processes on every process."""
         return [item for part in self._exchange(mine) for item in part]
 
     def stack(self, t: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class World:
         return found
 
     def sum(self, t: Tensor) -> Tensor:
-        """Add up, to the same bits on every process, so that all decide alike."""
+        """Sum with the same bits on every process, so that all make the same decisions."""
         return t if self.group is None else self.stack(t).sum(0)
 
     def max(self, t: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class World:
 
     @contextmanager
     def losing_others(self) -> Iterator[None]:
-        """Say in one sentence that another process is gone, instead of what the transport says.
+        """Replace errors of the transport by one sentence that another process has ended.
 
         Raises
         ------
@@ -113,7 +113,7 @@ class World:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Let an error of one process end all: nobody is left waiting for results that never come.
+        """Let an error of one process end all of them, so that none waits for results that never come.
 
         Raises
         ------
@@ -176,7 +176,7 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
 def counter(count: int) -> Iterator[int]:
     """Draw the numbers below ``count``, each once among the processes that torchrun started; all of them without.
 
-    A common atomic counter in the store of the process group hands them out: whoever is free takes the next.
+    A common atomic counter in the store of the process group assigns them: a free process takes the next.
 
     Parameters
     ----------

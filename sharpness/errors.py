@@ -1,4 +1,4 @@
-"""What users cause, in one sentence."""
+"""Errors that users can cause, in one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RemoteError", "naming", "words_of"]
 
 
 def words_of(error: BaseException) -> str:
-    """Say in one line what went wrong, with the kind of error where its words alone may not tell."""
+    """Describe an error in one line, with its type where the message alone may not be clear."""
     said = " ".join(str(error).split())[:500]
     return said if isinstance(error, (ValueError, OSError)) and said else f"{type(error).__name__}: {said}".rstrip(": ")
 
@@ -22,9 +22,9 @@ class RemoteError(RuntimeError):
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Turn what other code raises over a user's file, model or function into one sentence, which begins with ``what``.
+    """Turn an exception from a user's file, model or function into a one-sentence error that begins with ``what``.
 
-    A missing library or a lack of memory stays what it is.
+    A missing library or a lack of memory is raised unchanged.
 
     >>> with naming("the settings cannot be read"):
     ...     {}["steps"]

@@ -1,4 +1,4 @@
-"""Batches in, sharpness out."""
+"""The sharpness of a model on batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["checked_radii", "evaluate"]
 
-#: Bytes of directions that are kept unasked.
+#: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
 
 
@@ -60,52 +60,58 @@ def evaluate(
     Parameters
     ----------
     model : nn.Module
-        Its trainable parameters are measured; its attention layers are known, unless the measure divides nothing out.
+        The parameters with ``requires_grad`` are measured. Attention layers must be of a known class, unless the
+        measure divides out nothing.
     batches : iterable
-        Dicts with labels for a transformers model, pairs (x, y), or what ``loss_fn`` takes.
+        Dicts with labels for a transformers model, pairs (x, y), or any batches that ``loss_fn`` accepts.
     loss_fn : callable, optional
-        ``loss_fn(model, batch)`` → scalar; else ``model(**batch).loss`` or the cross-entropy of ``model(x)`` and y.
+        ``loss_fn(model, batch)`` → scalar; by default ``model(**batch).loss``, or the cross-entropy of ``model(x)`` and
+        y.
     measure : str or Measure
         A name in :data:`MEASURES`: ``"geodesic-inv"``, ``"complete-inv"``, ``"adaptive"``, …; see :func:`get_measure`.
     rho : float or iterable of float, optional
-        Radii in the measure's metric, by default its own. What is found in a smaller ball counts for larger ones.
+        Radii in the metric of the measure; by default the measure's own. A point found in a smaller ball also counts
+        for the larger ones.
     statistic : {"worst", "average"}
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
-        What is divided out, by default ``find_symmetric_pairs(model)``. A pair without a group is like other weights.
-        Attention of an unknown class outside of them is then a warning instead of an error.
+        The pairs that are divided out, by default ``find_symmetric_pairs(model)``. A pair without a group is treated
+        like other weights. Attention of an unknown class outside these pairs is then a warning instead of an error.
     only : str, optional
-        A regular expression: parameters whose name has no match do not move, nor do pairs that they belong to.
+        A regular expression. Parameters whose names do not match it are not moved, and neither are pairs that contain
+        them.
     normalize_logits : bool
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
-        Examples that pass through the model at a time; the result is that of the whole batch, with less memory.
+        Examples per pass through the model; the result is the same as for the whole batch, with less memory.
     keep_directions : bool, optional
-        Keep the worst directions, each as large as the model, in main memory. By default the first ones, up to 2 GiB.
+        Keep the worst directions, each as large as the model, in main memory. By default the first ones are kept, up to
+        2 GiB.
     progress : bool
-        Show a progress bar; where there is no terminal, a line a minute.
+        Show a progress bar or, without a terminal, one line per minute.
     group : ProcessGroup, optional
-        Spread the work over these processes of ``torch.distributed``; every one returns the whole result.
+        Spread the work over these processes of ``torch.distributed``; each of them returns the whole result.
     **search
         Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
 
     Returns
     -------
     SharpnessResult
-        ``result[rho]`` is that of one radius, ``float`` of it the sharpness; ``print`` gives a table.
+        ``result[rho]`` is the result at one radius, ``float(result[rho])`` its sharpness, and ``print(result)`` shows a
+        table.
 
     Raises
     ------
     UnknownAttentionError
-        A module computes attention and no handler knows it (geodesic measures only).
+        A module computes attention and no handler knows its class (geodesic measures only).
     ValueError
-        Nothing to measure, a loss that is NaN or random, an argument out of range or without meaning.
+        There is nothing to measure, the loss is NaN or random, or an argument is out of range or has no meaning.
     RemoteError
         Another process of the group failed.
 
     Notes
     -----
-    Paper, §5.2 and Algorithm 1. The model is as before afterwards, bit for bit, whatever happens.
+    Paper, §5.2 and Algorithm 1. Afterwards the model is as before, bit for bit, even after an error.
 
     Examples
     --------
@@ -127,17 +133,17 @@ def _search(options: Mapping[str, Any]) -> Search:
     for name in options:
         if name not in known:
             raise TypeError(
-                f"evaluate() has no argument {name!r}; those of the search are {', '.join(known)}, and what is "
-                "measured is said by the measure, as get_measure('geodesic-inv', geodesic='exact')"
+                f"evaluate() has no argument {name!r}; those of the search are {', '.join(known)}; options of the "
+                "measure belong to it, as in get_measure('geodesic-inv', geodesic='exact')"
             )
     return Search(**options)
 
 
 def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:
-    """Give the radii of a measure; a ValueError says what is wrong."""
+    """Return the radii of a measure; raise a ValueError for invalid ones."""
     if rho is None:
         if measure.rho is None:
-            raise ValueError(f"give a radius rho: the measure {measure.name!r} has no default")
+            raise ValueError(f"pass a radius rho: the measure {measure.name!r} has no default")
         rho = measure.rho
     scalar = isinstance(rho, Real) or (isinstance(rho, Tensor) and rho.dim() == 0)
     try:
@@ -162,9 +168,9 @@ class _Evaluation:
         if statistic not in ("worst", "average"):
             raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
         if statistic == "average" and measure.ball_norm != 2:
-            raise ValueError('statistic="average" draws Gaussian directions, for which ball_norm = inf means nothing')
+            raise ValueError('statistic="average" draws Gaussian directions, for which ball_norm = inf has no meaning')
         if search.restarts and statistic != "worst":
-            raise ValueError(f"restarts belong to statistic='worst'; leave them out for {statistic!r}")
+            raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
         self.measure, self.radii, self.statistic = measure, checked_radii(measure, rho), statistic
         self.search, self.objective, self.keep = search, objective, keep
         self.jobs = [(rho, start) for rho in self.radii for start in range(search.restarts + 1)]
@@ -176,7 +182,7 @@ class _Evaluation:
         self, model: nn.Module, batches: Iterable[Any], pairs: Sequence[SymmetricPair] | None, only: str | None,
         progress: bool, group: ProcessGroup | None,
     ) -> SharpnessResult:  # fmt: skip
-        """Do everything and put the parts together."""
+        """Do all jobs and combine their results."""
         effort = self.search.steps if self.statistic == "worst" else self.search.num_samples
         count = len(batches) if isinstance(batches, Sized) else None
         processes = 1 if is_sharded_model(model) else World(group).size
@@ -225,7 +231,7 @@ class _Evaluation:
             self.directions[key] = (result.value, space.direction(point))
 
     def _best(self) -> Iterator[BatchResult]:
-        """Take the best start of every batch and radius, with the passes and seconds of all and the worst error."""
+        """Take the best start of every batch and radius, with passes and seconds of all starts and the worst error."""
         found = sorted(self.found, key=lambda r: (r.batch, self.radii.index(r.rho), r.start))
         for _, same in itertools.groupby(found, key=lambda r: (r.batch, r.rho)):
             starts = list(same)
@@ -242,7 +248,7 @@ def _largest(errors: Iterable[float | None]) -> float | None:
 
 
 def _nested(found: Sequence[BatchResult]) -> Iterator[tuple[BatchResult, float]]:
-    """Count for every ball what was found in the smaller ones, which it contains; with the radius where it was."""
+    """Let every ball inherit the worst point of smaller balls, which it contains, with the radius of that ball."""
     for _, same in itertools.groupby(found, key=lambda r: r.batch):
         inner, origin = None, 0.0
         for outer in sorted(same, key=lambda r: r.rho):

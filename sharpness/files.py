@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all, and never in the place of something of the user's."""
+"""Files that are written completely or not at all, and never replace a user's data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["atomic_write", "check_file", "check_folder", "flush", "kind_of", "na
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
-    """Raise unless a file may be written there; to be called before the work whose result it holds.
+    """Raise unless a file may be written there; call it before the work whose result the file will hold.
 
-    It is a regular file, which is replaced, or nothing yet, in a folder that exists.
+    The path must be a regular file, which is replaced, or free, in a folder that exists.
     """
     path = Path(path)
     kind = kind_of(path)
@@ -30,7 +30,7 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 
 
 def check_folder(path: str | os.PathLike[str], *, create: bool = True) -> Path:
-    """Raise unless files may be written into a folder or a link to one; create it, and those above it, if need be."""
+    """Raise unless files may be written into a folder or a link to one; create it and its parents if necessary."""
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is {kind_of(path)}; name a folder")
@@ -43,7 +43,7 @@ def check_folder(path: str | os.PathLike[str], *, create: bool = True) -> Path:
 
 
 def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let a function write a file under another name, with the same suffix, then put it in its place."""
+    """Let a function write a file under a temporary name, with the same suffix, then rename it."""
     path = check_file(path)
     with naming_file(path), tempfile.TemporaryDirectory(prefix=".sharpness-", dir=path.parent) as place:
         own = Path(place) / path.name
@@ -64,7 +64,7 @@ def write_json(path: str | os.PathLike[str], found: Any) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Say what is there; empty for nothing."""
+    """Describe what is at a path; empty if nothing is there."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -78,7 +78,7 @@ def kind_of(path: Path) -> str:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Let an error of the operating system name the file that was to be written, not a temporary one."""
+    """Let an error of the operating system name the final file instead of the temporary one."""
     try:
         yield
     except OSError as error:
@@ -88,18 +88,18 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what was written, before anything relies on it."""
+    """Flush what was written to disk, before anything relies on it."""
     folder = path.is_dir()
     try:
         handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     except OSError:
-        if folder:  # Windows opens no folders
+        if folder:  # Windows cannot open folders
             return
         raise
     try:
         os.fsync(handle)
     except OSError:
-        if not folder:  # some file systems flush no folders
+        if not folder:  # some file systems cannot flush folders
             raise
     finally:
         os.close(handle)

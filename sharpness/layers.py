@@ -1,4 +1,4 @@
-"""Which layers and heads a worst direction moves."""
+"""The share of each layer and head in a worst direction."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["LayerShare", "LayerShares", "layer_shares"]
 
 @dataclass(frozen=True)
 class LayerShare:
-    """What a part of a model contributes to a worst direction.
+    """The share of a part of a model in a worst direction.
 
     Attributes
     ----------
     layer : str
-        The block that holds an attention module, as ``vit.layers.3``; else the module.
+        The block that contains an attention module, such as ``vit.layers.3``; else the module.
     kind : str
-        ``"qk"`` or ``"vo"`` of a head, ``"lora"`` or another pair's own word, or ``"weights"``: all other weights.
+        ``"qk"`` or ``"vo"`` of a head, ``"lora"`` or the kind of another pair, or ``"weights"`` for all other weights.
     head : int or None
-        Number of the head, from 0; None for weights and for pairs that belong to no head.
+        Number of the head, from 0; None for weights and for pairs without a head.
     share : float
         Share of the squared length in the measure's metric, between 0 and 1.
 
@@ -38,7 +38,7 @@ class LayerShare:
 
 
 class LayerShares(list[LayerShare]):
-    """Shares in the order of the model's parameters; they add up to 1. Prints as a table, a row a layer.
+    """Shares in the order of the model's parameters, which add up to 1; ``print`` shows a table with a row per layer.
 
     Parameters
     ----------
@@ -79,24 +79,26 @@ class LayerShares(list[LayerShare]):
 
 
 def _block(module: str) -> str:
-    """Cut a path after its last number: ``vit.layers.3.attention`` lies in ``vit.layers.3``."""
+    """Cut a path after its last number: ``vit.layers.3.attention`` is in ``vit.layers.3``."""
     parts = module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=len(parts) - 1)
     return ".".join(parts[: last + 1])
 
 
 def _layer(parameter: str, blocks: Sequence[str]) -> str:
-    """Find the block of an attention module that a parameter lies in, else its own module."""
+    """Find the block of the attention module that contains a parameter, or else the parameter's own module."""
     inside = [b for b in blocks if parameter.startswith(f"{b}.")]
     return max(inside, key=len) if inside else _block(parameter.rpartition(".")[0]) or parameter
 
 
 def layer_shares(directions: Sequence[Direction]) -> LayerShares:
-    """Say which layers and heads directions of one model under one measure move, in the mean over the directions."""
+    """Compute the share of each layer and head in directions of one model and measure, averaged over directions."""
     first = directions[0]
     moving = [d for d in directions if d.norm > 0]
     if not moving:
-        raise ValueError("the worst directions have no length: the loss did not rise at this radius; take a larger one")
+        raise ValueError(
+            "the worst directions have length 0, because the loss did not rise at this radius; use a larger one"
+        )
     blocks = sorted({_block(p.module) for p in first.pairs if p.head is not None})
     keys = [(_layer(f"{p.module}.", blocks), p.kind, p.head) for p in first.pairs]
     found: dict[tuple[str, str, int | None], float] = {}

@@ -1,4 +1,4 @@
-"""What is measured at the weights themselves, without a radius: the gradient's length, and the Hessian."""
+"""Measures at the weights themselves, without a radius: the gradient's length, and the Hessian."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["LOCAL", "LocalBatch", "LocalResult", "gradient_norm", "hessian", "me
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What was found at the weights on one batch.
+    """Results at the weights on one batch.
 
     Attributes
     ----------
@@ -37,11 +37,11 @@ class LocalBatch:
         Position of the batch.
     base_loss : float
     base_error : float or None
-        Fraction of the batch that is classified wrongly; None where labels or scores are not known.
+        Fraction of the batch that is misclassified; None if labels or scores are not known.
     gradient_norm : float
         Length of the loss's gradient in the metric, the limit of sharpness/ρ for small ρ.
     max_eigenvalue, trace, std_error : float or None
-        Of the Hessian in the metric; the last is the standard error of the trace.
+        Largest eigenvalue and trace of the Hessian in the metric, and the standard error of the trace.
     passes : int
         Passes through the model; a product with the Hessian counts as one.
     seconds : float
@@ -69,12 +69,12 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """Means over batches of what was found at a model's weights; ``print`` gives a line.
+    """Results at a model's weights, averaged over batches; ``print`` shows one line.
 
     Attributes
     ----------
     measure : Measure
-        Whose metric counts.
+        The measure whose metric is used.
     model : str
         Class of the model.
     batches : tuple of LocalBatch
@@ -98,23 +98,23 @@ class LocalResult:
 
     @property
     def max_eigenvalue(self) -> float | None:
-        """Largest eigenvalue of the Hessian; None where it was not sought."""
+        """Largest eigenvalue of the Hessian; None if it was not computed."""
         found = [b.max_eigenvalue for b in self.batches if b.max_eigenvalue is not None]
         return fmean(found) if found else None
 
     @property
     def trace(self) -> float | None:
-        """Estimate of the Hessian's trace; None where it was not sought."""
+        """Estimate of the Hessian's trace; None if it was not computed."""
         found = [b.trace for b in self.batches if b.trace is not None]
         return fmean(found) if found else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain numbers, strings, lists and dicts."""
+        """Return everything as plain numbers, strings, lists and dicts."""
         means = {name: getattr(self, name) for name in ("gradient_norm", "max_eigenvalue", "trace")}
         return {**asdict(self), **means, "batches": [asdict(b) for b in self.batches]}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
+        """Write :meth:`to_dict` to a file, which is replaced completely or not at all.
 
         Parameters
         ----------
@@ -175,7 +175,7 @@ def hessian(
     num_matvecs : int
         Products with the Hessian for its trace, rounded down to a multiple of 3.
     seed : int
-        Of the random vectors.
+        Seed of the random vectors.
 
     Returns
     -------
@@ -184,11 +184,11 @@ def hessian(
     Raises
     ------
     ValueError
-        As :func:`sharpness.evaluate`; ``num_matvecs`` below 1, a seed that is negative.
+        As for :func:`sharpness.evaluate`; or ``num_matvecs`` is below 1, or the seed is negative.
 
     Notes
     -----
-    Lanczos' method and Hutch++; with ``measure="euclidean"`` they give those of the ordinary Hessian.
+    Computed by Lanczos' method and Hutch++; with ``measure="euclidean"`` the results are those of the ordinary Hessian.
 
     Examples
     --------
@@ -222,7 +222,7 @@ def _at_the_weights(
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, more: Callable[[BatchLoss], dict[str, Any]],
 ) -> LocalResult:  # fmt: skip
     if measure.ball_norm != 2:
-        raise ValueError(f"the measure {measure.name!r} has no length of vectors; take one with ball_norm=2")
+        raise ValueError(f"the measure {measure.name!r} defines no length of vectors; use one with ball_norm=2")
     found: list[LocalBatch] = []
 
     def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
@@ -240,7 +240,7 @@ def _at_the_weights(
     return LocalResult(measure, plain_class(model).__name__, tuple(sorted(world.gather(found), key=lambda b: b.batch)))
 
 
-#: What ``sharpness run`` and sweeps offer beside the measures, by name: the function and its measure.
+#: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.
 LOCAL: dict[str, tuple[Callable[..., LocalResult], str]] = {
     "gradient-norm": (gradient_norm, "geodesic-inv"),
     "riemannian-hessian": (hessian, "geodesic-inv"),
@@ -249,7 +249,7 @@ LOCAL: dict[str, tuple[Callable[..., LocalResult], str]] = {
 
 
 def measure_of(name: str, **changes: Any) -> Measure:
-    """Give the measure of a name in MEASURES or LOCAL, with changes of its fields."""
+    """Return the measure with a name in MEASURES or LOCAL, with some fields changed."""
     if name not in MEASURES and name not in LOCAL:
         raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
     return get_measure(LOCAL[name][1] if name in LOCAL else name, **changes)

@@ -1,4 +1,4 @@
-"""From a batch to its loss and error rate: whole, or in pieces that need less memory."""
+"""The loss and error rate of a batch, as a whole or in pieces that need less memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["LossFunction", "normalized_logits"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
-#: The label that cross-entropy, in torch and in transformers, leaves out.
+#: The label that cross-entropy ignores, in torch and in transformers.
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One forward pass: its loss, a scalar with its graph; of a classification, how many are wrong of how many."""
+    """One forward pass: its loss, a scalar with its graph, and in classification the numbers of errors and labels."""
 
     loss: Tensor
     wrong: int | None = None
@@ -33,11 +33,11 @@ class Outcome:
 
 
 def normalized_logits(scores: Tensor) -> Tensor:
-    r"""Divide every example's logits by their spread over the K classes.
+    r"""Divide every example's logits by their standard deviation over the K classes.
 
     .. math:: \tilde f = f \Big/ \sqrt{\tfrac1K \sum_k (f_k - \bar f)^2}
 
-    A network that is only more confident then has the same loss.
+    Networks that differ only in confidence then have the same loss.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def normalized_logits(scores: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        (examples, K), dtype and device of the scores; not finite where all logits of an example are equal.
+        (examples, K), with the dtype and device of the scores; not finite if all logits of an example are equal.
 
     Notes
     -----
@@ -64,10 +64,11 @@ def normalized_logits(scores: Tensor) -> Tensor:
 
 
 def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -> Outcome:
-    """Run a model and take its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
+    """Run a model and return its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
 
     A batch is a mapping, inputs and labels of a transformers model by name, or a pair (x, y), with labels as
-    ``torch.nn.functional.cross_entropy`` takes them. Labels or token ids that the model does not have are a ValueError.
+    ``torch.nn.functional.cross_entropy`` takes them. Labels or token ids that the model does not have raise a
+    ValueError.
     """
     try:
         return _default_loss(model, batch, normalize_logits)
@@ -105,12 +106,12 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
         raise ValueError(f"{name} returned {type(output).__name__} without logits; pass loss_fn")
     elif scores.dim() > 1 and scores.shape[1] == 1:
         raise ValueError(
-            f"{name} returned one score an example, for which cross-entropy is always 0; pass loss_fn for a regression"
+            f"{name} returned one score per example, for which cross-entropy is always 0; pass loss_fn for a regression"
         )
     classification = _is_classification(scores, labels)
     if normalize_logits and not classification:
         raise ValueError(
-            "normalize_logits needs one label and one row of scores an example, as in classification; leave it out"
+            "normalize_logits needs one label and one row of scores per example, as in classification; leave it out"
         )
     if classification and scores.dtype != (wide := at_least_float32(scores.dtype)):
         scores, rough = scores.to(wide), None if loss is None else float(loss.detach())
@@ -124,7 +125,7 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
 
 
 def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
-    """Run a classifier: scores (examples, classes), with their graph, and labels; None where it is no classification.
+    """Run a classifier: scores (examples, classes), with their graph, and labels; None if it is not a classification.
 
     The batch is as for :func:`default_loss`; the output is the scores, or has them as ``.logits``.
     """
@@ -144,9 +145,9 @@ def _is_classification(scores: Any, labels: Any) -> bool:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is maximised on a batch: ``loss_fn(model, batch)``, or by default :func:`default_loss`.
+    """The function that is maximised on a batch: ``loss_fn(model, batch)``, or by default :func:`default_loss`.
 
-    With ``micro_batch`` a batch is divided into pieces of so many examples, which need less memory:
+    With ``micro_batch`` a batch is divided into pieces of that many examples, which need less memory:
 
     >>> objective, model = Objective(micro_batch=2), nn.Linear(2, 3)
     >>> batch = torch.randn(4, 2), torch.tensor([0, 2, 1, -100])  # a padded label, −100, has no weight
@@ -193,7 +194,7 @@ class Objective:
         return found
 
     def pieces(self, model: nn.Module, batch: Any) -> list[tuple[float, Any]]:
-        """Split a batch into pieces, with the weights of their losses: the shares of the labels that count."""
+        """Split a batch into pieces with weights for their losses: the shares of the labels that are not ignored."""
         if self.micro_batch is None:
             return [(1.0, batch)]
         count = count_examples(batch)
@@ -201,15 +202,15 @@ class Objective:
         weights = [_counted_labels(model, part) for part in parts]
         total = sum(weights)
         if total == 0:
-            raise ValueError("a batch has no label that counts (all are -100); leave it out")
+            raise ValueError("all labels of a batch are ignored (-100); leave the batch out")
         return [(w / total, part) for w, part in zip(weights, parts, strict=True) if w]
 
     def check_pieces(self, model: nn.Module, batch: Any, *, all_of_them: bool = True) -> None:
         """Raise if the weighted losses of the parts of a piece are not the loss of the piece.
 
-        That is so for a loss that is no mean over examples or labels, or is random, and for a layer that mixes
-        examples. Every piece (or the first one alone, which costs as much as its own pass) is held against two halves
-        of it, by class where classes are known; where pieces are single examples, neighbours are taken together.
+        That happens for a loss that is not a mean over examples or labels, or is random, and for a layer that mixes
+        examples. Every piece (or only the first, at the cost of its own pass) is compared with two halves of it, split
+        by class where classes are known; where pieces are single examples, neighbours are taken together.
         """
         if self.micro_batch is None:
             return
@@ -230,7 +231,7 @@ class Objective:
         if count < 2 or _counted_labels(model, piece) == 0:
             return
         labels = _labels(piece)
-        if labels is not None and labels.dim() == 1:  # by class: halves alike would not show weights of classes
+        if labels is not None and labels.dim() == 1:  # by class: similar halves would not reveal class weights
             piece = _rows(piece, labels.argsort(stable=True), count)
         with torch.set_grad_enabled(self.loss_fn is not None):
             both = float(self(model, piece).loss.detach())
@@ -246,7 +247,7 @@ class Objective:
 
 
 def to_float32(batch: Any) -> Any:
-    """Give a batch whose half-precision tensors are float32: a half-precision model is a float32 one while measured."""
+    """Convert half-precision tensors of a batch to float32, as half-precision models are while they are measured."""
     return tree_map(lambda t: t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t, batch)
 
 
@@ -260,7 +261,7 @@ def _labels(batch: Any) -> Tensor | None:
 
 
 def count_examples(batch: Any) -> int:
-    """Count the examples of a batch: its labels, or what runs along the first dimension of its tensors."""
+    """Count the examples of a batch, from its labels or the first dimension of its tensors."""
     labels = _labels(batch)
     found = [labels] if labels is not None else [t for t in tensors(batch) if t.dim()]
     if not found:
@@ -289,7 +290,7 @@ def _counted_labels(model: nn.Module, batch: Any) -> int:
     if labels is None or labels.is_floating_point():
         return count_examples(batch)
     if labels.dim() == 2 and _predicts_next_token(model):
-        labels = labels[:, 1:]  # the first token is predicted by none
+        labels = labels[:, 1:]  # no token predicts the first one
     return int((labels != _IGNORED).sum())
 
 

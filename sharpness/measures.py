@@ -1,4 +1,4 @@
-"""What is measured: which metric every weight carries, and how pairs move along a tangent vector."""
+"""Measures: the metric of every weight, and how pairs move along a tangent vector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Measure:
     Attributes
     ----------
     name : str
-        Shown in results; those of :data:`MEASURES` can be given in place of the measure.
+        Shown in results; a name in :data:`MEASURES` can be passed instead of the measure.
     pair_metric : {"inv", "mix", None}
         Metric of the symmetric pairs; None treats their weights like all others.
     elementwise : {"adaptive", "euclidean", "vector"}
@@ -24,8 +24,8 @@ class Measure:
         residual stream (a neuron's row with its bias, a column of a layer that writes, a row of an embedding),
         :math:`\|ξ_v\|^2 / \|v\|^2`.
     form : {"own", "canonical"}
-        Measured at the model's own weights, or at their canonical form
-        (:mod:`quotient_manifolds.symmetries.whole`), which all equivalent weights share.
+        Whether to measure at the model's own weights or at their canonical form
+        (:mod:`quotient_manifolds.symmetries.whole`), which is the same for all equivalent weights.
     geodesic : {"second-order", "first-order", "exact"}
         How pairs move along ξ: x + ξ + ½ acceleration(ξ); the straight line x + ξ; or the exact geodesic (mix: where it
         would leave the manifold, shortened to 0.99 of its exit time).
@@ -35,19 +35,19 @@ class Measure:
         ε of the floor ε σ_1 on the singular values in the metric of the pairs, see
         :class:`quotient_manifolds.GLQuotientInv`.
     metric_scale : float
-        The whole metric times c: the same geodesics, and the ball of radius ρ√c is the one of radius ρ before.
+        c, by which the whole metric is multiplied. Geodesics stay the same, and the ball of radius ρ√c is the former
+        ball of radius ρ.
     ball_norm : {2, inf}
-        The ball's norm in the coordinates of the metric; inf for elementwise measures only.
+        Norm of the ball in the coordinates of the metric; inf for elementwise measures only.
     rho : float or None
-        Radius that is used if none is given.
+        Default radius.
     pair_block : str
-        ``"module:class"`` of the pairs' blocks, see :mod:`sharpness.blocks`: where a metric or a motion of one's own
-        comes in.
+        ``"module:class"`` of the pairs' blocks, see :mod:`sharpness.blocks`, for a metric or motion of your own.
 
     Raises
     ------
     ValueError
-        A value that is not among those named, or a combination without meaning.
+        A value is not among those named, or the combination has no meaning.
 
     Notes
     -----
@@ -124,17 +124,17 @@ MEASURES: dict[str, Measure] = {
     "euclidean": Measure("euclidean", elementwise="euclidean", rho=0.05),
 }
 
-#: Fields that act on pairs alone.
+#: Fields that concern only pairs.
 _OF_PAIRS = ("geodesic", "symmetry", "relaxation", "pair_block")
 
 
 def get_measure(measure: str | Measure, **changes: Any) -> Measure:
-    """Look a measure up by name, and change some of its fields.
+    """Look up a measure by name, and change some of its fields.
 
     Parameters
     ----------
     measure : str or Measure
-        One of :data:`MEASURES`; a :class:`Measure` stands for itself.
+        A name in :data:`MEASURES`, or a :class:`Measure`.
     **changes
         Fields of :class:`Measure`.
 
@@ -145,7 +145,7 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
     Raises
     ------
     ValueError
-        An unknown name or value, or a combination without meaning, such as a geodesic for "adaptive".
+        A name or value is unknown, or the combination has no meaning, such as a geodesic for "adaptive".
 
     Examples
     --------
@@ -160,8 +160,8 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
         for key in _OF_PAIRS:
             if key in changes and not (key == "symmetry" and changes[key] == "none"):
                 raise ValueError(
-                    f"{key} says how symmetric pairs are treated, but the measure {measure.name!r} treats them as any "
-                    f"other weight; leave {key} out, or use a geodesic measure"
+                    f"{key} says how symmetric pairs are treated, but the measure {measure.name!r} treats them like "
+                    f"any other weight; leave {key} out, or use a geodesic measure"
                 )
     known = [f.name for f in fields(Measure)]
     for key in changes:

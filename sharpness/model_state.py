@@ -1,4 +1,4 @@
-"""Measuring leaves no trace: weights, modes, buffers, random state and switches are put back."""
+"""Measuring has no side effects: weights, modes, buffers, random state and global settings are restored."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class _FastPath:
-    """Torch's fast path of encoder layers, off while anybody measures: the switch is one for all threads."""
+    """Torch's fast path of encoder layers, off during any measurement, because the setting is shared by all threads."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._before = threading.Lock(), set[int](), True
 
     def off(self, user: int) -> None:
-        """Switch it off; the first user notes how it was."""
+        """Switch it off; the first user saves the previous state."""
         self._alone(lambda: self._off(user))
 
     def back(self, user: int) -> None:
-        """Put it back when the last user is gone; twice is harmless."""
+        """Restore it when the last user has finished; a second call is harmless."""
         self._alone(lambda: self._back(user))
 
     def _alone(self, work: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class _FastPath:
         finally:
             if held:
                 lock.release()
-            else:  # an interrupt fell between the lock and its release
+            else:  # an interrupt came between acquiring and releasing the lock
                 self._lock = threading.Lock()
 
     def _off(self, user: int) -> None:
@@ -57,7 +57,7 @@ _fast_path = _FastPath()
 
 
 class _State:
-    """Everything of a model and of torch that a measurement may change, and how it was."""
+    """Everything in a model and in torch that a measurement may change, with its previous state."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modes = {m: m.training for m in model.modules()}
@@ -72,16 +72,16 @@ class _State:
         self.cached_parametrizations = parametrize._cache_enabled
 
     def prepare(self) -> None:
-        """Switch off what reads weights behind autograd's (and adapters') back, and go to evaluation mode."""
+        """Switch off code that reads weights without autograd (or adapters), and go to evaluation mode."""
         _fast_path.off(id(self))
-        torch.set_autocast_cache_enabled(False)  # it would keep casts of the weights while they move
+        torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
         parametrize._cache_enabled = 0
         # Not model.eval(): some layers merge weights when they are told to.
         for module in self.modes:
             module.training = False
 
     def restore(self) -> None:
-        """Put everything back; twice is harmless."""
+        """Restore everything; a second call is harmless."""
         for p, data, grad in self.data:
             p.data, p.grad = data, grad
         for module, training in self.modes.items():
@@ -89,10 +89,10 @@ class _State:
         for module, found in self.buffers:
             for name in set(module._buffers) - set(found):
                 del module._buffers[name]
-            module._buffers.update(found)  # those that a pass filled or replaced
+            module._buffers.update(found)  # buffers that a pass filled or replaced
         for buffer, value in self.contents:
             if not torch.equal(buffer, value):
-                buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave on
+                buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave switched on
         torch.set_grad_enabled(self.gradients)
         torch.set_rng_state(self.random)
         for i, state in self.random_of_gpus:
@@ -103,10 +103,10 @@ class _State:
 
 
 def preserve_model_state(model: nn.Module, work: Callable[[], T]) -> T:
-    """Do some work with a model in evaluation mode and gradients on; put everything back, see :class:`_State`.
+    """Do some work with a model in evaluation mode and gradients on, then restore everything, see :class:`_State`.
 
-    An interrupt that falls into the clean-up is raised after it: what it cuts short is done again. (A ``with``
-    statement could not promise that: an interrupt may fall into contextlib's own code.)
+    An interrupt during the clean-up is raised after it, and the interrupted step is repeated. (A ``with`` statement
+    could not guarantee that, because an interrupt may come within contextlib's own code.)
     """
     state = _State(model)
     try:

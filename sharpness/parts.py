@@ -35,9 +35,9 @@ def part_of_pair(pair: SymmetricPair) -> str:
 class Parts:
     """Which part every entry of every parameter belongs to.
 
-    Queries and keys, values and outputs are known by the model's pairs, trainable or not; the others by the kind of
-    their module: what an embedding, a convolution, or a token's name holds is of the embeddings, all vectors are norms
-    and biases, a last linear layer is the head, and all other matrices are the MLP's.
+    Queries and keys, values and outputs are known from the model's pairs, trainable or not; the others from the kind of
+    their module: weights of embeddings and convolutions, and parameters named as tokens, count as embeddings, all
+    vectors as norms and biases, a last linear layer as the head, and all other matrices as MLP.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, Tensor]) -> None:
@@ -60,7 +60,7 @@ class Parts:
         return "norms and biases" if p.squeeze().dim() < 2 else "MLP"
 
     def cut(self, cut: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Keep a part of the entries of every parameter, as ``cut(parameter, mask)`` takes them."""
+        """Keep a part of the entries of every parameter, as selected by ``cut(parameter, mask)``."""
         self._masks = {part: {p: cut(p, mask) for p, mask in masks.items()} for part, masks in self._masks.items()}
 
     def add_squares(self, into: dict[str, float], block: Block, c: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Weights that stand elsewhere for a while, and gradients where they stand: the only file that touches a model."""
+"""Temporarily moved weights, and gradients there: the only file that changes a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Gradients", "pointing_to", "stands_on_narrow_base"]
 
 @contextmanager
 def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Let parameters point to copies; their own storage is untouched and comes back on every way out.
+    """Let parameters point to copies; their own storage is untouched and is restored even after an error.
 
     Where a copy is wider than its parameter, all half-precision parameters and buffers of the model are float32
     meanwhile: next to w, bfloat16 has no numbers closer than w (1 ± 2⁻⁸), so that nearly all of a small ξ would be
@@ -53,7 +53,7 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
                 if own is not None:
                     hooks += _compute_in_float32(m, original[own].dtype)
             yield
-        finally:  # cut short by an interrupt, it is done again
+        finally:  # repeat what an interrupt has cut short
             put_back()
     finally:
         put_back()
@@ -62,7 +62,7 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
 def stands_on_narrow_base(model: nn.Module, moving: Collection[Tensor]) -> bool:
     """Tell whether most of a model is frozen in half precision, or in integers, as below adapters.
 
-    Wide copies of the base would cost more memory than everything that moves. What moves must belong to modules that
+    Wide copies of the base would need more memory than all moving weights. What moves must belong to modules that
     hold nothing else, whose own forward pass reads it: only those can compute in float32 by themselves.
     """
     known = set(moving)
@@ -80,7 +80,7 @@ def _computes_alone(module: nn.Module, moving: Collection[Tensor]) -> bool:
 
 
 def _compute_in_float32(module: nn.Module, narrow: torch.dtype) -> list[RemovableHandle]:
-    """Let a module whose weights are float32 now take and give what its neighbours have."""
+    """Let a module whose weights are now in float32 accept and return the dtype of its neighbours."""
     came: list[torch.dtype] = []
 
     def widen(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -120,14 +120,14 @@ class Gradients:
         self._reentrant: bool | None = True if backward else None
 
     def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Add up the gradients of losses, taken one after the other: a generator needs the memory of one of them."""
+        """Sum the gradients of losses one after the other, so that a generator needs the memory of only one of them."""
         found: dict[Tensor, Tensor] = {}
         summed: set[Tensor] = set()
         for loss in losses:
             for p, g in self._of(loss).items():
                 if p in summed:
                     found[p].add_(g)
-                elif p in found:  # what autograd gives may share memory: not to be written to
+                elif p in found:  # gradients from autograd may share memory and must not be written to
                     found[p] = found[p] + g
                     summed.add(p)
                 else:
@@ -154,11 +154,11 @@ class Gradients:
         return first, second
 
     def _of(self, loss: Tensor) -> dict[Tensor, Tensor]:
-        if self._reentrant is None:  # walking the graph once is enough: the model does not change
+        if self._reentrant is None:  # one walk through the graph is enough, because the model does not change
             self._reentrant = _has_reentrant_checkpoint(loss)
         if not self._reentrant:
             grads: Sequence[Tensor | None] = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        else:  # autograd.grad cannot see through reentrant checkpoints: collect in .grad, and put back what was there
+        else:  # autograd.grad does not work with reentrant checkpoints: collect in .grad, and restore its old value
             before = [p.grad for p in self._all]
             try:
                 for p in self._all:

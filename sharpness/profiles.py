@@ -34,8 +34,7 @@ class Profile:
     lengths : tuple of float
         Signed distance from the weights, in the measure's metric.
     losses : dict of str to tuple of float
-        By the way that was taken: ``"second-order"`` or ``"exact"`` geodesic, ``"first-order"`` is the
-        straight line.
+        Losses by the path: ``"second-order"`` or ``"exact"`` geodesic, or ``"first-order"``, the straight line.
     radius : float
         Length of the direction.
 
@@ -72,22 +71,22 @@ def profile(
     Parameters
     ----------
     model : nn.Module
-        Its weights are restored, whatever happens.
+        Its weights are restored, even after an error.
     batch : tuple, dict or other
-        As :func:`sharpness.evaluate` takes it.
+        A batch as for :func:`sharpness.evaluate`.
     direction : Direction
-        ξ, as ``result.direction(0)``.
+        ξ, for example ``result.direction(0)``.
     loss_fn : callable, optional
-        As of :func:`sharpness.evaluate`.
+        As for :func:`sharpness.evaluate`.
     ways : sequence of str, optional
         ``geodesic`` of :class:`sharpness.Measure`: by default that of the direction's measure and the straight line,
-        ``"first-order"``. For a measure that divides nothing out they are the same, and only the line is taken.
+        ``"first-order"``. For a measure that divides out nothing they are the same, and only the line is used.
     reach : float
         How far, in units of the direction's length.
     points : int
-        Values of t, at least 2; an odd number has 0 among them.
+        Number of values of t, at least 2; an odd number includes t = 0.
     micro_batch, normalize_logits
-        As :func:`sharpness.evaluate` had them.
+        As passed to :func:`sharpness.evaluate`.
 
     Returns
     -------
@@ -97,7 +96,8 @@ def profile(
     Raises
     ------
     ValueError
-        Fewer than two points, a reach that is not positive, an unknown way; a direction of another model.
+        There are fewer than two points, ``reach`` is not positive, a way is unknown, or the direction is of another
+        model.
 
     Examples
     --------
@@ -116,7 +116,7 @@ def profile(
     """
     check_model(model)
     if not isinstance(direction, Direction):
-        raise TypeError(f"direction must be a Direction, as result.direction(0) gives, got {type(direction).__name__}")
+        raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise ValueError(f"points must be a whole number of at least 2, got {points!r}")
     if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not 0 < reach < math.inf:
@@ -141,7 +141,7 @@ def _losses(
     batch = to_device(batch, next(iter(own.values())).device)
     moving = [own[name] for name in direction.tensors if name in own]
     if any(p.dtype != at_least_float32(p.dtype) for p in moving) and not stands_on_narrow_base(model, moving):
-        batch = to_float32(batch)  # a half-precision model is a float32 one while it is perturbed
+        batch = to_float32(batch)  # a half-precision model is in float32 while it is perturbed
     along = replace(direction, measure=replace(direction.measure, geodesic=way))
 
     def loss_at(t: float) -> float:

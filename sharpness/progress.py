@@ -1,4 +1,4 @@
-"""How far a long piece of work is, and how long it will take: a bar on a terminal, a line a minute anywhere else."""
+"""Progress of long work and the time left: a bar on a terminal, elsewhere one line per minute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Lines:
 
 
 def bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
-    """Return tqdm's bar for a terminal, and for a file or pipe one that writes a line a minute, after the first."""
+    """Return tqdm's bar for a terminal, and for a file or pipe one that writes a line per minute, after the first."""
     if not progress or (sys.stderr is not None and sys.stderr.isatty()):
         return tqdm(total=total, desc=what, unit=unit, disable=not progress)
     form = "{desc}: {n_fmt}" + ("" if total is None else " of {total_fmt}") + " {unit}s in {elapsed}"

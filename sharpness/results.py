@@ -1,4 +1,4 @@
-"""What a measurement returns."""
+"""The results of a measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BatchResult", "SharpnessResult"]
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What was found on one batch at one radius.
+    """The result on one batch at one radius.
 
     Attributes
     ----------
@@ -29,29 +29,30 @@ class BatchResult:
     rho : float
         Radius of the ball.
     start : int
-        0 for the ascent from the weights, else the number of the random start that came out best.
+        0 for the ascent from the weights, else the number of the random start with the best result.
     value : float
         The sharpness: the worst or the mean perturbed loss, minus the base loss.
     base_loss, worst_loss : float
-        Loss at the weights, and the largest that was met.
+        Loss at the weights, and the largest loss found.
     base_error, worst_error : float or None
-        Fraction of the batch that is classified wrongly: at the weights, and the largest at any point looked at. None
-        where labels or scores are not known.
+        Fraction of the batch that is misclassified: at the weights, and the largest at any point evaluated. None if
+        labels or scores are not known.
     random_start : bool
-        The gradient at the weights was at rounding level, so the ascent began in a random direction.
+        The gradient at the weights was zero to within rounding, so the ascent began in a random direction.
     passes : int
-        Passes through the model for the batch and radius, the one at the weights included.
+        Passes through the model for the batch and radius, including the one at the weights.
     fw_gap : float or None
-        What a first-order step from the worst point still offers, see :class:`sharpness.ascent.Ascent`.
+        Frank–Wolfe gap: the first-order estimate of what a further step from the worst point can gain, see
+        :class:`sharpness.ascent.Ascent`.
     converged : bool or None
-        Whether that is below the tolerance; None if there was none.
+        Whether the gap is below the tolerance; None without a tolerance.
     std_error : float or None
         Standard error of an average over random directions.
     distance : float
-        Of the worst point from the weights, in the ball's norm: ρ, or less where the loss is larger inside the ball.
-        0 for what is no worst case.
+        Distance of the worst point from the weights, in the ball's norm: ρ, or less where the loss is larger inside the
+        ball. 0 for averages.
     num_exited_pairs : int
-        Pairs whose exact mix geodesic would have left the manifold at the worst point, and was shortened.
+        Number of pairs whose exact mix geodesic to the worst point would have left the manifold and was shortened.
     history : tuple of float
         Loss at every iterate of the best ascent, or in every random direction.
     seconds : float
@@ -97,9 +98,9 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class SharpnessResult:
-    r"""The sharpness of a model at one or several radii; ``print`` gives a table.
+    r"""The sharpness of a model at one or several radii; ``print`` shows a table.
 
-    ``result[rho]`` is the result at one radius, of the same class; ``float`` of that is the sharpness.
+    ``result[rho]`` is the result at one radius, of the same class; ``float(result[rho])`` is its sharpness.
 
     Attributes
     ----------
@@ -108,20 +109,20 @@ class SharpnessResult:
     statistic : str
         ``"worst"`` or ``"average"``.
     rhos : tuple of float
-        The radii, in the order asked for.
+        The radii, in the requested order.
     search : Search
-        How the maximum, or the mean, was sought.
+        Options of the search.
     model : str
         Class of the model.
     min_singular_value : float or None
         σ_h, the smallest singular value of any pair's G Hᴴ. The mix metric's ball stays on the manifold only while
-        ρ < σ_h/√2; beyond that its value is set by the breakdown of the retraction.
+        ρ < σ_h/√2; beyond that the sharpness reflects the breakdown of the retraction.
     num_null : int
-        Directions of the pairs that count as absent (σ_i at rounding level).
+        Number of directions of the pairs that count as absent (σ_i zero to within rounding).
     num_clamped : int
-        Directions of the pairs whose σ_i the metric's floor replaces.
+        Number of directions of the pairs whose σ_i the metric's floor replaces.
     num_uncertified : int
-        Pairs that no batch gave a gradient, so that it could not be certified that they are symmetries.
+        Number of pairs that got no gradient from any batch, so that nothing certifies that they are symmetries.
     batches : tuple of BatchResult
         All batches at all radii.
 
@@ -157,7 +158,7 @@ class SharpnessResult:
     _directions: dict[tuple[int, float], Direction] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, rho: float) -> SharpnessResult:
-        """Give the result at one of the radii; a KeyError if it was not measured."""
+        """Return the result at one of the radii; raise a KeyError if it was not measured."""
         rho = float(rho)
         if rho not in self.rhos:
             raise KeyError(f"rho = {rho} was not measured; the radii are {', '.join(map(str, self.rhos))}")
@@ -171,19 +172,19 @@ class SharpnessResult:
         return self.rhos[0]
 
     def __float__(self) -> float:
-        """Average the sharpness over the batches; a ValueError if there are several radii."""
+        """Average the sharpness over the batches; raise a ValueError if there are several radii."""
         self._only_rho()
         return fmean(b.value for b in self.batches)
 
     @property
     def error_increase(self) -> float | None:
-        """Mean over the batches of the largest rise of the error rate, at one radius; None without labels."""
+        """Mean over the batches of the largest increase of the error rate, at one radius; None without labels."""
         self._only_rho()
         known = [b.error_increase for b in self.batches if b.error_increase is not None]
         return fmean(known) if len(known) == len(self.batches) else None
 
     def direction(self, batch_index: int) -> Direction:
-        """Give the worst tangent vector found for a batch, at one radius.
+        """Return the worst tangent vector found for a batch, at one radius.
 
         Parameters
         ----------
@@ -198,7 +199,7 @@ class SharpnessResult:
         Raises
         ------
         KeyError
-            No such batch, or directions were not kept.
+            There is no such batch, or directions were not kept.
         ValueError
             Several radii.
         """
@@ -206,38 +207,38 @@ class SharpnessResult:
         found = self._directions.get((batch_index, rho))
         if found is None:
             raise KeyError(
-                f"no direction for batch {batch_index} at rho = {rho}: there is no such measurement, or "
-                "it was not kept; pass keep_directions=True"
+                f"no direction for batch {batch_index} at rho = {rho}: there was no such measurement, or its direction "
+                "was not kept; pass keep_directions=True"
             )
         return found
 
     def by_layer(self) -> LayerShares:
-        """Say which layers and heads the worst directions move, at one radius: shares of their squared length.
+        """Compute the share of each layer and head in the squared length of the worst directions, at one radius.
 
         Returns
         -------
         LayerShares
-            A row a head of every attention layer, and one a layer for its other weights, in the mean over the batches.
-            ``print`` gives a table, :func:`sharpness.plots.plot_layers` a heat map.
+            One row per attention head, and one per layer for its other weights; shares are means over the batches.
+            ``print`` shows a table, :func:`sharpness.plots.plot_layers` a heat map.
 
         Raises
         ------
         KeyError
-            As :meth:`direction`; a statistic without a worst direction.
+            As for :meth:`direction`, or the statistic has no worst direction.
         ValueError
-            Several radii, or the loss did not rise at this one.
+            There are several radii, or the loss did not rise at this one.
         """
         if self.statistic != "worst":
             raise KeyError(f"there is no worst direction for statistic={self.statistic!r}")
         return layer_shares([self.direction(b.batch) for b in self.batches])
 
     def by_part(self) -> dict[str, float]:
-        """Say which parts of the network the worst directions move, at one radius: shares of their squared length.
+        """Compute the share of each part of the network in the squared length of the worst directions, at one radius.
 
         Returns
         -------
         dict of str to float
-            In the order of :data:`sharpness.parts.PARTS`, in the mean over the batches whose loss rose.
+            Shares in the order of :data:`sharpness.parts.PARTS`, averaged over the batches whose loss rose.
 
         Raises
         ------
@@ -250,7 +251,7 @@ class SharpnessResult:
         return {part: share for part, share in shares.items() if share > 0}
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything but the directions as plain numbers, strings, lists and dicts."""
+        """Return everything but the directions as plain numbers, strings, lists and dicts."""
         batches = [{**asdict(b), "error_increase": b.error_increase, "history": list(b.history)} for b in self.batches]
         found = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
         return {
@@ -263,19 +264,19 @@ class SharpnessResult:
         }
 
     def to_dataframe(self) -> Any:
-        """Give a pandas DataFrame with a row a batch and radius; columns are the fields of :class:`BatchResult`.
+        """Return a pandas DataFrame with a row per batch and radius; columns are the fields of :class:`BatchResult`.
 
         Raises
         ------
         ImportError
-            Without pandas, with the extra to install.
+            Pandas is not installed; the message names the extra to install.
         """
         with require_extra("to_dataframe needs pandas", "plot"):
             import pandas as pd
         return pd.DataFrame([{"measure": self.measure.name, **row} for row in self.to_dict()["batches"]])
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
+        """Write :meth:`to_dict` to a file, which is replaced completely or not at all.
 
         Parameters
         ----------
@@ -287,12 +288,12 @@ class SharpnessResult:
         return _table(self)
 
 
-#: What is not worth naming beside a measure's name.
+#: Fields that are not shown beside a measure's name.
 _DEFAULTS = {f.name: f.default for f in fields(Measure)}
 
 
 def _table(result: SharpnessResult) -> str:
-    """Write a result as a table with a row a radius."""
+    """Write a result as a table with a row per radius."""
     count = len(result.batches) // len(result.rhos)
     batches = f"{count} batch{'es' * (count > 1)}"
     lines = [
@@ -327,14 +328,14 @@ def _effort(result: SharpnessResult) -> str:
 
 
 def _switches(measure: Measure) -> list[str]:
-    """Name what of the measure is worth naming beside its name."""
+    """List the fields of the measure that are shown beside its name."""
     found = [f"{measure.geodesic} geodesics"] if measure.divides else []
     switches = ("symmetry", "relaxation", "ball_norm", "pair_block")
     return found + [f"{k}={getattr(measure, k)}" for k in switches if getattr(measure, k) != _DEFAULTS[k]]
 
 
 def _moved(result: SharpnessResult) -> list[str]:
-    """Say what the worst directions at the largest radius move, where they were kept and there are several parts."""
+    """Describe the parts moved by the worst directions at the largest radius, if kept and if there are several."""
     rho = max(result.rhos)
     try:
         shares = [f"{part} {share:.0%}" for part, share in result[rho].by_part().items()]
@@ -356,13 +357,15 @@ def _remarks(result: SharpnessResult) -> list[str]:
     if result.num_clamped:
         lines.append(f"the metric's floor replaces {result.num_clamped} singular values of pairs")
     if result.num_uncertified:
-        lines.append(f"{result.num_uncertified} pairs got no gradient from the data: their symmetry is not certified")
+        lines.append(
+            f"{result.num_uncertified} pairs got no gradient from these data, so nothing certifies their symmetry"
+        )
     if result.num_null:
-        lines.append(f"{result.num_null} directions of pairs are at rounding level and count as absent")
+        lines.append(f"{result.num_null} directions of pairs are zero to within rounding and are not moved")
     for count, what in (
         (
             sum(b.random_start for b in batches),
-            "ascents began in a random direction: the gradient at the weights was at rounding level",
+            "ascents began in a random direction: the gradient at the weights was zero to within rounding",
         ),
         (
             sum(b.num_exited_pairs > 0 for b in batches),
@@ -370,7 +373,7 @@ def _remarks(result: SharpnessResult) -> list[str]:
         ),
         (
             sum(b.converged is False for b in batches),
-            "ascents used all their steps; more may raise their value",
+            "ascents used all their steps and did not converge; more steps may give a larger value",
         ),
     ):
         if count:

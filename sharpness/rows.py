@@ -1,4 +1,4 @@
-"""The rows of a sweep: files of them, and the generalisation gap they give.
+"""The rows of a sweep: their files, and the generalisation gap that they determine.
 
 A row is a dict. Its ``kind`` is ``"fit"`` (losses and errors of a checkpoint on training and test data),
 ``"baselines"`` (norms and the like) or ``"sharpness"`` (a measure at a radius).
@@ -28,7 +28,7 @@ BASELINES = {
     "distance": "baselines", "relative_flatness": "baselines", "margin": "baselines", "fisher_trace": "baselines",
     "critical_sharpness": "baselines", "alpha": "baselines",
 }  # fmt: skip
-#: What a measure is held against: name and words.
+#: The targets that measures are compared with: names and descriptions.
 TARGETS = {
     "gap": "test error − training error",
     "loss-gap": "test loss − training loss",
@@ -37,7 +37,7 @@ TARGETS = {
 }
 _TEXT = ("checkpoint", "kind", "measure")
 _COUNTS = ("passes", "unconverged")
-#: Columns of a .csv, those of a fit or a baseline row empty where they mean nothing.
+#: Columns of a .csv file; columns without meaning for a fit or baseline row are empty.
 _COLUMNS = (
     *_TEXT, "ablation", "rho", "sharpness", "trace", "base_loss", "error_increase", *_COUNTS, "seconds", "train_loss",
     "train_error", "test_loss", "test_error", *(name for name, kind in BASELINES.items() if kind == "baselines"),
@@ -45,7 +45,7 @@ _COLUMNS = (
 
 
 def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
-    """Write one JSON line a row or, to a ``.csv``, the table that comparisons need, with eight digits a number."""
+    """Write one JSON line per row or, to a ``.csv``, the table that comparisons need, with eight digits per number."""
     if Path(path).suffix != ".csv":
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         return
@@ -72,7 +72,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises
     ------
     ValueError, OSError
-        No such file, or one that holds something else.
+        The file does not exist, or it does not contain such results.
 
     Examples
     --------
@@ -86,10 +86,10 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         if not (path / "results.jsonl").is_file() and (path / "jobs").is_dir():
-            raise FileNotFoundError(f"the sweep in {path} was stopped before its end; call sharpness sweep again first")
+            raise FileNotFoundError(f"the sweep in {path} is not complete; run `sharpness sweep` again to resume it")
         path = path / "results.jsonl"
     if not path.is_file():
-        raise FileNotFoundError(f"there are no results at {path}; name a sweep's folder, its results.jsonl or a .csv")
+        raise FileNotFoundError(f"there are no results at {path}; pass a sweep's folder, its results.jsonl or a .csv")
     with naming(f"{path} holds no results of a sweep"), path.open(encoding="utf-8", newline="") as file:
         if path.suffix == ".csv":
             rows = [_row_of_cells(cells) for cells in csv.DictReader(file)]
@@ -102,12 +102,12 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
-    """Look up what is to be predicted, by checkpoint; checkpoints without it are left out.
+    """Look up the target by checkpoint; checkpoints without it are left out.
 
     Parameters
     ----------
     rows : sequence of mapping
-        As :func:`read_results` gives them; those of the kind ``"fit"`` are used.
+        Rows as returned by :func:`read_results`; those of the kind ``"fit"`` are used.
     target : {"gap", "loss-gap", "test-error", "test-loss"}
         Test error minus training error; test loss minus training loss; test error; test loss.
 
@@ -119,7 +119,7 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     Raises
     ------
     ValueError
-        Another target.
+        The target is unknown.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
     if not all(isinstance(row, Mapping) for row in rows):
-        raise TypeError("rows must be mappings, as sharpness.rows.read_results gives them")
+        raise TypeError("rows must be mappings, as returned by sharpness.rows.read_results")
     what = "loss" if "loss" in target else "error"
     found = {}
     for row in rows:
@@ -190,12 +190,12 @@ class _Sharpness(_Row, tag="sharpness"):
     per_batch: list[Finite] | None = None
 
 
-#: What a row of each kind holds at least.
+#: Required fields of a row of each kind.
 AnyRow = _Fit | _Baselines | _Sharpness
 
 
 def _check_rows(rows: Sequence[Row]) -> None:
-    """Raise for a row without what its kind needs, or two of one place: those of two sweeps, or of two data sets."""
+    """Raise for a row without its required fields, or for two rows of one place, from two sweeps or data sets."""
     places: dict[tuple[Any, ...], int] = {}
     for number, row in enumerate(rows, 1):
         try:
@@ -204,5 +204,7 @@ def _check_rows(rows: Sequence[Row]) -> None:
             raise ValueError(f"row {number}: {str(error).replace(' - at `$.', ': `')}") from error
         place = (*(row.get(k) for k in (*_TEXT, "rho")), json.dumps(row.get("ablation"), sort_keys=True))
         if place in places:
-            raise ValueError(f"rows {places[place]} and {number} are of one checkpoint, measure and radius; keep one")
+            raise ValueError(
+                f"rows {places[place]} and {number} are of the same checkpoint, measure and radius; keep one of them"
+            )
         places[place] = number

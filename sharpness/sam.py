@@ -26,7 +26,7 @@ __all__ = ["GeodesicSAM"]
 
 
 class _Restore:
-    """Hook that puts weights back before they are saved or evaluated; pickled, it has no optimiser any more."""
+    """Hook that restores weights before they are saved or evaluated; a pickled hook has no optimiser."""
 
     def __init__(self, sam: GeodesicSAM, always: bool) -> None:
         self._sam: weakref.ref[GeodesicSAM] | None = weakref.ref(sam)
@@ -53,7 +53,7 @@ def _check_numbers(rho: Any, refresh: Any) -> None:
         raise TypeError(f"rho must be a number, got {rho!r}")
     if not 0 < rho < 1e30:
         raise ValueError(
-            f"rho must be positive and no more than 1e30, got {rho}; without perturbation use the base optimiser itself"
+            f"rho must be positive and at most 1e30, got {rho}; without a perturbation, use the base optimiser itself"
         )
     if isinstance(refresh, bool) or not isinstance(refresh, int):
         raise TypeError(f"refresh must be a whole number, got {refresh!r}")
@@ -62,14 +62,14 @@ def _check_numbers(rho: Any, refresh: Any) -> None:
 
 
 def _watch(sam: GeodesicSAM) -> None:
-    """Let the model put its weights back before they are saved, replaced or evaluated."""
+    """Let the model restore its weights before they are saved, replaced or evaluated."""
     sam.model.register_state_dict_pre_hook(_Restore(sam, always=True))
     sam.model.register_load_state_dict_pre_hook(_Restore(sam, always=True))
     sam.model.register_forward_pre_hook(_Restore(sam, always=False))
 
 
 def _skipped(sam: Optimizer) -> bool:
-    """Do what ``GradScaler`` leaves to an optimiser of this kind: skip, or unscale."""
+    """Do what ``GradScaler`` leaves to this kind of optimiser: skip the step, or unscale the gradients."""
     found_inf, scale = getattr(sam, "found_inf", None), getattr(sam, "grad_scale", None)
     if found_inf is not None and float(found_inf) > 0:
         return True
@@ -81,26 +81,26 @@ def _skipped(sam: Optimizer) -> bool:
 
 
 class _InnerStep:
-    """The step along the gradient; parameters point to where it leads until it is undone."""
+    """The step along the gradient; parameters point to its result until it is undone."""
 
     def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
         self.parameters, self.blocks = parameters, blocks
         for b in blocks:
             if isinstance(b, PairBlock) and not b.closed_form:
-                raise ValueError(f"GeodesicSAM moves pairs by closed forms, which {type(b).__name__} has not")
+                raise ValueError(f"GeodesicSAM moves pairs by closed forms, which {type(b).__name__} does not have")
         self.count, self.stale = 0, False
         found = [b.stack for b in blocks if isinstance(b, PairBlock)]
         self.certification = Certification(found)
-        self._dropped = {b.tensor for s in found for p in s.pairs for b in p.dropped}  # which no block writes
+        self._dropped = {b.tensor for s in found for p in s.pairs for b in p.dropped}  # these are written by no block
         self._original: dict[Tensor, Tensor] = {}
-        self._work: dict[Tensor, Tensor] = {}  # kept: fresh memory costs more than the arithmetic
+        self._work: dict[Tensor, Tensor] = {}  # kept, because allocating memory costs more than the arithmetic
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_work": {}}
 
     @torch.no_grad()
     def take(self, rho: float, refresh: int) -> None:
-        """Move by a length along the parameters' gradients; nowhere for a gradient without direction."""
+        """Move by a given length along the parameters' gradients; do not move for a gradient without direction."""
         self.undo()
         with torch.autocast(self.parameters[0].device.type, enabled=False):
             moved = self._moved({p: p.grad for p in self.parameters if p.grad is not None}, rho, refresh)
@@ -109,7 +109,7 @@ class _InnerStep:
             p.data = data
 
     def undo(self) -> None:
-        """Put the weights back."""
+        """Restore the weights."""
         for p, data in self._original.items():
             p.data = data
         self._original = {}
@@ -140,32 +140,33 @@ class GeodesicSAM(Optimizer):
     .. math:: θ \leftarrow \text{base step with } \nabla \ell\big(R_θ(ξ)\big), \qquad
               ξ = ρ\, \frac{\operatorname{grad} \ell(θ)}{\|\operatorname{grad} \ell(θ)\|_θ}
 
-    grad, norm and retraction R are those of the measure, as in :func:`sharpness.evaluate`: horizontal vectors and the
-    second-order retraction for attention and LoRA pairs, the elementwise metric for every other weight. ξ is the first
-    ascent step of the measure, and does not depend on the representative. With ``measure="euclidean"`` this is SAM,
-    with ``"adaptive"`` ASAM (without its η).
+    The gradient, the norm and the retraction R are those of the measure, as in :func:`sharpness.evaluate`: horizontal
+    vectors and the second-order retraction for attention and LoRA pairs, and the elementwise metric for every other
+    weight. ξ is the first ascent step of the measure, and does not depend on the representative. With
+    ``measure="euclidean"`` this is SAM, with ``"adaptive"`` ASAM (without its η).
 
     Parameters
     ----------
     model : nn.Module
         Its trainable weights must be float32 or wider; use autocast for mixed precision.
     base_optimizer : torch.optim.Optimizer
-        Takes the step: any of torch's, or one of :mod:`quotient_manifolds.optim`, with which the whole training is
-        the same for all equivalent starts. It has its own learning rates, decay and schedule.
+        The optimiser that takes the step: any of torch's, or one of :mod:`quotient_manifolds.optim`, with which the
+        whole training run is the same from all equivalent weights. It keeps its own learning rates, decay and schedule.
     rho : float
         ρ, in the metric of the measure.
     measure : str or Measure
         ``"geodesic-inv"``, ``"geodesic-mix"``, ``"adaptive"``, ``"euclidean"``, or a :class:`sharpness.Measure`.
     refresh : int
-        Factorise the pairs every so many steps. The metric is that of the current weights at every step; what grows
-        old is the frame that keeps its inverses well conditioned.
+        Number of steps between factorisations of the pairs. Every step uses the metric of the current weights; only the
+        frame that keeps its inverses well conditioned is older.
     pairs : sequence of SymmetricPair, optional
         By default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
 
     Raises
     ------
     ValueError
-        Half-precision weights; a measure whose ball is not round; ρ not positive; ``refresh`` below 1.
+        Weights are in half precision, the ball of the measure is not round, ρ is not positive, or ``refresh`` is below
+        1.
 
     Notes
     -----
@@ -183,14 +184,14 @@ class GeodesicSAM(Optimizer):
         loss_fn(model, batch).backward()
         sam.second_step(zero_grad=True)
 
-    The first two put the weights back whatever happens. After an exception between the steps of the third, the weights
-    come back with the model's next ``state_dict`` or ``load_state_dict``, its next forward pass without gradients, the
-    next ``first_step`` or ``step``, or :meth:`restore`. The weights' own storage is never written to: parameters point
-    to a copy meanwhile, which takes as much memory as they do.
+    The first two restore the weights even after an error. After an exception between the steps of the third, the
+    weights are restored by the model's next ``state_dict`` or ``load_state_dict``, its next forward pass without
+    gradients, the next ``first_step`` or ``step``, or :meth:`restore`. The weights' own storage is never written to:
+    meanwhile parameters point to a copy, which takes as much memory as they do.
 
     The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
-    optimiser to ``scaler.step`` for the second. Under DDP all ranks perturb alike, along the mean gradient. A gradient
-    that is zero, NaN or infinite perturbs nothing.
+    optimiser to ``scaler.step`` for the second. Under DDP all ranks apply the same perturbation, along the mean
+    gradient. A gradient that is zero, NaN or infinite causes no perturbation.
 
     Examples
     --------
@@ -210,7 +211,7 @@ class GeodesicSAM(Optimizer):
     True
     """
 
-    #: ``GradScaler`` then always calls :meth:`step`, which puts the weights back and skips.
+    #: ``GradScaler`` then always calls :meth:`step`, which restores the weights and skips the step.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -243,7 +244,9 @@ class GeodesicSAM(Optimizer):
         self._pending = False
         self._held = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
-        if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:  # its gradients will be of other weights
+        if (
+            isinstance(base_optimizer, QuotientOptimizer) and measure.divides
+        ):  # its gradients will belong to other weights
             base_optimizer.certify = False
         _watch(self)
 
@@ -256,7 +259,7 @@ class GeodesicSAM(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
-        """Stay with the base optimiser's, whatever torch would set."""
+        """Keep the base optimiser's, whatever torch sets."""
 
     @property
     def state(self) -> Any:
@@ -265,7 +268,7 @@ class GeodesicSAM(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Stay with the base optimiser's, whatever torch would set."""
+        """Keep the base optimiser's, whatever torch sets."""
 
     def __getstate__(self) -> dict[str, Any]:
         self.restore()
@@ -278,24 +281,24 @@ class GeodesicSAM(Optimizer):
     # -- the inner step --------------------------------------------------------------------------------------------
 
     def first_step(self, zero_grad: bool = False) -> None:
-        """Move the model to the perturbed weights, along its parameters' ``.grad``, and zero that if asked for."""
+        """Move the model to the perturbed weights, along its parameters' ``.grad``, and optionally set that to zero."""
         self._inner.take(self.rho, self.refresh)
         self._pending = True
         if zero_grad:
             self.zero_grad()
 
     def restore(self) -> None:
-        """Put the weights back where they were; harmless at any time."""
+        """Restore the weights; harmless at any time."""
         self._inner.undo()
 
     @contextmanager
     def perturbed(self, zero_grad: bool = False) -> Iterator[nn.Module]:
-        """Keep the model at the perturbed weights for the time of a ``with`` block; then call :meth:`step`.
+        """Keep the model at the perturbed weights within a ``with`` block; then call :meth:`step`.
 
         Parameters
         ----------
         zero_grad : bool
-            Set gradients to zero at its start.
+            Set gradients to zero at the start of the block.
 
         Yields
         ------
@@ -316,7 +319,7 @@ class GeodesicSAM(Optimizer):
     # -- the outer step --------------------------------------------------------------------------------------------
 
     def second_step(self, zero_grad: bool = False) -> None:
-        """Put the weights back, and let the base optimiser step; a ValueError if there was no first step."""
+        """Restore the weights, and let the base optimiser step; raise a ValueError if there was no first step."""
         self.step()
         if zero_grad:
             self.zero_grad()
@@ -332,12 +335,12 @@ class GeodesicSAM(Optimizer):
         Returns
         -------
         Tensor or None
-            What the closure returned at the weights.
+            The closure's loss at the weights.
 
         Raises
         ------
         ValueError
-            There is neither a closure nor a first step.
+            There was neither a closure nor a first step.
         """
         loss = None
         if closure is not None:
@@ -362,7 +365,7 @@ class GeodesicSAM(Optimizer):
         Parameters
         ----------
         param_group : dict
-            As of torch's optimisers.
+            A group as for torch's optimisers.
         """
         known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
         params = param_group["params"]
@@ -370,11 +373,11 @@ class GeodesicSAM(Optimizer):
             self.base_optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the base optimiser's state and the number of steps."""
+        """Return the base optimiser's state and the number of steps."""
         return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave. With ``refresh`` above 1 the pairs are factorised anew at once.
+        """Load the result of :meth:`state_dict`. With ``refresh`` above 1 the pairs are factorised again immediately.
 
         Parameters
         ----------

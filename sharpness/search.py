@@ -1,4 +1,4 @@
-"""How the largest loss in a ball is sought: the options of a search."""
+"""The options of the search for the largest loss in a ball."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ __all__ = ["Search"]
 
 @dataclass(frozen=True)
 class Search:
-    """How the largest loss, or its mean, is sought.
+    """Options of the search for the largest loss, or of its mean over random directions.
 
     Attributes
     ----------
     steps : int
-        Upper bound on the steps of an ascent; one forward and one backward pass each. Where the loss falls outwards at
-        the best point of the sphere, further ascents look inside the ball, on spheres of half the radius each.
+        Upper bound on the steps of an ascent, of one forward and one backward pass each. Where the loss falls outwards
+        at the best point of the sphere, further ascents search inside the ball, on spheres of successively halved
+        radius.
     relative_tol : float
-        Stop an ascent when a first-order step offers less than this share of the increase found so far; 0 takes all
+        Stop an ascent when a first-order step can gain less than this share of the increase found so far; 0 takes all
         steps.
     ascent : {"power", "apgd"}
         The generalised power method or Auto-PGD, see :mod:`sharpness.ascent`.
     restarts : int
-        Further ascents from random directions; the best counts.
+        Number of further ascents from random directions; the best result counts.
     num_samples : int
-        Random directions of an average, one forward pass each.
+        Number of random directions of an average, at one forward pass each.
     seed : int
-        The random directions depend on (seed, batch, number of the start or sample) alone.
+        Seed of the random directions, which depend only on (seed, batch, number of the start or sample).
 
     Raises
     ------

@@ -43,7 +43,7 @@ class ShardedSpace(WeightSpace):
     model, measure, pairs, classes, only
         As for :class:`WeightSpace`.
     examples : World
-        The processes among which the examples of a batch are spread: those of the mesh, or this one alone.
+        The processes over which the examples of a batch are spread: those of the mesh, or only this one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ShardedSpace(WeightSpace):
         bad = next((name for name, p in model.named_parameters() if not self._shards.is_finite(p)), None)
         if not mesh.all(bad is None):
             raise ValueError(
-                f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load a sound checkpoint"
+                f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
         if pairs is not None:
             pairs = [self._of_twin(p) for p in pairs]
@@ -108,7 +108,7 @@ class ShardedSpace(WeightSpace):
         return form, division
 
     def _at_base(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the twin has been brought there
+        return nullcontext()  # the twin was moved there
 
     # -- vectors -----------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class ShardedSpace(WeightSpace):
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
-        """Give the tangent vector in terms of the whole parameters, on the CPU of every process."""
+        """Return the tangent vector in terms of the full parameters, on the CPU of every process."""
         shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self._copies.items()}
         squares, pair_squares, parts = dict[str, float](), dict[str, float](), dict[str, float]()
         for block, part in self._blocks:
@@ -176,7 +176,7 @@ class ShardedSpace(WeightSpace):
     # -- what the metric meets -----------------------------------------------------------------------------------
 
     def spectrum(self) -> tuple[float | None, int, int]:
-        """Look at the pairs of all processes, see :meth:`WeightSpace.spectrum`."""
+        """Compute the spectrum of the pairs of all processes, see :meth:`WeightSpace.spectrum`."""
         values, absent, floored = zip(*self.world.gather([super().spectrum()]), strict=True)
         return min((v for v in values if v is not None), default=None), sum(absent), sum(floored)
 
@@ -185,7 +185,7 @@ class ShardedSpace(WeightSpace):
         return sum(self.world.gather([super().num_exited_pairs(xi)]))
 
     def residuals(self) -> dict[SymmetricPair, float]:
-        """Collect what the gradient said of the pairs of all processes, see :meth:`WeightSpace.residuals`."""
+        """Collect the residuals of the pairs of all processes, see :meth:`WeightSpace.residuals`."""
         by_name = {p.name: p for p in self.pairs}
         own = [(p.name, r) for p, r in super().residuals().items()]
         return {by_name[name]: r for name, r in self.world.gather(own)}
@@ -197,7 +197,7 @@ class ShardedSpace(WeightSpace):
     # -- the model -----------------------------------------------------------------------------------------------
 
     def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-        """Give the pieces of a batch that this process passes through the model, as many as every other process.
+        """Return the pieces of a batch that this process passes through the model, as many as every other process.
 
         FSDP's gradient is the mean over the processes: where each has other pieces, theirs count for more.
         """
@@ -219,10 +219,10 @@ class ShardedSpace(WeightSpace):
 
     @contextmanager
     def attached(self) -> Iterator[ShardedSpace]:
-        """Let :meth:`move_to` write the shards; they are put back on every way out."""
+        """Let :meth:`move_to` write the shards; they are restored even after an error."""
         shards, moving = self._shards, self._parameters.values()
         rows = {p: shards.local(p) for p in [*moving, *self._base]}
-        # What is worked on in rows has a copy already.
+        # Parameters that are processed by rows have a copy already.
         before = {
             t: p.data if p.requires_grad and p not in self._base and p not in shards.owner else t.clone()
             for p, t in rows.items()
@@ -245,14 +245,14 @@ class ShardedSpace(WeightSpace):
                     self._rows = {p: rows[p] for p in moving if p in shards.owner}
                 self.move_to(None)
                 yield self
-            finally:  # cut short by an interrupt, it is done again
+            finally:  # repeat what an interrupt has cut short
                 put_back()
         finally:
             put_back()
             self._copies, self._at = {}, None
 
     def move_to(self, xi: Tensor | None) -> None:
-        """Put the model at the retraction of a tangent vector, see :meth:`WeightSpace.move_to`."""
+        """Move the model to the retraction of a tangent vector, see :meth:`WeightSpace.move_to`."""
         super().move_to(xi)
         self._show_model()
 
@@ -283,6 +283,6 @@ class ShardedSpace(WeightSpace):
 
 
 def _moved(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> SymmetricPair:
-    """Give the same pair of another copy of its modules."""
+    """Return the same pair of another copy of its modules."""
     G, H, null = (tuple(replace(b, module=modules[b.module]) for b in blocks) for blocks in (pair.G, pair.H, pair.null))
     return replace(pair, G=G, H=H, null=null)

@@ -1,4 +1,4 @@
-"""A model whose weights FSDP2 has sharded: a twin that shows it whole, and the traffic between the two."""
+"""A model whose weights FSDP2 has sharded: a twin with full parameter shapes, and the communication between the two."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shards:
     Parameters
     ----------
     model : nn.Module
-        All its trainable parameters are sharded along their first dimension, over the processes of one mesh.
+        A model whose trainable parameters are all sharded along their first dimension, over the processes of one mesh.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Shards:
     Raises
     ------
     ValueError
-        Another way of sharding, or weights that are cast to another precision in every pass.
+        The model is sharded in another way, or weights are cast to another precision in every pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,7 +104,7 @@ class Shards:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def local(self, p: Tensor) -> Tensor:
-        """Give this process's rows of a parameter of the twin: those that the model reads, to be written to."""
+        """Return this process's rows of a parameter of the twin, as a view of what the model reads."""
         if p not in self._of:
             return p.data
         with torch.no_grad():
@@ -118,11 +118,11 @@ class Shards:
         return slice(min(rank * step, count), min((rank + 1) * step, count))
 
     def parameter(self, p: Tensor) -> Tensor:
-        """Give the model's parameter that one of the twin stands for."""
+        """Return the model's parameter that one of the twin stands for."""
         return self._of[p]
 
     def shape(self, p: Tensor) -> torch.Size:
-        """Give the shape of the whole parameter."""
+        """Return the shape of the whole parameter."""
         return self._of[p].shape
 
     def is_mine(self, p: Tensor) -> bool:
@@ -130,7 +130,7 @@ class Shards:
         return self.owner.get(p) == self.world.rank
 
     def hollow(self) -> dict[Tensor, Tensor]:
-        """Give tensors of the parameters' whole shapes, without memory."""
+        """Return tensors of the parameters' whole shapes, without memory."""
         return {p: q.to_local().new_zeros(()).expand(q.shape) for p, q in self._of.items()}  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -144,13 +144,13 @@ class Shards:
         return p in self._of
 
     def cut(self, p: Tensor, t: Tensor) -> Tensor:
-        """Take the part of something that broadcasts to a parameter that belongs to what this process works on."""
+        """Take this process's part of a tensor that broadcasts to a parameter."""
         if p in self.owner or p not in self._of or t.dim() == 0 or len(t) < self._of[p].shape[0]:
             return t
         return t[self.rows(p)].clone()  # a view would keep the whole
 
     def whole(self, p: Tensor, rows: Tensor) -> Tensor:
-        """Put the rows of all processes together, on each."""
+        """Gather the rows of all processes on each of them."""
         count, step = self._of[p].shape[0], -(-self._of[p].shape[0] // self.world.size)
         padded = rows.new_zeros((step, *rows.shape[1:]))
         padded[: len(rows)] = rows
@@ -159,7 +159,7 @@ class Shards:
     # -- owners --------------------------------------------------------------------------------------------------------
 
     def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> list[list[SymmetricPair]]:
-        """Give every parameter of pairs an owner, and every stand-in the numbers that this process works on.
+        """Return every parameter of pairs an owner, and every stand-in the numbers that this process works on.
 
         ``values`` are rows that count in place of those of the model. Gives the sets of pairs that share parameters.
         """
@@ -190,7 +190,7 @@ class Shards:
 
     @torch.no_grad()
     def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Bring the rows of parameters to their owners; gives those of this process, whole.
+        """Send the rows of parameters to their owners; return the full parameters that this process owns.
 
         All processes have rows of the same parameters; those without an owner are left out.
         """
@@ -206,7 +206,7 @@ class Shards:
 
     @torch.no_grad()
     def spread(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
-        """Bring whole parameters from their owners to ``rows``, which all processes have of the same."""
+        """Send full parameters from their owners to ``rows``, which every process has for the same parameters."""
         moving = [p for p in rows if p in self.owner]
         if not moving:
             return
@@ -216,7 +216,7 @@ class Shards:
         self._exchange(sent, places)
 
     def _exchange(self, sent: list[Tensor], places: list[list[Tensor]]) -> None:
-        """Send to every process its part, and write what came from each where it belongs."""
+        """Send every process its part, and write the received parts to their places."""
         received = self.world.exchange(sent, [sum(t.numel() for t in into) for into in places])
         for flat, into in zip(received, places, strict=True):
             parts = flat.split([t.numel() for t in into]) if into else []
@@ -225,14 +225,14 @@ class Shards:
 
 
 class ShardedState(State):
-    """The values of a sharded model's parameters: this process's rows of what differs, read whole."""
+    """The values of a sharded model's parameters: this process's rows of the changed ones, which are read in full."""
 
     def __init__(self, shards: Shards) -> None:
         super().__init__()
         self._shards = shards
 
     def of(self, p: Tensor) -> Tensor:
-        """Give the whole value of a parameter."""
+        """Return the whole value of a parameter."""
         if not self._shards.holds(p):
             return super().of(p)
         if p in self:
@@ -258,7 +258,7 @@ def _is_of_torch(hook: Any) -> bool:
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse what cannot be measured in shards."""
+    """Refuse models that cannot be measured while sharded."""
     mesh = None
     for name, p in model.named_parameters():
         if not is_sharded(p):

@@ -29,22 +29,22 @@ __all__ = ["WeightSpace"]
 
 
 class WeightSpace(Coordinates):
-    """The space of a model's trainable weights under a measure, and the place where the model stands in it.
+    """The The space of a model's trainable weights under a measure, and the model's current point in it.
 
     A tangent vector is one flat vector of coordinates in which the metric is the identity, see :mod:`sharpness.blocks`.
 
     Parameters
     ----------
     model : nn.Module
-        Its trainable weights lie on one device.
+        A model whose trainable weights lie on one device.
     measure : Measure
         Metric and retraction; for example ``MEASURES["geodesic-inv"]``.
     pairs : sequence of SymmetricPair, optional
         The symmetric pairs; by default those that ``quotient_manifolds.symmetries.find_symmetric_pairs`` names.
     classes : bool
-        Of measures at the canonical form: the loss sees logits through a softmax alone.
+        For measures at the canonical form: the loss uses the logits only through a softmax.
     only : str, optional
-        A regular expression: parameters whose name has no match do not move.
+        A regular expression. Parameters whose names do not match it are not moved.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class WeightSpace(Coordinates):
     Raises
     ------
     ValueError
-        No trainable weights, weights on several devices, not real floating-point, or not finite.
+        There are no trainable weights, or weights are on several devices, not real floating-point, or not finite.
 
     Notes
     -----
@@ -85,14 +85,14 @@ class WeightSpace(Coordinates):
         classes: bool = False, only: str | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
-            raise TypeError(f"measure must be a Measure, as those in MEASURES, got {type(measure).__name__}")
+            raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes = model, measure, classes
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         self.device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
         narrow = any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
         self._above_base = stands_on_narrow_base(model, list(self._parameters.values()))
-        #: Whether the whole model, of half precision by itself, is float32 while attached.
+        #: Whether the whole half-precision model is in float32 while attached.
         self.in_float32 = narrow and not self._above_base
         self.form, division = self._divide(pairs, only_some=bool(only))
         self._base = {} if self.form is None else self.form.values
@@ -118,7 +118,7 @@ class WeightSpace(Coordinates):
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
-        """Give the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
+        """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         found = self._copies_like(torch.zeros_like)
         squares, pair_squares, parts = dict[str, float](), list[float](), dict[str, float]()
         for block, part in self._blocks:
@@ -134,7 +134,7 @@ class WeightSpace(Coordinates):
         )
 
     @functools.cached_property
-    def _parts(self) -> Parts:  # finding pairs takes seconds, directions are many
+    def _parts(self) -> Parts:  # finding pairs takes seconds, and there are many directions
         return Parts(self.model, self._parameters)
 
     def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
@@ -156,13 +156,13 @@ class WeightSpace(Coordinates):
 
     @contextmanager
     def attached(self) -> Iterator[WeightSpace]:
-        """Let the model's parameters point to copies that :meth:`move_to` writes; undone on every way out.
+        """Let the model's parameters point to copies that :meth:`move_to` writes; this is undone even after an error.
 
         Half-precision weights point to float32 copies; so do the others, but for a frozen base that is larger than all
         that moves, see :func:`sharpness.perturb.pointing_to`.
         Yields the space itself, with the model at the base point.
         """
-        # What no block writes stays as it is: blocks of pairs that were dropped from them.
+        # Entries that no block writes do not change: blocks that were dropped from pairs.
         empty = self._copies_like(torch.empty_like)
         copies = {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
         with pointing_to(self.model, {**self._base, **copies}):
@@ -176,7 +176,7 @@ class WeightSpace(Coordinates):
     @own_precision
     @torch.no_grad()
     def move_to(self, xi: Tensor | None) -> None:
-        """Put the model, which must be attached, at the retraction of a tangent vector.
+        """Move the model, which must be attached, to the retraction of a tangent vector.
 
         Parameters
         ----------
@@ -193,25 +193,25 @@ class WeightSpace(Coordinates):
         apply_random_symmetry_(self.model, pairs=[pair])
 
     def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-        """Give the pieces of a batch that this process passes through the model, with their weights: all of them."""
+        """Return the pieces of a batch that this process passes through the model, with their weights: all of them."""
         return objective.pieces(self.model, batch)
 
     def together(self, value: float, wrong: int, counted: int) -> tuple[float, int, int]:
-        """Put together what all processes found for their pieces: loss, wrong answers, and how many were given."""
+        """Combine the results of all processes for their pieces: loss, number of errors, and number of labels."""
         return value, wrong, counted
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         return self._gradients.sum_over(losses)
 
     def gradient(self, losses: Tensor | Iterable[Tensor], out: Tensor | None = None) -> Tensor:
-        """Differentiate a loss of the model where it stands.
+        """Differentiate a loss at the model's current weights.
 
         Parameters
         ----------
         losses : Tensor or iterable of Tensor
             Scalar with a graph; or several whose sum is the loss, so that a generator needs the memory of one of them.
         out : Tensor, optional
-            Where the result is written, (dim,).
+            Tensor to which the result is written, (dim,).
 
         Returns
         -------
@@ -258,7 +258,7 @@ class WeightSpace(Coordinates):
         """
         if not all(b.quadratic for b in self._pair_blocks):
             raise ValueError(
-                "the Hessian needs a quadratic retraction; take geodesic='second-order', which has the same"
+                "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
             )
         self.move_to(None)
         v = self.project(v)
@@ -277,7 +277,7 @@ class WeightSpace(Coordinates):
 
 
 def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:
-    """Refuse pairs without any gradient: a layer that is left out, or bypassed."""
+    """Refuse pairs without any gradient, whose layer is skipped or bypassed."""
     for pair in pairs:
         if not any(p in found for p in pair.parameters()):
             raise ValueError(

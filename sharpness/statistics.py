@@ -1,4 +1,4 @@
-"""How well a measure ranks models: Kendall's rank correlation with its uncertainty."""
+"""Kendall's rank correlation with its uncertainty, to judge how well a measure ranks models."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["Correlation", "kendall", "kendall_family"]
 
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
 _Array = npt.NDArray[np.float64]
-#: Of how often each model counts, (resamples, models), one value a resample.
+#: A function from how often each model counts, (resamples, models), to one value per resample.
 _Statistic = Callable[[_Array], _Array]
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation over models; ``print`` gives one line.
+    """A correlation over models; ``print`` shows one line.
 
     Attributes
     ----------
     name : str
         Name of the coefficient.
     value : float
-        NaN where one of the quantities is constant.
+        The coefficient; NaN if one of the quantities is constant.
     p : float
-        Two-sided, of the hypothesis of no association; NaN where no test is defined.
+        Two-sided p-value of the hypothesis of no association; NaN if no test is defined.
     low, high : float
-        Percentile bootstrap interval over models; simultaneous where it is one of a family.
+        Percentile bootstrap interval over models; simultaneous if it belongs to a family.
     models : int
         Number of models.
     ties : int
@@ -69,7 +69,7 @@ def kendall(
     level: float = 0.95,
     seed: int = 0,
 ) -> Correlation:
-    r"""Compute Kendall's τ-b of two quantities over models, or of what other quantities z leave unexplained of them.
+    r"""Compute Kendall's τ-b of two quantities over models, or of their residuals given other quantities z.
 
     .. math:: τ_{xy} = \frac{\sum_{i<j} \operatorname{sign}(x_i - x_j) \operatorname{sign}(y_i - y_j)}
               {\sqrt{\#\{i<j : x_i \ne x_j\} \; \#\{i<j : y_i \ne y_j\}}}, \qquad
@@ -80,9 +80,9 @@ def kendall(
     Parameters
     ----------
     x, y : sequence of float, (models,)
-        One number a model, for example sharpness and generalisation gap.
+        One number per model, for example sharpness and generalisation gap.
     given : sequence of float, (models,) or (quantities, models), optional
-        What is controlled for, z: for example the training loss, or the training loss and the training error.
+        The controls z: for example the training loss, or the training loss and the training error.
     resamples : int
         Resamples of the percentile bootstrap over models.
     level : float
@@ -93,21 +93,21 @@ def kendall(
     Returns
     -------
     Correlation
-        NaN where x or y is constant, or where z determines either.
+        NaN if x or y is constant, or if z determines one of them.
 
     Raises
     ------
     ValueError
-        Lists of unequal length, fewer than three models, NaN or infinite entries.
+        Lists differ in length, there are fewer than three models, or entries are NaN or infinite.
 
     Notes
     -----
     Kendall 1945 for ties, which are counted in the result. Kendall's own partial coefficient (1942),
     :math:`(τ_{xy} - τ_{xz} τ_{yz}) / \sqrt{(1 - τ_{xz}^2)(1 - τ_{yz}^2)}`, does not vanish for quantities that are
-    independent given z: where both have a correlation of 0.9 with a normal z it is 0.19, and its bootstrap interval
-    leaves out 0. That of the residuals vanishes whenever monotone functions of x, y and z are jointly normal (the
-    nonparanormal of Liu, Lafferty and Wasserman 2009). Resampled are the residuals: estimating both regressions moves
-    the coefficient in second order only. ``reproduction/power.py`` has the errors of both.
+    independent given z: if both have a correlation of 0.9 with a normal z it is 0.19, and its bootstrap interval
+    excludes 0. The coefficient of the residuals vanishes whenever monotone functions of x, y and z are jointly normal
+    (the nonparanormal of Liu, Lafferty and Wasserman 2009). The residuals are resampled, because estimating both
+    regressions changes the coefficient only in second order. ``reproduction/power.py`` computes the errors of both.
 
     Examples
     --------
@@ -136,33 +136,35 @@ def kendall_family(
     level: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Correlation]:
-    """Compute τ of many quantities with one, as :func:`kendall`, with intervals that hold all at once.
+    """Compute τ of many quantities with one, like :func:`kendall`, with simultaneous intervals.
 
     Parameters
     ----------
     xs : mapping of str to sequence of float, (models,)
-        The family: every quantity that was looked at, not only those of interest.
+        The family: every quantity that was examined, not only those of interest.
     y, given, seed
-        As of :func:`kendall`.
+        As for :func:`kendall`.
     resamples : int
-        Of the bootstrap over models, the same for all quantities.
+        Resamples of the bootstrap over models, the same for all quantities.
     level : float
-        Probability that all intervals hold their coefficients.
+        Probability that all intervals contain their coefficients.
 
     Returns
     -------
     dict of str to Correlation
-        By the names of ``xs``; p is that of the one coefficient, not corrected. A coefficient that is NaN is no member.
+        Correlations by the names of ``xs``. Each p is that of one coefficient, not corrected. Coefficients that are NaN
+        are not part of the family.
 
     Raises
     ------
     ValueError
-        As :func:`kendall`.
+        As for :func:`kendall`.
 
     Notes
     -----
     Balanced simultaneous percentile intervals (Beran 1988): all are of one level β, the smallest at which a share
-    ``level`` of the resamples lies within all of them. Measures that order the models alike cost little.
+    ``level`` of the resamples lies within all of them. Measures that order the models similarly hardly widen the
+    intervals.
 
     Examples
     --------
@@ -189,9 +191,9 @@ def kendall_difference(
     x: Numbers, other: Numbers, y: Numbers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0,
     given: Numbers | Sequence[Numbers] | None = None,
 ) -> Correlation:  # fmt: skip
-    """Compute τ(x, y) − τ(other, y): models are resampled for both at once (paired bootstrap), p is NaN.
+    """Compute τ(x, y) − τ(other, y), resampling models for both at once (paired bootstrap); p is NaN.
 
-    Both τ share the models, so their separate intervals say little of the difference.
+    Both τ share the models, so their separate intervals say little about the difference.
     """
     a, b, target = _prepared({"x": x, "other": other, "y": y}, given)
     one, two = (_tau(_signs(v), _signs(target)) for v in (a, b))
@@ -202,7 +204,7 @@ def kendall_difference(
 
 
 def _prepared(named: Mapping[str, Numbers], given: Numbers | Sequence[Numbers] | None) -> list[_Array]:
-    """Check quantities and give them, or what the controls leave unexplained of each."""
+    """Check quantities, and return them or, with controls, their residuals."""
     controls: list[Any] = [] if given is None else list(given) if np.ndim(given[0]) else [given]
     found = _columns(**named, **{f"given {i}": z for i, z in enumerate(controls)})
     columns, rest = found[: len(named)], found[len(named) :]
@@ -223,7 +225,7 @@ def _columns(**columns: Numbers) -> list[_Array]:
     found = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
     sizes = {name: a.shape for name, a in found.items()}
     if len(set(sizes.values())) > 1 or any(a.ndim != 1 for a in found.values()):
-        raise ValueError(f"the quantities must be lists of one number a model, of equal length; got shapes {sizes}")
+        raise ValueError(f"the quantities must be lists of one number per model, of equal length; got shapes {sizes}")
     for name, a in found.items():
         if len(a) < 3:
             raise ValueError(f"a correlation needs at least 3 models, got {len(a)}")
@@ -255,8 +257,8 @@ def _bootstrapped(
 ) -> list[Correlation]:  # fmt: skip
     """Evaluate statistics on all models and on the same resamples of them.
 
-    Not by scipy.stats.bootstrap: it calls kendalltau a resample, which takes a hundred times as long, and has no
-    interval where one resample of few models is constant.
+    scipy.stats.bootstrap is not used: it calls kendalltau for each resample, which takes a hundred times as long, and
+    returns no interval if one resample of few models is constant.
     """
     count = len(pairs[0][0])
     chosen = np.random.default_rng(seed).integers(count, size=(resamples, count))
@@ -276,7 +278,7 @@ def _bootstrapped(
 
 
 def _balanced(draws: Sequence[_Array], level: float) -> float:
-    """Find the level of each interval at which all of them hold a share ``level`` of the resamples."""
+    """Find the level of the single intervals at which a share ``level`` of the resamples lies in all of them."""
     if len(draws) < 2 or not len(draws[0]):
         return level
     table = np.column_stack(draws)

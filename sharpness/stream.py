@@ -16,10 +16,11 @@ __all__ = ["vector_lengths"]
 def vector_lengths(
     model: nn.Module, wiring: Wiring | None, read: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> dict[Tensor, Tensor]:
-    """Give for every parameter the lengths of the vectors that its entries belong to, in a shape that broadcasts.
+    """Return the lengths of the vectors that a parameter's entries belong to, for every parameter, broadcastable.
 
-    A neuron's row with its bias is one vector, so is a column of a layer that writes to the stream or reads rectified
-    neurons, its bias, and a row of an embedding or of any other table. ``read`` gives the values of a parameter.
+    Vectors are: a neuron's row with its bias; a column of a layer that writes to the stream or reads rectified neurons;
+    the bias of such a layer; and a row of an embedding or of any other table. ``read`` returns the values of a
+    parameter.
     """
     wiring = Wiring() if wiring is None else wiring
     writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
@@ -30,7 +31,7 @@ def vector_lengths(
             transposed = type(module).__name__ == "Conv1D"
             if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)):
                 continue
-            if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has a row and a bias
+            if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has both a row and a bias
                 affines.setdefault(W, Affine(module, weight, bias, transposed=transposed))
     found: dict[Tensor, Tensor] = {}
     for a in affines.values():

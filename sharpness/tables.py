@@ -1,4 +1,4 @@
-"""Rankings and the values of single models as tables, and in words."""
+"""Tables of rankings and of single models, and verdicts in words."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from .statistics import Correlation
 
 __all__ = ["FEWEST_MODELS", "STYLES", "formatted", "per_model", "verdicts"]
 
-#: Below so many models a rank correlation says next to nothing: of nine models, one unrelated quantity in thirteen has
-#: a τ of 0.5 or more, or of -0.5 or less.
+#: With fewer models a rank correlation says next to nothing: for nine models, one in thirteen unrelated quantities has
+#: a τ of at least 0.5 or at most -0.5.
 FEWEST_MODELS = 10
-#: Of a table; "text" has aligned columns, for terminals.
+#: Styles of a table; "text" has aligned columns, for terminals.
 STYLES = ("text", "markdown", "latex", "csv")
 
 
 def verdicts(found: Sequence[Ranking], bound: float = 0.3) -> dict[str, str]:
-    """Say of every quantity whether it says anything of the target that training loss and error do not say.
+    """Tell for every quantity whether it predicts anything of the target beyond training loss and error.
 
     Parameters
     ----------
     found : sequence of Ranking
-        Of :func:`compare`; those with a corrected interval count, a measure's at all its radii together.
+        Result of :func:`compare`. Rankings with a corrected interval are used, those of a measure at all its radii
+        together.
     bound : float
-        A partial τ below it is nothing of size.
+        A partial τ within ±bound counts as negligible.
 
     Returns
     -------
     dict of str to str
-        By quantity: ``"yes, +"`` or ``"yes, −"`` if the corrected intervals at all radii leave out 0 on one side;
+        By quantity: ``"yes, +"`` or ``"yes, −"`` if the corrected intervals at all radii exclude 0 on the same side;
         ``"nothing of size"`` if all of them lie within ±bound; ``"unresolved"`` otherwise.
 
     Examples
@@ -103,9 +104,9 @@ def formatted(found: Sequence[Ranking], style: str = "text") -> str:
     Parameters
     ----------
     found : sequence of Ranking
-        Of :func:`sharpness.comparison.compare`.
+        Result of :func:`sharpness.comparison.compare`.
     style : {"text", "markdown", "latex", "csv"}
-        ``"text"`` has aligned columns, for a terminal; the rules of a table in LaTeX are those of booktabs.
+        ``"text"`` has aligned columns, for a terminal; LaTeX tables use the rules of booktabs.
 
     Returns
     -------
@@ -126,29 +127,29 @@ def formatted(found: Sequence[Ranking], style: str = "text") -> str:
     return _laid_out([list(_HEAD), *(_cells(row) for row in found)], style)
 
 
-#: Columns of a fit and of what follows from it.
+#: Columns of a fit and of quantities that follow from it.
 _FITS = ("train_loss", "train_error", "test_loss", "test_error")
 
 
 def per_model(rows: Sequence[Row], style: str = "text", *, short: bool = False, ablations: bool = False) -> str:
-    """Tabulate a sweep with a row for each checkpoint.
+    """Tabulate a sweep with one row per checkpoint.
 
     Parameters
     ----------
     rows : sequence of mapping
         Of a sweep, see :func:`sharpness.rows.read_results`.
     style : {"text", "markdown", "latex", "csv"}
-        As for :func:`formatted`. In CSV the standard errors have columns of their own.
+        As for :func:`formatted`. In CSV the standard errors have separate columns.
     short : bool
-        One radius for each measure: its default where the sweep has it, else the middle one.
+        Show one radius for each measure: its default if the sweep has it, else the middle one.
     ablations : bool
-        Measures with switches too.
+        Show ablations of measures too.
 
     Returns
     -------
     str
         Losses and errors on training and test data, the gap (test error minus training error), and every measure as
-        mean ± standard error over its batches. A measurement of one batch has no spread, and shows none.
+        mean ± standard error over its batches. A measurement on one batch has no standard error.
 
     Raises
     ------
@@ -208,7 +209,7 @@ def _with_spread(row: Row, *, split: bool) -> list[str]:
 
 
 def _laid_out(lines: Sequence[Sequence[str]], style: str) -> str:
-    """Write cells, the first line of which is the head, as a table."""
+    """Write cells as a table, whose first line is the head."""
     head, *body = lines
     if style == "csv":
         stream = io.StringIO()
@@ -229,7 +230,7 @@ def _laid_out(lines: Sequence[Sequence[str]], style: str) -> str:
 
 
 def _aligned(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Align columns, the first to the left; a head that is wider than its column is wrapped."""
+    """Align columns, the first one to the left; wrap a head that is wider than its column."""
     columns = list(zip(*body, strict=True)) if body else [()] * len(head)
     wide = [max(9, *map(len, [*column, *title.split()])) for title, column in zip(head, columns, strict=True)]
     titles = [wrap(title, width) for title, width in zip(head, wide, strict=True)]

@@ -1,4 +1,4 @@
-"""Arithmetic on vectors as long as a model: in few passes, in memory that is used again."""
+"""Arithmetic on vectors as long as a model, in few passes and in reused memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .distributed import World
 
 __all__ = ["Buffers", "Memory", "chunked", "combine_", "gram_matrix"]
 
-#: Elements of a vector that are worked on at a time on a CPU, so that they stay in its cache.
+#: Number of elements of a vector that are processed at a time on a CPU, so that they stay in its cache.
 _CHUNK = 2**18
 
 
 class Buffers:
-    """Vectors that are written again and again: large allocations cost as much as the arithmetic."""
+    """Reusable vectors, because large allocations cost as much as the arithmetic."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._all, self._free = like, list[Tensor](), list[Tensor]()
 
     def take(self) -> Tensor:
-        """Give a vector with any content."""
+        """Return a vector with arbitrary content."""
         if not self._free:
             self._free.append(torch.empty_like(self._like))
             self._all.append(self._free[-1])
@@ -33,18 +33,18 @@ class Buffers:
         self._free = [t for t in self._all if id(t) not in ids]
 
     def give(self, vector: Tensor) -> None:
-        """Hand a vector over: it is not written again, until :meth:`adopt` brings it back."""
+        """Hand over a vector; it is not written to again until :meth:`adopt` takes it back."""
         self._all = [t for t in self._all if t is not vector]
         self._free = [t for t in self._free if t is not vector]
 
     def adopt(self, vector: Tensor) -> None:
-        """Take a vector over that nobody else needs any more."""
+        """Take over a vector that is not needed elsewhere any more."""
         self._all.append(vector)
         self._free.append(vector)
 
 
 def chunked(*vectors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Cut vectors into parts that stay in a CPU's cache; whole on a GPU."""
+    """Cut vectors into parts that stay in a CPU's cache; on a GPU they stay whole."""
     count, on_cpu = vectors[0].numel(), vectors[0].device.type == "cpu"
     step = _CHUNK if on_cpu else max(count, 1)
     return [tuple(v[i : i + step] for v in vectors) for i in range(0, count, step)]
@@ -73,13 +73,13 @@ def combine_(out: Tensor, *terms: tuple[Tensor, float]) -> None:
 
 
 class Memory:
-    """Memory for one stack that is used again and again: fresh memory costs more than the arithmetic."""
+    """Reusable memory for one stack, because allocating memory costs more than the arithmetic."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._held = torch.empty(0, dtype=dtype, device=device)
 
     def get(self, size: int) -> Tensor:
-        """Give memory for so many numbers at least, with any content."""
+        """Return memory for at least so many numbers, with arbitrary content."""
         if len(self._held) < size:
             self._held = self._held.new_empty(size)
         return self._held

@@ -1,4 +1,4 @@
-"""A model's trainable weights by name, after a look at what cannot be measured."""
+"""A model's trainable weights by name, after a check that they can be measured."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["named_weights", "trainable"]
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
+    """Return all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
     found = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
-    while found and all(name.startswith("module.") for name in found):  # else it is a layer that is called so
+    while found and all(name.startswith("module.") for name in found):  # else a layer has this name
         found = {name.removeprefix("module."): p for name, p in found.items()}
     return found
 
 
 def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) -> dict[str, nn.Parameter]:
-    """Give the trainable parameters by name, after a look at their devices, dtypes and entries.
+    """Return the trainable parameters by name, after a check of their devices, dtypes and entries.
 
     ``only`` is a regular expression; names without a match are left out. Unless they must be whole, parameters may be
-    FSDP2's.
+    sharded by FSDP2.
     """
     check_model(model)
     found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
@@ -39,7 +39,7 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
         if is_sharded(p) and (whole or not hasattr(p, "placements")):
             raise ValueError(
                 f"parameter {name!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are needed here; "
-                "gather the model on one device, or load the checkpoint whole (evaluate and gradient_norm measure what "
+                "gather the model on one device, or load the whole checkpoint (evaluate and gradient_norm measure what "
                 "FSDP2's fully_shard sharded)"
             )
     devices = {p.device for p in found.values()}
@@ -53,5 +53,5 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
         if not p.is_floating_point():
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
         if not is_sharded(p) and not bool(p.detach().isfinite().all()):
-            raise ValueError(f"parameter {name!r} has NaN or infinite entries; load a sound checkpoint")
+            raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
     return found

@@ -873,8 +873,8 @@ def judge(job, code, error, out, err, loads, world):
         yield "refusal", "-", f"exit code {code}, stderr ends in {lines[-1][:100]!r}"
     if ("Traceback" in err and "--debug" not in job.argv) or (code == 2 and len(err) > 4000):
         yield "refusal", "-", f"{len(err)} characters, a traceback among them: {'Traceback' in err}"
-    if "not foreseen" in err:
-        yield "traceback", "-", f"not foreseen: {lines[-1][:200]}"
+    if "unexpected error" in err:
+        yield "traceback", "-", f"unexpected error: {lines[-1][:200]}"
     if "as far as its training" in err:
         given = dict(itertools.pairwise(job.argv))
         if (

@@ -5,8 +5,8 @@ column rank, K the reals or the complex numbers; Gram matrices :math:`M = G^H G`
 :math:`ψ(A, (G, H)) = (G A^{-1}, H A^H)`; vertical vectors are :math:`(GΛ, -HΛ^H)`.
 
 All formulas are evaluated at the canonical representative of the point's orbit, where :math:`M = N = Σ` is diagonal:
-vectors are carried there by the (constant) group element, and the result is carried back. Equivariance makes this
-exact, and it keeps the condition number of the representative out of every inverse.
+vectors are transformed there by the (constant) group element, and the result is transformed back. By equivariance this
+is exact, and no inverse depends on the condition number of the representative.
 """
 
 from .gauge import Gauge, canonical_gauge, from_matrix

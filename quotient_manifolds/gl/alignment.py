@@ -1,4 +1,4 @@
-"""Representatives that fit each other: bases of the span of points, and alignment along orbits."""
+"""Matching representatives: orthonormal bases for the span of several points, and alignment along orbits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["GLManifold", "align", "restrict_to_span"]
 
 
 class GLManifold(Protocol):
-    """What is asked of a GL(h) quotient here: its points' products and tangent spaces, at other row counts too."""
+    """What is needed of a GL(h) quotient here: products and tangent spaces, also for other numbers of rows."""
 
     metric: Metric
 
@@ -36,7 +36,7 @@ class GLManifold(Protocol):
 def restrict_to_span(
     manifold: GLManifold, *points: Tensor
 ) -> tuple[GLManifold, list[Tensor], Callable[[Tensor], Tensor]]:
-    """Express points in orthonormal bases of the spans of their factors; the last result undoes it.
+    """Express points in orthonormal bases of the spans of their factors; the last result is the inverse map.
 
     Geodesics between the points stay in these spans: a reflection that fixes them is an isometry.
     """
@@ -94,7 +94,7 @@ def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tup
 
 
 def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Tensor:
-    r"""Give the representative of y's orbit nearest to x in the metric at x.
+    r"""Return the representative of y's orbit nearest to x in the metric at x.
 
     A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Gauss–Newton with step halving; every step is one Sylvester
     equation. It starts from the canonical gauges of both points.
@@ -109,7 +109,7 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Te
 
 
 def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
-    """Take y to the representative whose first-order mismatch in both factors is balanced."""
+    """Move y to the representative whose first-order mismatch is balanced between both factors."""
     g = canonical_gauge(*flat.split(y))
     G, H = flat.split(flat.x)
     # The unitary between the two canonical gauges, from both factors together.

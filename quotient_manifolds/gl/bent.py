@@ -1,11 +1,11 @@
-r"""Paths between two matrices that are nearly shortest, and how they follow their ends.
+r"""Nearly shortest paths between two matrices, and how they change with their end points.
 
 With the polar decompositions :math:`X = UK, Y = VL` and the angles :math:`\cos Θ = C = \tfrac12(U^H V + V^H U)`
 
 .. math:: γ(t) = \big(U f_{1-t} + V f_t\big) \big((1-t) K + t L\big), \qquad f_t = \sin(tΘ) / \sin Θ
 
-turns the unitary factor at a constant speed, where a straight path would pass near singular matrices. Between
-independent random matrices its energy in the inv metric is within a thousandth of the least.
+rotates the unitary factor at constant speed, where a straight path would pass near singular matrices. Between
+independent random matrices its energy in the inv metric is within a thousandth of the minimum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Bent", "first_path", "polar"]
 
 
 def polar(X: Tensor) -> Tensor:
-    """Give the unitary factor of X."""
+    """Return the unitary factor of X."""
     U, _, Vh = torch.linalg.svd(X, full_matrices=False)
     return U @ Vh
 
@@ -42,11 +42,11 @@ class Bent:
         self._back = torch.cat([self._Q, self._Q], -1).mH.unsqueeze(1)
 
     def _f(self, t: Tensor) -> Tensor:
-        """Give the eigenvalues of f_t, (b, q, h)."""
+        """Return the eigenvalues of f_t, (b, q, h)."""
         return (t[:, None] * self._angle).sin() / self._angle.sin()
 
     def _slopes(self, t: Tensor) -> Tensor:
-        """Give the divided differences of f_t as a function of C, (b, q, h, h)."""
+        """Return the divided differences of f_t as a function of C, (b, q, h, h)."""
         c, angle, f, t = self._C, self._angle, self._f(t), t[:, None]
         slope = (c * (t * angle).sin() - t * (t * angle).cos() * angle.sin()) / angle.sin() ** 3
         gap = c.unsqueeze(-1) - c.unsqueeze(-2)
@@ -54,7 +54,7 @@ class Bent:
         return torch.where(gap.abs() > 1e-6, (f.unsqueeze(-1) - f.unsqueeze(-2)) / gap, mean)
 
     def coefficients(self) -> Tensor:
-        """Give them, (b, k - 1, rows, h)."""
+        """Return the coefficients, (b, k - 1, rows, h)."""
         t = self._times
         turned = torch.cat([self._f(1 - t), self._f(t)], -1).unsqueeze(-1) * self._back
         size = self._K.unsqueeze(1) + t[:, None, None] * (self._L - self._K).unsqueeze(1)
@@ -75,7 +75,7 @@ class Bent:
         self._middle = ((K + L) / 2).unsqueeze(1)
 
     def following(self, m: Tensor) -> Tensor:
-        r"""Give the change of the coefficients for an end that moves by Y m, (b, k - 1, rows, h); linear in m.
+        r"""Return the change of the coefficients for an end that moves by Y m, (b, k - 1, rows, h); linear in m.
 
         From :math:`L m = ΩL + dL` with Ω skew-Hermitian and dL Hermitian: V turns to V(1 + Ω), L grows by dL. The
         change of f, which vanishes at both ends, counts with (K + L)/2.
@@ -90,7 +90,7 @@ class Bent:
 
 
 def first_path(metric: Metric, n: int, x: Tensor, y: Tensor, count: int) -> Path:
-    """Give the path whose factors are bent; square ones turn from x to y instead, so that none becomes singular."""
+    """Return the path with bent factors; square factors rotate from x to y instead, so that none becomes singular."""
     path = Path(metric, n, x, y, x.new_zeros(len(x), count - 1, *x.shape[1:]))
     if x.shape[-1] in (n, x.shape[-2] - n):
         path = path.refined(2 * count)
@@ -100,13 +100,13 @@ def first_path(metric: Metric, n: int, x: Tensor, y: Tensor, count: int) -> Path
 
 
 def _turning(X: Tensor, Y: Tensor, like: Path) -> Tensor:
-    """Give the coefficients of the path between square matrices :math:`e^{tΩ} ((1-t) X + t e^{-Ω} Y)`.
+    """Return the coefficients of the path between square matrices :math:`e^{tΩ} ((1-t) X + t e^{-Ω} Y)`.
 
     :math:`e^Ω` is the unitary part of :math:`Y X^{-1}`, and Ω comes from a thousandth root of it. The determinant has
     no zero on the way.
     """
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
-    skew = 1e-3 * (eye.roll(1, 0) - eye.roll(-1, 0))  # out of symmetric positions, where a root is not unique
+    skew = 1e-3 * (eye.roll(1, 0) - eye.roll(-1, 0))  # move away from symmetric positions, where the root is not unique
     root = whole = polar(torch.linalg.solve(X, Y, left=False))
     for _ in range(10):
         root = polar(eye + root + skew)

@@ -1,7 +1,8 @@
 r"""Coordinates in which the metric is the identity: :math:`ξ \hat Σ^{-1/2}` (inv), :math:`ξ \hat Σ^{1/2}` (mix).
 
-At the canonical representative, where M = N = Σ. What the ascent does at every step is done here in few passes over
-the weights: all that is large is a sum of multiples of the point, the vector and the gradient by h × h matrices.
+They belong to the canonical representative, where M = N = Σ. The operations of every ascent step are done here in few
+passes over the weights: all large tensors are sums of the point, the vector and the gradient, each times an h × h
+matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Coordinates", "along_gradient", "row_power"]
 
 
 def row_power(sigma: Tensor, present: Tensor, exponent: float) -> Tensor:
-    """Give σ^exponent as a row (…, 1, h), zero for directions that the point does not have."""
+    """Return σ^exponent as a row (…, 1, h), with zeros for the absent directions of the point."""
     power = torch.where(present, sigma, 1) ** exponent
     return torch.where(present, power, 0).unsqueeze(-2)
 
@@ -34,7 +35,7 @@ def _add_product(out: Tensor, X: Tensor, A: Tensor) -> None:
 
 
 def _sum_of_products(out: Tensor, first: tuple[Tensor, Tensor], *rest: tuple[Tensor, Tensor]) -> None:
-    """Write Σ X A into ``out``, for matrices A that are small."""
+    """Write Σ X A into ``out``, for small matrices A."""
     if out.dim() == first[0].dim() == first[1].dim() == 3:
         torch.bmm(*first, out=out)
     else:
@@ -45,7 +46,7 @@ def _sum_of_products(out: Tensor, first: tuple[Tensor, Tensor], *rest: tuple[Ten
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The coordinates at one point; vectors, and where results are written, come factor by factor."""
+    """The coordinates at one point; vectors and outputs are given factor by factor."""
 
     local: LocalMetric
     sigma_hat: Tensor
@@ -53,12 +54,12 @@ class Coordinates:
 
     @property
     def to_vector(self) -> Tensor:
-        """The row by which coordinates become a vector of the canonical gauge."""
+        """The row that turns coordinates into a vector in canonical gauge."""
         return row_power(self.sigma_hat, self.present, self.local.metric.scale_exponent)
 
     @property
     def from_vector(self) -> Tensor:
-        """The row by which a vector of the canonical gauge becomes coordinates."""
+        """The row that turns a vector in canonical gauge into coordinates."""
         return row_power(self.sigma_hat, self.present, -self.local.metric.scale_exponent)
 
     def retract(self, c: Pair, out: Pair) -> None:
@@ -70,11 +71,11 @@ class Coordinates:
             _sum_of_products(part, (X, identity + 0.5 * a), (v, scale.mT * (identity + 0.5 * b)))
 
     def pull_back(self, c: Pair, egrad: Pair, factor: float, out: Pair) -> None:
-        """Write the coordinates of the horizontal part of the gradient that is pulled back, times a factor."""
+        """Write the coordinates of the horizontal part of the pulled-back gradient, times a factor."""
         scale, back = self.to_vector, self.from_vector
         pulls = self.local.pulls(c, egrad, scale)
         adjoints = self.local.adjoints(*pulls)
-        # Q = P e + X a + ξ b is the pulled back covector, and what the projection needs is Xᴴ Q = (PᴴX)ᴴ e + …
+        # Q = P e + X a + ξ b is the pulled-back covector, and the projection needs Xᴴ Q = (PᴴX)ᴴ e + …
         inner = [
             s.pX.mH @ e + gram.exact @ a + s.vX.mH @ b
             for s, gram, (e, a, b) in zip(pulls, self.local.grams, adjoints, strict=True)
@@ -99,9 +100,9 @@ class Coordinates:
 def along_gradient(
     local: LocalMetric, present: Tensor, x: Pair, covector: Pair, ways: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Callable[[float], Tensor]]:
-    """Give the squared length of a gradient in canonical gauge, and where the retraction leads along it.
+    """Return the squared length of a gradient in canonical gauge, and the retraction along it.
 
-    ``x`` is the representative at hand, to which ``ways`` carry vectors of the canonical gauge (None: they stay).
+    ``x`` is the given representative, to which ``ways`` map vectors from canonical gauge (None: no change).
     """
     there = (present.unsqueeze(-1) & present.unsqueeze(-2)).to(covector[0].dtype)
     weights = [V * there for V in local.inverse_weights()]

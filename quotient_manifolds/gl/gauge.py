@@ -17,7 +17,7 @@ RANK_TOLERANCE = 10.0
 
 @dataclass(frozen=True)
 class Gauge:
-    r"""A point in canonical gauge, and the group element that takes it there.
+    r"""A point in canonical gauge, and the group element that moves it there.
 
     With the thin QR factorisations :math:`G = Q_G R_G`, :math:`H = Q_H R_H` and the small singular value
     decomposition :math:`R_G R_H^H = U Σ V^H`,
@@ -77,7 +77,7 @@ class Gauge:
         return self.H * _inverse(self.sigma.sqrt()).unsqueeze(-2)
 
     def present(self, tolerance: float | None = None) -> Tensor:
-        """Tell which directions the point has: σ_i above ``tolerance`` σ_1, by default above rounding; (…, h)."""
+        """Tell which directions are present: σ_i above ``tolerance`` σ_1, by default above rounding error; (…, h)."""
         tolerance = RANK_TOLERANCE * torch.finfo(self.sigma.dtype).eps if tolerance is None else tolerance
         return self.sigma > tolerance * self.sigma[..., :1]
 
@@ -148,7 +148,7 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
 
 @own_precision
 def from_matrix(X: Tensor, h: int) -> Tensor:
-    r"""Give the point whose product is the best approximation of rank h to a matrix.
+    r"""Return the point whose product is the best approximation of rank h to a matrix.
 
     .. math:: X \approx U Σ V^H, \qquad G = U Σ^{1/2},\; H = V Σ^{1/2}
 
@@ -185,7 +185,7 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     sigma = sigma[..., :h]
     if not holds(sigma[..., -1] > RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]):
-        raise ValueError(f"the matrix has a rank below {h}, so that no point of the manifold has it for a product")
+        raise ValueError(f"the matrix has rank below {h}, so it is not the product of any point of the manifold")
     return pack(U[..., :h], Vh.mH[..., :h]) * sigma.sqrt().unsqueeze(-2)
 
 
@@ -193,7 +193,7 @@ def _check_matrix(name: str, X: Tensor) -> None:
     if not isinstance(X, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(X).__name__}")
     if X.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-        raise ValueError(f"{name} of shape {tuple(X.shape)} has dtype {X.dtype}, without linear algebra; convert it")
+        raise ValueError(f"{name} of shape {tuple(X.shape)} has dtype {X.dtype} without linear algebra; convert it")
 
 
 def _inverse(s: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ orthonormal columns in X and Y, and a tangent vector is
 .. math:: ξ_G = ξ Σ^{1/2},\; ξ_H = η Σ^{1/2} \;\text{(inv)}, \qquad
           ξ_G = ξ Σ^{-1/2},\; ξ_H = η Σ^{-1/2} \;\text{(mix)},
 
-which makes the metric the identity, :math:`\|(ξ, η)\|_F`. Used is that :math:`X^H X` is well conditioned, not that it
-is the identity: with X a differentiable function of the point (and Σ a constant scale) derivatives are exact.
+which makes the metric the identity, :math:`\|(ξ, η)\|_F`. The formulas need :math:`X^H X` to be well conditioned, not
+to be the identity: where X is a differentiable function of the point (and Σ a constant scale), derivatives are exact.
 
 Along every geodesic G(t) stays in span[X, ξ], so everything happens on 2h × h coefficient matrices. The basis is
 [X, E/s] with :math:`E = ξ - X C`, :math:`C = (X^H X)^{-1} X^H ξ`, Gram matrix
@@ -41,12 +41,12 @@ from .metrics import Metric, Pair
 
 __all__ = ["GeodesicExitError", "Whitened", "exit_time", "geodesic", "raise_on_exit"]
 
-#: Give up after this length of the path in the inv metric.
+#: The solver gives up after a path of this length in the inv metric.
 _MAX_LENGTH = 1000
 
 
 class GeodesicExitError(ValueError):
-    """A geodesic leaves the manifold before the time asked for.
+    """A geodesic leaves the manifold before the requested time.
 
     Attributes
     ----------
@@ -83,9 +83,9 @@ class Whitened:
     xi: Tensor
     Y: Tensor
     eta: Tensor
-    sigma: Tensor  # (…, h), descending, 0 for directions that the point lacks
+    sigma: Tensor  # (…, h), descending, 0 for absent directions
     present: Tensor
-    lacking: Pair  # what stays put
+    lacking: Pair  # the part that does not move
 
     @classmethod
     def of(cls, local: LocalMetric, u: Pair, sigma: Tensor, present: Tensor) -> Whitened:
@@ -96,12 +96,12 @@ class Whitened:
         return cls(local.metric, G * inverse, u[0] * scale, H * inverse, u[1] * scale, sigma, present, lacking)
 
     def undo(self, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor) -> tuple[Pair, Pair]:
-        """Give point and velocity, in the canonical gauge of the start."""
+        """Return point and velocity, in the canonical gauge of the starting point."""
         root, scale = (row_power(self.sigma, self.present, p) for p in (0.5, self.metric.scale_exponent))
         return (X * root + self.lacking[0], Y * root + self.lacking[1]), (xi * scale, eta * scale)
 
     def backward(self) -> Whitened:
-        """Turn the vector round."""
+        """Reverse the vector."""
         return replace(self, xi=-self.xi, eta=-self.eta)
 
     def certainly_inside(self, until: float) -> bool:
@@ -112,7 +112,7 @@ class Whitened:
 
 
 def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair, Pair]:
-    """Give points and velocities at times t of any shape (k…), each (k…, …, rows, h), in canonical gauge."""
+    """Return points and velocities at times t of any shape (k…), each (k…, …, rows, h), in canonical gauge."""
     t = as_times(t, start.X)
     if start.metric.complete:
         return start.undo(*_inv_geodesic(start.X, start.xi, t), *_inv_geodesic(start.Y, start.eta, t))
@@ -121,7 +121,7 @@ def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair,
 
 
 def exit_time(start: Whitened, until: float = 1.0) -> Tensor:
-    """Give the time in (0, until] at which every geodesic leaves the manifold, inf where it stays; (…)."""
+    """Return the time in (0, until] at which every geodesic leaves the manifold, inf where it stays; (…)."""
     with torch.no_grad():
         if start.metric.complete or start.certainly_inside(until):
             return torch.full_like(torch.linalg.matrix_norm(start.xi), torch.inf)
@@ -175,7 +175,7 @@ class _Waypoint:
         return cls(y, sigma.expand(*y.shape[:-1], -1), eye, eye, torch.zeros_like(y[..., 0]))
 
     def regauged(self, problem: Reduced, y: Tensor, time: Tensor) -> _Waypoint:
-        r"""Go on to y, and to the canonical gauge there.
+        r"""Advance to y, and to the canonical gauge there.
 
         From Cholesky factors :math:`M = R_X^H R_X,\ N = R_Y^H R_Y` (one leg keeps M and N well conditioned) and
         :math:`R_X Σ R_Y^H = U Σ' V^H`: the step is :math:`L = U^H R_X,\ R = V^H R_Y`. It is constant to autograd.
@@ -194,7 +194,7 @@ class _Waypoint:
         return _Waypoint(flat_state((a, p @ R.mH, b, q @ L.mH)), sigma, L @ self.L, R @ self.R, time)
 
     def at_start_gauge(self, y: Tensor) -> State:
-        """Give the coefficients y in the gauge of the start."""
+        """Return the coefficients y in the gauge of the start."""
         a, p, b, q = unflat_state(y, self.sigma.shape[-1], self.L.is_complex())
         return (
             a @ self.L,
@@ -210,8 +210,8 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
     The independent variable is r with :math:`dr = \sqrt{v^2 + \mathrm{until}^{-2}}\,dt`, v the speed in the *inv*
     metric. That metric is complete: where the rank falls at T, v grows like 1/(T − t), T is approached exponentially
     in r and never crossed, and the batch items advance at equal relative rates whatever their singular values are.
-    Every unit of r is one leg, after which the point reached is brought to its own canonical gauge: conditions do not
-    build up. The second result holds the exit times (…), inf where there is none.
+    Every unit of r is one leg, after which the current point is brought to its own canonical gauge, so that condition
+    numbers do not accumulate. The second result holds the exit times (…), inf where there is none.
     """
     here = _Waypoint.start(problem, sigma)
     h, is_complex = here.L.shape[-1], here.L.is_complex()
@@ -232,7 +232,7 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
         def slope(_r: Tensor, y: Tensor, leg: Reduced = leg, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
             dy, speed2 = leg.derivative(unflat_state(y[..., :-1], h, is_complex))
             rate = torch.where(moving, 1 / (slowest**2 + speed2).sqrt().unsqueeze(-1), 0.0)
-            # One more feature: the time since the start of the leg, in units of its first speed.
+            # One more feature: the time since the start of the leg, in units of its initial speed.
             return torch.cat([flat_state(dy) * rate, unit * rate], dim=-1)
 
         y = integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), 1.0, tol)
@@ -243,14 +243,14 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
             speed = inv_speed(here)
             # 1/v falls linearly to 0 at the exit.
             left = (here.time - previous.time) / (speed / last_speed - 1)
-            # Very close to a rank-deficient point, the side on which it is passed is rounding.
+            # Very close to a rank-deficient point, rounding decides on which side it is passed.
             near = (left > 0) & (left < torch.finfo(left.dtype).eps ** 0.375 * here.time)
             gone = active & near & (here.time + left <= until)
             exit_time = torch.where(gone, here.time + left, exit_time)
             active = active & ~near & (here.time < until)
         if not bool(active.any()):
             return waypoints, exit_time
-    raise RuntimeError(f"mix geodesic: {int(active.sum())} still under way after {_MAX_LENGTH} units of inv length")
+    raise RuntimeError(f"mix geodesic: {int(active.sum())} not finished after an inv length of {_MAX_LENGTH}")
 
 
 def _default_tolerance(x: Tensor) -> float:
@@ -272,7 +272,7 @@ def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> State:
     else:
         waypoints, times = _follow(problem, start.sigma, last, tol)
         raise_on_exit(times, last.item())
-    # For every time asked for the last way-point before it.
+    # For every requested time, the last way-point before it.
     goal = column(t, waypoints[0].time)
     passed = torch.stack([w.time.detach() for w in waypoints])
     index = (passed.unsqueeze(1) <= goal.detach()).sum(0).clamp_min(1) - 1

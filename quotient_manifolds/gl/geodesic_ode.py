@@ -45,7 +45,7 @@ class Frame:
     velocity: Tensor
 
     def __matmul__(self, a: Tensor) -> Tensor:
-        """Give the n × h matrix with coefficients a, which may have more leading dimensions."""
+        """Return the n × h matrix with coefficients a, which may have more leading dimensions."""
         return self.basis @ a
 
 
@@ -55,7 +55,7 @@ def nonzero(size: Tensor) -> Tensor:
 
 
 def block_matrix(rows: list[list[Tensor]]) -> Tensor:
-    """Put a matrix together from blocks, broadcasting their batch dimensions."""
+    """Assemble a matrix from blocks, broadcasting their batch dimensions."""
     return torch.cat([torch.cat(torch.broadcast_tensors(*row), dim=-1) for row in rows], dim=-2)
 
 
@@ -63,11 +63,12 @@ def frame(X: Tensor, xi: Tensor) -> Frame:
     """Build the frame; X, xi are (…, n, h), X well conditioned."""
     X, xi = torch.broadcast_tensors(X, xi)
     P = X.mH @ X
-    # Columns that are zero count as unit vectors which nothing else meets: they neither move nor matter.
+    # Zero columns are replaced by unit vectors orthogonal to all others: they do not move, and do not change the
+    # result.
     P = P + torch.diag_embed((P.diagonal(dim1=-2, dim2=-1) == 0).to(P.dtype))
     C = torch.linalg.solve(P, X.mH @ xi)
     s = nonzero(torch.linalg.matrix_norm(xi))[..., None, None]
-    # A square X spans everything. Rounding in E would matter: geodesics of mix are unstable in the directions off X.
+    # A square X spans everything. Rounding errors in E would matter: mix geodesics are unstable in directions off X.
     E = (xi - X @ C) / s if X.shape[-2] > X.shape[-1] else torch.zeros_like(xi)
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device).expand_as(P)
     zero = torch.zeros_like(P)
@@ -80,14 +81,14 @@ def frame(X: Tensor, xi: Tensor) -> Frame:
 
 
 def as_times(t: Any, like: Tensor) -> Tensor:
-    """Give times as a real tensor of the precision and device of another."""
+    """Return times as a real tensor with the precision and device of another tensor."""
     if not isinstance(t, Tensor) and not np.issubdtype(np.asarray(t).dtype, np.number):
         raise TypeError(f"times must be numbers, got {t!r}")
     return torch.as_tensor(t, dtype=real_dtype(like.dtype), device=like.device)
 
 
 def column(t: Tensor, like: Tensor) -> Tensor:
-    """Give times of shape (k…) the shape (k…, 1, …, 1) that multiplies a batch of matrices."""
+    """Reshape times from (k…) to (k…, 1, …, 1), which multiplies a batch of matrices."""
     return t.reshape(*t.shape, *(1,) * like.dim())
 
 
@@ -103,7 +104,7 @@ class Reduced:
 
     G: Frame
     H: Frame
-    inverse_sigma: Tensor  # (…, 1, h), 0 for directions that the point lacks
+    inverse_sigma: Tensor  # (…, 1, h), 0 for absent directions
 
     @classmethod
     def of(cls, G: Frame, H: Frame, sigma: Tensor) -> Reduced:
@@ -111,19 +112,19 @@ class Reduced:
         return cls(G, H, torch.where(sigma > 0, 1 / torch.where(sigma > 0, sigma, 1), 0.0).unsqueeze(-2))
 
     def start(self) -> State:
-        """Give the coefficients (a, p, b, q) at t = 0."""
+        """Return the coefficients (a, p, b, q) at t = 0."""
         present = self.inverse_sigma > 0
         return self.G.point * present, self.G.velocity, self.H.point * present, self.H.velocity
 
     def _motion(self, f: Frame, a: Tensor, p: Tensor) -> tuple[Motion, Tensor]:
-        """Give the products of one factor as the metric's equation takes them, and A."""
+        """Return the products of one factor as the metric's equation takes them, and A."""
         Ja, Jp = f.gram @ a, f.gram @ p
         M, A = a.mH @ Ja, p.mH @ Jp
         M = M + torch.diag_embed((self.inverse_sigma.squeeze(-2) == 0).to(M.dtype))
         return Motion(torch.linalg.inv(M), (Ja.mH @ p * self.inverse_sigma).mH, A * self.inverse_sigma), A
 
     def derivative(self, state: State) -> tuple[State, Tensor]:
-        """Give the time derivative of (a, p, b, q), and the squared speed (…) in the inv metric."""
+        """Return the time derivative of (a, p, b, q), and the squared speed (…) in the inv metric."""
         a, p, b, q = state
         w = self.inverse_sigma
         (G, A_G), (H, A_H) = self._motion(self.G, a, p), self._motion(self.H, b, q)
@@ -133,7 +134,7 @@ class Reduced:
         return (p * w, a @ of_a + p @ of_p, q * w, b @ of_b + q @ of_q), speed2
 
     def end(self, state: State) -> State:
-        """Give the factors X(t), ξ(t), Y(t), η(t): whitened, as they came in."""
+        """Return the factors X(t), ξ(t), Y(t), η(t), whitened like the input."""
         a, p, b, q = state
         return self.G @ a, self.G @ p, self.H @ b, self.H @ q
 
@@ -145,14 +146,14 @@ def flat_state(state: State) -> Tensor:
 
 
 def unflat_state(y: Tensor, h: int, is_complex: bool, count: int = 4) -> State:
-    """Invert :func:`flat_state` for so many tensors with h columns."""
+    """Invert :func:`flat_state` for ``count`` tensors with h columns."""
     if is_complex:
         y = torch.complex(*y.unflatten(-1, (-1, 2)).unbind(-1))
     return y.unflatten(-1, (-1, h)).chunk(count, dim=-2)
 
 
 def _worst_item(error: Tensor) -> Tensor:
-    """Take the root mean square of every batch item, then the largest: none is averaged away by the others.
+    """Take the root mean square of every batch item, then the largest, so that no item is averaged away.
 
     A step with a singular or overflowing stage counts as infinitely wrong, so that it is repeated with a smaller one.
     """
@@ -160,7 +161,7 @@ def _worst_item(error: Tensor) -> Tensor:
     return rms.nan_to_num(nan=1e9, posinf=1e9).amax()
 
 
-#: Steps after which a solver gives up; geodesics take some tens.
+#: Number of steps after which a solver gives up; geodesics take a few dozen.
 _MAX_STEPS = 20_000
 
 
@@ -168,7 +169,7 @@ def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol:
     """Solve ẏ = f(t, y) from 0 to ``end``; every batch item keeps the tolerance, and steps end exactly there."""
     if y.numel() == 0:  # a batch without items
         return y
-    with torch.device("cpu"):  # only mix geodesics and parallel transport need it; its tables are made when imported
+    with torch.device("cpu"):  # only mix geodesics and parallel transport need it; it builds its tables when imported
         from torchdiffeq import odeint
 
     t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
@@ -177,5 +178,5 @@ def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol:
     method = "dopri8" if tol < 1e-8 else "dopri5"
     try:
         return odeint(f, y, t, rtol=tol, atol=tol, method=method, options=options)[-1]
-    except AssertionError as error:  # no step is small enough: singular values beyond all reason
-        raise ArithmeticError(f"the geodesic equation cannot be solved here ({error}); scale the factors") from error
+    except AssertionError as error:  # no step is small enough: the singular values are extremely far apart
+        raise ArithmeticError(f"the geodesic equation cannot be solved here ({error}); rescale the factors") from error

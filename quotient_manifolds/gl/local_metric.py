@@ -1,4 +1,4 @@
-"""A metric at one representative (G, H), and what follows there from the formulas of the metric."""
+"""A metric at one representative (G, H), and everything that follows from its formulas there."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class LocalMetric:
     grams: tuple[Gram, Gram]
 
     def weights(self) -> Pair:
-        """Give (W_G, W_H)."""
+        """Return (W_G, W_H)."""
         M, N = self.grams
         return self.metric.weight(M, N), self.metric.weight(N, M)
 
     def inverse_weights(self) -> Pair:
-        """Give (W_G⁻¹, W_H⁻¹)."""
+        """Return (W_G⁻¹, W_H⁻¹)."""
         M, N = self.grams
         return self.metric.inverse_weight(M, N), self.metric.inverse_weight(N, M)
 
@@ -39,15 +39,15 @@ class LocalMetric:
         return trace_product(W_G, u[0], v[0]) + trace_product(W_H, u[1], v[1])
 
     def against_point(self, u: Pair) -> Pair:
-        """Give (Gᴴξ_G, Hᴴξ_H)."""
+        """Return (Gᴴξ_G, Hᴴξ_H)."""
         return self.factors[0].mH @ u[0], self.factors[1].mH @ u[1]
 
     def vertical_part(self, G_xi: Tensor, H_eta: Tensor) -> Tensor:
-        r"""Give Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal, from Gᴴξ_G and Hᴴξ_H.
+        r"""Return Λ for which (ξ_G + GΛ, ξ_H − HΛᴴ) is horizontal, from Gᴴξ_G and Hᴴξ_H.
 
         Orthogonal to all vertical vectors means :math:`G^H ξ_G W_G = W_H ξ_H^H H`, which for Λ is
         :math:`W_H^{-1} M Λ + Λ N W_G^{-1} = ξ_H^H H W_G^{-1} - W_H^{-1} G^H ξ_G`. Paper, §5.2, which prints
-        AΛ + ΛAᵀ = B for inv, right only for h = 1.
+        AΛ + ΛAᵀ = B for inv, which is right only for h = 1.
         """
         (M, N), (V_G, V_H) = self.grams, self.inverse_weights()
         return sylvester(V_H @ M.exact, N.exact @ V_G, H_eta.mH @ V_G - V_H @ G_xi)
@@ -58,7 +58,7 @@ class LocalMetric:
         return u[0] + G @ L, u[1] - H @ L.mH
 
     def motions(self, u: Pair, scale: Tensor | None = None) -> tuple[Motion, Motion]:
-        """Give the products of both factors, for the velocity u or, with a row ``scale``, u · scale."""
+        """Return the products of both factors, for the velocity u or, with a row ``scale``, u · scale."""
         found = []
         for X, v, gram in zip(self.factors, u, self.grams, strict=True):
             vX, vv = v.mH @ X, v.mH @ v
@@ -77,7 +77,7 @@ class LocalMetric:
         return G @ a + u[0] @ b, H @ c + u[1] @ d
 
     def pulls(self, u: Pair, p: Pair, scale: Tensor | None = None) -> tuple[Pull, Pull]:
-        """Give the products of both factors with a covector too, for the velocity u or u · scale."""
+        """Return the products of both factors, also with a covector, for the velocity u or u · scale."""
         found = []
         for X, v, q, gram in zip(self.factors, u, p, self.grams, strict=True):
             vX, pv = v.mH @ X, q.mH @ v
@@ -87,7 +87,7 @@ class LocalMetric:
         return found[0], found[1]
 
     def adjoints(self, G: Pull, H: Pull) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """Give, for each factor, (e, a, b): P e + X a + ξ b pulls the covector P back along the retraction."""
+        """For each factor, return (e, a, b): P e + X a + ξ b pulls the covector P back along the retraction."""
         identity = torch.eye(G.vX.shape[-1], dtype=G.vX.dtype, device=G.vX.device)
         (e, a, b), (f, c, d) = self.metric.adjoint(G, H), self.metric.adjoint(H, G)
         return (identity + 0.5 * e, 0.5 * a, 0.5 * b), (identity + 0.5 * f, 0.5 * c, 0.5 * d)
@@ -100,7 +100,7 @@ class LocalMetric:
 
 
 def canonical_metric(metric: Metric, gauge: Gauge, sigma_hat: Tensor, present: Tensor) -> LocalMetric:
-    """Use that all Gram matrices are diagonal; nothing moves in directions that the point lacks."""
+    """Use that all Gram matrices are diagonal; nothing moves along absent directions."""
     inverse = torch.where(present, 1 / sigma_hat, 0)
     gram = Gram(*(torch.diag_embed(s).to(gauge.x.dtype) for s in (gauge.sigma, sigma_hat, inverse)))
     return LocalMetric(metric, (gauge.G, gauge.H), (gram, gram))
@@ -117,7 +117,7 @@ def moving_metric(metric: Metric, x: Tensor, gauge: Gauge, relaxation: float, pr
     if is_differentiated(x) and not holds(sigma_hat <= sigma, unseen=False):
         phi = lifted_spectrum(M @ N, sigma, relaxation)
         M_hat, N_hat = phi @ M, N @ phi
-    else:  # the floor does nothing, or its derivative is not asked for
+    else:  # the floor does nothing, or its derivative is not needed
         floor = torch.diag_embed(sigma_hat - sigma).to(x.dtype)
         M_hat, N_hat = M + floor, N + floor
     absent = torch.diag_embed(~present).to(x.dtype)  # nothing has components there

@@ -1,8 +1,8 @@
 r"""Logarithm and distance on the GL(h) quotients, between any two orbits.
 
-Results do not depend on the representatives but for being expressed at that of x. Points are first expressed in
-orthonormal bases of the spans of their factors (2h rows), in which the geodesics between them stay: a reflection that
-fixes both points is an isometry.
+Results do not depend on the representatives, except that vectors are expressed at that of x. Points are first expressed
+in orthonormal bases of the spans of their factors (2h rows). The geodesics between them stay in these spans, because a
+reflection that fixes both points is an isometry.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["distance", "logmap"]
 
 
 def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
-    r"""Give the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
+    r"""Return the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
 
-    Of the two points that with the smaller :math:`\sum_i σ_i` is where the search begins, so that the distance is
-    symmetric. For inv the manifold is a product of a line, on which :math:`\sum_i \log σ_i` runs, with the points of
-    one such sum: only the second part is searched.
+    The search starts at the point with the smaller :math:`\sum_i σ_i`, so that the distance is symmetric. For inv the
+    manifold is a product of a line, on which :math:`\sum_i \log σ_i` runs, with the points of one such sum: only the
+    second part is searched.
     """
     shape = torch.broadcast_shapes(x.shape, y.shape)
     full = manifold.tangent_space_at(x.expand(shape))
@@ -56,7 +56,7 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
 
 
 def _returned(manifold: GLManifold, found: Shortest, x: Tensor) -> Tensor:
-    """Give the velocities of the geodesics that were found to x, turned round, at x: x_G = end_G B, x_H = end_H B⁻ᴴ."""
+    """Reverse geodesics found towards x: return their velocities at x, where x_G = end_G B, x_H = end_H B⁻ᴴ."""
     rows = manifold.row_split()
     end, velocity = (z.nan_to_num() for z in (found.end, found.end_velocity))
     B = torch.linalg.lstsq(end.split(rows, -2)[0], x.split(rows, -2)[0]).solution
@@ -65,7 +65,7 @@ def _returned(manifold: GLManifold, found: Shortest, x: Tensor) -> Tensor:
 
 
 def _apart(x: Gauge, y: Gauge) -> Tensor:
-    """Tell which points no path joins: square real factors, determinants of G Hᴴ of different sign."""
+    """Tell which points no path joins: real square factors, with determinants of G Hᴴ of different sign."""
     n, h = x.G.shape[-2:]
     if n != h or x.H.shape[-2] != h or x.x.is_complex():
         return torch.zeros(len(x.x), dtype=torch.bool, device=x.x.device)
@@ -74,7 +74,7 @@ def _apart(x: Gauge, y: Gauge) -> Tensor:
 
 
 def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
-    """Say why there are items without a geodesic."""
+    """Explain why some items have no geodesic."""
     failed = ~(found.residual <= SOLVED)
     count = f"for {int(failed.sum())} of {failed.numel()} pairs"
     if bool(apart.any()):
@@ -91,7 +91,7 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
             'pass on_error="nan"'
         )
     worst = found.residual[failed].max().item()
-    return f'logmap: {worst:.1e} of the way is missing {count}; pass more n_starts, or on_error="nan"'
+    return f'logmap: {worst:.1e} of the length is missing {count}; increase n_starts, or pass on_error="nan"'
 
 
 class _Distance(torch.autograd.Function):
@@ -104,7 +104,7 @@ class _Distance(torch.autograd.Function):
         d = space.norm(u)
         if any(ctx.needs_input_grad):
             end, velocity = space.geodesic(u)
-            apart = d > 1e-10 * space.norm(x)  # else rounding, of which no direction is worth anything
+            apart = d > 1e-10 * space.norm(x)  # else a rounding error, whose direction means nothing
             unit = torch.where(apart, 1 / d, torch.zeros_like(d))[..., None, None]
             P, R = space.split(manifold.tangent_space_at(end).to_covector(velocity * unit))
             # From the end of the geodesic to y, on its orbit: y_G = end_G B, y_H = end_H B⁻ᴴ.

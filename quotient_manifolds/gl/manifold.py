@@ -1,4 +1,4 @@
-"""The GL(h) quotients as geoopt's manifolds: its contract, and no formula."""
+"""The GL(h) quotients as geoopt manifolds: the interface, without formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _scaled = QuotientManifold.__scaling__.copy()
 
 @in_own_precision
 class GLQuotient(QuotientManifold):
-    """What the inv and the mix metric share."""
+    """Base class of the GL(h) quotients with the inv and the mix metric."""
 
     __scaling__ = _scaled
     metric: Metric
@@ -45,11 +45,11 @@ class GLQuotient(QuotientManifold):
         self.n, self.m, self.relaxation = n, m, float(relaxation)
 
     def extra_repr(self) -> str:
-        """Give the row counts, for ``repr``."""
+        """Return the row counts, for ``repr``."""
         return f"n={self.n}, m={self.m}"
 
     def row_split(self) -> list[int]:
-        """Give [n, m], the rows of G and H."""
+        """Return [n, m], the rows of G and H."""
         return [self.n, self.m]
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
@@ -57,7 +57,7 @@ class GLQuotient(QuotientManifold):
         gauge = None
         with contextlib.suppress(ValueError, LinAlgError):  # NaN or inf
             gauge = canonical_gauge(G, H)
-        if gauge is None or not holds(gauge.present()[..., -1]):  # only then is each factor worth a factorisation
+        if gauge is None or not holds(gauge.present()[..., -1]):  # only then is it worth factorising each factor
             ok, reason = self._check_point_on_manifold(x.detach())
             if not ok or gauge is None:
                 raise ValueError(reason)
@@ -66,9 +66,10 @@ class GLQuotient(QuotientManifold):
     def at_gauge(
         self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
     ) -> GLTangentSpace:
-        """Give the tangent space at a point whose gauge is known, without factorising again.
+        """Return the tangent space at a point of known gauge, without factorising again.
 
-        Unlike :meth:`tangent_space_at` it accepts rank-deficient points, whose missing directions count as absent.
+        Unlike :meth:`tangent_space_at`, it accepts rank-deficient points; directions with σ_i = 0 are treated as
+        absent.
 
         Parameters
         ----------
@@ -80,8 +81,8 @@ class GLQuotient(QuotientManifold):
             Directions with σ_i below it, relative to σ_1, count as absent in coordinates and random vectors; by
             default those at rounding level.
         moved : bool
-            x has moved since its gauge was computed. Gram matrices are computed anew, in the frame that the old group
-            element gives. :meth:`GLTangentSpace.inner`, ``acceleration``, ``retr`` and ``along_gradient`` are exact;
+            x has moved since its gauge was computed. Gram matrices are recomputed in the frame of the old group
+            element. :meth:`GLTangentSpace.inner`, ``acceleration``, ``retr`` and ``along_gradient`` are exact;
             ``proju``, ``coordinates`` and random vectors are not.
         """
         x, at_canonical = (gauge.x, True) if x is None else (x, False)
@@ -100,7 +101,7 @@ class GLQuotient(QuotientManifold):
             raise ValueError(f"{self}: a group element of shape {tuple(A.shape)} is singular") from error
 
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:
-        r"""Give the vertical vector :math:`(GΛ, -HΛ^H)`, (…, n + m, h); L is Λ, (…, h, h)."""
+        r"""Return the vertical vector :math:`(GΛ, -HΛ^H)`, (…, n + m, h); L is Λ, (…, h, h)."""
         G, H = self.unpack_tensor(x)
         check_square(self, x, L)
         return pack(G @ L, -H @ L.mH)
@@ -117,7 +118,7 @@ class GLQuotient(QuotientManifold):
         return G @ H.mH
 
     def canonical(self, x: Tensor) -> Tensor:
-        """Give the representative in canonical gauge, where GᴴG = HᴴH = Σ, (…, n + m, h); see :class:`Gauge`."""
+        """Return the representative in canonical gauge, where GᴴG = HᴴH = Σ, (…, n + m, h); see :class:`Gauge`."""
         return cast(GLTangentSpace, self.tangent_space_at(x)).gauge.x
 
     def _gl_space(self, x: Tensor, u: Tensor) -> GLTangentSpace:
@@ -127,15 +128,15 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo(u=-1))
     def expmap(self, x: Tensor, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
-        """Give the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`.
+        """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`.
 
-        :meth:`retr` is the cheaper second-order approximation that optimisers use; it has no exit.
+        :meth:`retr` is the cheaper second-order approximation that optimisers use; it never leaves the manifold.
         """
         return self._gl_space(x, u).expmap(u, relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic(self, x: Tensor, u: Tensor, t: Any, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
-        """Give points and velocities at many times of the geodesic from x with velocity u, differentiable.
+        """Return points and velocities at many times of the geodesic from x with velocity u, differentiable.
 
         Parameters
         ----------
@@ -144,7 +145,7 @@ class GLQuotient(QuotientManifold):
         t : float or Tensor
             Times of any shape (k…) and sign.
         relative_tol : float, optional
-            Of the solver for mix, by default 1e-12 in float64 and 2e-6 in float32; inv has a closed form.
+            Tolerance of the solver for mix, by default 1e-12 in float64 and 2e-6 in float32; inv has a closed form.
 
         Returns
         -------
@@ -160,25 +161,25 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo.NotCompatible)
     def exit_time(self, x: Tensor, u: Tensor, until: float = 1.0) -> Tensor:
-        """Give the time in (0, until] at which each geodesic leaves the manifold, inf where it stays; (…)."""
+        """Return the time in (0, until] at which each geodesic leaves the manifold, inf where it stays; (…)."""
         return self._gl_space(x, u).exit_time(u, until)
 
     @_scaled(ScalingInfo(1))
     def logmap(self, x: Tensor, y: Tensor, *, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
-        """Give the horizontal vector at x whose geodesic reaches the orbit of y at time 1, the shortest found.
+        """Return the horizontal vector at x of the shortest geodesic found that reaches the orbit of y at time 1.
 
-        In double precision, returned in the dtype of x. Not differentiable; :meth:`dist` is.
+        It is computed in double precision and returned in the dtype of x. It is not differentiable; :meth:`dist` is.
 
         Parameters
         ----------
         x, y : Tensor
             Points, (…, n + m, h).
         n_starts : int, optional
-            Turns of y along its orbit from which the search begins, at any h: the one that fits x best, its mirror
-            image, random ones. By default the first, and the second for real points far apart with h ≤ 16: beyond, it
-            costs as much again and shortens a length by .1 % at most in what we saw.
+            Number of representatives of y from which the search starts: the one that fits x best, its mirror image, and
+            random ones. By default the first, and also the second for real points that are far apart if h ≤ 16; for
+            larger h it doubles the cost and shortened lengths by at most 0.1 % in our tests.
         on_error : {"raise", "nan"}
-            Whether one pair without a geodesic raises, or has NaN for its result.
+            Whether a pair without a geodesic raises an error or gets NaN as its result.
 
         Raises
         ------
@@ -199,7 +200,7 @@ class GLQuotient(QuotientManifold):
         .. math:: d(x, y) = \|\log_x y\|_x, \qquad \operatorname{grad}_x \tfrac12 d^2 = -\log_x y,\quad
                   \operatorname{grad}_y \tfrac12 d^2 = -\log_y x
 
-        Once differentiable in both points; the derivative at 0 is taken to be 0.
+        Once differentiable in both points; at distance 0 the derivative is defined as 0.
         """
         _check_search(self, x, y, n_starts, on_error)
         result = logarithm.distance(self, in_double(x), in_double(y), n_starts, on_error).to(x.real.dtype)
@@ -207,7 +208,7 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo.NotCompatible)
     def align(self, x: Tensor, y: Tensor, *, relative_tol: float = 1e-7) -> Tensor:
-        """Give the representative of y's orbit nearest to x in the metric at x, a local minimum over the orbit.
+        """Return the representative of y's orbit that is nearest to x in the metric at x (a local minimum).
 
         Iterated until the steps are below ``relative_tol``.
         """
@@ -224,15 +225,15 @@ class GLQuotient(QuotientManifold):
 
     @_scaled(ScalingInfo.NotCompatible)
     def mean(self, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> Tensor:
-        """Give the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
+        """Return the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
         return means.frechet_mean(self, points, weights, n_starts=n_starts).point
 
     @_scaled(ScalingInfo.NotCompatible)
     def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Transport v parallel along the geodesic from x with velocity u: its end point, and the vector there.
+        """Transport v in parallel along the geodesic from x with velocity u; return the end point and the vector there.
 
-        With the connection of the quotient, so that inner products stay; raises as :meth:`geodesic` does. Computed in
-        double precision, returned in the dtype of x. :meth:`transp` is the cheaper projection.
+        The connection is that of the quotient, so inner products are preserved. It raises like :meth:`geodesic`, is
+        computed in double precision and returned in the dtype of x. :meth:`transp` is the cheaper projection.
         """
         check_vector(self, x, u)
         check_vector(self, x, v, "v")
@@ -243,7 +244,7 @@ class GLQuotient(QuotientManifold):
     # -- geoopt's checks ---------------------------------------------------------------------------------------------
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
-        """Give the point G = [I; 0], H = [I; 0]; ``seed`` is accepted for geoopt's sake."""
+        """Return the point G = [I; 0], H = [I; 0]; ``seed``, part of geoopt's interface, is ignored."""
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
         G, H = (torch.eye(rows, shape[-1], dtype=dtype, device=device) for rows in self.row_split())
@@ -292,7 +293,7 @@ def _rank_tolerance(X: Tensor) -> float:
 
 
 def _lifted(X: Tensor) -> Tensor:
-    """Lift the singular values of a factor to where it has full rank."""
+    """Raise the singular values of a factor until it has full rank."""
     U, s, Vh = torch.linalg.svd(X, full_matrices=False)
     floor = 4 * _rank_tolerance(X) * torch.where(s[..., :1] > 0, s[..., :1], 1)
     return torch.where((s < floor).any(-1)[..., None, None], (U * s.clamp_min(floor).unsqueeze(-2)) @ Vh, X)
@@ -315,8 +316,8 @@ class GLQuotientInv(GLQuotient):
 
     Notes
     -----
-    Paper, §5.2. The last factor of the printed H^inv is ξ_H, not its transpose. The paper knows no exact geodesics;
-    :meth:`geodesic` has them in closed form.
+    Paper, §5.2. The last factor of the printed H^inv must be ξ_H, not its transpose. The paper gives no exact
+    geodesics; :meth:`geodesic` computes them in closed form.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-r"""The two metrics of the GL(h) quotient: every formula in which they differ, once.
+r"""The two metrics of the GL(h) quotient: every formula in which they differ.
 
-Notation of :mod:`quotient_manifolds.gl`. A formula is written for one factor, ``own``, beside the ``other`` one, whose
-own formula is the same with the two exchanged. Everything is a function of h × h matrices.
+Notation of :mod:`quotient_manifolds.gl`. A formula is written for one factor, ``own``, given the ``other`` one; the
+formula of the other factor is the same with the two exchanged. Everything is a function of h × h matrices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Gram(NamedTuple):
-    """The Gram matrix of a factor; as the metric sees it, floored; and the inverse of that."""
+    """The Gram matrix of a factor, the floored one that the metric uses, and the inverse of that."""
 
     exact: Tensor
     floored: Tensor
@@ -36,7 +36,7 @@ class Motion(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """The products of such a factor with a covector p, which an adjoint takes; vᴴv, a large product, is not needed."""
+    """The products of a factor with a covector p, for the adjoint; the large product vᴴv is not needed."""
 
     inverse: Tensor
     vX: Tensor
@@ -50,20 +50,20 @@ class Metric(ABC):
     name: ClassVar[str]
     #: p of the column scale σ̂^p that makes the metric the identity in canonical gauge.
     scale_exponent: ClassVar[float]
-    #: Whether all geodesics exist for all times. Those of inv do, in closed form.
+    #: Whether all geodesics exist for all times. Those of inv do, and have a closed form.
     complete: ClassVar[bool]
 
     @abstractmethod
     def weight(self, own: Gram, other: Gram) -> Tensor:
-        """Give W of the factor."""
+        """Return W of the factor."""
 
     @abstractmethod
     def inverse_weight(self, own: Gram, other: Gram) -> Tensor:
-        """Give W⁻¹ of the factor: a covector P is represented by the vector P W⁻¹."""
+        """Return W⁻¹ of the factor: a covector P is represented by the vector P W⁻¹."""
 
     @abstractmethod
     def weight_slope(self, own: Gram, own_speed: Tensor, other_speed: Tensor) -> Tensor:
-        """Give the derivative of Tr(W_G ξ_Gᴴξ_G + W_H ξ_Hᴴξ_H) in the factor's Gram matrix, of given speeds ξᴴξ."""
+        """Differentiate Tr(W_G ξ_Gᴴξ_G + W_H ξ_Hᴴξ_H) in the factor's Gram matrix, for given speeds ξᴴξ."""
 
     @abstractmethod
     def equation(self, own: Motion, other: Motion) -> Pair:
@@ -71,15 +71,16 @@ class Metric(ABC):
 
     @abstractmethod
     def adjoint(self, own: Pull, other: Pull) -> tuple[Tensor, Tensor, Tensor]:
-        """Give (e, a, b): the factor's part of (D equation)ᴴ(P, Q) is P e + X a + Ẋ b.
+        """Return (e, a, b): the factor's part of (D equation)ᴴ(P, Q) is P e + X a + Ẋ b.
 
-        By hand: only so do the pull-back and the projection that follows it come down to one sum of three products of
-        the size of the weights. Automatic differentiation of the retraction takes 1.8 times as long (float32, a CPU).
+        It is derived by hand, so that the pull-back and the projection after it reduce to one sum of three products of
+        the size of the weights. Automatic differentiation of the retraction takes 1.8 times as long (float32, on a
+        CPU).
         """
 
 
 class _Inv(Metric):
-    r"""Paper, §5.2 and App. B; the factors do not meet.
+    r"""The inv metric (paper, §5.2 and App. B); the factors do not interact.
 
     .. math:: W_G = M^{-1}, \qquad \mathrm{grad}_G = \nabla_G M, \qquad
               \ddot G = \dot G M^{-1} (\dot G^H G + G^H \dot G) - G M^{-1} \dot G^H \dot G
@@ -104,7 +105,7 @@ class _Inv(Metric):
 
 
 class _Mix(Metric):
-    r"""Paper, §5.2 and Eq. 12; each factor weighs the other.
+    r"""The mix metric (paper, §5.2 and Eq. 12); each factor weights the other.
 
     .. math:: W_G = N, \qquad \mathrm{grad}_G = \nabla_G N^{-1}, \qquad
               \ddot G = \big[ G \dot H^H \dot H - \dot G (\dot H^H H + H^H \dot H) \big] N^{-1}

@@ -1,4 +1,4 @@
-"""The path of least energy: a batched quasi-Newton method, and a look at the second derivative."""
+"""Paths of least energy: a batched quasi-Newton method, and the lowest eigenvalue of the second derivative."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MEMORY = 8
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Give Re⟨a, b⟩, item by item."""
+    """Return Re⟨a, b⟩, item by item."""
     return torch.linalg.vecdot(a, b).real
 
 
 class Minimiser:
-    """L-BFGS for a batch of paths: every item has its own step length, and stops by itself.
+    """L-BFGS for a batch of paths, in which every item has its own step length and stopping test.
 
     ``value`` is the energy, ``error`` the length of the preconditioned gradient relative to that of the path (to a
     thousandth of the size of the point, for shorter paths).
@@ -46,7 +46,7 @@ class Minimiser:
         return -d
 
     def down(self, d: Tensor) -> Path:
-        """Leave a saddle along ±d, as far as the energy falls; items of zero d stay."""
+        """Leave a saddle point along ±d, as far as the energy falls; items with d = 0 stay."""
         best, value = self.path, energy(self.path)[0]
         for step in (0.3, -0.3, 1.0, -1.0):
             trial = self.path.moved(step * d)
@@ -59,7 +59,7 @@ class Minimiser:
         return best
 
     def run(self, steps: int, tol: float | Tensor) -> Path:
-        """Take steps until the error of every item, relative to its length, is below the tolerance; or give up."""
+        """Take steps until the error of every item, relative to its length, is below the tolerance, or give up."""
         value, g = energy(self.path)
         for _ in range(steps):
             d = self._direction(g)
@@ -72,7 +72,7 @@ class Minimiser:
             for attempt in range(10):
                 trial = self.path.moved(step.unsqueeze(-1) * d)
                 new_value, new_g = energy(trial)
-                # The energy falls; where that is less than its rounding, the slope does.
+                # The energy must fall; where its change is below rounding error, the slope must.
                 new_slope = _dot(new_g, d)
                 falls = new_value <= value * (1 - 1e-13) + 1e-4 * step * slope
                 flatter = (new_slope.abs() <= 0.9 * slope.abs()) & (new_value <= value * (1 + 1e-11))
@@ -89,10 +89,10 @@ class Minimiser:
         return self.path
 
     def follow(self, way: Tensor, goal: Tensor) -> Path:
-        """Move the ends of paths by ``way``, and the paths so that the gradient stays what it is, to first order.
+        """Move the ends of paths by ``way``, and the paths so that the gradient is unchanged to first order.
 
         The change of a minimum is the same as that of a path near it, so that this does not need a minimum. Solved by
-        conjugate gradients, until what is left is less than ``goal``, item by item; those of 1 and more stay.
+        conjugate gradients until the residual is below ``goal``, item by item; items with a goal of 1 or more stay.
         """
         before = energy(self.path)[1]
         self.path = replace(self.path, y=self.path.y + way)
@@ -119,15 +119,15 @@ class Minimiser:
         return self.path
 
     def softest(self, steps: int = 12) -> tuple[Tensor, Tensor]:
-        """Give the least eigenvalue (b) of the preconditioned second derivative, about, and its direction.
+        """Estimate the lowest eigenvalue (b) of the preconditioned second derivative, and its direction.
 
-        Lanczos from a random vector; an upper bound, which a negative eigenvalue far from the others makes negative
-        soon.
+        Lanczos' method from a random vector. The estimate is an upper bound, and becomes negative after few steps if
+        one negative eigenvalue is far from the others.
         """
         path, g = self.path, energy(self.path)[1]
         generator = torch.Generator(device=g.device).manual_seed(0)
         r, old = torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=generator), torch.zeros_like(g)
-        epsilon = 1e-5 * (1e6 * self._least).sqrt().unsqueeze(-1)  # for a vector of unit length, about
+        epsilon = 1e-5 * (1e6 * self._least).sqrt().unsqueeze(-1)  # for a vector of about unit length
         basis, diagonal, beside = [], [], []
         for _ in range(steps):
             w = self._preconditioner(r, path)
@@ -140,5 +140,5 @@ class Minimiser:
             r, old = Hw - diagonal[-1].unsqueeze(-1) * v - (beta * old if len(basis) > 1 else 0), v
         off = torch.stack(beside[1:], -1)
         T = torch.diag_embed(torch.stack(diagonal, -1)) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-        values, vectors = torch.linalg.eigh(T.nan_to_num(0, 0, 0))  # of paths that failed
+        values, vectors = torch.linalg.eigh(T.nan_to_num(0, 0, 0))  # for paths that failed
         return values[:, 0], (torch.stack(basis, -1) @ vectors[:, :, :1].to(g.dtype)).squeeze(-1)

@@ -2,9 +2,9 @@ r"""Paths between two orbits as polynomials in time, and their energy.
 
 A path in the total space, from :math:`x` to some representative of the orbit of :math:`y`, is given by the Legendre
 coefficients of its velocity, :math:`\dot γ = \sum_k c_k φ_k(t)` with φ_k orthonormal on [0, 1], so that
-:math:`c_0 = γ(1) - x`. The energy :math:`\int \langle \dot γ, \dot γ \rangle\,dt` (Gauss–Legendre) is least for a
-shortest geodesic of the quotient, without a horizontal projection: where the end may move along its orbit, the least
-path is horizontal. Geodesics are analytic, hence a few coefficients suffice.
+:math:`c_0 = γ(1) - x`. The energy :math:`\int \langle \dot γ, \dot γ \rangle\,dt` (Gauss–Legendre) is minimal for a
+shortest geodesic of the quotient. No horizontal projection is needed: where the end may move along its orbit, the
+minimal path is horizontal. Geodesics are analytic, so a few coefficients suffice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["Path", "combine", "energy", "flat", "hermitian", "inner", "moved_end
 
 @functools.cache
 def _rule(count: int) -> tuple[np.ndarray, ...]:
-    """Give weights w (q), φ_k (q, k) and their integrals (q, k) at Gauss nodes, q = k + 2; φ_k(0); fit; nodes.
+    """Return weights w (q), φ_k (q, k) and their integrals (q, k) at Gauss nodes, q = k + 2; φ_k(0); fit; nodes.
 
-    The fit (k - 1, q) takes points at the nodes to coefficients c_k, k ≥ 1.
+    The fit (k - 1, q) maps points at the nodes to coefficients c_k, k ≥ 1.
     """
     legendre = np.polynomial.legendre
     s, w = legendre.leggauss(count + 2)
@@ -51,14 +51,14 @@ class Path:
         return u[..., : self.n, :], u[..., self.n :, :]
 
     def rule(self) -> list[Tensor]:
-        """Give weights, φ, integrals, φ(0), fit and times as tensors."""
+        """Return weights, φ, integrals, φ(0), fit and times as tensors."""
         dtype, device = real_dtype(self.x.dtype), self.x.device
         return [torch.as_tensor(a, dtype=dtype, device=device) for a in _rule(self.c.shape[1] + 1)]
 
     def states(self) -> tuple[Tensor, list[Tensor]]:
-        """Give the matrix that combines (x, c_0, c_1, …) to points and then velocities at the nodes, and those.
+        """Return the matrix from (x, c_0, c_1, …) to points and then velocities at the nodes, and those themselves.
 
-        (2q, k + 1), and (b, 2q, n, h) and (b, 2q, m, h) for the factors.
+        The matrix is (2q, k + 1); the factors are (b, 2q, n, h) and (b, 2q, m, h).
         """
         _, phi, integrals, *_ = self.rule()
         B = torch.cat([torch.nn.functional.pad(integrals, (1, 0), value=1), torch.nn.functional.pad(phi, (1, 0))])
@@ -66,17 +66,17 @@ class Path:
         return B, [combine(B, torch.cat(f, 1)) for f in factors]
 
     def points(self) -> Pair:
-        """Give the factors of the points at the Gauss nodes, (b, q, n, h) and (b, q, m, h)."""
+        """Return the factors of the points at the Gauss nodes, (b, q, n, h) and (b, q, m, h)."""
         B, (G, H) = self.states()
         return G[:, : len(B) // 2], H[:, : len(B) // 2]
 
     def start_velocity(self) -> Tensor:
-        """Give the velocity at time 0, (b, n + m, h)."""
+        """Return the velocity at time 0, (b, n + m, h)."""
         at_zero = self.rule()[3]
         return combine(at_zero.unsqueeze(0), torch.cat([(self.y - self.x).unsqueeze(1), self.c], 1)).squeeze(1)
 
     def refined(self, count: int) -> Path:
-        """Give the same paths with more coefficients, ``count`` with c_0."""
+        """Return the same paths with more coefficients, ``count`` of them including c_0."""
         more = count - 1 - self.c.shape[1]
         return replace(self, c=torch.nn.functional.pad(self.c, (0, 0, 0, 0, 0, more))) if more > 0 else self
 
@@ -90,7 +90,7 @@ class Path:
 
 
 def combine(A: Tensor, C: Tensor) -> Tensor:
-    """Give Σ_k A_qk C_k."""
+    """Return Σ_k A_qk C_k."""
     return (A.to(C.dtype) @ C.flatten(-2)).unflatten(-1, C.shape[-2:])
 
 
@@ -102,7 +102,7 @@ def moved_end(n: int, y: Tensor, L: Tensor) -> Tensor:
 
 
 def flat(c: Tensor, L: Tensor) -> Tensor:
-    """Write coefficients and Λ as one vector an item."""
+    """Write coefficients and Λ as one vector per item."""
     return torch.cat([c.flatten(1), L.flatten(1)], dim=1)
 
 
@@ -113,7 +113,7 @@ def unflat(d: Tensor, like: Path) -> Pair:
 
 
 def weights(metric: Metric, M: Tensor, N: Tensor, inverse: bool) -> Pair:
-    """Give the weights of the metric, or their inverses; a singular Gram matrix gives what is not finite."""
+    """Return the weights of the metric, or their inverses, which are not finite for a singular Gram matrix."""
     G, H = (Gram(K, K, torch.linalg.inv_ex(K)[0]) for K in (M, N))
     function = metric.inverse_weight if inverse else metric.weight
     return function(G, H), function(H, G)
@@ -127,7 +127,7 @@ def inner(path: Path, u: Tensor) -> Tensor:
 
 
 def energy(path: Path) -> tuple[Tensor, Tensor]:
-    """Compute the energy (b) and its gradient, as :func:`flat` has it."""
+    """Compute the energy (b) and its gradient, in the layout of :func:`flat`."""
     w, metric = path.rule()[0], path.metric
     B, (G, H) = path.states()
     (M, U), (N, V) = ((Z.mH @ Z).tensor_split(2, 1) for Z in (G, H))
@@ -143,5 +143,5 @@ def energy(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def hermitian(S: Tensor) -> Tensor:
-    """Give the Hermitian part."""
+    """Return the Hermitian part."""
     return (S + S.mH) / 2

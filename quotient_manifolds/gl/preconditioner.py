@@ -1,4 +1,4 @@
-"""What preconditions the minimisation of a path's energy."""
+"""The preconditioner for minimising a path's energy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Preconditioner"]
 class Preconditioner:
     r"""An approximate inverse of the energy's second derivative.
 
-    The coefficients c_k, k ≥ 1, see little but the average weight W of the metric. The end moves along its orbit by Λ,
-    and the coefficients follow as those of a bent path do. The skew-Hermitian part Ω of Λ turns the end: where the
-    spans of both ends are orthogonal all turned ends are equally far, and these directions are soft. With
-    :math:`S_G = W^{1/2} G_1^H G_0 W^{1/2}` and :math:`T = S_G + S_H` (cosines of the angles), the energy has about the
-    second derivative :math:`\tfrac12(T'Ω + ΩT')` there, :math:`T' = θ \cot θ` for :math:`T = \cos θ`.
+    For the coefficients c_k, k ≥ 1, the second derivative is roughly the average weight W of the metric. The end moves
+    along its orbit by Λ, and the coefficients follow as for a bent path. The skew-Hermitian part Ω of Λ rotates the
+    end: where the spans of both ends are orthogonal, all rotated ends are equally far away, and these directions are
+    soft. With :math:`S_G = W^{1/2} G_1^H G_0 W^{1/2}` and :math:`T = S_G + S_H` (cosines of the angles), the energy has
+    about the second derivative :math:`\tfrac12(T'Ω + ΩT')` there, :math:`T' = θ \cot θ` for :math:`T = \cos θ`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,17 +40,17 @@ class Preconditioner:
         self._bent = [Bent(X, Y, path) for X, Y in zip(starts, ends, strict=True)]
         for bent in self._bent:
             bent.prepare()
-        # Linear in Λ: automatic differentiation gives the adjoint, from one record.
+        # It is linear in Λ, so automatic differentiation gives the adjoint from one recorded graph.
         with torch.enable_grad():
             self._still = torch.zeros_like(T, requires_grad=True)
             self._followed = self._following(self._still)
 
     def _following(self, L: Tensor) -> Tensor:
-        """Give the change of the coefficients when the end moves by Λ."""
+        """Return the change of the coefficients when the end moves by Λ."""
         return torch.cat([bent.following(m) for bent, m in zip(self._bent, (L, -L.mH), strict=True)], -2)
 
     def __call__(self, g: Tensor, path: Path) -> Tensor:
-        """Apply it to a gradient at a path of as many coefficients."""
+        """Apply the preconditioner to a gradient at a path with the same number of coefficients."""
         gc, K = unflat(g, path)
         K = K + torch.autograd.grad(self._followed, self._still, gc, retain_graph=True)[0]
         Q = self._turn

@@ -1,9 +1,9 @@
-r"""The shortest geodesic between two orbits, however far apart they are.
+r"""The shortest geodesic between two orbits at any distance.
 
-From several turns of the end along its orbit the energy of a path of few coefficients is minimised, a saddle is left
-along its softest direction, and the shortest path found is refined until the exact geodesic with its first velocity
-ends at the orbit of y: what the geodesic misses is added to the end of the path, which follows, with more coefficients
-where that does not help.
+Starting from several representatives of the end point, the energy of a path with few coefficients is minimised; saddle
+points are left along their softest direction. The shortest path found is refined until the exact geodesic with its
+initial velocity ends at the orbit of y: the distance by which the geodesic misses is added to the end of the path, and
+coefficients are added where that does not help.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .tangent import GLTangentSpace
 
 __all__ = ["SOLVED", "Shortest", "shortest"]
 
-#: Of the way that may be missing at the end: what is aimed at, and what counts as solved.
+#: Share of the length by which a geodesic may miss its end: the goal, and what still counts as solved.
 _AIM, SOLVED = 2e-10, 1e-9
-#: Real numbers that are worked on at once, for the caches' sake; coefficients of the first paths, and of refined ones
-#: with the error to which these are minimised.
+#: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
+#: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 65_536, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
-#: Eigenvalues below this make a saddle; cosines above this make other turns of the end certainly longer.
+#: Eigenvalues below this mean a saddle point; with cosines above this, other representatives are surely farther away.
 _SADDLE, _NEAR = -1e-3, 0.3
-#: Columns up to which the mirror image is tried unasked: of many columns it turns one, which changes the length little.
+#: Columns up to which the mirror image is tried by default: it flips one of many, which hardly changes the length.
 _MIRRORED = 16
 
 
 @dataclass
 class Shortest:
-    """What was found for a batch (b): geodesics of velocity u from x, their ends and velocities there.
+    """What was found for a batch (b): geodesics with velocity u from x, their ends and the velocities there.
 
-    ``residual`` is the part of the way that is missing, ``exit`` the time at which the last geodesic tried leaves the
-    manifold, ``softest`` the least eigenvalue of the second variation, about, ``lowest`` the least of the smallest
-    singular values of the products along the path, in units of those at its ends.
+    ``residual`` is the share of the length by which the end is missed, ``exit`` the time at which the last geodesic
+    tried leaves the manifold, ``softest`` an estimate of the lowest eigenvalue of the second variation, and ``lowest``
+    the minimum along the path of the products' smallest singular value, relative to its ends.
     """
 
     u: Tensor
@@ -56,7 +56,7 @@ class Shortest:
 
     @classmethod
     def nothing(cls, x: Tensor) -> Shortest:
-        """Start with no geodesic."""
+        """Return a result without any geodesic yet."""
         unknown = torch.full(x.shape[:1], torch.inf, dtype=real_dtype(x.dtype), device=x.device)
         nan = torch.full_like(x, torch.nan)
         return cls(nan, nan.clone(), nan.clone(), unknown, *(unknown.clone() for _ in range(4)))
@@ -67,7 +67,7 @@ class Shortest:
             getattr(self, name)[index] = value
 
     def improve(self, index: Tensor, other: Shortest) -> None:
-        """Write what was found for some items where it is better: shorter, or for the same path nearer to solved."""
+        """Write what was found for some items where it is better: shorter, or the same path with a smaller residual."""
         old = self[index]
         same = (other.length - old.length).abs() <= 1e-4 * old.length
         nearer = (other.residual < old.residual) | (~old.residual.isfinite() & other.exit.isfinite())
@@ -81,7 +81,7 @@ class Shortest:
 
 @dataclass
 class _Start:
-    """Paths of few coefficients, their energy (inf: none found), the softest eigenvalue, the least cosine."""
+    """Paths with few coefficients, their energy (inf: none found), the lowest eigenvalue, the smallest cosine."""
 
     path: Path
     value: Tensor
@@ -103,7 +103,7 @@ class _Search:
 
     def __init__(self, manifold: GLManifold, x: Tensor, y: Tensor) -> None:
         self.manifold, (self.n, self.m) = manifold, manifold.row_split()
-        # Of x as it is: where singular values are equal there are several canonical representatives.
+        # Use x as it is: where singular values are equal there are several canonical representatives.
         eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
         self.gauge = Gauge(x, self.n, self._split(x)[0].abs().square().sum(-2), eye, eye)
         gauge = canonical_gauge(*self._split(y))
@@ -121,7 +121,8 @@ class _Search:
         values, order = torch.stack([s.value for s in starts]).sort(0)
         found = Shortest.nothing(self.x)
         for rank, value in enumerate(values):
-            # Others than the first if that fails, or if they may be shorter: first lengths are good to a per cent.
+            # Try the others if the first fails or if they may be shorter: the first lengths are accurate to one per
+            # cent.
             unsolved = ~(found.residual <= SOLVED)
             close = (value < 1.01 * values[0]) & (value > 1.0001 * values[max(rank - 1, 0)])
             todo = value.isfinite() & (unsolved | close)
@@ -134,12 +135,12 @@ class _Search:
     # -- starts ------------------------------------------------------------------------------------------------------
 
     def _starts(self, n_starts: int | None) -> list[_Start]:
-        """Minimise the energy of paths of few coefficients to several turns of the end."""
+        """Minimise the energy of paths with few coefficients to several representatives of the end."""
         found: list[_Start] = []
         for turn in self._turns(n_starts):
             found.append(self._start(self.y @ turn))
             if n_starts is None:
-                # Where all columns fit well, another turn of them is longer.
+                # Where all columns fit well, the paths to other representatives are longer.
                 near = found[0].cosine > _NEAR
                 if len(found) > 1:
                     found[-1].value[near] = torch.inf
@@ -148,7 +149,7 @@ class _Search:
         return found
 
     def _turns(self, n_starts: int | None) -> Iterator[Tensor]:
-        """Give unitary turns of y's canonical gauge: the one that fits x best, its mirror image, random ones."""
+        """Return unitary changes of y's canonical gauge: the one that fits x best, its mirror image, random ones."""
         G, H = self._split(self.x)
         P, _, Qh = torch.linalg.svd(self._of_y.G.mH @ G + self._of_y.H.mH @ H)
         yield self._in_component(P @ Qh)
@@ -161,7 +162,7 @@ class _Search:
             if k == 1 and real and min(self.n, self.m) > h:
                 yield (P * mirror) @ Qh
             elif k == 1:
-                # A square factor fixes the component: turn the columns so that this factor fits best.
+                # A square factor determines the component: rotate the columns so that this factor fits best.
                 yield self._in_component(polar(self._of_y.G.mH @ G if self.n == h else self._of_y.H.mH @ H))
             else:
                 noise = torch.randn(P.shape, dtype=P.dtype, device=P.device, generator=generator)
@@ -180,7 +181,7 @@ class _Search:
 
     def _start(self, y: Tensor) -> _Start:
         minimiser = Minimiser(first_path(self.manifold.metric, self.n, self.x, y, _FIRST))
-        # The end turns much at first, which changes what preconditions.
+        # The end rotates a lot at first, which changes the preconditioner.
         for steps, tol in ((6, 1e-2), (12, 1e-3), (60, 1e-3)):
             if bool((minimiser.error > tol).any()):
                 minimiser = Minimiser(minimiser.path)
@@ -242,11 +243,11 @@ class _Search:
         return least.amin(0) / torch.minimum(least[0], least[-1])
 
     def _missing(self, at: Tensor, shot: Shortest, which: Tensor) -> Tensor:
-        """Give what geodesics miss at their ends."""
+        """Return by how much geodesics miss their ends."""
         return torch.where(which[:, None, None], self._representative(at, shot.end) - shot.end, 0)
 
     def _representative(self, at: Tensor, near: Tensor) -> Tensor:
-        """Give the representatives of y whose first factor is nearest to that of other points."""
+        """Return the representatives of y whose first factor is nearest to that of other points."""
         (G, H), P = self._split(self.y[at]), self._split(near)[0]
         A = torch.linalg.lstsq(G, P.nan_to_num()).solution
         return torch.cat([G @ A, torch.linalg.solve_ex(A.mH, H, left=False)[0]], -2)

@@ -28,24 +28,24 @@ class GLTangentSpace(TangentSpace):
 
     Two kinds of Gram matrices occur. M and N are those of the factors. The metric uses :math:`\hat M, \hat N`, in
     which the singular values of :math:`G H^H` have the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)` with ε the manifold's
-    ``relaxation``; σ are invariants of the orbit, so the floor keeps the invariance, and G and H stay exact.
+    ``relaxation``; σ are invariants of the orbit, so the floor preserves the invariance, and G and H stay exact.
 
     Attributes
     ----------
     manifold : GLQuotientInv or GLQuotientMix
     x : Tensor
-        The point, (…, n + m, h), at whose representative vectors are given and returned.
+        The point, (…, n + m, h); vectors are given and returned at this representative.
     gauge : Gauge
-        Canonical representative and the group element that leads there.
+        Canonical representative, and the group element that leads to it.
     sigma_hat : Tensor
         σ̂, (…, h).
     present : Tensor
-        (…, h), which of the directions the point has: σ_i above a tolerance relative to σ_1.
+        (…, h), which directions are present: those with σ_i above a tolerance relative to σ_1.
 
     Notes
     -----
-    Made by ``manifold.tangent_space_at(x)``, or from a known gauge by ``manifold.at_gauge``. The paper relaxes Gram
-    matrices to GᴴG + εI (§5.2), which depends on the representative.
+    It is made by ``manifold.tangent_space_at(x)``, or from a known gauge by ``manifold.at_gauge``. The paper relaxes
+    Gram matrices to GᴴG + εI (§5.2), which depends on the representative.
 
     Examples
     --------
@@ -92,21 +92,21 @@ class GLTangentSpace(TangentSpace):
         return first, second
 
     def to_gauge(self, u: Tensor) -> Pair:
-        """Carry a tangent vector along: (ξ_G A⁻¹, ξ_H Aᴴ)."""
+        """Map a tangent vector to canonical gauge: (ξ_G A⁻¹, ξ_H Aᴴ)."""
         xi, eta = self.split(u)
         return (xi, eta) if self._at_canonical else (xi @ self.gauge.A_inv, eta @ self.gauge.A.mH)
 
     def from_gauge(self, xi: Tensor, eta: Tensor) -> Tensor:
-        """Carry a tangent vector back: (ξ_G A, ξ_H A⁻ᴴ), packed."""
+        """Map a tangent vector back from canonical gauge: (ξ_G A, ξ_H A⁻ᴴ), packed."""
         return pack(xi, eta) if self._at_canonical else pack(xi @ self.gauge.A, eta @ self.gauge.A_inv.mH)
 
     def _dual_to_gauge(self, e: Tensor) -> Pair:
-        """Carry a Euclidean gradient along: (e_G Aᴴ, e_H A⁻¹), so that Re⟨e, ξ⟩ stays."""
+        """Map a Euclidean gradient to canonical gauge: (e_G Aᴴ, e_H A⁻¹), which preserves Re⟨e, ξ⟩."""
         P, R = self.split(e)
         return (P, R) if self._at_canonical else (P @ self.gauge.A.mH, R @ self.gauge.A_inv)
 
     def _dual_from_gauge(self, P: Tensor, R: Tensor) -> Tensor:
-        """Carry a Euclidean gradient back: (P A⁻ᴴ, R A), packed."""
+        """Map a Euclidean gradient back from canonical gauge: (P A⁻ᴴ, R A), packed."""
         return pack(P, R) if self._at_canonical else pack(P @ self.gauge.A_inv.mH, R @ self.gauge.A)
 
     # -- metric and projection -------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class GLTangentSpace(TangentSpace):
         r"""Project on the horizontal space: :math:`(ξ_G + GΛ, ξ_H - HΛ^H)`; Λ depends on the metric."""
         if self._at_canonical:
             return pack(*self._local.horizontal(self.split(u)))
-        # Only h × h matrices are carried to the gauge: Ĝᴴ(ξ A⁻¹) = (Ĝᴴξ) A⁻¹, and (ĜΛ) A = Ĝ (ΛA).
+        # Only h × h matrices are mapped to the gauge: Ĝᴴ(ξ A⁻¹) = (Ĝᴴξ) A⁻¹, and (ĜΛ) A = Ĝ (ΛA).
         (xi, eta), (G, H), A, A_inv = self.split(u), self._local.factors, self.gauge.A, self.gauge.A_inv
         G_xi, H_eta = self._local.against_point((xi, eta))
         L = self._local.vertical_part(G_xi @ A_inv, H_eta @ A.mH)
@@ -131,13 +131,13 @@ class GLTangentSpace(TangentSpace):
         r"""Turn a Euclidean gradient :math:`(\nabla_G, \nabla_H)` into the Riemannian one.
 
         inv: :math:`(\nabla_G M, \nabla_H N)`; mix: :math:`(\nabla_G N^{-1}, \nabla_H M^{-1})`. For a function of
-        :math:`G H^H` these are horizontal already; the vertical part that any other gradient has is removed.
+        :math:`G H^H` these are horizontal already; for any other function the vertical part is removed.
         """
         (P, R), (V_G, V_H) = self._dual_to_gauge(u), self._local.inverse_weights()
         return self.from_gauge(*self._local.horizontal((P @ V_G, R @ V_H)))
 
     def to_covector(self, u: Tensor) -> Tensor:
-        r"""Give the Euclidean covector :math:`v \mapsto \langle u, v \rangle`, :math:`(ξ_G W_G, ξ_H W_H)` in gauge."""
+        r"""Return the covector :math:`v \mapsto \langle u, v \rangle`, :math:`(ξ_G W_G, ξ_H W_H)` in gauge."""
         (xi, eta), (W_G, W_H) = self.to_gauge(u), self._local.weights()
         return self._dual_from_gauge(xi @ W_G, eta @ W_H)
 
@@ -150,7 +150,7 @@ class GLTangentSpace(TangentSpace):
         return G.mH @ (xi @ W_G) - (eta @ W_H).mH @ H
 
     def vertical_covector(self, L: Tensor) -> Tensor:
-        r"""Give the Euclidean covector :math:`u \mapsto \langle v_Λ, u \rangle`, the adjoint of the vertical moment."""
+        r"""Return the Euclidean covector :math:`u \mapsto \langle v_Λ, u \rangle`, adjoint to the vertical moment."""
         (W_G, W_H), (G, H) = self._local.weights(), self._local.factors
         return self._dual_from_gauge(G @ L @ W_G, -H @ L.mH @ W_H)
 
@@ -163,7 +163,7 @@ class GLTangentSpace(TangentSpace):
         return self.from_gaussians(draw_gaussians(tuple(self.x.shape), self.manifold.row_split()[0], self.x, generator))
 
     def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
-        """Make a standard Gaussian horizontal vector of what :func:`draw_gaussians` gives."""
+        """Make a standard Gaussian horizontal vector from the numbers of :func:`draw_gaussians`."""
         first, second, *_ = drawn
         if len(drawn) == 2:
             c_G, c_H = first @ self.gauge.V, second.mH @ self.gauge.U
@@ -189,9 +189,9 @@ class GLTangentSpace(TangentSpace):
         return self._dual_from_gauge(*self._local.pullback(self.to_gauge(u), self._dual_to_gauge(egrad)))
 
     def along_gradient(self, egrad: Tensor) -> tuple[Tensor, Callable[[float], Tensor]]:
-        """Give the squared length (…) of a gradient, and t ↦ ``retr(t * egrad2rgrad(egrad))`` in half the products.
+        """Return the squared length (…) of a gradient, and t ↦ ``retr(t * egrad2rgrad(egrad))``, at half the cost.
 
-        ``egrad`` is the Euclidean gradient of a function of G Hᴴ: its Riemannian gradient is horizontal as it is.
+        ``egrad`` is the Euclidean gradient of a function of G Hᴴ, whose Riemannian gradient is horizontal already.
         """
         ways = (None, None) if self._at_canonical else (self.gauge.A, self.gauge.A_inv.mH)
         return along_gradient(self._local, self.present, self.split(self.x), self._dual_to_gauge(egrad), ways)
@@ -199,7 +199,7 @@ class GLTangentSpace(TangentSpace):
     # -- exact geodesics -------------------------------------------------------------------------------------------
 
     def geodesic(self, u: Tensor, t: Any = 1.0, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
-        """Follow the exact geodesic with horizontal velocity u; the floor on σ (``relaxation``) is left out.
+        """Follow the exact geodesic with horizontal velocity u, without the floor on σ (``relaxation``).
 
         Times, tolerance, results and errors are those of :meth:`GLQuotientInv.geodesic
         <quotient_manifolds.GLQuotientInv.geodesic>`.
@@ -208,11 +208,11 @@ class GLTangentSpace(TangentSpace):
         return self.from_gauge(*point), self.from_gauge(*velocity)
 
     def expmap(self, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
-        """Give the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`."""
+        """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`."""
         return self.geodesic(u, relative_tol=relative_tol)[0]
 
     def exit_time(self, u: Tensor, until: float = 1.0) -> Tensor:
-        """Give the time in (0, until] at which the geodesic leaves the manifold, inf where it does not; (…)."""
+        """Return the time in (0, until] at which the geodesic leaves the manifold, inf where it does not; (…)."""
         return geodesics.exit_time(self._whitened(u), until)
 
     def _whitened(self, u: Tensor) -> geodesics.Whitened:
@@ -221,29 +221,29 @@ class GLTangentSpace(TangentSpace):
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
     def coordinates(self, u: Tensor) -> Tensor:
-        r"""Give coordinates in which the metric is the identity, :math:`\|u\|_x = \|c\|_F`.
+        r"""Return coordinates in which the metric is the identity, :math:`\|u\|_x = \|c\|_F`.
 
-        In canonical gauge :math:`ξ \hat Σ^{-1/2}` (inv) or :math:`ξ \hat Σ^{1/2}` (mix). Directions that the point
-        lacks (σ_i = 0) have coordinate 0.
+        In canonical gauge they are :math:`ξ \hat Σ^{-1/2}` (inv) or :math:`ξ \hat Σ^{1/2}` (mix). Absent directions
+        (σ_i = 0) have coordinate 0.
         """
         return pack(*self.to_gauge(u)) * self._coordinates.from_vector
 
     def from_coordinates(self, c: Tensor) -> Tensor:
-        """Invert :meth:`coordinates`, but for the directions that the point lacks; shape of c."""
+        """Invert :meth:`coordinates`, except for absent directions; shape of c."""
         return self.from_gauge(*self.split(c * self._coordinates.to_vector))
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
-        """Give the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
+        """Return the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
         return pack(*self._dual_to_gauge(e)) * self._coordinates.to_vector
 
     def project_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Project coordinates on those of horizontal vectors, in canonical gauge; shape of c."""
+        """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""
         out = torch.empty_like(c) if out is None else out
         self._coordinates.project(self.split(c), self.split(out))
         return out
 
     def retr_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Give ``retr(from_coordinates(c))``, in canonical gauge, in fewer passes over c."""
+        """Return ``retr(from_coordinates(c))``, in canonical gauge, in fewer passes over c."""
         out = torch.empty_like(c) if out is None else out
         self._coordinates.retract(self.split(c), self.split(out))
         return out
@@ -251,7 +251,7 @@ class GLTangentSpace(TangentSpace):
     def pullback_coordinates(
         self, c: Tensor, egrad: Tensor, factor: float = 1.0, *, out: Tensor | None = None
     ) -> Tensor:
-        """Give the coordinates of the horizontal part of ``pullback(from_coordinates(c), egrad)``, times a factor.
+        """Return the coordinates of the horizontal part of ``pullback(from_coordinates(c), egrad)``, times a factor.
 
         In canonical gauge, in fewer passes over c.
         """
@@ -263,12 +263,12 @@ class GLTangentSpace(TangentSpace):
 def draw_gaussians(
     shape: tuple[int, ...], n: int, like: Tensor, generator: torch.Generator | None = None
 ) -> list[Tensor]:
-    r"""Draw the numbers of which :meth:`GLTangentSpace.from_gaussians` makes a vector at a point of this shape.
+    r"""Draw the numbers from which :meth:`GLTangentSpace.from_gaussians` makes a vector at a point of this shape.
 
     In coordinates that make the metric the identity the vector is the projection of :math:`(E_1 \hat V, E_2^H \hat U)`
-    with Gaussian :math:`E_1, E_2 \in K^{n \times m}`, so that it depends on the orbit alone, and no rule for the signs
-    of singular vectors enters. For h = 1 that many numbers are not needed: it is :math:`φ (e_1, e_2)` with Gaussian
-    :math:`e_1 \in K^n, e_2 \in K^m`, and φ the phase of :math:`e_3^H \hat U`.
+    with Gaussian :math:`E_1, E_2 \in K^{n \times m}`, so it depends only on the orbit, and on no convention for the
+    signs of singular vectors. For h = 1 fewer numbers suffice: it is :math:`φ (e_1, e_2)` with Gaussian :math:`e_1 \in
+    K^n, e_2 \in K^m`, and φ the phase of :math:`e_3^H \hat U`.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ def draw_gaussians(
     n : int
         Rows of G.
     like : Tensor
-        Of the dtype and on the device of the point.
+        A tensor with the dtype and device of the point.
     generator : torch.Generator, optional
 
     Returns

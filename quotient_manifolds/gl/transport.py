@@ -25,7 +25,7 @@ def _local(metric: Metric, X: Pair, M: Tensor, N: Tensor) -> LocalMetric:
 
 
 def _derivatives(metric: Metric, x: Pair, u: Pair, v: Pair) -> tuple[Pair, Pair]:
-    r"""Give (ẍ, v̇) at x, where u = ẋ: :math:`\dot v = -Γ(\dot x, v) + (GΛ, -HΛ^H)`, Γ that of the total space.
+    r"""Return (ẍ, v̇) at x, where u = ẋ: :math:`\dot v = -Γ(\dot x, v) + (GΛ, -HΛ^H)`, Γ that of the total space.
 
     Λ is such that v stays horizontal: the derivative of :math:`S = G^H v_G W_G - W_H v_H^H H` vanishes, that is
     :math:`M Λ W_G + W_H Λ N = -\dot S_0`, with Ṡ₀ the derivative for Λ = 0.
@@ -48,12 +48,12 @@ def _derivatives(metric: Metric, x: Pair, u: Pair, v: Pair) -> tuple[Pair, Pair]
 
 
 def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Transport v along the geodesic with velocity u, for unit time; end point and transported vector."""
+    """Transport v along the geodesic with velocity u for unit time; return the end point and the transported vector."""
     raise_on_exit(space.exit_time(u), 1.0)
     shape = torch.broadcast_shapes(space.x.shape, u.shape, v.shape)
     parts = (space.gauge.x, pack(*space.to_gauge(u)), pack(*space.to_gauge(v)))
     small, restricted, back = restrict_to_span(manifold, *(a.expand(shape) for a in parts))
-    # Columns of unit size for the error control.
+    # Scale columns to unit size for the error control.
     sigma = space.gauge.sigma.unsqueeze(-2)
     scale = (sigma**0.5, *(2 * (sigma**space.metric.scale_exponent,)))
 

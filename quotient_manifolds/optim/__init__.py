@@ -1,4 +1,4 @@
-"""Optimisers of torch that work on the quotient: the same run whichever equivalent factors it starts from."""
+"""Torch optimisers on the quotient: from all equivalent factors they make the same run."""
 
 from .adam import QuotientAdam
 from .canonicalize import canonicalize_lora_

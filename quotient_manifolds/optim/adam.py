@@ -16,12 +16,12 @@ from .others import check_adam_options
 
 __all__ = ["QuotientAdam"]
 
-#: What a second moment has besides in every direction, relative to its Frobenius norm.
+#: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
 _LEAST = 1e-3
 
 
 class QuotientAdam(QuotientOptimizer):
-    r"""Adam for pairs (G, H), the same whichever equivalent factors it starts from; AdamW for everything else.
+    r"""Adam for pairs (G, H), independent of which equivalent factors it starts from; AdamW for all other parameters.
 
     For each factor, here G, with K the root of its metric's weight, :math:`W = K K^H`, see
     :mod:`quotient_manifolds.optim.preconditioner`:
@@ -35,15 +35,14 @@ class QuotientAdam(QuotientOptimizer):
         d_i &= \frac{(\hat m R)_i}{\sqrt{\hat r_i} + ε}, \qquad
         G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
 
-    where hats divide by 1 - βᵗ. Then m and C are transported to the new point. C is an h × h matrix, r one number a
-    row, both the same for all representatives but for a rotation of the basis that d undoes.
-    ``second_moment="scalar"`` has one number for each factor in place of both, the mean of the entries' squares:
+    where hats divide by 1 - βᵗ. Then m and C are transported to the new point. C is an h × h matrix, and r has one
+    number per row. Both are the same for all representatives up to a rotation of the basis, which d undoes.
+    ``second_moment="scalar"`` replaces both by one number for each factor, the mean square of the entries:
 
     .. math::
         c \leftarrow β_2 c + (1 - β_2)\, \frac{\|\bar g\|_F^2}{nh}, \qquad d = \frac{\hat m}{\sqrt{\hat c} + ε}
 
-    A step changes the product by about η in each of its directions, so
-    that the learning rates of AdamW carry over.
+    A step changes the product by about η in each of its directions, so for LoRA the learning rates of AdamW carry over.
 
     Parameters
     ----------
@@ -51,8 +50,8 @@ class QuotientAdam(QuotientOptimizer):
         Parameters or parameter groups, as for any torch optimiser.
     pairs : iterable of SymmetricPair
         ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; for attention with ``key_bias="drop"``, see
-        :func:`create_quotient_optimizer`. Those without a group are passed over, and those none of whose parameters are
-        among ``params``. More may come later: ``add_param_group({"params": …, "pairs": …})``.
+        :func:`create_quotient_optimizer`. Pairs without a group, and pairs without a parameter among ``params``, are
+        ignored. More can be added later by ``add_param_group({"params": …, "pairs": …})``.
     lr : float
         η.
     betas : (float, float)
@@ -60,33 +59,33 @@ class QuotientAdam(QuotientOptimizer):
     eps : float
         ε.
     weight_decay : float
-        λ. The product of a pair becomes (1 - ηλ) times itself; a bias does not decay.
+        λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     metric : {"mix", "inv"}
         W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
     second_moment : {"matrix", "scalar"}
     max_grad_norm : float, optional
-        Clip the norm of the whole gradient, that of pairs in the metric. Clipping elsewhere, as in transformers'
-        ``Trainer`` (``max_grad_norm=0`` turns it off there), makes the run depend on the representative.
+        Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
+        transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
     maximize : bool
         Ascend.
     foreach : bool, optional
-        Of torch's AdamW, for what belongs to no pair; pairs of one shape always step together.
+        Option of torch's AdamW, for parameters outside pairs; pairs of equal shape always step together.
 
     Raises
     ------
     ValueError
-        An option out of range; no pair among the parameters; a pair whose parameters lie in several groups or are not
-        all there; a pair with one frozen factor, or with two factors that both lack rank; sharded parameters.
+        An option is out of range; no pair is among the parameters; the parameters of a pair lie in several groups or
+        are incomplete; one factor of a pair is frozen, or both factors lack full rank; parameters are sharded.
 
     Notes
     -----
-    Kingma and Ba (2015); Loshchilov and Hutter (2019) for the decay. LoRA-RITE (Yen et al., 2024) too keeps a matrix
-    second moment in a basis of the other factor and projects it on the next one; it has no numbers by row, adds
-    what the projection loses as a multiple of the identity, and takes the mean of directions, not of gradients.
+    Kingma and Ba (2015); Loshchilov and Hutter (2019) for the decay. LoRA-RITE (Yen et al., 2024) also keeps a matrix
+    second moment in a basis of the other factor and projects it onto the next basis. It has no second moment per row,
+    adds what the projection loses as a multiple of the identity, and averages directions instead of gradients.
 
-    C and r have h² + n numbers in place of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step,
-    also where G = 0. Where gradients lack rank, the directions they leave out hold rounding only; 1e-3 of the norm of
-    C is added to its eigenvalues, lest that be blown up.
+    C and r have h² + n numbers instead of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step,
+    also where G = 0. Where gradients lack rank, the missing directions contain only rounding errors. 1e-3 of the norm
+    of C is added to its eigenvalues, so that these errors are not amplified.
 
     Examples
     --------
@@ -143,7 +142,7 @@ class QuotientAdam(QuotientOptimizer):
         count = s.read("step") + 1
         correction1, correction2 = ((1 - beta**count).view(-1, *[1] * (K_inv.dim() - 1)) for beta in (beta1, beta2))
         grams = _mean_over_rows(s)
-        # C is kept as a sum of ∇ᴴ∇; between K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
+        # C is stored as a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
         V = K_inv @ grams @ K_inv.mH if scalar else torch.lerp(s.read("matrix"), grams, 1 - beta2)
         if scalar:
             C = torch.lerp(s.read("scalar"), trace(V) / V.shape[-1], 1 - beta2)
@@ -180,7 +179,7 @@ class QuotientAdam(QuotientOptimizer):
             s.write("matrix", T.mH @ C @ T)
 
     def _make_room(self, scalar: bool, s: PairStep, like: Tensor) -> None:
-        """Begin the state of a bucket with zeros."""
+        """Initialise the state of a bucket with zeros."""
         count, state = len(s.bucket.stack), s.bucket.state
         s.make_room("moment")
         state["step"] = like.real.new_zeros(count)
@@ -192,7 +191,7 @@ class QuotientAdam(QuotientOptimizer):
 
 
 def _mean_over_rows(s: PairStep) -> Tensor:
-    """Give the Gram matrices of the clipped gradients over their numbers of rows."""
+    """Return the Gram matrices of the clipped gradients, divided by their numbers of rows."""
     G, H = s.gradient_grams.unbind(-3)
     grams = torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3)
     return grams if s.clip is None else grams * s.clip.to(grams.device) ** 2

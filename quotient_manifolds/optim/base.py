@@ -1,4 +1,4 @@
-"""What the optimisers on the quotient share: which parameters are pairs, the order of a step, and their state."""
+"""The base class of the optimisers on the quotient: which parameters are pairs, the order of a step, and the state."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ __all__ = ["QuotientOptimizer"]
 
 
 class QuotientOptimizer(Optimizer):
-    """Base of the optimisers for parameters some of which are pairs (G, H) that a model sees through G Hᴴ only.
+    """Base class of optimisers for parameters of which some are pairs (G, H) that a model sees only through G Hᴴ.
 
-    A subclass gives ``_step_pairs``, a step of stacked pairs, and ``_step_others`` for what belongs to no pair. State
-    lies on the device of the weights, moments in float32 at least; small matrices are worked out in float64.
+    A subclass implements ``_step_pairs``, a step of stacked pairs, and ``_step_others`` for parameters outside pairs.
+    The state lies on the device of the weights, with moments at least in float32; small matrices are computed in
+    float64.
 
     Attributes
     ----------
     certify : bool
-        Hold the first gradients against the symmetry of every pair. Set it to False where gradients are not taken at
-        the weights that are stepped, as under sharpness-aware minimisers other than ``sharpness.GeodesicSAM``.
+        Check the symmetry of every pair with the first gradients. Set it to False where gradients are not taken at the
+        weights that are updated, as with sharpness-aware minimisers other than ``sharpness.GeodesicSAM``.
     """
 
     certify = True
@@ -47,7 +48,7 @@ class QuotientOptimizer(Optimizer):
         self._check_options(defaults)
         bound = defaults["max_grad_norm"]
         if bound is not None and not (is_number(bound) and bound > 0):
-            raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None does not clip")
+            raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None turns clipping off")
         self._pairs: list[SymmetricPair] = []
         self._buckets: list[PairBucket] = []
         self._certification = Certification([])
@@ -58,7 +59,7 @@ class QuotientOptimizer(Optimizer):
         self.add_pairs(pairs)
         if not self._pairs:
             raise ValueError(
-                "there is no pair (G, H) among the parameters, so there is nothing to divide out; pass "
+                "no pair (G, H) is among the parameters, so the quotient optimiser has nothing to do; pass "
                 "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights "
                 "are trainable, or use torch.optim.AdamW"
             )
@@ -69,7 +70,7 @@ class QuotientOptimizer(Optimizer):
             raise ValueError(f'metric must be "mix" or "inv", got {group["metric"]!r}')
         for name in ("lr", "weight_decay"):
             if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
-                raise ValueError(f"{name} must be a number that is not negative, got {group[name]!r}")
+                raise ValueError(f"{name} must be a number of at least 0, got {group[name]!r}")
         if not isinstance(group.get("maximize", False), bool):
             raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
 
@@ -81,7 +82,7 @@ class QuotientOptimizer(Optimizer):
         pairs = group.pop("pairs", ())
         bound = group.get("max_grad_norm", self.defaults["max_grad_norm"])
         if not (bound is None or is_number(bound)) or bound != self.defaults["max_grad_norm"]:
-            raise ValueError("max_grad_norm clips all groups together; give it to the optimiser, not to a group")
+            raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")
         self._check_options({**self.defaults, **group})
         super().add_param_group(group)
         try:
@@ -91,7 +92,7 @@ class QuotientOptimizer(Optimizer):
             raise
 
     def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
-        """Tell which of the optimiser's parameters form pairs; those known already are passed over."""
+        """Tell which of the optimiser's parameters form pairs; known pairs are ignored."""
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         found, given = list(self._pairs), check_pairs(pairs)
         known = {b.key for p in found for b in p.G + p.H}
@@ -113,18 +114,18 @@ class QuotientOptimizer(Optimizer):
         self._cover()
 
     def _cover(self) -> None:
-        """Note which entries of the pairs' parameters belong to pairs, and the rest of those where some do not."""
+        """Record which entries of the pairs' parameters belong to pairs, and the other entries of those parameters."""
         self._covered = coverage(bucket.stack for bucket in self._buckets)
         self._rests = {p: ~mask for p, mask in self._covered.items() if not bool(mask.all())}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, and give the loss of a closure, which is called once.
+        """Take a step, and return the loss of the closure, which is called once.
 
-        On the CPU, gradients that are NaN or infinite, and an anchor without rank, are a ValueError; neither weights
-        nor state have changed then. Under a ``GradScaler`` infinite gradients skip the step with a warning. On another
-        device such a step changes nothing either, but in silence, lest the host wait: :meth:`state_dict` warns of how
-        many there were, but for those that a ``GradScaler`` knows of.
+        On the CPU, NaN or infinite gradients and an anchor without full rank raise a ValueError, and neither weights
+        nor state change. Under a ``GradScaler``, infinite gradients skip the step with a warning. On other devices such
+        a step changes nothing either, but raises and prints nothing, so that the host need not wait for the device;
+        :meth:`state_dict` warns of how many there were, except for those that a ``GradScaler`` counts.
         """
         loss = None
         if closure is not None:
@@ -145,8 +146,8 @@ class QuotientOptimizer(Optimizer):
             if isinstance(ok, Tensor):
                 finite, ok = ok, ok if sound is None else ok & sound.to(ok.device)
                 self._skipped = (finite & ~ok if found_inf is not None else ~ok).to(torch.int64) + self._skipped
-                # AdamW knows no step of zero length, and to undo one takes copies of weights and state, so that where
-                # it has something to step the host waits for the device, once. Pairs alone wait for nothing.
+                # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
+                # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
                 if any(self._is_other(p) for p in gradients):
                     if not bool(ok):
                         return loss
@@ -161,7 +162,7 @@ class QuotientOptimizer(Optimizer):
         return p in self._rests or p not in self._covered
 
     def _step_all(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor], clip: Tensor | None) -> None:
-        """Step what has a gradient."""
+        """Update the parameters that have a gradient."""
         for group in self.param_groups:
             own = {p: gradients[p] for p in group["params"] if p in gradients and self._is_other(p)}
             if clip is not None:
@@ -176,14 +177,14 @@ class QuotientOptimizer(Optimizer):
             self._step_pairs(self.param_groups[s.bucket.group], s)
 
     def _certify(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Hold the gradients against the symmetry of every pair, until one that is not zero has certified it."""
+        """Check the symmetry of every pair with its gradients, until a non-zero one has certified it."""
         waiting = self._certification.open if self.certify else ()
-        # Adapters that are switched off may wait forever, and looking reads from the device.
+        # Adapters that are switched off may never get a gradient, and checking reads from the device.
         if any(p.G[0].tensor in gradients for p in waiting):
             self._certification.see(gradients).check()
 
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
-        """Give the factor that brings the gradient's norm, that of pairs in the metric, to ``max_grad_norm``."""
+        """Return the factor that scales the gradient's norm, in the metric for pairs, to ``max_grad_norm``."""
         bound = self.defaults["max_grad_norm"]
         if bound is None:
             return None
@@ -197,23 +198,23 @@ class QuotientOptimizer(Optimizer):
         return (bound / (norm + 1e-12)).clamp_max(1.0)
 
     def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
-        """Give the metric of a parameter group at points with these Gram matrices."""
+        """Return the metric of a parameter group at points with these Gram matrices."""
         return Preconditioner(group["metric"], M, N)
 
     def _state_names(self, group: Mapping[str, Any]) -> set[str]:
-        """Name what the state of a bucket has, once it has taken a step."""
+        """List the names in the state of a bucket that has taken a step."""
         return {"moment G", "moment H"}
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
-        """Step the pairs of a bucket."""
+        """Update the pairs of a bucket."""
         raise NotImplementedError
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
-        """Step parameters that belong to no pair."""
+        """Update parameters that belong to no pair."""
         adamw_(self.state, group, params, gradients)
 
     def _step_rest(self, group: Mapping[str, Any], p: Tensor, gradient: Tensor) -> None:
-        """Step the entries that belong to no pair, of a parameter that has others which do."""
+        """Update the entries outside pairs of a parameter that belongs to pairs in part."""
         stand_in = p.to(at_least_float32(p.dtype), copy=True)
         self.state[stand_in] = self.state[p]
         self._step_others(group, [stand_in], [gradient.to(stand_in.dtype)])
@@ -227,14 +228,15 @@ class QuotientOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # options that a state saved earlier does not have
+        for group in self.param_groups:  # options that older saved states do not have
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give torch's state and, under ``"pairs"`` and ``"buckets"``, what belongs to whole pairs.
+        """Return torch's state and, under ``"pairs"`` and ``"buckets"``, the state of the pairs.
 
-        Warns of steps off the CPU that changed nothing, because gradients were not finite, or an anchor lacked rank.
+        It warns of steps off the CPU that changed nothing because gradients were not finite or an anchor lacked full
+        rank.
         """
         _warn_of_skipped(int(self._skipped))
         found = super().state_dict()
@@ -246,12 +248,12 @@ class QuotientOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, of an optimiser of the same class for the same pairs; go on exactly."""
+        """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
         if state_dict.get("kind") != type(self).__name__:
             raise ValueError(
                 f"this state was saved by {state_dict.get('kind', 'an optimiser without pairs, such as AdamW')}, not "
                 f"by {type(self).__name__}, and its moments mean something else; to switch, load the model's weights "
-                "and begin with a new optimiser and a short warm-up of the learning rate"
+                "and start a new optimiser with a short warm-up of the learning rate"
             )
         for entry in state_dict["buckets"]:
             _check_names(entry["state"].keys(), self._state_names(state_dict["param_groups"][entry["group"]]))
@@ -269,7 +271,7 @@ class QuotientOptimizer(Optimizer):
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("kind", "pairs", "buckets")})
         self._buckets = buckets
         self._cover()
-        # torch rounds state to the dtype of its parameter; that of entries beside a pair is wider.
+        # torch rounds state to the dtype of its parameter; that of entries outside the pairs is wider.
         for key, p in zip(keys, params, strict=True):
             for name, given in states.get(key, {}).items() if p in self._rests else ():
                 if isinstance(given, Tensor) and name != "step":
@@ -279,8 +281,8 @@ class QuotientOptimizer(Optimizer):
 def _warn_of_skipped(steps: int) -> None:
     if steps:
         warnings.warn(
-            f"{steps} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked rank; "
-            "look at the loss, lower the learning rate, or train in bfloat16",
+            f"{steps} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked full "
+            "rank; check the loss, lower the learning rate, or train in bfloat16",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -290,20 +292,20 @@ def _check_names(given: Collection[str], wanted: set[str]) -> None:
     if given and given != wanted:  # none before the first step
         raise ValueError(
             f"the state of pairs has {', '.join(sorted(given))} where this optimiser has {', '.join(sorted(wanted))}: "
-            "another version; load the model's weights and begin with a new optimiser"
+            "it is of another version; load the model's weights and start with a new optimiser"
         )
 
 
 def _check_shape(given: Tensor, wanted: Tensor) -> None:
     if given.shape != wanted.shape:
         raise ValueError(
-            f"the state is of weights of shape {tuple(given.shape)}, where there are weights of shape "
-            f"{tuple(wanted.shape)} now: another rank, or another model"
+            f"the state is for weights of shape {tuple(given.shape)}, but the weights now have shape "
+            f"{tuple(wanted.shape)}: another rank, or another model"
         )
 
 
 def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> PairBucket:
-    """Make a bucket again from what ``state_dict`` has of it."""
+    """Restore a bucket from its entry in ``state_dict``."""
     bucket = PairBucket([pairs[i] for i in entry["members"]], entry["members"], entry["flipped"], entry["group"])
     x = bucket.stack.gather()
     rows = {"G": bucket.stack.n, "H": bucket.stack.m}

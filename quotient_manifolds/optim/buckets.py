@@ -1,4 +1,4 @@
-"""Pairs of equal shape that take a step together: their state, and what one step needs of them."""
+"""Pairs of equal shape that take a step together: their state, and what one step needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .preconditioner import Preconditioner, gram, wide
 __all__ = ["PairBucket", "PairStep", "Part", "check_anchors", "group_of", "is_flipped", "trace"]
 
 
-#: As many numbers of a factor, its gradient, its moment and what is made of them lie in the second-level cache.
+#: So many numbers of a factor, its gradient, its moment and intermediate results fit in the second-level cache.
 _IN_CACHE = 2**16
 
 
@@ -31,11 +31,12 @@ def trace(S: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one factor of some pairs of a bucket, where they lie: views of the parameters, (pairs, …, rows, h).
+    """Rows of one factor of some pairs of a bucket, as views of the parameters, (pairs, …, rows, h).
 
-    ``side`` is 0 for G and 1 for H, ``pairs`` are their positions among the pairs that take a step, ``home`` those in
-    the bucket, ``rows`` theirs in the factor, and ``decays`` is False for a bias. On the CPU a part is what stays in
-    the cache from one operation to the next, but one view of a parameter at least; elsewhere as large as can be.
+    ``side`` is 0 for G and 1 for H, ``pairs`` are the positions among the pairs that take a step, ``home`` those in the
+    bucket, ``rows`` those of the rows in the factor, and ``decays`` is False for a bias. On the CPU a part is small
+    enough to stay in the cache between operations, but at least one view of a parameter; elsewhere it is as large as
+    possible.
     """
 
     group: GL
@@ -52,7 +53,7 @@ class Part:
         return [r.view(t.contiguous()) for r, t in zip(self.runs, given, strict=True)]
 
     def read(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Give the rows of parameters, or of what ``tensors`` has for them, in float32 at least; a view if possible."""
+        """Read the rows of parameters, or of their entries in ``tensors``, in float32 at least; a view if possible."""
         views = self._views(tensors)
         if len(views) == 1:
             x = views[0]
@@ -64,7 +65,7 @@ class Part:
         return x if x.is_complex() else x.to(at_least_float32(x.dtype))
 
     def write_(self, x: Tensor) -> None:
-        """Write the rows, rounded to their dtype; a view that was changed in place stands already."""
+        """Write the rows, rounded to their dtype; nothing is to be done for a view that was changed in place."""
         parts = self.group.from_point(x).split([r.count for r in self.runs])
         for run, part in zip(self.runs, parts, strict=True):
             target = run.first.tensor.detach()
@@ -76,7 +77,7 @@ class Part:
                 target.copy_(whole)
 
     def room(self, count: int, rows: int, columns: int | None = None) -> Tensor:
-        """Make zeros for a whole factor of all pairs, (count, …, rows, h), that lie in memory as its rows do."""
+        """Make zeros for a whole factor of all pairs, (count, …, rows, h), with the memory layout of its rows."""
         like = self.read()
         *batch, _, h = like.shape[1:]
         if columns is not None:
@@ -87,15 +88,15 @@ class Part:
 
 
 def of_part(A: Tensor, part: Part) -> Tensor:
-    """See the matrices of a part in (pairs, …, 2, h, h)."""
+    """Return a view of the matrices of a part in (pairs, …, 2, h, h)."""
     return A.select(-3, part.side)[part.pairs]
 
 
 class PairBucket:
     """Pairs of equal shape in one parameter group, oriented so that H is the anchor: of full column rank.
 
-    ``members`` are their positions among the optimiser's pairs, ``flipped`` says that G and H have changed roles,
-    and ``state`` holds tensors whose first dimension are the pairs.
+    ``members`` are their positions among the optimiser's pairs, ``flipped`` says whether G and H have swapped roles,
+    and ``state`` holds tensors whose first dimension runs over the pairs.
     """
 
     def __init__(self, pairs: Sequence[SymmetricPair], members: Sequence[int], flipped: bool, group: int) -> None:
@@ -114,8 +115,8 @@ class PairBucket:
             elif len(without) < len(p.G + p.H):
                 b = without[0]
                 raise ValueError(
-                    f"pair {p.name!r}: {b.place} has no gradient but the rest of the "
-                    "pair has; train both factors, or give this pair to another optimiser"
+                    f"pair {p.name!r}: {b.place} has no gradient but the rest of the pair has; train both factors, or "
+                    "pass this pair to another optimiser"
                 )
         return found
 
@@ -135,9 +136,9 @@ class PairBucket:
 
 
 def _parts(stack: PairStack, active: Sequence[int], most: float) -> Iterator[Part]:
-    """Cut the factors of some pairs of a stack into parts of no more than so many numbers."""
+    """Cut the factors of some pairs of a stack into parts of limited size."""
     starts = [i for i, home in enumerate(active) if not i or home != active[i - 1] + 1]
-    for start, stop in pairwise([*starts, len(active)]):  # pairs that follow each other in the bucket
+    for start, stop in pairwise([*starts, len(active)]):  # consecutive pairs of the bucket
         members = [stack.pairs[i] for i in active[start:stop]]
         for side in (0, 1):
             for lot in _lots(BlockStack([(p.G, p.H)[side] for p in members]).runs, most):
@@ -148,7 +149,7 @@ def _parts(stack: PairStack, active: Sequence[int], most: float) -> Iterator[Par
 
 
 def _lots(runs: Sequence[Any], most: float) -> list[list[Any]]:
-    """Join runs of the same rows and layout, up to so many numbers."""
+    """Join runs of the same rows and layout, up to a limited size."""
     lots: list[list[Any]] = []
     for r in runs:
         last = lots[-1] if lots else []
@@ -163,9 +164,9 @@ def _lots(runs: Sequence[Any], most: float) -> list[list[Any]]:
 class PairStep:
     """One step of the pairs of a bucket that have gradients.
 
-    ``parts`` cover their factors, and ``preconditioner`` is the metric where they stand. Small matrices are stacked as
-    (pairs, …, 2, h, h), those of G before those of H. ``clip`` multiplies the gradients; ``ok``, where it is a tensor,
-    is False for a step that must change nothing, which only the device knows.
+    ``parts`` cover their factors, and ``preconditioner`` is the metric at the current point. Small matrices are stacked
+    as (pairs, …, 2, h, h), with those of G before those of H. ``clip`` multiplies the gradients. ``ok``, if it is a
+    tensor, lies on the device and is False for a step that must change nothing.
     """
 
     def __init__(
@@ -181,11 +182,11 @@ class PairStep:
         self.preconditioner = metric(*self.grams(self.weights).unbind(-3))
 
     def name(self, i: int) -> str:
-        """Name a pair."""
+        """Return the name of a pair."""
         return self.bucket.stack.pairs[i if self._index is None else int(self._index[i])].name
 
     def grams(self, of: Callable[[Part], Tensor], to: Callable[[Part], Tensor] | None = None) -> Tensor:
-        """Add up over parts the Gram matrices Xᴴ X of what a function gives for them, or Xᴴ Y of what two do."""
+        """Sum over parts the Gram matrices Xᴴ X of a function's values, or Xᴴ Y for two functions."""
         found: Tensor | None = None
         for part in self.parts:
             X = of(part)
@@ -205,44 +206,44 @@ class PairStep:
         return found
 
     def weights(self, part: Part) -> Tensor:
-        """Give a part of the weights, to be changed in place before it is written."""
+        """Return a part of the weights, which may be changed in place and then written."""
         return self._read(part, False)
 
     def gradient(self, part: Part) -> Tensor:
-        """Give the gradient of a part, clipped; 0 in a step that must change nothing, so that no moment does."""
+        """Return the clipped gradient of a part; 0 in a step that must change nothing, so that moments stay too."""
         g = self._read(part, True)
         if self.clip is not None:
             g = g * self.clip.to(g.device, g.real.dtype)
-        return g if self.ok is None else torch.where(self.ok.to(g.device), g, 0)  # NaN times 0 is no 0
+        return g if self.ok is None else torch.where(self.ok.to(g.device), g, 0)  # NaN times 0 is not 0
 
     @cached_property
     def gradient_grams(self) -> Tensor:
-        """Gram matrices of the gradients, not clipped, of G and of H."""
+        """Gram matrices of the gradients of G and H before clipping."""
         return self.grams(lambda part: self._read(part, True))
 
     def squared_norm(self) -> Tensor:
-        """Square the norm in the metric of the gradient before it is clipped, ()."""
+        """Compute the squared norm of the gradient in the metric, before clipping, ()."""
         K_inv = self.preconditioner.inverse_roots
         return trace(K_inv @ self.gradient_grams @ K_inv.mH).sum()
 
     def make_room(self, name: str, columns: int | None = None) -> None:
-        """Begin what the state has of every row with zeros: as ``name G`` and ``name H``, (pairs, …, rows, h)."""
+        """Initialise the row-wise state with zeros, as ``name G`` and ``name H``, (pairs, …, rows, h)."""
         first = {part.side: part for part in reversed(self.parts)}
         for part in first.values():
             rows = (self.bucket.stack.n, self.bucket.stack.m)[part.side]
             self.bucket.state[f"{name} {'GH'[part.side]}"] = part.room(len(self.bucket.stack), rows, columns)
 
     def state(self, name: str, part: Part) -> Tensor:
-        """Give what the state has of the rows of a part, to be changed in place."""
+        """Return the state of the rows of a part, which may be changed in place."""
         return self.bucket.state[f"{name} {'GH'[part.side]}"][part.home][..., part.rows, :]
 
     def read(self, name: str) -> Tensor:
-        """Read what the state has of these pairs."""
+        """Read the state of these pairs."""
         whole = self.bucket.state[name]
         return whole if self._index is None else whole[self._index]
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write what the state has of these pairs."""
+        """Write the state of these pairs."""
         value = self.keep(value, self.read(name))
         if self._index is None:
             self.bucket.state[name].copy_(value)
@@ -250,7 +251,7 @@ class PairStep:
             self.bucket.state[name][self._index] = value
 
     def keep(self, value: Any, otherwise: Any) -> Any:
-        """Give a value, or, in a step that must change nothing, what leaves everything as it is."""
+        """Return the value, or a neutral value if the step must not change anything."""
         if self.ok is None:
             return value
         if isinstance(value, Tensor):
@@ -259,7 +260,7 @@ class PairStep:
         return wide(ok) * (value - otherwise) + otherwise
 
     def times(self, rows: Tensor, part: Part, A: Tensor) -> Tensor:
-        """Multiply rows of a part by its matrices out of (pairs, …, 2, h, h)."""
+        """Multiply rows of a part by its matrices from (pairs, …, 2, h, h)."""
         return rows @ of_part(A, part)
 
     def scaled(self, A: Tensor, factor: float) -> Tensor:
@@ -268,7 +269,7 @@ class PairStep:
         return found.to(self.weights(self.parts[0]).dtype)
 
     def move_(self, part: Part, direction: Tensor, A: Tensor, decay: float) -> Tensor:
-        """Multiply the product by 1 - ``decay``, add a direction times its matrices A to the rows, and give them."""
+        """Multiply the product by 1 - ``decay``, add a direction times its matrices A to the rows, and return them."""
         x, A = self.weights(part), of_part(A, part)
         keep = max(1 - decay, 0) ** 0.5 if part.decays else 1.0
         if x.dim() == 3 and (self.ok is None or keep == 1):
@@ -279,7 +280,7 @@ class PairStep:
         return x
 
     def advance_(self, direction: Callable[[Part], Tensor], A: Tensor, lr: float, weight_decay: float) -> Tensor:
-        """Move all parts along -η times direction A; give matrices, (pairs, …, 2, h, h), that carry covectors on."""
+        """Move all parts along -η times direction A; return matrices, (pairs, …, 2, h, h), that transport covectors."""
         across, after, step = torch.zeros_like(A), torch.zeros_like(A), self.scaled(A, -lr)
         for part in self.parts:
             before = self.weights(part).to(A.dtype, copy=True)
@@ -292,7 +293,7 @@ class PairStep:
 
 
 def check_anchors(steps: Sequence[PairStep]) -> Tensor | None:
-    """Raise where weights were replaced by ones whose anchor lacks rank; off the CPU, give a tensor that tells."""
+    """Raise if weights were replaced and an anchor now lacks full rank; off the CPU, return a tensor that says so."""
     sound = [s.preconditioner.is_sound() for s in steps]
     if not sound:
         return None
@@ -304,15 +305,15 @@ def check_anchors(steps: Sequence[PairStep]) -> Tensor | None:
     s, good = next((s, v) for s, v in zip(steps, sound, strict=True) if not bool(v.all()))
     bad = int((~good).flatten(1).any(1).nonzero()[0] if good.dim() > 1 else (~good).nonzero()[0])
     raise ValueError(
-        f"pair {s.name(bad)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost "
-        "its rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+        f"pair {s.name(bad)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full rank since the "
+        "optimiser was made; no weight was changed; make a new optimiser for these weights"
     )
 
 
 def group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection[Tensor]) -> int | None:
-    """Give the parameter group in which a usable pair lies; None for pairs that are to be passed over.
+    """Return the parameter group of a usable pair; None for pairs that are to be ignored.
 
-    ``home`` has the group of every parameter, ``paired`` are the parameters of all usable pairs.
+    ``home`` maps every parameter to its group, ``paired`` holds the parameters of all usable pairs.
     """
     blocks = pair.G + pair.H
     inside = {home[b.tensor] for b in blocks if b.tensor in home}
@@ -333,8 +334,8 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection
             )
     if len(inside) > 1:
         raise ValueError(
-            f"pair {pair.name!r} is split over the parameter groups {sorted(inside)}; put both of its factors into "
-            "one group, for they move together"
+            f"pair {pair.name!r} is split over the parameter groups {sorted(inside)}; put both of its factors into one "
+            "group, because they move together"
         )
     for b in blocks:
         if is_sharded(b.tensor):
@@ -346,7 +347,7 @@ def group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection
 
 
 def is_flipped(pair: SymmetricPair) -> bool:
-    """Tell whether the factors must change roles, because H lacks full column rank and G does not."""
+    """Tell whether the factors must swap roles, because H lacks full column rank and G does not."""
     x = pair.gather().detach()
     full = []
     for X in x.split([pair.n, pair.m], dim=-2):

@@ -21,15 +21,15 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     Parameters
     ----------
     model : nn.Module
-        Changed in place, but for rounding not in function.
+        Changed in place; its function stays the same up to rounding.
     adapter_names : sequence of str, optional
         By default all trainable adapters.
 
     Returns
     -------
     list of str
-        Names of the pairs that were balanced. A pair whose product lacks rank, as at B = 0, has no canonical
-        representative from which training could go on; it is left as it is.
+        Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
+        representative from which training could continue; it is left unchanged.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
 
     Notes
     -----
-    The state of an optimiser refers to the factors as they were; call this before training or after it. Computed in
+    The state of an optimiser refers to the old factors, so call this before or after training. It is computed in
     float64; see :class:`quotient_manifolds.Gauge`.
 
     Examples

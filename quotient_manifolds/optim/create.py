@@ -18,7 +18,7 @@ __all__ = ["create_quotient_lora_optimizer", "create_quotient_optimizer"]
 
 OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": QuotientAdam, "muon": QuotientMuon}
 
-#: A rate of Muon, the size of a step of the whole product, over one of AdamW: .02 for 1e-3. A place to start from.
+#: Learning rate of Muon over that of AdamW: .02 instead of 1e-3. It is a starting point, not a tuned value.
 _MUON_OVER_ADAMW = 20.0
 
 
@@ -31,24 +31,24 @@ def create_quotient_lora_optimizer(
     other_params_lr: float | None = None,
     **options: Any,
 ) -> QuotientOptimizer:
-    """Create the optimiser of a model with LoRA adapters of peft, in place of AdamW.
+    """Create an optimiser for a model with LoRA adapters of peft, instead of AdamW.
 
     Parameters
     ----------
     model : nn.Module
         With adapters; plain, DDP-wrapped or compiled.
     lr : float
-        Learning rate. AdamW's carry over to Adam; Muon's is the size of a step of the adapted weights in the spectral
-        norm, for which .02 is a place to start from.
+        Learning rate. For ``"adam"``, AdamW's learning rates carry over; for ``"muon"`` it is the size of a step of the
+        adapted weights in the spectral norm, for which .02 is a starting point.
     optimizer : {"adam", "muon"}
-        :class:`QuotientAdam` or :class:`QuotientMuon`, whose ``scale`` is then α/r of every adapter.
+        :class:`QuotientAdam`, or :class:`QuotientMuon` with α/r of every adapter as its ``scale``.
     adapter_names : sequence of str, optional
-        Train these adapters; by default all whose factors are trainable, active or not.
+        The adapters to train; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
-        Learning rate of everything that is no pair: ``modules_to_save``, biases, DoRA's magnitudes. By default ``lr``
-        for Adam, and for Muon ``lr / 20``, a place to start from. Vectors and biases do not decay.
+        Learning rate of all parameters outside pairs: ``modules_to_save``, biases, DoRA's magnitudes. By default ``lr``
+        for Adam and ``lr / 20`` for Muon, which is a starting point. Vectors and biases do not decay.
     **options
-        ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and the others of the optimiser.
+        ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and other options of the optimiser.
 
     Returns
     -------
@@ -57,11 +57,11 @@ def create_quotient_lora_optimizer(
     Raises
     ------
     ValueError
-        No trainable adapter, an unknown adapter, or an adapter with one frozen factor.
+        There is no trainable adapter, an adapter is unknown, or one of its factors is frozen.
 
     Notes
     -----
-    With ``Trainer`` of transformers, clip here and not there::
+    With ``Trainer`` of transformers, clip in the optimiser and not in the trainer::
 
         optimizer = create_quotient_lora_optimizer(model, lr=2e-4, max_grad_norm=1.0)
         Trainer(model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, None))
@@ -82,7 +82,7 @@ def create_quotient_lora_optimizer(
     if all(p.group is None for p in pairs):
         why = sorted({p.reason for p in pairs})
         raise ValueError(
-            "the model has no LoRA adapter of peft whose two factors are trainable"
+            "the model has no LoRA adapter of peft with two trainable factors"
             + (f" ({'; '.join(why)})" if why else _no_adapter(model))
         )
     left = set() if adapter_names is None else _parameters(adapter_pairs(model)) - _parameters(pairs)
@@ -98,7 +98,7 @@ def create_quotient_optimizer(
     other_params_lr: float | None = None,
     **options: Any,
 ) -> QuotientOptimizer:
-    """Create the optimiser of a model's trainable weights, its attention heads (and adapters) on the quotient.
+    """Create an optimiser for a model's trainable weights, with attention heads (and adapters) on the quotient.
 
     Parameters
     ----------
@@ -107,8 +107,8 @@ def create_quotient_optimizer(
     lr : float
         Learning rate.
     pairs : sequence of SymmetricPair, optional
-        By default what ``find_symmetric_pairs(model, key_bias="drop")`` names: the bias of the keys has no effect and
-        no gradient but rounding, which Adam would blow up; it stays as it is.
+        By default ``find_symmetric_pairs(model, key_bias="drop")``: the key bias has no effect, and its gradient is
+        pure rounding error, which Adam would scale up to full steps; it is not trained.
     optimizer, other_params_lr, **options
         As for :func:`create_quotient_lora_optimizer`.
 
@@ -137,12 +137,12 @@ def create_quotient_optimizer(
 
 
 def _no_adapter(model: nn.Module) -> str:
-    """Say what a model without LoRA layers has instead, and what to do."""
+    """Explain what a model without LoRA layers has instead, and what to do."""
     configs = [getattr(m, "peft_config", None) for m in model.modules()]
     found = [c for by_name in configs if isinstance(by_name, dict) for c in by_name.values()]
     kinds = {str(getattr(c, "peft_type", type(c).__name__)).removeprefix("PeftType.") for c in found}
     if kinds:
-        return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pair; use AdamW"
+        return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pairs; use AdamW"
     return "; wrap it with peft.get_peft_model"
 
 
@@ -151,7 +151,7 @@ def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
 
 
 def _scales(model: nn.Module) -> dict[Tensor, float]:
-    """Give the factor of the product, α/r, by the parameter A of every adapter in a model."""
+    """Return the factor α/r of the product, by the parameter A of every adapter in a model."""
     found = {}
     layers: list[Any] = [m for m in model.modules() if is_lora(m)]
     for layer in layers:

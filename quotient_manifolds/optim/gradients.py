@@ -1,4 +1,4 @@
-"""The gradients of an optimiser's parameters, as a step takes them."""
+"""The gradients of an optimiser's parameters, prepared for a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["all_finite", "collect_gradients"]
 
 
 def collect_gradients(param_groups: Iterable[Mapping[str, Any]], scale: Tensor | None) -> dict[Tensor, Tensor]:
-    """Give the gradients that are to be descended, without the scale of a ``GradScaler``."""
+    """Return the gradients to descend along, without the scale of a ``GradScaler``."""
     found = {}
     for group in param_groups:
         for p in group["params"]:
@@ -26,16 +26,17 @@ def collect_gradients(param_groups: Iterable[Mapping[str, Any]], scale: Tensor |
                     f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build "
                     "the embedding with sparse=False"
                 )
-            # In float32: the scale is beyond the range of half precision, and so is what it saved.
+            # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
             g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
             found[p] = -g if group.get("maximize", False) else g
     return found
 
 
 def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> bool | Tensor:
-    """Tell whether all gradients are finite; if not, warn under a ``GradScaler`` (it has ``found_inf``), raise else.
+    """Tell whether all gradients are finite; if not, warn under a ``GradScaler`` (given ``found_inf``), else raise.
 
-    Off the CPU the answer is a tensor that the host does not read, lest it wait for the device.
+    On devices other than the CPU the answer is a tensor that the host does not read, because reading would make it
+    wait.
     """
     whole = _sums_are_finite(gradients.values()) if found_inf is None else found_inf == 0
     if whole.device.type != "cpu":
@@ -49,15 +50,15 @@ def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> 
         if not bool(g.isfinite().all()):
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
-                "changed; look at the loss, lower the learning rate, or train in bfloat16 or float32"
+                "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
             )
     return True
 
 
 def _sums_are_finite(gradients: Collection[Tensor]) -> Tensor:
-    """Tell whether all entries are finite, by their sums, which are finite only if all terms are.
+    """Tell whether all entries are finite, from their sums, which are finite only if all terms are.
 
-    They are taken in float32 at least, in which those of finite gradients in half precision do not overflow.
+    The sums are taken at least in float32, where those of finite half-precision gradients do not overflow.
     """
     device = next(iter(gradients)).device
     sums = [g.sum(dtype=at_least_float32(g.dtype)).to(device) for g in gradients]

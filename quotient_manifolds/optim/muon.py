@@ -18,12 +18,12 @@ from .sgd import check_momentum
 
 __all__ = ["QuotientMuon"]
 
-#: Singular values of the product count as this much of its Frobenius norm at least, however small the rate.
+#: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
 _LEAST = 1e-3
 
 
 class QuotientMuon(QuotientOptimizer):
-    r"""Muon for pairs (G, H), the same whichever equivalent factors it starts from; AdamW for everything else.
+    r"""Muon for pairs (G, H), independent of which equivalent factors it starts from; AdamW for all other parameters.
 
     For each factor, here G, with :math:`W_G = H^H H = K K^H`, the metric's weight, and polar(X) = U Vᴴ for
     :math:`X = U Σ V^H`:
@@ -33,26 +33,27 @@ class QuotientMuon(QuotientOptimizer):
         G \leftarrow \sqrt{1 - ηλ}\, G - \frac{η}{2s}\, \mathrm{polar}(u K^{-H})\, K^{-1}
 
     Among all steps with :math:`\|ξ_G H^H\|_2 \le η/2s` and :math:`\|G ξ_H^H\|_2 \le η/2s` this is the one that descends
-    fastest along u, so that the weight that the network sees, s times the product, changes by η at most in any
-    direction (to first order), whatever the rank and scale of an adapter. Nothing depends on the representative, and
-    there is no second moment: the state is one number a weight.
+    fastest along u. To first order, the weight that the network sees, s times the product, thus changes by at most η in
+    any direction, whatever the rank and scale of an adapter. Nothing depends on the representative, and there is no
+    second moment: the state is one number per weight.
 
     Parameters
     ----------
     params, pairs, max_grad_norm, maximize, foreach
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
-        η, the size of a step of the product, so not AdamW's rate. .02 is a place to start from, not a tuned value.
+        η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
     momentum : float
         μ.
     nesterov : bool
         Step along ∇ + μ m; otherwise along m.
     weight_decay : float
-        λ. The product of a pair becomes (1 - ηλ) times itself; a bias does not decay.
+        λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     scale : float
-        s, what the network multiplies the product with: α/r for LoRA, set by :func:`create_quotient_lora_optimizer`.
+        s, by which the network multiplies the product: α/r for LoRA, set by :func:`create_quotient_lora_optimizer`.
     betas, eps
-        Of AdamW, for what belongs to no pair; put it into a group of its own, with a learning rate of its own.
+        Options of AdamW, for parameters outside pairs; put those into a group of their own, with their own learning
+        rate.
 
     Raises
     ------
@@ -62,17 +63,17 @@ class QuotientMuon(QuotientOptimizer):
     Notes
     -----
     Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
-    et al. 2026) with Nesterov's momentum and the adapter's scale, but for what is done at a product that lacks rank, as
-    at G = 0, where LoRA starts, and where batches have fewer examples than the adapter has dimensions:
+    et al. 2026) with Nesterov's momentum and the adapter's scale. It differs where the product lacks full rank, as at G
+    = 0, where LoRA starts, and where batches have fewer examples than the adapter has dimensions:
 
     .. math:: W_H = G^H G + δ (H^H H)^{-1}, \qquad δ = (η/2s)^2 + 10^{-6} \|G H^H\|_F^2
 
-    depends on the orbit only. H turns by one radian at most, and :math:`ξ_G ξ_H^H`, of second order, changes the
-    product by η/2s at most; H stays where it is while G = 0.
+    depends only on the orbit. H rotates by at most one radian, and the second-order term :math:`ξ_G ξ_H^H` changes the
+    product by at most η/2s; H does not move while G = 0.
 
-    Neither a singular value nor an eigenvalue is computed: :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}`, whose h × h
-    matrices a Newton-Schulz iteration takes to the inverse root (Amsel et al. 2025). Singular values of
-    :math:`u K^{-H}` below 3e-4 of its norm are left short by it, lest rounding be taken for a direction.
+    No singular value or eigenvalue is computed: a Newton-Schulz iteration finds the inverse root of the h × h matrix in
+    :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}` (Amsel et al. 2025). It makes singular values of :math:`u K^{-H}` below
+    3e-4 of its norm smaller than 1, so that rounding errors are not taken for directions.
 
     Examples
     --------
@@ -121,14 +122,14 @@ class QuotientMuon(QuotientOptimizer):
     def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
         step = float(group["lr"]) / (2 * group["scale"])
         floor = _LEAST**2 * trace(M @ N)[..., None, None] + step**2
-        return Preconditioner("mix", M, N, torch.where(floor > 0, floor, 1))  # 0 for a rate of 0 at G = 0
+        return Preconditioner("mix", M, N, torch.where(floor > 0, floor, 1))  # 0 for a learning rate of 0 at G = 0
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         momentum, lr = group["momentum"], float(group["lr"])
         if "moment G" not in s.bucket.state:
             s.make_room("moment")
 
-        # Up to a factor, which drops out, u is ∇ + μ²/(1 + μ) m before m has changed.
+        # Up to a factor, which cancels, u is ∇ + μ²/(1 + μ) m with the old m.
         past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
 
         def direction(part: Part) -> Tensor:

@@ -1,4 +1,4 @@
-r"""Inverse square roots of small matrices by products alone: no eigenvalues, no decision, nothing read by the host."""
+r"""Inverse square roots of small matrices by products only: no eigenvalues, no branches, no reads by the host."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def inverse_root(S: Tensor) -> Tensor:
 
     With :math:`\hat S = S / \|S\|_F`, a polynomial q of products of :math:`\hat S`, and s² an eigenvalue of it:
     :math:`s\, q(s^2) = 1` to rounding for :math:`s \ge 10^{-3}`, and below that it falls to 0 with s. So
-    :math:`X\, q(\hat S) / \|S\|_F^{1/2}`, :math:`S = X^H X`, is the polar factor of X but for singular values below
-    1e-3 of the whole, which stay small: rounding is not taken for a direction. 0 becomes 0, and so does what is so
-    small (norm below 1e-40 in double precision) that its inverse root would not be a number in float32.
+    :math:`X\, q(\hat S) / \|S\|_F^{1/2}`, :math:`S = X^H X`, is the polar factor of X except for singular values below
+    1e-3 of the norm, which stay small, so that rounding errors are not taken for directions. 0 becomes 0, and so does
+    any matrix so small (norm below 1e-40 in double precision) that its inverse root overflows in float32.
     """
-    least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by numbers that are large too
+    least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by large numbers too
     size = torch.linalg.matrix_norm(S, keepdim=True)
     S = S / size.clamp_min(least)
     eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)

@@ -1,4 +1,4 @@
-"""AdamW for what belongs to no pair: classifiers, biases, DoRA's magnitudes."""
+"""AdamW for parameters outside pairs: classifiers, biases, DoRA's magnitudes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["adamw_", "check_adam_options", "is_number"]
 
 
 def is_number(value: Any) -> bool:
-    """Tell a number, or a tensor with one, from anything else."""
+    """Tell whether a value is a number, or a tensor with one number."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -27,13 +27,13 @@ def check_adam_options(group: Mapping[str, Any]) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     if not (is_number(group["eps"]) and 0 < group["eps"] < math.inf):
-        raise ValueError(f"eps must be positive, got {group['eps']!r}: a factor without gradient yet is divided by it")
+        raise ValueError(f"eps must be positive, got {group['eps']!r}: a factor without a gradient is divided by it")
 
 
 def adamw_(
     state: MutableMapping[Tensor, Any], group: Mapping[str, Any], params: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> None:
-    """Step parameters as torch's AdamW does, whose state this is."""
+    """Update parameters by torch's AdamW, with its state."""
     for p in params:
         own = state[p]
         for name in ("exp_avg", "exp_avg_sq"):
@@ -56,5 +56,5 @@ def adamw_(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         foreach=group["foreach"],
-        maximize=False,  # the gradients have their sign already
+        maximize=False,  # the sign of the gradients is set already
     )

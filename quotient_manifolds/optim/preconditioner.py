@@ -1,17 +1,17 @@
-r"""The metrics as the optimisers use them: where they are floored, and how moments are transported.
+r"""The metrics of the optimisers: their floor, and the transport of moments.
 
 Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`, σ the singular values of
 :math:`G H^H`. Both metrics break down at :math:`G = 0`, where LoRA starts. Here M is replaced by
 
 .. math:: \hat M = M + N^{-1},
 
-which an element A of the group turns into :math:`A^{-H} \hat M A^{-1}`, as it does M: the floor depends on the orbit
-only. In the gauge in which H has orthonormal columns it makes :math:`σ_i^2 + 1` of every :math:`σ_i^2`. A step of
-length η thus moves G by about η where σ is small, in both metrics, as AdamW would, and H in proportion to σ; the part
-of second order in the change of the product, :math:`ξ_G ξ_H^H`, is of the order of η², however small σ.
+which an element A of the group transforms into :math:`A^{-H} \hat M A^{-1}`, like M, so the floor depends only on the
+orbit. In the gauge in which H has orthonormal columns it replaces every :math:`σ_i^2` by :math:`σ_i^2 + 1`. Where σ is
+small, a step of length η thus moves G by about η in both metrics, as AdamW would, and H in proportion to σ. The
+second-order term in the change of the product, :math:`ξ_G ξ_H^H`, is of the order of η², however small σ is.
 
-N stands as it is: the *anchor* H has full column rank, and where it has not (peft's embeddings start with A = 0) the
-two factors change roles.
+N is not changed, because the *anchor* H has full column rank. Where it has not (peft's embeddings start with A = 0),
+the two factors swap roles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Preconditioner", "gram", "wide"]
 
 
 def wide(X: Tensor) -> Tensor:
-    """Widen to double precision, in which the small matrices are worked out, where the device has it."""
+    """Widen to double precision, in which small matrices are computed, where the device supports it."""
     return X if X.device.type == "mps" else in_double(X)
 
 
@@ -53,8 +53,8 @@ class Preconditioner:
     The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (N, \hat M)` for mix
     and :math:`(\hat M^{-1}, N^{-1})` for inv. With :math:`W = K K^H`, a covector ∇ has the coordinates
     :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G
-    along the orbit rotates the basis; nothing that is computed in it and turned back depends on the rotation. M and N,
-    (…, h, h), are the Gram matrices of G and of H, which is of full column rank; ``floor``, a number or (…, 1, 1),
+    along the orbit rotates the basis; nothing that is computed in it and mapped back depends on the rotation. M and N,
+    (…, h, h), are the Gram matrices of G and H, where H has full column rank; ``floor``, a number or (…, 1, 1),
     multiplies :math:`N^{-1}` in :math:`\hat M`.
     """
 
@@ -74,10 +74,10 @@ class Preconditioner:
         return torch.stack(roots, dim=-3)
 
     def transport_covectors(self, to: Preconditioner, across: Tensor) -> Tensor:
-        r"""Return (T_G, T_H), (…, 2, h, h): covectors here become :math:`\nabla_G T_G, \nabla_H T_H` at another point.
+        r"""Return (T_G, T_H), (…, 2, h, h): at another point covectors become :math:`\nabla_G T_G, \nabla_H T_H`.
 
-        The coordinates of a covector are projected from the span of the old basis on that of the new one. The bases are
-        those of the column spaces of H, and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M` for the
+        The coordinates of a covector are projected from the span of the old basis onto that of the new one. The bases
+        are those of the column spaces of H and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M` for the
         floor 1. ``across`` has :math:`G^H G'` and :math:`H^H H'`, (…, 2, h, h).
         """
         across_G, across_H = across.unbind(-3)

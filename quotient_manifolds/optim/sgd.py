@@ -18,12 +18,12 @@ __all__ = ["QuotientSGD"]
 
 
 class QuotientSGD(QuotientOptimizer):
-    r"""Riemannian gradient descent with momentum for pairs (G, H); plain SGD for everything else.
+    r"""Riemannian gradient descent with momentum for pairs (G, H); plain SGD for all other parameters.
 
     .. math:: m \leftarrow μ m + \nabla_G, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, m W_G^{-1}
 
     with the metric's weight :math:`W_G = H^H H` (mix) or :math:`(G^H G + (H^H H)^{-1})^{-1}` (inv), and H likewise; the
-    covector m is transported. All of it is the same whichever equivalent factors it starts from.
+    covector m is transported. The run is the same from all equivalent factors.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class QuotientSGD(QuotientOptimizer):
     nesterov : bool
         Step along ∇ + μ m.
     weight_decay : float
-        λ, decoupled: the product of a pair becomes (1 - ηλ) times itself, another parameter w becomes (1 - ηλ) w.
+        λ, decoupled: every step multiplies the product of a pair, and any other parameter, by 1 - ηλ.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class QuotientSGD(QuotientOptimizer):
             dampening=0.0,
             nesterov=group["nesterov"],
             foreach=group["foreach"],
-            maximize=False,  # the gradients have their sign already
+            maximize=False,  # the sign of the gradients is set already
         )
         for p, buffer in zip(params, buffers, strict=True):
             if buffer is not None:

@@ -1,4 +1,4 @@
-"""Where networks hide the GL(h) quotient: from a model to its pairs (G, H)."""
+"""Find the weights of a network that it sees only through products: from a model to its pairs (G, H)."""
 
 from ..batches import default_forward
 from . import known  # noqa: F401  (it registers handlers)

@@ -1,4 +1,4 @@
-"""What all multi-head attention layers have in common: per head a Q–K and a V–O pair."""
+"""The pairs of multi-head attention layers: a Q–K and a V–O pair per head."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Projection:
     start, bias_start : int
         First head dimension of head 0 in the weight and in the bias.
     stride, per : int
-        Distance from one group of ``per`` heads to the next (0: the heads follow one another).
+        Distance from one group of ``per`` heads to the next (0: the heads are consecutive).
     conv1d : bool
         The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
     rows : tuple of str
         Further parameters whose last dimension runs over the heads: more rows of the same stack.
     bias_module : nn.Module, optional
-        Owner of the bias, if another: there the heads follow one another.
+        Owner of the bias, if it is another module; there the heads are consecutive.
     further : tuple of Projection
-        Others that add to the same scores, as those of positions: more rows of the same stack.
+        Other projections that add to the same scores, such as those of positions: more rows of the same stack.
     examined : bool
-        Gradients and moves decide whether the module is linear: a subclass of ``nn.Linear`` is not refused as such.
+        Gradients and moves decide whether the module is linear, so a subclass of ``nn.Linear`` is not refused.
 
     Examples
     --------
@@ -67,8 +67,8 @@ class Projection:
     examined: bool = False
 
     def dimensions(self, *, into: bool = True) -> int:
-        """Give the number of dimensions of all heads, of a projection into head space or out of it."""
-        size = getattr(self.module, "out_features" if into else "in_features", None)  # quantised ones are packed
+        """Return the total dimension of all heads, for a projection into head space or out of it."""
+        size = getattr(self.module, "out_features" if into else "in_features", None)  # quantised weights are packed
         if self.weight == "weight" and isinstance(size, int):
             return size
         return int(getattr(self.module, self.weight).shape[into == self.conv1d])
@@ -81,7 +81,7 @@ class Projection:
     def input_blocks(
         self, head: int, size: int, offset: int, count: int, rotary: str | None = None
     ) -> tuple[Block, ...]:
-        """Give rows of a stack for a projection *into* head space: the weight, and what adds to its output."""
+        """Return rows of a stack for a projection *into* head space: the weight, and whatever adds to its output."""
         dims = self._dims(self.start, head, size, offset, count)
         if self.conv1d:
             found = [block(self.module, self.weight, columns=dims, rotary=rotary)]
@@ -99,7 +99,7 @@ class Projection:
     def bias_blocks(
         self, head: int, size: int, offset: int, count: int, rotary: str | None = None
     ) -> tuple[Block, ...]:
-        """Give the bias as one more row; nothing where there is no bias."""
+        """Return the bias as one more row; empty if there is no bias."""
         owner = self.bias_module or self.module
         if getattr(owner, self.bias, None) is None:
             return ()
@@ -110,18 +110,18 @@ class Projection:
         return (block(owner, self.bias, dims, rotary=rotary),)
 
     def obstacle(self) -> str:
-        """Say why the module is no linear map of its weight, or of that and LoRA's, or give an empty string."""
+        """Explain why the module is not linear in its weight (and LoRA's); empty if it is."""
         cls, weight = type(self.module), getattr(self.module, self.weight, None)
         if cls.__module__.startswith("peft.tuners.") and not is_lora(self.module):
             return f"no known symmetry of {cls.__module__.split('.')[2]}'s {cls.__name__}"
         if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
             return f"quantised: the weight has dtype {str(weight.dtype).removeprefix('torch.')}"
         if not self.examined and isinstance(self.module, nn.Linear) and cls.forward is not nn.Linear.forward:
-            return f"{cls.__name__} is a subclass of Linear with a forward of its own"
+            return f"{cls.__name__} is a subclass of Linear with its own forward"
         return lora_obstacle(self.module)
 
     def output_blocks(self, head: int, size: int, rotary: str | None = None) -> tuple[Block, ...]:
-        """Give rows of a stack for a projection *out of* head space: the head's slice of the weight."""
+        """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
         dims = self._dims(self.start, head, size, 0, size)
         if self.conv1d:
             found = block(self.module, self.weight, dims, transpose=True, rotary=rotary)
@@ -134,7 +134,7 @@ def qk_pairs(
     name: str, heads: int, kv_heads: int, q: Projection, k: Projection, size: int, *, rotary_size: int = 0,
     rotary: str = "half", null: bool = True, obstruction: str = "",
 ) -> Iterator[SymmetricPair]:  # fmt: skip
-    """Give the pairs of query heads and the key heads that they use: the dimensions that RoPE rotates, the others."""
+    """Return the pairs of query heads and their key heads, for the dimensions that RoPE rotates and the others."""
     reason = obstruction or q.obstacle() or k.obstacle()
     for i in range(heads):
         j = i * kv_heads // heads
@@ -157,7 +157,7 @@ def vo_pairs(
     name: str, heads: int, kv_heads: int, v: Projection, o: Projection, size: int, *, group: GL | None = None,
     rotary: str | None = None, obstruction: str = "",
 ) -> Iterator[SymmetricPair]:  # fmt: skip
-    """Give the pairs of value heads and the slices of the output projection; a complex group acts on RoPE's planes."""
+    """Return the pairs of value heads and slices of the output projection; on RoPE's planes the group is complex."""
     reason = obstruction or v.obstacle() or o.obstacle()
     for i in range(heads):
         if reason:
@@ -184,7 +184,7 @@ def attention_pairs(
     vo_obstruction: str = "",
     key_bias_null: bool = True,
 ) -> Iterator[SymmetricPair]:
-    r"""Emit the Q–K and V–O pairs of a multi-head attention layer, one of each a query head.
+    r"""Yield the Q–K and V–O pairs of a multi-head attention layer, one of each per query head.
 
     With the column convention q = x W_Q + b_q and biases as one more row: :math:`G = [W_Q; b_q^T]`,
     :math:`H = [W_K; b_k^T]`, and :math:`G = [W_V; b_v^T]`, H the head's slice of :math:`W_O^T`; the group is GL(h).
@@ -196,22 +196,22 @@ def attention_pairs(
     heads, kv_heads : int
         Query heads, and key/value heads where queries are grouped: head i uses key head i // (heads / kv_heads).
     q, k, v, o : Projection
-        Where the weights lie.
+        Location of the weights.
     head_size, value_size : int, optional
-        Dimension of one head's queries and values; to be given where one matrix holds more than the queries.
+        Dimension of one head's queries and values; required where one matrix holds more than the queries.
     rotary_size : int
-        Leading head dimensions that RoPE rotates: there one non-zero complex number a frequency is left of GL(h).
+        Leading head dimensions that RoPE rotates: there GL(h) shrinks to one non-zero complex number per frequency.
     rotary : {"half", "interleaved"}
         Which dimensions RoPE pairs.
     qk_obstruction, vo_obstruction : str
-        Reason why there is no symmetry on Q–K or V–O, if so.
+        Reason why Q–K or V–O has no symmetry, if that is so.
     key_bias_null : bool
-        The key bias adds the same number to all scores of a query, so that softmax drops it (not under RoPE).
+        The key bias adds the same number to all scores of a query, so softmax ignores it (not under RoPE).
 
     Yields
     ------
     SymmetricPair
-        Of kind ``"qk"`` or ``"vo"``; under RoPE the rotated dimensions are a pair of their own.
+        Of kind ``"qk"`` or ``"vo"``; under RoPE the rotated dimensions form a separate pair.
 
     Notes
     -----

@@ -13,18 +13,18 @@ __all__ = ["Block", "BlockStack", "block", "check_model", "is_sharded", "plain_c
 
 
 def check_model(model: object) -> None:
-    """Raise for what is no torch module."""
+    """Raise for anything that is not a torch module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a shard: of FSDP (a DTensor, or a flat parameter), or of DeepSpeed's ZeRO-3."""
+    """Tell whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
 
 
 def plain_class(module: nn.Module) -> type:
-    """Give a module's class; that which it had before FSDP2 made a subclass of its own."""
+    """Return a module's class, as it was before FSDP2 replaced it by a subclass."""
     cls = type(module)
     index = getattr(cls, "_orig_cls_mro_index", None)
     return cls if index is None else cls.__mro__[index]
@@ -32,11 +32,11 @@ def plain_class(module: nn.Module) -> type:
 
 @dataclass(frozen=True)
 class Block:
-    """A strided view of a parameter, seen as some rows of a stack with h columns; :func:`block` makes one.
+    """A strided view of a parameter, as some rows of a stack with h columns; :func:`block` makes one.
 
-    The parameter is looked up at every use, so replaced parameters (``load_state_dict(assign=True)``, wrappers) are
-    followed. The view is given in elements of the contiguous parameter of that shape; ``size`` is (rows, h), or
-    (rows, h, 2) for complex columns.
+    The parameter is looked up at every use, so the block follows when it is replaced (``load_state_dict(assign=True)``,
+    wrappers). The view is given in elements of the contiguous parameter of that shape; ``size`` is (rows, h), or (rows,
+    h, 2) for complex columns.
     """
 
     module: nn.Module = field(repr=False, compare=False)
@@ -59,12 +59,12 @@ class Block:
 
     @property
     def place(self) -> str:
-        """For messages, as ``"weight of Linear"``."""
+        """Description for messages, such as ``"weight of Linear"``."""
         return f"{self.attribute} of {type(self.module).__name__}"
 
     @property
     def key(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """What makes two blocks the same numbers."""
+        """Key that is equal for two blocks of the same numbers."""
         return (id(self.tensor), self.offset, self.size, self.stride)
 
     @property
@@ -87,12 +87,12 @@ def block(
     Parameters
     ----------
     module, attribute
-        Where the parameter is found.
+        Location of the parameter.
     rows, columns : slice
         The slice; ``columns`` only for matrices. A vector (a bias) is one row; of a tensor with more dimensions (a
         convolution) all but the first count as one.
     transpose : bool
-        The head's dimensions are the rows of the parameter, as the output dimensions of ``nn.Linear`` are.
+        The head's dimensions are the rows of the parameter, like the output dimensions of ``nn.Linear``.
     rotary : {None, "half", "interleaved"}
         Read pairs of head dimensions as one complex column: (i, i + h/2), or (2i, 2i + 1).
 
@@ -104,7 +104,7 @@ def block(
     Raises
     ------
     ValueError
-        A parameter that is a single number, or another word for ``rotary``.
+        The parameter is a single number, or ``rotary`` has another value.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def block(
 
 @dataclass(frozen=True)
 class _Run:
-    """Blocks of consecutive points that lie at equal distances in one parameter: one view with a batch dimension."""
+    """Blocks of consecutive points at equal distances in one parameter: one view with a batch dimension."""
 
     first: Block
     start: int
@@ -150,17 +150,17 @@ class _Run:
     row: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """See the blocks in a contiguous tensor of the parameter's shape: (count, rows, h) or (count, rows, h, 2)."""
+        """View the blocks in a contiguous tensor of the parameter's shape: (count, rows, h) or (count, rows, h, 2)."""
         b = self.first
         return tensor.as_strided((self.count, *b.size), (self.step, *b.stride), tensor.storage_offset() + b.offset)
 
     def part(self, x: Tensor) -> Tensor:
-        """See the blocks in the rows of all points."""
+        """View the blocks in the rows of all points."""
         return x[self.start : self.start + self.count, self.row : self.row + self.first.rows]
 
 
 def _runs_of(column: Sequence[Block], row: int) -> Iterator[_Run]:
-    """Join the blocks that stand in the same rows of consecutive points."""
+    """Join the blocks that lie in the same rows of consecutive points."""
     ids = [id(b.tensor) for b in column]
     start = 0
     while start < len(column):
@@ -208,7 +208,7 @@ class BlockStack:
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Write rows into the parameters, or into what ``tensors`` has in their place."""
+        """Write rows into the parameters, or into their replacements in ``tensors``."""
         if tuple(rows.shape) != self.shape:
             raise ValueError(f"a stack of {self.shape[0]} pairs needs {self.shape} numbers, got {tuple(rows.shape)}")
         for run in self.runs:
@@ -220,6 +220,6 @@ class BlockStack:
 
     @torch.no_grad()
     def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set what ``tensors`` has for each parameter to True wherever a block lies."""
+        """Set the entry of ``tensors`` for each parameter to True wherever a block lies."""
         for run in self.runs:
             run.view(tensors[run.first.tensor]).fill_(True)

@@ -1,12 +1,12 @@
-r"""The gradient's certificate: whether the loss sees a move along an orbit, from a gradient that is there anyway.
+r"""The gradient's certificate: whether the loss changes along an orbit, from a gradient that is available anyway.
 
-A function that does not change along :math:`(G, H) \mapsto (G e^{Λ}, H e^{-Λ^H})` has the derivative 0 there: for all Λ
-of the group's Lie algebra :math:`\mathrm{Re}\langle C, Λ \rangle = 0` with
+A function that does not change along :math:`(G, H) \mapsto (G e^{Λ}, H e^{-Λ^H})` has derivative 0 there: for all Λ of
+the group's Lie algebra :math:`\mathrm{Re}\langle C, Λ \rangle = 0` with
 
 .. math:: C = G^H \nabla_G - (H^H \nabla_H)^H ,
 
-a matrix of size h × h a pair (a number a column for a diagonal group). This is Noether's theorem for networks: what the
-gradient flow conserves, and what certifies a symmetry at a point, are the same numbers (Kunin et al. 2021).
+an h × h matrix for each pair (one number per column for a diagonal group). This is Noether's theorem for networks: the
+quantities that gradient flow conserves are the ones that certify a symmetry at a point (Kunin et al. 2021).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .stacks import PairStack
 
 __all__ = ["Certificate", "Certification", "NotASymmetryError", "certify", "orbit_residuals"]
 
-#: Residuals up to this count as rounding of gradients in half precision, which autocast leaves in float32 weights too.
+#: Residuals up to this count as rounding of half-precision gradients, which under autocast float32 weights have too.
 #: Measured on trained networks: up to 7e-3; in float32 up to 3e-6, in float64 up to 6e-15.
 HALF_PRECISION = 0.1
-#: What is said of a pair that a gradient says nothing of.
+#: Reason for a pair on which the gradient gives no information.
 UNCERTIFIED = "not certified: the gradient is zero"
 
 
 class NotASymmetryError(ValueError):
-    """A pair that was to be divided out is no symmetry of the loss.
+    """A pair that was to be divided out is not a symmetry of the loss.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class NotASymmetryError(ValueError):
     def __init__(self, pair: SymmetricPair, residual: float, tolerance: float) -> None:
         self.pair, self.residual = pair, residual
         super().__init__(
-            f"the pair {pair.name!r} is no symmetry of the loss: along its orbit the gradient does not vanish "
+            f"the pair {pair.name!r} is not a symmetry of the loss: along its orbit the gradient does not vanish "
             f"(residual {residual:.1e}, rounding is up to {tolerance:.0e}); something acts between its factors (a "
             "hook, an adapter, a subclass, shared memory), or the loss has a penalty on the weights, or the gradient "
             "was not taken at these weights (optimizer.certify = False); leave the pair out of pairs, or skip its "
@@ -73,15 +73,15 @@ class NotASymmetryError(ValueError):
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""What a gradient says of pairs.
+    r"""What a gradient says about pairs.
 
     Attributes
     ----------
     residuals : dict of SymmetricPair to float
-        :math:`\|CΩ\|_F / \|G^H \nabla_G Ω\|_F` with eight random columns Ω, 0 for a symmetry but for rounding.
-        Without the pairs in ``unreached``.
+        :math:`\|CΩ\|_F / \|G^H \nabla_G Ω\|_F` with eight random columns Ω, which is 0 up to rounding for a symmetry.
+        The pairs in ``unreached`` are left out.
     unreached : tuple of SymmetricPair
-        Those whose gradient is exactly zero (frozen, zero, or not reached by the batch): nothing is certified.
+        The pairs whose gradient is exactly zero (frozen, zero, or not reached by the batch); they are not certified.
     tolerance : float
         Residuals up to this count as rounding.
 
@@ -101,7 +101,7 @@ class Certificate:
 
     @property
     def failures(self) -> tuple[SymmetricPair, ...]:
-        """The pairs that are no symmetry."""
+        """The pairs that are not symmetries."""
         return tuple(p for p, r in self.residuals.items() if not r <= self.tolerance)
 
     def check(self) -> None:
@@ -119,16 +119,16 @@ class Certificate:
         return "\n".join(lines)
 
 
-#: Random columns that C is multiplied by where it has more: its norm is estimated, its being zero is not.
+#: Random columns that C is multiplied by where it has more: its norm is estimated, but whether it is zero is exact.
 PROBES = 8
 
 
 @torch.no_grad()
 def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Tensor:
-    r"""Give ‖CΩ‖/‖Gᴴ∇_G Ω‖ of every pair of a stack; NaN for 0/0.
+    r"""Return ‖CΩ‖/‖Gᴴ∇_G Ω‖ of every pair of a stack; NaN for 0/0.
 
-    Ω is the identity up to h = 8, else Gaussian of shape (h, 8): CΩ costs h/8 times less than C, and no copy. Of a
-    diagonal group C is one number a column.
+    Ω is the identity up to h = 8, else Gaussian of shape (h, 8): CΩ costs h/8 times less than C, and needs no copy. For
+    a diagonal group C is one number per column.
     """
     group = stack.group
     if group.field == "complex" and not group.diagonal:
@@ -164,7 +164,7 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
 
 
 def _columns(X: Tensor, D: Tensor, *, conjugate: bool) -> Tensor:
-    """Give the inner products of columns, (pairs, h) or as real and imaginary parts (pairs, h, 2)."""
+    """Return the inner products of columns, (pairs, h) or as real and imaginary parts (pairs, h, 2)."""
     inner = (X * D).sum(1)
     if X.dim() == 3:
         return inner
@@ -175,7 +175,7 @@ def _columns(X: Tensor, D: Tensor, *, conjugate: bool) -> Tensor:
 def certify(
     found: Iterable[PairStack], gradients: Mapping[Tensor, Tensor], *, tolerance: float = HALF_PRECISION
 ) -> Certificate:
-    """Hold the gradient of a loss against the symmetries that are believed of its weights.
+    """Check with the gradient of a loss whether assumed symmetries of the weights hold.
 
     Parameters
     ----------
@@ -184,8 +184,8 @@ def certify(
     gradients : mapping of Tensor to Tensor
         Gradients by parameter, of any scale; those absent count as zero.
     tolerance : float
-        Residuals up to this count as rounding. The default is that of half precision, which a gradient in float32 does
-        not betray; 1e-4 is enough for one that was computed in float32.
+        Residuals up to this count as rounding. The default is for half precision, because a float32 gradient does not
+        show whether half precision was used; 1e-4 is enough for one that was computed in float32.
 
     Returns
     -------
@@ -213,14 +213,14 @@ def certify(
 
 
 class Certification:
-    """What gradients have said of pairs so far: each is held against the gradients until one that is not zero.
+    """What gradients have said about pairs so far; each pair is checked until its gradient is not zero.
 
     Attributes
     ----------
     last : Certificate or None
-        Of the pairs that no gradient had certified before the last one; None before the first.
+        The last gradient's certificate, for the pairs that were open until then; None before the first gradient.
     open : set of SymmetricPair
-        The pairs that had no gradient yet.
+        The pairs that have had no gradient yet.
     """
 
     def __init__(self, found: Iterable[PairStack]) -> None:
@@ -229,7 +229,7 @@ class Certification:
         self.last: Certificate | None = None
 
     def see(self, gradients: Mapping[Tensor, Tensor], *, tolerance: float = HALF_PRECISION) -> Certificate:
-        """Hold gradients against the symmetry of the open pairs."""
+        """Check the pairs that are not certified yet with new gradients."""
         self._stacks = [s for s in self._stacks if not self.open.isdisjoint(s.pairs)]
         self.last = certify(self._stacks, gradients, tolerance=tolerance)
         self.open &= set(self.last.unreached)

@@ -1,4 +1,4 @@
-"""Attention in a forward pass that no handler covers."""
+"""Detection of attention in a forward pass that no handler covers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ATTENTION_CALLS = {
     "softmax",
 }
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
-#: What a tensor is, if no plain activation: made of weights alone, or of a product of two activations.
+#: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
 _WEIGHT, _SCORE = 1, 2
 
 
@@ -65,15 +65,15 @@ class UnknownAttentionError(ValueError):
             f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
             "no handler knows the symmetries of this class; let find_symmetric_pairs(model, batch=batch) examine it, "
             "write a handler with quotient_manifolds.symmetries.register_attention, count its weights without symmetry "
-            'by quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
+            'by quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs no symmetries'
         )
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which module was running when attention was computed.
+    """Record which module was running when attention was computed.
 
-    That is a call of a function that is known for it, or a product of activations with what came of a product of
-    activations, whatever was done to that in between (sigmoid, exponentials and their sum, nothing at all).
+    Attention is a call of a function known to compute it, or a product of activations with the result of another
+    product of activations, whatever happened in between (sigmoid, exponentials and their sum, nothing at all).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,7 +104,9 @@ class _Watch(TorchFunctionMode):
         return t.untyped_storage().data_ptr() if plain else 0
 
     def _kind(self, t: Tensor) -> int:
-        own = isinstance(t, nn.Parameter) or self._place(t) in self._weights  # what FSDP gathers is a parameter too
+        own = (
+            isinstance(t, nn.Parameter) or self._place(t) in self._weights
+        )  # a tensor that FSDP gathers is a parameter too
         return _WEIGHT if own else self._kinds.get(t, 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +124,7 @@ class _Watch(TorchFunctionMode):
             made = _WEIGHT
         elif name in _PRODUCTS and len(kinds) > 1 and _WEIGHT not in kinds:
             if made:
-                self.calls.append((self._running[-1], f"{name} on what came of a product"))
+                self.calls.append((self._running[-1], f"{name} on the result of a product"))
             made = 0 if made else _SCORE
         elif name == "linear":
             made = 0
@@ -138,11 +140,11 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     Parameters
     ----------
     model : nn.Module
-        A compiled one is watched as the eager one that it was compiled from.
+        A compiled model is watched as the eager model that it was compiled from.
     run : callable
         Performs one forward pass of the model.
     pairs : iterable of SymmetricPair
-        Modules that they name, or whose projections stand in them, were examined, but for those with a pair that says
+        Modules that they name, or whose projections they contain, count as examined, except those with a pair that says
         that the batch did not reach it, that its gradient was zero, or that it could not be examined alone.
 
     Returns
@@ -153,10 +155,10 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     Raises
     ------
     UnknownAttentionError
-        A module that is neither registered nor examined, nor inside such a one, calls softmax (on three or more
+        A module that is neither registered nor examined, and not inside such a module, calls softmax (on three or more
         dimensions), scaled-dot-product attention, flex_attention or torch's own multi-head attention; or multiplies
-        activations with what came of a product of activations; or holds what its names call queries, keys, values and
-        outputs (what it does with them may happen in code that cannot be watched); or is TorchScript.
+        activations with the result of a product of activations; or holds weights named like queries, keys, values and
+        outputs (which may be used in code that cannot be watched); or is TorchScript.
 
     Examples
     --------

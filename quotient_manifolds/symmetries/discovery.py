@@ -1,13 +1,14 @@
-r"""Attention modules of a class that nobody wrote down: which groups leave their outputs as they are.
+r"""Examination of attention modules without a handler: which groups leave their outputs unchanged.
 
-A module is run alone, in float64, on the inputs that a forward pass of the model gave it, and the gradient of a random
-cotangent of its outputs is held against hypotheses: where the heads lie (divisors of the widths, letters that share a
-matrix) and which matrices Λ act on them. With the matrices C of :mod:`.certificate`, a head's group is the largest that
+A module is run alone, in float64, on the inputs that a forward pass of the model gave it, and hypotheses are tested
+with the gradient of a random cotangent of its outputs: where the heads lie (divisors of the widths, roles that share a
+matrix) and which matrices Λ act on them. With the matrices C of :mod:`.certificate`, a head's group is the largest one
+that
 
 .. math:: \langle C, Λ \rangle = 0 \quad \text{for all } Λ \text{ of its Lie algebra}
 
-admits. C is linear in the cotangent, so that one random cotangent decides each hypothesis at these inputs, but for a
-set of measure zero. A finite move then confirms what is divided out.
+admits. C is linear in the cotangent, so one random cotangent decides each hypothesis at these inputs, except on a set
+of measure zero. A finite move then confirms what is divided out.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _FAILED = "could not be examined alone"
 _NONE = "no continuous symmetry was found"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
-#: Relative residuals up to this are rounding: float64 shows 1e-10 at worst, what is no symmetry 1e-4 at least.
+#: Relative residuals up to this are rounding: symmetries show at most 1e-10 in float64, others at least 1e-4.
 ROUNDING = 1e-7
-#: Cotangents (and inputs shifted at random) that a hypothesis has to stand.
+#: Number of cotangents (and randomly shifted inputs) with which a hypothesis is tested.
 SAMPLES = 2
 
 _Emit = Callable[[nn.Module, str], Sequence[SymmetricPair]]
@@ -51,7 +52,7 @@ _Emit = Callable[[nn.Module, str], Sequence[SymmetricPair]]
 
 @dataclass(frozen=True)
 class _Hypothesis:
-    """A Lie algebra of h × h matrices, by the linear maps that have to vanish on C."""
+    """A Lie algebra of h × h matrices, given by the linear maps that must vanish on C."""
 
     group: str
     dimension: int
@@ -60,7 +61,7 @@ class _Hypothesis:
 
 
 def _planes(C: Tensor, size: int, pairing: str, *, turns_only: bool = False) -> Tensor:
-    """Give the part of C along complex numbers, or along rotations alone, of the leading planes."""
+    """Return the part of C along complex numbers, or only along rotations, of the leading planes."""
     i = torch.arange(size // 2, device=C.device)
     a, b = (i, i + size // 2) if pairing == "half" else (2 * i, 2 * i + 1)
     turn = C[..., a, b] - C[..., b, a]
@@ -68,7 +69,7 @@ def _planes(C: Tensor, size: int, pairing: str, *, turns_only: bool = False) -> 
 
 
 def _hypotheses(h: int) -> list[_Hypothesis]:
-    """List the algebras in question, the largest first."""
+    """List the candidate algebras, the largest first."""
     found = [_Hypothesis("GL", h * h, (lambda C: C.flatten(-2),))]
     for size in range(2, h + 1, 2):
         rest = (lambda C, r=size: C[..., r:, r:].flatten(-2),) if size < h else ()
@@ -94,7 +95,7 @@ def _pairs(kind: str, roles: Roles, place: Place) -> list[SymmetricPair]:
 
 
 def _moments(found: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Give Gᵀ∇_G and (Hᵀ∇_H)ᵀ, (samples, pairs, h, h)."""
+    """Return Gᵀ∇_G and (Hᵀ∇_H)ᵀ, (samples, pairs, h, h)."""
     (stack,) = stacks(found)
     with torch.no_grad():
         G, H = stack.gather().split([stack.n, stack.m], dim=1)
@@ -108,7 +109,7 @@ def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
     for part in hypothesis.parts:
         a, b = part(one), part(two)
         scale = torch.maximum(torch.maximum(a.norm(dim=-1), b.norm(dim=-1)), floor)
-        if not bool(((a - b).norm(dim=-1) <= ROUNDING * scale).all()):  # NaN holds nothing
+        if not bool(((a - b).norm(dim=-1) <= ROUNDING * scale).all()):  # no hypothesis holds for NaN
             return False
     return True
 
@@ -116,7 +117,7 @@ def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
 def _best(
     kind: str, roles: Roles, samples: Callable[[], Sequence[dict[Tensor, Tensor]]], sizes: Sequence[int]
 ) -> Place:
-    """Find where the heads lie and what acts on them: the largest group, in doubt heads of a known size."""
+    """Find where the heads lie and what acts on them: the largest group, and in a tie heads of a known size."""
     fits: list[tuple[tuple[int, int, int, int], Place]] = []
     unreached, reason = False, ""
     for place in places(roles, kind):
@@ -127,7 +128,7 @@ def _best(
         one, two = _moments(found, samples())
         unreached = not bool(one.any()) and not bool(two.any())
         for hypothesis in () if unreached else _hypotheses(place.size):
-            if fits and len(found) * hypothesis.dimension < -min(fits)[0][0]:  # those that follow are smaller still
+            if fits and len(found) * hypothesis.dimension < -min(fits)[0][0]:  # the following ones are even smaller
                 break
             if _holds(hypothesis, one, two):
                 doubt = sizes.index(place.size) if place.size in sizes else len(sizes)
@@ -143,7 +144,7 @@ def _best(
 
 
 def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
-    """Add noise to what the projections read, so that nothing holds by chance of the inputs."""
+    """Add noise to the inputs of the projections, so that no symmetry holds only by chance."""
 
     def shift(value: Any, name: str = "") -> Any:
         known = (
@@ -163,7 +164,7 @@ def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
 
 
 def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:
-    """Give gradients of random cotangents at shifted inputs."""
+    """Return gradients of random cotangents at shifted inputs."""
     generator = torch.Generator().manual_seed(0)
     weights = [p for p in twin.parameters() if p.is_floating_point()]
     widths = {size for p in weights if p.dim() > 1 for size in p.shape[:2]}
@@ -183,7 +184,7 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
 
 
 def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Tensor]]) -> bool:
-    """Tell whether the outputs do not see the bias of the keys, on the dimensions that are not rotated."""
+    """Tell whether the outputs do not depend on the key bias, on the dimensions that are not rotated."""
     k, start = qk.projection(roles, "k"), qk.rotary_size
     rest = [(j, qk.size, start, qk.size - start) for j in range(qk.kv_heads)]
     biases = [[b] for r in rest for b in k.bias_blocks(*r)] if start < qk.size else []
@@ -195,19 +196,19 @@ def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Te
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """Give the maximum, or NaN if there is one, which Python's max may pass over."""
+    """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
     return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
 
 
 def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Give the largest change of the outputs where they were finite, relative to the largest there; NaN if NaN now."""
+    """Return the largest change of finite outputs, relative to the largest of them; NaN if one has become NaN."""
     finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
     scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
     return _largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
 
 
 def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
-    """Act on all pairs at once by random group elements, and give the relative change of the outputs."""
+    """Act on all pairs at once by random group elements, and return the relative change of the outputs."""
     generator, found = torch.Generator().manual_seed(0), stacks(p for p in pairs if not p.thin)
     if not found:
         return 0.0
@@ -224,7 +225,7 @@ def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float
 
 
 def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:
-    """Copy a module and a call in float64: in evaluation mode, with gradients for frozen weights too."""
+    """Copy a module and a call in float64, in evaluation mode and with gradients for frozen weights too."""
     twin = copy.deepcopy(module).double()
     for m in twin.modules():  # not eval(): some layers merge weights when they are told to
         m.training = False
@@ -239,18 +240,20 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     Parameters
     ----------
     module : nn.Module
-        One that :func:`.roles.roles_of` can read; left as it is.
+        A module that :func:`.roles.roles_of` can read; it is left unchanged.
     call : tuple
-        Positional arguments and keywords of a call, which decide what the module does.
+        Positional and keyword arguments of a call, which determine what the module computes.
 
     Returns
     -------
     qk, vo : Place
-        Where their heads lie and what acts on them, or why nothing does.
+        The location of their heads and the group that acts on them, or the reason why none does.
     """
     twin, call = _alone(module, call)
     roles = _roles(twin)
-    samples = functools.cache(lambda: list(_samples(twin, call)))  # what is refused by its classes need not run
+    samples = functools.cache(
+        lambda: list(_samples(twin, call))
+    )  # a module that is refused for its classes need not run
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
     qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
@@ -262,7 +265,7 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
 
 
 def _known_sizes(module: nn.Module) -> list[int]:
-    """List the head sizes that a module knows by a usual name."""
+    """List the head sizes that a module stores under common names."""
     found = [
         getattr(m, name, None) for m in module.modules() for name in ("head_dim", "head_size", "attention_head_size")
     ]
@@ -272,21 +275,21 @@ def _known_sizes(module: nn.Module) -> list[int]:
 def discover(
     model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Any]
 ) -> list[tuple[str, SymmetricPair]]:
-    """Examine attention modules of unknown classes on the inputs that a forward pass gives them.
+    """Examine attention modules of unknown classes on their inputs in a forward pass.
 
     Parameters
     ----------
     model : nn.Module
-        Run in evaluation mode; left as it is, as is the random state.
+        It is run in evaluation mode; it and the random state are left unchanged.
     modules : mapping of str to Module
-        Some of its modules by their names, as :func:`candidates` lists them.
+        Some of its modules by name, as listed by :func:`candidates`.
     run : callable
         Performs a forward pass of the model.
 
     Returns
     -------
     list of (str, SymmetricPair)
-        The module's name, and a pair; one without a group where nothing can be divided out, with the reason.
+        The module's name and a pair. Where nothing can be divided out, the pair has no group, but a reason.
     """
     found: dict[object, _Emit] = {}
     with undisturbed(model):
@@ -295,26 +298,26 @@ def discover(
 
 
 def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
-    """Give what lists the pairs of a module: what was found of its kind if its own outputs agree, or anew."""
+    """Return the function that lists a module's pairs: that of its kind if its own outputs agree, or a new one."""
     if call is None:
         return _nothing(_UNREACHED)
     kind = _kind(module)
     try:
         if kind not in found or not _agrees(found[kind], module, call):
             found[kind] = _emitter(module, call)
-    except Exception as error:  # whatever code of others raises
+    except Exception as error:  # whatever third-party code raises
         return _nothing(f"{_FAILED}: {type(error).__name__}: {error}".splitlines()[0])
     return found[kind]
 
 
 def _agrees(emit: _Emit, module: nn.Module, call: Call) -> bool:
-    """Tell whether moves along the pairs leave the outputs of a module as they are."""
+    """Tell whether moves along the pairs leave the outputs of a module unchanged."""
     twin, call = _alone(module, call)
     return _moves(twin, call, merged(emit(twin, ""))) <= ROUNDING
 
 
 def _roles(module: nn.Module) -> Roles:
-    """Give the roles of a module that is known to have them; gradient and moves judge its layers, not their classes."""
+    """Return the roles of a module that has them; gradients and moves judge its layers, not their classes."""
     found = roles_of(module)
     assert found is not None
     return replace(found, main={c: replace(p, examined=True) for c, p in found.main.items()})
@@ -325,7 +328,7 @@ def _nothing(reason: str) -> _Emit:
 
 
 def _emitter(module: nn.Module, call: Call) -> _Emit:
-    """Examine a module, and give what lists the pairs of those that are like it."""
+    """Examine a module, and return the function that lists the pairs of similar modules."""
     if roles_of(module) is not None:
         qk, vo = examine(module, call)
         return lambda m, name: layout_pairs(name, _roles(m), qk, vo)
@@ -339,7 +342,7 @@ def _emitter(module: nn.Module, call: Call) -> _Emit:
 
 
 def _held(module: nn.Module, call: Call) -> list[int | str]:
-    """Tell which of the alternatives of each proposal a gradient and a move confirm, or why none."""
+    """Tell which alternative of each proposal a gradient and a move confirm, or why none does."""
     twin, call = _alone(module, call)
     samples = list(_samples(twin, call))
 
@@ -356,7 +359,7 @@ def _held(module: nn.Module, call: Call) -> list[int | str]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Give what makes two modules compute the same: classes, shapes, hooks and settings, but not the layer's."""
+    """Return a key that is equal for modules that compute the same: classes, shapes, hooks and settings."""
 
     def facts(m: nn.Module) -> object:
         own = {k: v for k, v in vars(m).items() if not (k.startswith("_") and isinstance(v, dict))}
@@ -371,12 +374,12 @@ def _kind(module: nn.Module) -> object:
 
 
 def unexamined(pair: SymmetricPair) -> bool:
-    """Tell whether a pair has no group because nothing is known of it: not reached, no gradient, or failed alone."""
+    """Tell whether a pair has no group because it could not be examined: not reached, no gradient, or failed alone."""
     return pair.reason in (_UNREACHED, UNCERTIFIED) or pair.reason.startswith(_FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """List the innermost modules that hold queries, keys, values and outputs, outside of those that are known."""
+    """List the innermost modules that hold queries, keys, values and outputs, outside known modules."""
     modules = dict(model.named_modules())
     covered = {inner for m in modules.values() if known(m) for inner in m.modules()}
     found = {n: m for n, m in modules.items() if m not in covered and (roles_of(m) is not None or proposals(m, ""))}

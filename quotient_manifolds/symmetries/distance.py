@@ -1,4 +1,4 @@
-"""How far two models are from each other, head by head and modulo the symmetry of their pairs."""
+"""The distance of two models, head by head and modulo the symmetry of their pairs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class PairDistance:
     Attributes
     ----------
     name, module, kind : str
-        Of the pair in the first model.
+        Those of the pair in the first model.
     head, other_head : int or None
-        Number of the head in the first model, and of the one in the second that it is compared with.
+        Number of the head in the first model, and of the head in the second that it is compared with.
     distance : float
-        In the metric; NaN where no geodesic was found.
+        Distance in the metric; NaN where no geodesic was found.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class PairDistance:
 
 @dataclass(frozen=True)
 class ModelDistance:
-    """Distances pair by pair, of :func:`model_distance`.
+    """Distances pair by pair, as computed by :func:`model_distance`.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class ModelDistance:
         return sum(p.distance**2 for p in self.pairs) ** 0.5
 
     def table(self, kind: str) -> tuple[list[str], Tensor]:
-        """Give the modules, and the distances of their heads of one kind of pair as (modules, heads); NaN if absent."""
+        """Return the modules and, for one kind of pair, their heads' distances (modules, heads), NaN if absent."""
         chosen = [p for p in self.pairs if p.kind == kind]
         modules = list(dict.fromkeys(p.module for p in chosen))
         heads = 1 + max((p.head or 0 for p in chosen), default=-1)
@@ -94,12 +94,12 @@ def model_distance(
     Parameters
     ----------
     one, other : nn.Module
-        With the same pairs; parameters outside the pairs are not compared.
+        Models with the same pairs; parameters outside the pairs are not compared.
     metric : {"inv", "mix"}
     match : {"none", "heads"}
-        Which head is compared with which: the one of the same number, or, for models trained independently, those of an
-        assignment within every module that makes the sum of :math:`\|X_i - Y_j\|^2 / (\|X_i\| \|Y_j\|)` least, X and Y
-        the products G Hᴴ of the heads; pairs of one head stay together.
+        Which heads are compared: those of the same number or, for models trained independently, those of the assignment
+        within every module that minimises the sum of :math:`\|X_i - Y_j\|^2 / (\|X_i\| \|Y_j\|)`, where X and Y are the
+        products G Hᴴ of the heads; pairs of one head stay together.
     pairs : tuple of two iterables of SymmetricPair, optional
         The pairs of both models; by default those that ``find_symmetric_pairs`` finds.
 
@@ -111,7 +111,7 @@ def model_distance(
     Raises
     ------
     ValueError
-        Models whose pairs differ in name or shape; another metric or way to match.
+        The models' pairs differ in name or shape, or ``metric`` or ``match`` has another value.
 
     Examples
     --------
@@ -130,7 +130,9 @@ def model_distance(
     found = pairs or (find_symmetric_pairs(one), find_symmetric_pairs(other))
     first, second = ([p for p in side if p.group is not None] for side in found)
     if [(p.name, p.n, p.m, p.group) for p in first] != [(p.name, p.n, p.m, p.group) for p in second]:
-        raise ValueError("the models have different pairs: compare two of one architecture, with equal layers frozen")
+        raise ValueError(
+            "the models have different pairs; compare two models of one architecture with the same layers frozen"
+        )
     partner = _assignment(first, second) if match == "heads" else dict(enumerate(second))
     index = {id(p): i for i, p in enumerate(first)}
     distances: dict[int, float] = {}
@@ -141,7 +143,7 @@ def model_distance(
                 in_double(torch.stack([p.gather() for p in ps])) for ps in (stack.pairs, [partner[i] for i in mine])
             )
             d = stack.manifold(metric).dist(x, y.to(x.device), on_error="nan")
-            # A diagonal group: every column is a pair of its own.
+            # A diagonal group: every column is a separate pair.
             distances.update(zip(mine, d.reshape(len(mine), -1).square().sum(1).sqrt().tolist(), strict=True))
     return ModelDistance(
         metric,
@@ -153,7 +155,7 @@ def model_distance(
 
 def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict[int, SymmetricPair]:
     """Match the heads of every module: for each pair of the first model one of the second, of the same kind."""
-    from scipy.optimize import linear_sum_assignment  # which takes long to import
+    from scipy.optimize import linear_sum_assignment  # slow to import
 
     by_head: dict[str, dict[int, list[int]]] = {}
     for i, p in enumerate(first):
@@ -182,7 +184,7 @@ def _gathered(pairs: Iterable[SymmetricPair]) -> Tensor:
 
 
 def _products(X: Tensor, Y: Tensor, n: int) -> Tensor:
-    """Give Re⟨G_i H_iᴴ, G_j H_jᴴ⟩ for stacks of points, those of a diagonal group summed over their columns."""
+    """Return Re⟨G_i H_iᴴ, G_j H_jᴴ⟩ for stacks of points, summed over the columns for a diagonal group."""
     parts = ((X[..., :n, :], Y[..., :n, :]), (X[..., n:, :], Y[..., n:, :]))
     G, H = (torch.einsum("i...ra,j...rb->ij...ab", A.conj(), B) for A, B in parts)
     return (G * H.conj()).real.flatten(2).sum(-1).cpu()

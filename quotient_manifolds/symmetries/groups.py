@@ -12,23 +12,23 @@ __all__ = ["GL", "random_elements"]
 
 @dataclass(frozen=True)
 class GL:
-    """The group of invertible matrices, or of the diagonal ones among them, that acts on the columns of a pair.
+    """The group of invertible matrices, or of diagonal ones, that acts on the columns of a pair.
 
     Attributes
     ----------
     h : int
-        Number of columns of G and H, over the field at hand.
+        Number of columns of G and H, over the field.
     diagonal : bool
-        Every column is multiplied by a non-zero number of its own.
+        Every column is multiplied by its own non-zero number.
     positive : bool
-        These numbers are positive, as before a ReLU.
+        These numbers are positive, as is needed before a ReLU.
     field : {"real", "complex"}
-        Over the complex numbers a column is a pair of real columns, as the planes that RoPE rotates.
+        Over the complex numbers a column is a pair of real columns, such as a plane that RoPE rotates.
 
     Raises
     ------
     ValueError
-        No such group.
+        There is no such group.
 
     Examples
     --------
@@ -70,7 +70,7 @@ class GL:
 
     def to_point(self, rows: Tensor) -> Tensor:
         """Turn real rows (pairs, n + m, h[, 2]) into points: (pairs, n + m, h), or (pairs, h, n + m, 1) if diagonal."""
-        if self.field == "complex":  # there are no complex numbers of half precision worth having
+        if self.field == "complex":  # complex numbers in half precision are hardly supported
             rows = torch.view_as_complex(rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous())
         return rows.transpose(1, 2).unsqueeze(-1) if self.diagonal else rows
 

@@ -1,6 +1,6 @@
-"""Attention classes whose symmetries need no examination: what discovery finds of them, one line each.
+"""Attention classes whose symmetries need no examination: the results of discovery, one line each.
 
-Classes are named by their exact name, not imported; the tests hold every line against what discovery finds.
+Classes are given by their exact names and not imported; the tests compare every line with what discovery finds.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _WRAPPED = "peft merges LoRA into this layer at every forward pass; only the ada
 
 
 def _has(module: nn.Module, *names: str) -> bool:
-    """Tell whether one of these parts is there and does something."""
+    """Tell whether one of these parts exists and does something."""
     found = (getattr(module, name, None) for name in names)
     return any(m is not None and m is not False and not isinstance(m, nn.Identity) for m in found)
 
 
 def _rotary_size(module: Any, size: int) -> int:
-    """Give the number of dimensions that RoPE rotates."""
+    """Return the number of dimensions that RoPE rotates."""
     given = getattr(module, "rotary_ndims", None) or getattr(module, "rotary_dim", None)
     parameters = getattr(module.config, "rope_parameters", None) or {}
     return int(given or size * parameters.get("partial_rotary_factor", 1.0))
@@ -84,7 +84,7 @@ def _places(module: nn.Module, roles: Roles, group: str, by_head: bool) -> Itera
     """Read where the heads lie from the module's number of heads."""
     owners = (module, *module.children(), getattr(module, "config", None))
     heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
-    # The bias of the keys meets the queries of positions too; keys that are appended do not receive it.
+    # The key bias also multiplies the queries of positions; appended keys do not receive it.
     null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
     wrapped = isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj)
     for kind in ("qk", "vo"):
@@ -99,7 +99,7 @@ def _places(module: nn.Module, roles: Roles, group: str, by_head: bool) -> Itera
             yield replace(place, group=_QK_NORM) if normalised else place
         elif _has(module, "norm", "ln_inner"):
             yield replace(place, group=_INNER_NORM)
-        else:  # a gate has a number of its own for every dimension
+        else:  # a gate has a separate number for every dimension
             yield replace(place, group="diagonal") if _has(module, "gate") else place
 
 

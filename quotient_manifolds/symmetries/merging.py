@@ -19,12 +19,12 @@ def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
     return tuple({b.key: b for some in blocks for b in some}.values())
 
 
-#: Why pairs that overlap are none.
-SHARED = "its weights stand in another place too (shared or overlapping memory)"
+#: Why overlapping pairs are not usable.
+SHARED = "its weights are used in another place too (shared or overlapping memory)"
 
 
 def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
-    """Merge pairs that share a block (grouped queries, shared layers); refuse those that no one group acts on."""
+    """Merge pairs that share a block (grouped queries, shared layers); refuse those without a common group."""
     found: dict[int, SymmetricPair] = {}
     home: dict[object, int] = {}
     for i, p in enumerate(pairs):
@@ -48,7 +48,7 @@ def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
 
 
 def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
-    """Find the pairs one of whose weights stands in another place too, whatever parameter it is seen through."""
+    """Find the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
     places: dict[int, list[tuple[int, Block, Tensor]]] = {}
     for i, p in enumerate(pairs):
         for b in p.G + p.H if p.group is not None else ():
@@ -61,14 +61,14 @@ def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
         owner = torch.cat([torch.full_like(s, i) for (i, *_), s in zip(blocks, starts, strict=True)])
         start, order = torch.cat(starts).sort()
         end, owner = torch.cat(ends)[order], owner[order]
-        # In the order of the starts: one that begins before another has ended, and one that the next cuts into.
+        # In the order of the starts: runs that begin before another has ended, and runs that the next one overlaps.
         met = [owner[1:][start[1:] < end.cummax(0).values[:-1]], owner[:-1][start[1:] < end[:-1]]]
         found |= set(torch.cat(met).tolist())
     return found
 
 
 def _intervals(b: Block, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Give where the unbroken runs of a block begin and end in its storage, in bytes."""
+    """Return where the contiguous runs of a block begin and end in its storage, in bytes."""
     starts, length = torch.tensor([t.storage_offset() + b.offset]), 1
     for stride, size in sorted(zip(b.stride, b.size, strict=True)):
         if stride == length and len(starts) == 1:

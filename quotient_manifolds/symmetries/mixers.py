@@ -1,4 +1,4 @@
-"""Layers that are no plain attention: what might be symmetric in latent attention and in state-space layers.
+"""Layers other than plain attention: possible symmetries of latent attention and state-space layers.
 
 Names and shapes propose pairs; a gradient decides which of them hold (:mod:`.discovery`).
 """
@@ -31,7 +31,7 @@ _LATENT = (
 
 
 def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
-    """List what might be pairs of a layer, each with its alternatives; nothing for a layer of another kind."""
+    """List the possible pairs of a layer, each with its alternatives; empty for a layer of another kind."""
     if all(hasattr(module, a) for a in _LATENT) and (hasattr(module, "q_b_proj") or hasattr(module, "q_proj")):
         return list(_latent(module, name))
     conv = getattr(module, "conv1d", None)
@@ -41,7 +41,7 @@ def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
 
 
 def _latent(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
-    """Take keys and values of all heads from one latent vector; RoPE acts on a key that all heads share."""
+    """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
     nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
     source = m.q_proj if getattr(m, "q_b_proj", None) is None else m.q_b_proj
     q, k = Projection(source, stride=nope + rope), Projection(m.kv_b_proj, stride=nope + size)
@@ -62,7 +62,7 @@ def _latent(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
 
 
 def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[tuple[SymmetricPair, ...]]:
-    """Scale the channels of a projection against the convolution that each of them passes alone."""
+    """Propose to scale the channels of a projection against the convolution that each channel passes separately."""
 
     def scaled(projection: nn.Linear, row: int, channel: int, count: int, part: str) -> SymmetricPair:
         rows = slice(row, row + count)
@@ -88,7 +88,7 @@ def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[tuple[SymmetricPa
 
 
 def _states(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
-    """Scale what enters a state of Mamba against what reads it, for states are independent of one another."""
+    """Propose to scale the input of each Mamba state against its output, since states are independent of each other."""
     if not isinstance(getattr(m, "x_proj", None), nn.Linear):
         return
     rank, count = m.time_step_rank, m.ssm_state_size

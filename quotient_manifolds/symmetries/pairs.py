@@ -15,41 +15,41 @@ __all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "pair"]
 
 MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
 
-#: Why tied factors are no pair.
-TIED = "the same weights stand in both factors; only an orthogonal group is left"
+#: Why tied factors are not a pair.
+TIED = "both factors contain the same weights; only an orthogonal group is left"
 
 
 @dataclass(frozen=True)
 class SymmetricPair:
-    """Weights (G, H) that a network sees only through G Hᴴ, or the reason why there are none.
+    """Weights (G, H) that a network sees only through G Hᴴ, or the reason why they have no symmetry.
 
     Attributes
     ----------
     module : str
-        Path of the module that they belong to, or a user's own name for the pair.
+        Path of the module that they belong to, or a name chosen by the user.
     kind : str
-        ``"qk"``, ``"vo"``, ``"lora"``, or a user's own word.
+        ``"qk"``, ``"vo"``, ``"lora"``, or a word chosen by the user.
     group : GL or None
-        What acts on the columns; None where no continuous symmetry exists or the pair cannot be used.
+        The group that acts on the columns; None where no continuous symmetry exists or the pair cannot be used.
     G, H : tuple of Block
         Blocks stacked as rows of the two factors.
     head : int or None
         Number of the attention head, from 0.
     part : str
-        What tells apart pairs of one module, kind and head: ``"rotary"``, or the name of a LoRA adapter.
+        What distinguishes pairs of the same module, kind and head: ``"rotary"``, or the name of a LoRA adapter.
     reason : str
         Why ``group`` is None; empty otherwise.
     frozen : bool
         The reason is that a parameter is not trainable.
     null : tuple of Block
         Blocks of H that the network does not see at all: the key bias, which adds the same number to all scores of a
-        query. One that does not stand in H any more (``find_symmetric_pairs(key_bias="drop")``) is left out of every
-        measure.
+        query. A block that was removed from H (``find_symmetric_pairs(key_bias="drop")``) is left out of every measure.
 
     Raises
     ------
     ValueError
-        No group and no reason; blocks that do not fit the group; an empty factor; one block in both factors.
+        There is neither a group nor a reason; blocks do not fit the group; a factor is empty; a block is in both
+        factors.
 
     Examples
     --------
@@ -79,7 +79,7 @@ class SymmetricPair:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.group is None:
             if not self.reason:
-                raise ValueError(f"pair {self.name!r} has no group; give the reason")
+                raise ValueError(f"pair {self.name!r} has no group; pass the reason")
             return
         if not isinstance(self.group, GL):
             raise TypeError(f"pair {self.name!r}: group must be a GL, got {type(self.group).__name__}")
@@ -95,13 +95,13 @@ class SymmetricPair:
             raise ValueError(f"pair {self.name!r} needs at least one block in G and one in H")
         if {b.key for b in self.G} & {b.key for b in self.H}:
             raise ValueError(
-                f"pair {self.name!r}: the same block stands in G and in H (tied weights); only an orthogonal group "
+                f"pair {self.name!r}: the same block is in G and in H (tied weights); only an orthogonal group "
                 "is left, which is not supported; leave the layer out with quotient_manifolds.symmetries.skip"
             )
 
     @property
     def name(self) -> str:
-        """For messages and tables, as ``"encoder.layer.3.attention qk head 5"``; of a pair of one's own the module."""
+        """Name for messages and tables, such as ``"encoder.layer.3.attention qk head 5"``; ``module`` for your own."""
         if self.head is None and not self.part:
             return self.module
         head = "" if self.head is None else f"head {self.head}"
@@ -134,7 +134,7 @@ class SymmetricPair:
         return tuple(b for b in self.null if b.key not in kept)
 
     def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
-        """Give the manifold on which the tensor of :meth:`gather` is a point; metric is ``"inv"`` or ``"mix"``."""
+        """Return the manifold on which the tensor of :meth:`gather` is a point; metric is ``"inv"`` or ``"mix"``."""
         return MANIFOLDS[metric](self.n, self.m)
 
     def parameters(self) -> list[Tensor]:
@@ -150,14 +150,14 @@ class SymmetricPair:
         BlockStack([self.G + self.H]).scatter_(self.usable_group().from_point(x.unsqueeze(0)))
 
     def usable_group(self) -> GL:
-        """Give the group; a ValueError with the reason where there is none."""
+        """Return the group; without one, raise a ValueError with the reason."""
         if self.group is None:
             raise ValueError(f"pair {self.name!r} has no symmetry: {self.reason}")
         return self.group
 
 
 def pair(G: Iterable[Block], H: Iterable[Block], group: GL, *, name: str = "pair", kind: str = "user") -> SymmetricPair:
-    """Describe a pair of one's own.
+    """Describe a pair of your own.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def pair(G: Iterable[Block], H: Iterable[Block], group: GL, *, name: str = "pair
     group : GL
         ``GL(h)`` for any invertible h × h matrix, ``GL(h, diagonal=True)`` for a rescaling of every column.
     name, kind : str
-        Of one's own choice.
+        Any words; the name appears in messages and tables.
 
     Returns
     -------
@@ -238,18 +238,19 @@ def pair_or_reason(
     module: str, kind: str, group: GL, G: Sequence[Block], H: Sequence[Block], head: int, *, part: str = "",
     null: Sequence[Block] = (),
 ) -> SymmetricPair:  # fmt: skip
-    """Give the pair of a head, or one without a group where both factors are the same weights."""
+    """Return the pair of a head, without a group if both factors are the same weights."""
     if {b.key for b in G} & {b.key for b in H}:
         return SymmetricPair(module, kind, None, head=head, part=part, reason=TIED)
     return SymmetricPair(module, kind, group, tuple(G), tuple(H), head=head, part=part, null=tuple(null))
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
-    """Give pairs as a list; a TypeError for anything else."""
+    """Return pairs as a list; raise a TypeError for anything else."""
     found = list(pairs)
     for p in found:
         if not isinstance(p, SymmetricPair):
             raise TypeError(
-                f"pairs must be SymmetricPair, as find_symmetric_pairs(model) gives them, got {type(p).__name__}"
+                "pairs must be SymmetricPair objects, as returned by find_symmetric_pairs(model), got "
+                f"{type(p).__name__}"
             )
     return found

@@ -1,4 +1,4 @@
-"""LoRA layers of the ``peft`` library, seen from outside: it is never imported."""
+"""LoRA layers of the ``peft`` library, recognised without importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .pairs import SymmetricPair
 
 __all__ = ["adapter_names", "is_lora", "lora_factors", "lora_obstacle", "lora_pairs", "prefix_tuned"]
 
-#: Variants that see the factors through their product only. DoRA divides by the norm of W + BA, aLoRA masks tokens.
+#: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
 #: (owner, attribute) of a parameter
 Place = tuple[nn.Module, str]
@@ -25,7 +25,7 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Place, Place]]:
-    """Give name, place of A (r, in) and place of B (out, r) of every adapter with one of these names."""
+    """Return name, place of A (r, in) and place of B (out, r) for every adapter with one of these names."""
     for name in names:
         if name in module.lora_A:
             yield name, (module.lora_A[name], "weight"), (module.lora_B[name], "weight")
@@ -38,12 +38,12 @@ def _is_off(module: Any) -> bool:
 
 
 def prefix_tuned(model: nn.Module) -> bool:
-    """Tell whether peft puts keys and values of its own beside those of the layers."""
+    """Tell whether peft adds its own keys and values to those of the layers."""
     return any(type(m).__name__ == "PrefixEncoder" and type(m).__module__.startswith("peft.") for m in model.modules())
 
 
 def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
-    """List the places of A and B whose product adds to the weight of a module; none if it carries no LoRA at work."""
+    """List the places of A and B whose product adds to the weight of a module; empty without active LoRA."""
     layer: Any = module
     if not is_lora(module) or _is_off(module):
         return []
@@ -51,13 +51,13 @@ def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
 
 
 def _variant(module: Any, adapter: str) -> str:
-    """Name the variant of LoRA that an adapter is, if it is one."""
+    """Return the name of an adapter's variant of LoRA, if it is one."""
     variant = getattr(module, "lora_variant", {}).get(adapter)
     return "" if variant is None else getattr(variant, "__name__", type(variant).__name__)
 
 
 def lora_obstacle(module: nn.Module) -> str:
-    """Say why LoRA on a projection leaves its attention layer no symmetry, or give an empty string."""
+    """Explain why LoRA on a projection leaves its attention layer without symmetry; empty if it does not."""
     layer: Any = module
     found = [_variant(layer, a) for a in layer.active_adapters] if is_lora(module) and not _is_off(layer) else []
     return next((f"{variant} scales the projection's rows" for variant in found if variant), "")
@@ -69,9 +69,9 @@ def adapter_names(module: Any) -> list[str]:
 
 
 def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) -> Iterator[SymmetricPair]:
-    """Emit G = B (out, r), H = Aᵀ (in, r), the group GL(r), for every active adapter of a LoRA layer.
+    """Yield the pair G = B (out, r), H = Aᵀ (in, r) with the group GL(r) for every active adapter of a LoRA layer.
 
-    ``adapters`` names those wanted instead, whether they are active or not.
+    ``adapters`` names other adapters to use instead, active or not.
     """
     for adapter, A, B in _factors(module, module.active_adapters if adapters is None else adapters):
         variant = _variant(module, adapter)

@@ -1,4 +1,4 @@
-"""A forward pass that leaves no trace, and what it gives to the modules in question."""
+"""A forward pass without side effects that records the inputs of modules."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 __all__ = ["Call", "record", "undisturbed"]
 
-#: Positional arguments and keywords.
+#: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode for a while; modes, buffers and the random state are then as they were.
+    """Put a model in evaluation mode temporarily; modes, buffers and the random state are restored afterwards.
 
-    Torch's fast path of encoder layers is off meanwhile: it passes by the modules inside.
+    Torch's fast path of encoder layers is off meanwhile, because it bypasses the modules inside.
     """
     modes = {m: m.training for m in model.modules()}
     buffers = [(m, dict(m._buffers)) for m in modes if not isinstance(m, torch.jit.ScriptModule)]
@@ -46,7 +46,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
-    """Run a model and keep the inputs of the first call of each module, without what remembers earlier tokens."""
+    """Run a model and keep the inputs of the first call of each module, without caches of earlier tokens."""
     calls: dict[str, Call] = {}
     hooks = []
 

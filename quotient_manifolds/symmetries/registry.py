@@ -1,4 +1,4 @@
-"""From a model to its pairs: ``find_symmetric_pairs``, and ``register_attention`` for classes it does not know."""
+"""From a model to its pairs: ``find_symmetric_pairs``, and ``register_attention`` for unknown classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "plain_path", "r
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS: dict[str, Handler] = {}
-_PREFIXED = "prefix tuning puts keys and values beside the layer's own"
+_PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
 def _qualified(cls: type) -> str:
@@ -33,7 +33,7 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     ----------
     classes : type or str
         Classes, or their qualified names (``"library.file.Class"``), so that a handler need not import the library.
-        Subclasses are not covered: they may compute something else.
+        Subclasses are not covered, because they may compute something else.
 
     Returns
     -------
@@ -69,9 +69,9 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
 
 
 def skip(*classes: type | str) -> None:
-    """Declare that attention modules of these classes have no symmetry to be used.
+    """Declare that no symmetry of attention modules of these classes is to be used.
 
-    Their weights then count like all others (with the adaptive metric, in geodesic sharpness).
+    Their weights are then treated like all others (with the adaptive metric, in geodesic sharpness).
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def handler_of(module: nn.Module) -> Handler | None:
 
 
 class PairList(list[SymmetricPair]):
-    """The pairs of a model: a list that prints as one line for pairs that differ in their head only."""
+    """The pairs of a model: a list that prints pairs that differ only in their head as one line."""
 
     def __str__(self) -> str:
         lines: dict[tuple[str, str], int] = {}
@@ -113,7 +113,7 @@ class PairList(list[SymmetricPair]):
 
 
 def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
-    """Take the group from a pair with a parameter that is not trainable."""
+    """Remove the group from a pair with a parameter that is not trainable."""
     names = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
     if pair.group is None or not names:
         return pair
@@ -121,7 +121,7 @@ def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
 
 
 def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
-    """Take the group from a pair that cannot be used."""
+    """Remove the group from a pair that cannot be used."""
     if pair.group is None:
         return pair
     for b in pair.G + pair.H:
@@ -134,17 +134,17 @@ def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
 
 
 def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
-    """Leave out LoRA pairs whose factors stand as rows in attention pairs: one number, one pair."""
+    """Leave out LoRA pairs whose factors are rows of attention pairs, so that no number belongs to two pairs."""
     taken = {id(b.tensor) for p in pairs if p.group is not None and p.kind != "lora" for b in p.G + p.H}
     for p in pairs:
         if p.kind == "lora" and p.group is not None and any(id(b.tensor) in taken for b in p.G + p.H):
-            yield refused(p, "its factors stand in the attention pairs of the trainable base weights")
+            yield refused(p, "its factors belong to the attention pairs of the trainable base weights")
         else:
             yield p
 
 
 def plain_path(path: str) -> str:
-    """Take the prefixes of ``torch.compile`` and DDP from a module's name."""
+    """Strip the prefixes of ``torch.compile`` and DDP from a module's name."""
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
 
 
@@ -163,41 +163,42 @@ def find_symmetric_pairs(
     batch: Any = None,
     forward: Callable[[nn.Module, Any], Any] = default_forward,
 ) -> PairList:
-    """Name the continuous symmetries of a model's attention and LoRA weights.
+    """Find the continuous symmetries of a model's attention and LoRA weights.
 
     Parameters
     ----------
     model : nn.Module
-        Any model, left as it is; without a batch, modules of a class that nobody wrote down are passed over
-        (``sharpness.evaluate`` refuses models in which such a module computes attention).
+        Any model; it is left unchanged. Without a batch, modules of unknown classes are ignored (``sharpness.evaluate``
+        refuses models in which such a module computes attention).
     extra : sequence of SymmetricPair
         Pairs of your own.
     key_bias : {"keep", "drop"}
-        The bias of the keys adds one number to all scores of a query, which softmax ignores: a null direction.
-        ``"keep"`` leaves it in H as one more row, as the paper does; moving it then has a length, and sharpness
-        depends on its value. ``"drop"`` quotients it out too. (Under RoPE it is no null direction, and stays.)
+        The key bias adds one number to all scores of a query, which softmax ignores: it is a null direction. ``"keep"``
+        leaves it in H as one more row, as in the paper; moving it then has a length, and sharpness depends on its
+        value. ``"drop"`` divides it out too. (Under RoPE it is not a null direction, and is kept.)
     include_frozen : bool
-        Keep the group of pairs whose parameters are not trainable.
+        Keep the group of pairs with parameters that are not trainable.
     batch : object, optional
-        What ``forward`` takes. Attention modules of unknown classes are then examined one by one, each alone and in
-        float64, on the inputs that this batch gives them; see ``docs/math/certificate.md``.
+        A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
+        float64, on the inputs that they get from this batch; see ``docs/math/certificate.md``.
     forward : callable
         ``forward(model, batch)``, by default as for :func:`sharpness.evaluate`, without its loss.
 
     Returns
     -------
     PairList
-        A Q–K and a V–O pair a head and one pair a LoRA adapter, in the order of the modules; those without a symmetry,
-        or with frozen parameters, have ``group=None`` and a ``reason``. ``print`` groups them by layer.
+        A Q–K and a V–O pair for each head and one pair for each LoRA adapter, in the order of the modules. Pairs
+        without a symmetry or with frozen parameters have ``group=None`` and a ``reason``. ``print`` groups them by
+        layer.
 
     Raises
     ------
     ValueError
-        One of ``extra`` that stands in another pair already; another word for ``key_bias``.
+        A pair of ``extra`` overlaps another pair, or ``key_bias`` has another value.
 
     Notes
     -----
-    Paper, §4.2 and App. C. Pairs that share a block (grouped queries, shared layers) are merged to one.
+    Paper, §4.2 and App. C. Pairs that share a block (grouped queries, shared layers) are merged into one.
 
     Examples
     --------
@@ -223,7 +224,7 @@ def find_symmetric_pairs(
     for p in extra:
         for b in p.G + p.H:
             if b.key in taken:
-                raise ValueError(f"pair {p.name!r} uses a block that belongs to pair {taken[b.key]!r} already")
+                raise ValueError(f"pair {p.name!r} uses a block that already belongs to pair {taken[b.key]!r}")
         taken.update({b.key: p.name for b in p.G + p.H})
     whole = merged([*found, *extra])
     if key_bias == "drop":
@@ -243,17 +244,17 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     model : nn.Module
         With adapters of peft; plain, DDP-wrapped or compiled.
     names : sequence of str, optional
-        Adapters; by default all that are trainable.
+        Names of adapters; by default all trainable ones.
 
     Returns
     -------
     PairList
-        Pairs whose two factors are frozen are left out; one frozen factor is a pair without a group.
+        Pairs with two frozen factors are left out; pairs with one frozen factor have no group.
 
     Raises
     ------
     ValueError
-        A name that no layer has.
+        No layer has an adapter of such a name.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Which weights of an attention layer play queries, keys, values and output: read from the names of its parameters."""
+"""The roles of an attention layer's weights (query, key, value, output), read from the names of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pairs import SymmetricPair
 
 __all__ = ["Place", "Roles", "layout_pairs", "places", "roles_of"]
 
-#: Words that say nothing of the role, and what the others mean. What is left empty ("proj", "dense") is the output.
+#: Words that say nothing about the role, and the meaning of the others. A name without any ("proj") is the output.
 _NOISE = frozenset("""
     proj projection lin linear layer attn attention self dense to fc head heads weight in net post pack unify
     kernel base default w c att states
@@ -27,9 +27,9 @@ _LETTERS = {
 }  # fmt: skip
 _PACKED = ("c_attn", "in_proj", "in_proj_weight", "w_pack")
 _FURTHER = frozenset({"pos", "global"})
-#: Head sizes beyond this are not tried, for the width's sake.
+#: Largest head size that is tried.
 LARGEST = 512
-#: Which dimensions RoPE pairs.
+#: How RoPE pairs dimensions.
 PLANES = ("half", "interleaved")
 
 
@@ -37,9 +37,9 @@ PLANES = ("half", "interleaved")
 class Roles:
     """The projections of an attention layer.
 
-    ``main`` has them by letters: ``"q"``, ``"k"``, ``"v"``, ``"o"``, or several in one matrix, ``"qkv"``. ``further``
-    are more rows of the same factor, as the projections of positions; ``beside`` says where a letter's bias is that
-    does not lie with its weight, as BEiT's, and which parameters are appended, as torch's ``bias_k``.
+    ``main`` holds them by letters: ``"q"``, ``"k"``, ``"v"``, ``"o"``, or several in one matrix, ``"qkv"``. ``further``
+    holds more rows of the same factor, such as projections of positions; ``beside`` says where a letter's bias is if it
+    does not lie with its weight (BEiT), and which parameters are appended (torch's ``bias_k``).
     """
 
     main: Mapping[str, Projection]
@@ -47,12 +47,12 @@ class Roles:
     beside: Mapping[str, dict[str, Any]]
 
     def home(self, letter: str) -> str:
-        """Give the letters of the matrix that a letter lies in."""
+        """Return the letters of the matrix that contains a letter."""
         return next(letters for letters in self.main if letter in letters)
 
     @property
     def width(self) -> dict[str, int]:
-        """Number of head dimensions, of all heads, in every matrix."""
+        """Total number of head dimensions of all heads, in every matrix."""
         return {c: p.dimensions(into=c != "o") for c, p in self.main.items()}
 
 
@@ -60,10 +60,10 @@ class Roles:
 class Place:
     """Where the heads lie in the matrices, and what acts on them.
 
-    A matrix of several letters consists of ``blocks`` equal parts, in each of which the letters follow in ``order``,
+    A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
     every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"half"`` or ``"interleaved"`` (RoPE
-    on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out; ``dimension`` is that of
-    the symmetry that was found on a head's dimensions, whether it is divided out or not.
+    on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out; ``dimension`` is the
+    dimension of the symmetry that was found on a head, whether it is divided out or not.
     """
 
     heads: int
@@ -81,7 +81,7 @@ class Place:
             object.__setattr__(self, "rotary_size", self.size)
 
     def projection(self, roles: Roles, letter: str) -> Projection:
-        """Say where a letter's heads lie."""
+        """Describe where a letter's heads lie."""
         home = roles.home(letter)
         found = replace(roles.main[home], further=roles.further.get(letter, ()), **roles.beside.get(letter, {}))
         if home == letter:
@@ -99,7 +99,7 @@ def _words(name: str) -> set[str]:
 
 
 def _letters(words: set[str]) -> str | None:
-    """Give the letters of a role, or None for what is no projection."""
+    """Return the letters of a role, or None if it is not a projection."""
     if not words:
         return "o"
     found = [_LETTERS.get(w) for w in words]
@@ -109,7 +109,7 @@ def _letters(words: set[str]) -> str | None:
 
 
 def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projection]]:
-    """Walk through what may be projections: linear layers, adapted ones, convolutions, and matrices of their own."""
+    """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices."""
     base = getattr(module, "base_layer", module)
     if isinstance(base, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(base).__name__ == "Conv1D" or base is not module:
         yield path, Projection(module, conv1d=type(base).__name__ == "Conv1D")
@@ -122,7 +122,7 @@ def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projectio
 
 
 def roles_of(module: nn.Module) -> Roles | None:
-    """Read the roles of the weights in a module from their names; None where they do not make one attention layer."""
+    """Read the roles of the weights in a module from their names; None if they do not form one attention layer."""
     if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
         return None
     main: dict[str, Projection] = {}
@@ -146,7 +146,7 @@ def roles_of(module: nn.Module) -> Roles | None:
 
 
 def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
-    """Say where a letter's bias lies if not with its weight, and what torch's layer appends to keys and values."""
+    """Find biases that do not lie with their weights, and what torch's layer appends to keys and values."""
     found: dict[str, Any] = {}
     for owner in module.modules():
         known = {name for name, p in owner.named_parameters(recurse=False) if p is not None}
@@ -160,7 +160,7 @@ def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> d
 
 
 def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) -> list[SymmetricPair]:
-    """Emit the pairs of a layer, head by head: those of queries and keys, and those of values and outputs."""
+    """Yield the pairs of a layer, head by head: those of queries and keys, and those of values and outputs."""
     found: list[SymmetricPair] = []
     for kind, place in (("qk", qk), ("vo", vo)):
         if place is None:
@@ -187,7 +187,7 @@ def places(roles: Roles, kind: str) -> Iterator[Place]:
     width = roles.width
     homes = {c: roles.home(c) for c in "qkvo"}
     for h in range(1, LARGEST + 1):
-        apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values all heads are of a size
+        apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
         queries = width[homes["q"]] // len(homes["q"]) if apart else width["o"]
         keys = homes["k" if kind == "qk" else "v"]
         shared = width[keys] - queries * ("q" in keys)

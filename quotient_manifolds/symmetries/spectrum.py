@@ -20,8 +20,8 @@ __all__ = ["PairSpectrum", "spectra"]
 class PairSpectrum:
     """Singular values of one pair.
 
-    ``product`` are those of G Hᴴ in descending order, (h,), float64: the invariants of the orbit; for a diagonal group
-    those of its columns, which are pairs of their own. The smallest ones of the factors depend on the representative.
+    ``product`` holds those of G Hᴴ in descending order, (h,), float64: the invariants of the orbit; for a diagonal
+    group those of its columns, each of which is a pair. The smallest ones of the factors depend on the representative.
     """
 
     name: str
@@ -35,12 +35,12 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     r"""Compute the singular values of :math:`G H^H`, and the smallest ones of G and H, pair by pair.
 
     The mix metric's ball of radius ρ stays on the manifold while ρ is below the smallest singular value of any
-    :math:`G H^H`, divided by √2; a floor on them (``relaxation``) replaces those that are small.
+    :math:`G H^H`, divided by √2; a floor (``relaxation``) replaces small singular values.
 
     Parameters
     ----------
     pairs : iterable of SymmetricPair
-        As ``find_symmetric_pairs(model)`` gives them; pairs without a group are left out.
+        Pairs as returned by ``find_symmetric_pairs(model)``; those without a group are left out.
 
     Returns
     -------

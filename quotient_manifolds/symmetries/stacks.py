@@ -34,7 +34,7 @@ class PairStack:
     Raises
     ------
     ValueError
-        No pair at all, pairs that differ, or one without a symmetry.
+        There is no pair, pairs differ, or a pair has no symmetry.
 
     Examples
     --------
@@ -67,11 +67,11 @@ class PairStack:
         return len(self.pairs)
 
     def manifold(self, metric: str = "inv", **options: float) -> GLQuotientInv | GLQuotientMix:
-        """Give the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``, options are the manifold's own."""
+        """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``, options are the manifold's."""
         return MANIFOLDS[metric](self.n, self.m, **options)
 
     def point_like(self, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor]:
-        """Give the shape of the stacked point, and an empty tensor of its dtype, where weights have the real dtype."""
+        """Return the shape of the stacked point, and an empty tensor of its dtype, for real weights of ``dtype``."""
         like = self.group.to_point(torch.empty((0, *self._rows.shape[1:]), dtype=dtype, device=self._device()))
         return (len(self), *like.shape[1:]), like
 
@@ -79,15 +79,15 @@ class PairStack:
         return self.pairs[0].G[0].tensor.device
 
     def parameters(self) -> list[Tensor]:
-        """List the parameters involved, each once, those of dropped blocks included."""
+        """List the parameters involved, each once, including those of dropped blocks."""
         runs = self._rows.runs + self._dropped.runs
         return list({id(r.first.tensor): r.first.tensor for r in runs}.values())
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None, *, out: Tensor | None = None) -> Tensor:
         """Copy the blocks into one point, differentiably.
 
-        ``tensors`` gives what to read in place of each parameter, gradients for example; those absent count as zero.
-        ``out`` is contiguous real memory that the result may use; it is not differentiable then. The point is
+        ``tensors`` maps each parameter to a tensor that is read instead, such as its gradient; absent ones count as
+        zero. ``out`` is contiguous real memory that the result may use; then it is not differentiable. The point is
         (pairs, n + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field is.
         """
         shape = self._rows.shape
@@ -107,7 +107,7 @@ class PairStack:
                 yield pairs, run.row < self.n, run.view(own.contiguous()), run.view(other.contiguous())
 
     def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set what ``tensors`` gives for each parameter to True wherever a block lies, dropped ones included."""
+        """Set the entry of ``tensors`` for each parameter to True wherever a block lies, including dropped ones."""
         self._rows.mark_(tensors)
         self._dropped.mark_(tensors)
 
@@ -118,7 +118,7 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
     Parameters
     ----------
     pairs : iterable of SymmetricPair
-        Those without a group are left out.
+        Pairs without a group are left out.
 
     Returns
     -------
@@ -142,7 +142,7 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
 
 
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
-    """Tell, entry by entry of every parameter that pairs touch, which of them belong to pairs, or were dropped."""
+    """Tell, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
     masks: dict[Tensor, Tensor] = {}
     for s in found:
         for p in s.parameters():

@@ -1,4 +1,4 @@
-"""Hold what the handlers say against what the model does."""
+"""Check the symmetries that handlers claim against the outputs of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def apply_random_symmetry_(
     """Move every symmetric pair of a model along its orbit by a random group element: the function stays the same.
 
     The move starts at the balanced representative (canonical gauge), is computed in float64 and rounded to the
-    weights' precision, so the outputs change by rounding, which grows with the condition number.
+    weights' precision, so the outputs change by rounding errors, which grow with the condition number.
 
     Parameters
     ----------
@@ -41,9 +41,9 @@ def apply_random_symmetry_(
     condition : float
         Condition number of every group element, ≥ 1.
     seed : int
-        Of the group elements.
+        Seed of the group elements.
     pairs : iterable of SymmetricPair, optional
-        Which to move; by default all that :func:`find_symmetric_pairs` names.
+        The pairs to move; by default all that :func:`find_symmetric_pairs` finds.
 
     Returns
     -------
@@ -82,7 +82,8 @@ def apply_random_symmetry_(
         manifold = s.manifold()
         G, H = manifold.unpack_tensor(x.to(wide))
         gauge = canonical_gauge(G, H)
-        # A head without full rank has no balanced representative of the same orbit; nor has one where signs matter.
+        # A head without full rank has no balanced representative of the same orbit, and neither has one with fixed
+        # signs.
         full = gauge.present()[..., -1] & (not s.group.positive)
         balanced = torch.where(full[..., None, None], gauge.x, x.to(wide))
         s.scatter_(manifold.act(balanced, A))
@@ -92,9 +93,9 @@ def apply_random_symmetry_(
 
 @dataclass(frozen=True)
 class Verification:
-    """What the outputs' gradient says of each pair, and what acting on it did to the outputs.
+    """What the outputs' gradient says about each pair, and how moving it changed the outputs.
 
-    ``changes`` is the largest change of an output relative to the largest output, by the pair's name; up to
+    ``changes`` holds, by the pair's name, the largest change of an output relative to the largest output; up to
     ``tolerance`` it counts as rounding.
     """
 
@@ -104,7 +105,7 @@ class Verification:
 
     @property
     def failures(self) -> list[str]:
-        """Names of the pairs that are no symmetry."""
+        """Names of the pairs that are not symmetries."""
         moved = [name for name, change in self.changes.items() if not change <= self.tolerance]
         return list(dict.fromkeys([*moved, *(p.name for p in self.certificate.failures)]))
 
@@ -132,7 +133,7 @@ def _outputs(found: Any) -> list[torch.Tensor]:
 
 
 def _rebound(p: SymmetricPair, copies: Mapping[int, Any]) -> SymmetricPair:
-    """Give a pair of the copy of its model."""
+    """Return the same pair in a copy of its model."""
     G, H = ([replace(b, module=copies.get(id(b.module), b.module)) for b in blocks] for blocks in (p.G, p.H))
     return replace(p, G=tuple(G), H=tuple(H), null=())
 
@@ -150,30 +151,30 @@ def verify(
 ) -> Verification:
     """Certify every pair by one backward pass, then act on it with a random group element and compare the outputs.
 
-    This is done on a float64 copy of the model in evaluation mode, which casts nothing to single precision, from the
-    balanced representative of every pair. Attention of unknown classes is examined first.
+    It is done on a float64 copy of the model in evaluation mode, which casts nothing to single precision, and starts at
+    the balanced representative of every pair. Attention of unknown classes is examined first.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it is.
+        The model; it is left unchanged.
     batch : object
-        A small batch: what ``forward`` takes. Floating-point tensors are widened to float64.
+        A small batch for ``forward``. Floating-point tensors are widened to float64.
     seed : int
-        Of the group elements.
+        Seed of the group elements.
     moves : bool
-        Act on the pairs too: one forward pass each.
+        Whether to act on the pairs too, at one forward pass each.
     condition : float
         Condition number of the group elements.
     forward : callable
         ``forward(model, batch)`` → outputs; by default as for :func:`sharpness.evaluate`, without its loss.
     extra : sequence of SymmetricPair
-        Pairs of one's own, as for :func:`find_symmetric_pairs`.
+        Pairs of your own, as for :func:`find_symmetric_pairs`.
 
     Returns
     -------
     Verification
-        ``print`` it; ``ok`` and ``failures`` say what is wrong.
+        ``print`` shows it; ``ok`` and ``failures`` say what is wrong.
 
     Raises
     ------
@@ -221,7 +222,7 @@ def _changes(
     twin: nn.Module, pairs: Iterable[SymmetricPair], run: Callable[[], Any], before: list[torch.Tensor],
     condition: float, seed: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Act on one pair after the other, and say how much the outputs change."""
+    """Act on one pair after the other, and measure how much the outputs change."""
     changes = {}
     for p in pairs:
         if p.group is not None:
@@ -246,7 +247,7 @@ def _certificate(found: Sequence[PairStack], run: Callable[[], Any], seed: int) 
         for t, draw in zip(outputs, draws, strict=True):
             try:
                 (t * draw).sum().backward(retain_graph=True)
-            except RuntimeError:  # what cannot be differentiated certifies nothing; moves decide
+            except RuntimeError:  # outputs that cannot be differentiated certify nothing; moves decide
                 break
     known: dict[torch.Tensor, torch.Tensor] = {p: p.grad for p in parameters if p.grad is not None}
     return certify(found, known, tolerance=1e-8)

@@ -1,4 +1,4 @@
-"""float64 all the way: models that compute in single precision inside are watched without its rounding."""
+"""float64 throughout: run models that compute in single precision inside without its rounding errors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
 
 def widened(batch: Any) -> Any:
-    """Give a batch with float64 in place of every floating-point tensor, detached."""
+    """Return a batch with every floating-point tensor detached and in float64."""
     return tree_map(lambda t: t.detach().double() if t.is_floating_point() else t.detach(), batch)
 
 
 class Wide(TorchFunctionMode):
-    """Let every cast to a narrower floating-point type be one to float64: ``with Wide(): model(batch)``."""
+    """Turn every cast to a narrower floating-point type into one to float64: ``with Wide(): model(batch)``."""
 
     def __enter__(self) -> Wide:
         self._default = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Does a quotient manifold do what it says? Checks for manifolds of one's own."""
+"""Checks for quotient manifolds that you write yourself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
 
 
 def _checks(p: RandomPoint) -> Iterator[ManifoldCheck]:
-    """Look at one property after the other, until a result is NaN, which the manifold's methods do not take."""
+    """Check one property after the other, until a result is NaN, which the manifold's methods refuse."""
     for name, bound, hint, kind, measure in PROPERTIES:
         try:
             value = measure(p)
@@ -33,12 +33,12 @@ def _checks(p: RandomPoint) -> Iterator[ManifoldCheck]:
 
 
 def _batch_check(manifold: QuotientManifold, points: list[RandomPoint]) -> ManifoldCheck:
-    """Compare a stack of points with its points one by one."""
+    """Compare a stack of points with its single points."""
     x, u = torch.stack([p.x for p in points]), torch.stack([p.u for p in points])
     maps = (manifold.proju, manifold.retr, manifold.egrad2rgrad, manifold.inner)
     one_by_one = [torch.stack([f(p.x, v) for p, v in zip(points, u, strict=True)]) for f in maps]
     return ManifoldCheck(
-        "a batch is its points one by one",
+        "a batch equals its single points",
         max(relative_error(f(x, u), each) for f, each in zip(maps, one_by_one, strict=True)),
         1e-8,
         "error",
@@ -47,7 +47,7 @@ def _batch_check(manifold: QuotientManifold, points: list[RandomPoint]) -> Manif
 
 
 def _worst(same: Sequence[ManifoldCheck]) -> ManifoldCheck:
-    """Give the check of one property whose point is worst; NaN is."""
+    """Return the check of one property at the worst point; NaN counts as worst."""
     if same[0].kind == "slope":
         return min(same, key=lambda c: c.value)
     return max(same, key=lambda c: math.inf if math.isnan(c.value) else c.value)
@@ -56,29 +56,29 @@ def _worst(same: Sequence[ManifoldCheck]) -> ManifoldCheck:
 def check_manifold(
     manifold: QuotientManifold, x: Tensor, *, seed: int = 0, retraction_order: int = 2
 ) -> ManifoldReport:
-    r"""Check that a quotient manifold does what it says, at one point and in random directions.
+    r"""Check that a quotient manifold satisfies its definition, at one point and in random directions.
 
-    The group: :meth:`act` leaves :meth:`to_matrix` as it is, and :meth:`vertical` is tangent to the orbit. The metric:
-    it is an inner product, the same for all representatives. The projection: idempotent, orthogonal, equivariant. The
-    gradient: it represents the derivative, and :math:`f(R_x(tu)) - f(x) - t \langle \mathrm{grad} f, u \rangle` falls
-    as :math:`t^2`. Geodesics: the acceleration is the metric's,
+    The group: :meth:`act` leaves :meth:`to_matrix` unchanged, and :meth:`vertical` is tangent to the orbit. The metric:
+    it is an inner product, and the same for all representatives. The projection: idempotent, orthogonal, equivariant.
+    The gradient: it represents the derivative, and :math:`f(R_x(tu)) - f(x) - t \langle \mathrm{grad} f, u \rangle`
+    falls as :math:`t^2`. Geodesics: the acceleration is the metric's,
 
     .. math:: \langle a, v \rangle = \tfrac12 D_v \langle u, u \rangle - D_u \langle u, v \rangle
               \quad\text{for all } v,
 
     and retraction and exponential agree with the integrated geodesic to the order they claim. Transport and distance,
-    if there is one.
+    if they exist.
 
     Parameters
     ----------
     manifold : QuotientManifold
         With :meth:`random_algebra` and, unless its group elements are matrix exponentials, :meth:`random_element`.
     x : Tensor
-        Point, float64 or complex128, batch dimensions first; every number is the worst of the batch. Rounding grows
-        with the condition number of the factors: take points as ``manifold.random`` gives them.
-        A point takes a fraction of a second.
+        Point, float64 or complex128, batch dimensions first; every number is the worst of the batch. Rounding errors
+        grow with the condition number of the factors, so take points from ``manifold.random``. A point takes a fraction
+        of a second.
     seed : int
-        Of the directions and the group element.
+        Seed of the directions and the group element.
     retraction_order : int
         2 for a retraction that agrees with geodesics to second order, as :meth:`QuotientManifold.retr` does; 1 for one
         that follows the direction only.
@@ -91,7 +91,7 @@ def check_manifold(
     Raises
     ------
     ValueError
-        A point in single precision, one that is not on the manifold, an empty batch; no horizontal vector.
+        The point is in single precision or not on the manifold, the batch is empty, or there is no horizontal vector.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The properties of a quotient manifold that are looked at, one by one."""
+"""The properties of a quotient manifold that are checked, one by one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .random_point import STEPS, RandomPoint, error_slope, euclidean, metric_der
 
 __all__ = ["PROPERTIES"]
 
-#: Give the error or the slope at a point, or None where the property is not defined.
+#: Returns the error or the slope at a point, or None where the property is not defined.
 _Measure = Callable[[RandomPoint], "float | Tensor | None"]
 PROPERTIES: list[tuple[str, float | None, str, str, _Measure]] = []
 
 
 def _property(name: str, bound: float | None, hint: str, kind: str = "error") -> Callable[[_Measure], _Measure]:
-    """Put a property on the list; a slope without bound is that of the retraction's order."""
+    """Add a property to the list; a slope without a bound is checked against the retraction's order."""
 
     def put(measure: _Measure) -> _Measure:
         PROPERTIES.append((name, bound, hint, kind, measure))
@@ -39,7 +39,7 @@ def _(p: RandomPoint) -> float:
 @_property(
     "product is invariant",
     1e-9,
-    "to_matrix(act(x, A)) differs from to_matrix(x): act is no symmetry of what the network sees",
+    "to_matrix(act(x, A)) differs from to_matrix(x): act is not a symmetry of what the network sees",
 )
 def _(p: RandomPoint) -> float:
     return relative_error(p.manifold.to_matrix(p.y), p.manifold.to_matrix(p.x))
@@ -71,7 +71,7 @@ def _(p: RandomPoint) -> float:
 # -- the metric and the projection -----------------------------------------------------------------------------------
 
 
-@_property("inner is symmetric and bilinear", 1e-9, "⟨u, v⟩ ≠ ⟨v, u⟩, or it does not go with the norm")
+@_property("inner is symmetric and bilinear", 1e-9, "⟨u, v⟩ ≠ ⟨v, u⟩, or it does not agree with the norm")
 def _(p: RandomPoint) -> Tensor:
     inner, x, u, v = p.manifold.inner, p.x, p.u, p.v
     polarised = (inner(x, u + v) - inner(x, u - v)) / 4
@@ -93,7 +93,7 @@ def _(p: RandomPoint) -> float:
     return relative_error(p.manifold.proju(p.x, h), h)
 
 
-@_property("proju removes vertical vectors", 1e-8, "a part of the vertical vectors is left")
+@_property("proju removes vertical vectors", 1e-8, "a part of the vertical vectors remains")
 def _(p: RandomPoint) -> Tensor:
     return p.manifold.norm(p.x, p.manifold.proju(p.x, p.vertical)).max()
 
@@ -165,7 +165,8 @@ def _(p: RandomPoint) -> float:
 
 
 _ORDER = (
-    "against the integrated geodesic the error must fall as t to the order + 1: it is no retraction of this order, or "
+    "against the integrated geodesic the error must fall as t to the order + 1: it is not a retraction of this order, "
+    "or "
     "acceleration is wrong away from x"
 )
 

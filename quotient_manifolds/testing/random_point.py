@@ -1,4 +1,4 @@
-"""A point with random vectors, and what is measured with them."""
+"""A point with random vectors, and the quantities that are measured with them."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class RandomPoint:
 
     @cached_property
     def horizontal(self) -> Tensor:
-        """A horizontal vector on whose length a geodesic bends by about a fifth, and does not end."""
+        """A horizontal vector along which a geodesic bends by about a fifth and does not end."""
         manifold, x = self.manifold, self.x
         u = manifold.proju(x, self.ambient())
         u = u / manifold.norm(x, u, keepdim=True)
         if not bool(u.isfinite().all()):
-            raise ValueError(f"{manifold}: no finite horizontal vector at the point; look at proju, inner and norm")
+            raise ValueError(f"{manifold}: no finite horizontal vector at the point; check proju, inner and norm")
         bend, size = (manifold.norm(x, v, keepdim=True) for v in (manifold.acceleration(x, u), x))
         u = 0.2 * u * torch.minimum(torch.where(bend > 0, 1 / bend, torch.inf), size)
         for _ in range(60):
@@ -68,10 +68,10 @@ class RandomPoint:
                 return u
             except GeodesicExitError:
                 u = u / 2
-        raise ValueError(f"{manifold}: every geodesic ends at once; look at proju, norm and expmap")
+        raise ValueError(f"{manifold}: every geodesic ends at once; check proju, norm and expmap")
 
     def moved(self, u: Tensor) -> Tensor:
-        """Give the vector at y that the action makes of u."""
+        """Return the image of u at y under the action."""
         found: Tensor = jvp(lambda z: self.manifold.act(z, self.A), (self.x,), (u,))[1]
         return found
 
@@ -92,7 +92,7 @@ class RandomPoint:
         return self.manifold.egrad2rgrad(self.x, self.egrad(self.x))
 
     def error_of(self, step: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """Give the order to which the orbits that a step reaches agree with those of the integrated geodesic."""
+        """Return the order to which the orbits that a step reaches agree with those of the integrated geodesic."""
         manifold, x, u = self.manifold, self.x, self.horizontal
 
         def error(t: float) -> Tensor:
@@ -103,21 +103,21 @@ class RandomPoint:
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """Give the largest difference relative to the size of both; inf where something is not finite."""
+    """Return the largest difference relative to the size of both; inf where something is not finite."""
     scale = torch.maximum(a.abs().max(), b.abs().max())
     difference = float((a - b).abs().max() / scale) if float(scale) != 0 else 0.0
     return difference if math.isfinite(difference) else math.inf
 
 
 def error_slope(error: Callable[[float], Tensor], scale: float) -> float:
-    """Give the order to which an error falls with the step; inf for one at rounding level throughout."""
+    """Return the order to which an error falls with the step; inf for one at rounding level throughout."""
     errors = [float(error(t).abs().max()) / (scale or 1.0) for t in STEPS]
     if not all(math.isfinite(e) for e in errors):
         return -math.inf
     known = [(math.log2(t), math.log2(e)) for t, e in zip(STEPS, errors, strict=True) if e > 1e-11]
     if len(known) < 2:
         return math.inf
-    # Two orders may all but cancel somewhere on the way: the median of the slopes.
+    # Terms of two orders may nearly cancel at some step size, so take the median of the slopes.
     return statistics.median((e0 - e1) / (t0 - t1) for (t0, e0), (t1, e1) in itertools.pairwise(known))
 
 
@@ -129,7 +129,7 @@ def metric_derivative(manifold: QuotientManifold, x: Tensor, u: Tensor, v: Tenso
 
 
 def euclidean(a: Tensor, b: Tensor) -> Tensor:
-    """Give Re⟨a, b⟩_F."""
+    """Return Re⟨a, b⟩_F."""
     return (a.conj() * b).real.sum()
 
 

@@ -1,4 +1,4 @@
-"""What a check of a manifold found."""
+"""The result of checking a manifold."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ __all__ = ["ManifoldCheck", "ManifoldReport"]
 
 @dataclass(frozen=True)
 class ManifoldCheck:
-    """One property.
+    """The result of checking one property.
 
     Attributes
     ----------
     name : str
-        What was looked at.
+        The property that was checked.
     value : float
         Largest relative error, or the slope of an error.
     bound : float
-        What an error must not exceed, or a slope must reach.
+        Bound that an error must not exceed, or a slope must reach.
     kind : {"error", "slope"}
     hint : str
-        What a failure means.
+        The meaning of a failure.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class ManifoldCheck:
 
 @dataclass(frozen=True)
 class ManifoldReport:
-    """What :func:`check_manifold` found; ``print`` gives a line a property.
+    """The result of :func:`check_manifold`; ``print`` shows one line per property.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class ManifoldReport:
     shape : tuple of int
         Of the point.
     checks : tuple of ManifoldCheck
-        In the order of the tests.
+        The checks in the order in which they were made.
 
     Examples
     --------

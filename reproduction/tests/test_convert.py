@@ -108,14 +108,14 @@ def test_mistakes(place, capsys):
         bert_from_tensorflow(place / "tf" / "m", place / "b", labels=("no", "yes"), variables=variables())
     fewer = variables()
     del fewer["output_weights"]
-    with pytest.raises(ValueError, match="no classifier"):
+    with pytest.raises(ValueError, match="not a classifier"):
         bert_from_tensorflow(place / "tf" / "m", place / "b", variables=fewer)
     fewer = variables()
     del fewer["bert/pooler/dense/kernel"]
     with pytest.raises(ValueError, match="do not fit"):
         bert_from_tensorflow(place / "tf" / "m", place / "b", variables=fewer)
     (place / "exists").mkdir()
-    with pytest.raises(ValueError, match="exists; name a folder"):
+    with pytest.raises(ValueError, match="exists; use a new folder"):
         bert_from_tensorflow(place / "tf" / "m", place / "exists", variables=variables())
     (place / "tf" / "vocab.txt").unlink()
     with pytest.raises(FileNotFoundError, match="--vocab"):
@@ -149,5 +149,5 @@ def test_tensorflows_own_reader(place, capsys):
     assert one.labels == {"no": 0, "maybe": 1, "yes": 2}
     assert all(torch.equal(v, two.model.state_dict()[k]) for k, v in one.model.state_dict().items())
     (place / "tf" / "model.ckpt-5.index").write_bytes(b"no index")
-    with pytest.raises(ValueError, match="no readable TensorFlow checkpoint"):
+    with pytest.raises(ValueError, match="not a readable TensorFlow checkpoint"):
         bert_from_tensorflow(place / "tf", place / "other", labels=labels)

@@ -232,7 +232,7 @@ def test_mistakes_leave_nothing_behind(images, capsys):
     assert not Path("collection").exists()
     torch.save({"x": torch.zeros(4, 3, 8, 8), "y": torch.zeros(4, dtype=torch.long)}, "t.pt")
     assert cli.main(["finetune", "tinyvit:tiny", "t.pt", "--out", "collection", "--quiet"]) == 2
-    assert "collections are of these" in capsys.readouterr().err
+    assert "which collections need" in capsys.readouterr().err
 
 
 def test_measured_images_are_of_all_classes(images):
@@ -287,7 +287,7 @@ def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replac
     first = str(tmp_path / "a" / "model_00")
     (tmp_path / "b" / "model_00").mkdir(parents=True)
     (tmp_path / "b" / "model_00" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds what is not this program's"):
+    with pytest.raises(ValueError, match="contains files that this program did not write"):
         train_collection(first, DataChoice(str(table)), tmp_path / "b", recipes=one, progress=False)
     (tmp_path / "b" / "model_00" / "config.json").unlink()
     # The names of the classes are those of the model.

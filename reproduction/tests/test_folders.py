@@ -31,7 +31,7 @@ def test_folders_are_replaced_only_if_they_are_ours(tmp_path):
     target = tmp_path / "model"
     target.mkdir()
     (target / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds what is not this program's"):
+    with pytest.raises(ValueError, match="contains files that this program did not write"):
         atomic_write_folder(target, write("new"))
     assert tree(tmp_path) == {"model": None, "model/notes.txt": b"mine"}
     (target / "notes.txt").unlink()
@@ -39,7 +39,7 @@ def test_folders_are_replaced_only_if_they_are_ours(tmp_path):
     atomic_write_folder(target, write("newer"))
     assert (target / "weights").read_text() == "newer"
     (target / "notes.txt").write_text("mine again")
-    with pytest.raises(ValueError, match="holds what is not this program's"):
+    with pytest.raises(ValueError, match="contains files that this program did not write"):
         atomic_write_folder(target, write("newest"))
     assert (target / "weights").read_text() == "newer"
     (tmp_path / "file").touch()
@@ -53,7 +53,7 @@ def test_a_file_that_was_changed_is_not_ours_any_more(tmp_path):
     target = tmp_path / "model"
     atomic_write_folder(target, lambda own: (own.mkdir(), (own / "weights").write_text("first")))
     (target / "weights").write_text("trained for a week")
-    with pytest.raises(ValueError, match="holds what is not this program's"):
+    with pytest.raises(ValueError, match="contains files that this program did not write"):
         atomic_write_folder(target, lambda own: (own.mkdir(), (own / "weights").write_text("new")))
     assert (target / "weights").read_text() == "trained for a week"
 
@@ -72,7 +72,7 @@ def test_an_interrupt_between_the_moves_loses_nothing(tmp_path, monkeypatch):
 
     def interrupted(path, to):
         moves.append(path)
-        if len(moves) == 2:  # the old one stands aside, the new one is not yet in place
+        if len(moves) == 2:  # the old one has another name, the new one is not yet in place
             raise KeyboardInterrupt
         return rename(path, to)
 

@@ -1,4 +1,4 @@
-"""The command line: parses, calls the functions of the package, prints."""
+"""The command line: it parses arguments, calls the functions of the package, and prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line; every command has ``--debug``."""
+    """A parser with one-line error messages; every command has ``--debug``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Leave with one line and exit code 2."""
+        """Exit with a one-line message and exit code 2."""
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, by default that of the process; whatever goes wrong is one line and exit code 2."""
+    """Run the command line, by default that of the process; every error is reported in one line, with exit code 2."""
     return run_parser(parser(), arguments)
 
 
@@ -80,7 +80,7 @@ def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = N
     debug = getattr(options, "debug", False)
     try:
         with warnings.catch_warnings():
-            if not debug:  # libraries' warnings; the commands themselves say what matters to users
+            if not debug:  # warnings of libraries; the commands themselves report what matters to users
                 warnings.simplefilter("ignore")
             code: int = options.run(options)
         return code
@@ -91,7 +91,7 @@ def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = N
         if debug:
             traceback.print_exc()
         expected = isinstance(error, (ValueError, OSError, ImportError, RemoteError))
-        hint = "" if expected else " (not foreseen: --debug prints the traceback)"
+        hint = "" if expected else " (unexpected error: --debug prints the traceback)"
         said = str(error) if isinstance(error, (ImportError, RemoteError)) else words_of(error)
         print(f"{top.prog}: {' '.join(said.split())}{hint}", file=sys.stderr)
         return 2

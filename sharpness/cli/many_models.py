@@ -57,13 +57,13 @@ def _sweep(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] | None = None
     while rows != (
         now := read_rows(options.out, sweep)
-    ):  # other processes may finish meanwhile, and write the files too
+    ):  # meanwhile other processes may finish and write the files too
         rows = now
         write_results(options.out / "results.jsonl", rows)
         write_results(options.out / "results.csv", rows)
     for job in failed:
         what = job.get("measure", job["kind"])
-        if isinstance(job.get("rho"), float):  # this radius is too large; the results at the others stand
+        if isinstance(job.get("rho"), float):  # this radius is too large; the results at other radii are kept
             what = f"{what} at rho = {job['rho']:g}"
         print(f"sharpness: {job['checkpoint']}, {what}: {job['error']}", file=sys.stderr)
     if options.json and leader:
@@ -71,7 +71,7 @@ def _sweep(options: argparse.Namespace) -> int:
         print(as_json(found), end="")
     elif not options.quiet and leader:
         print(
-            f"{len(rows or ())} rows in {options.out / 'results.jsonl'}; see them with: sharpness table {options.out}"
+            f"{len(rows or ())} rows in {options.out / 'results.jsonl'}; show them with: sharpness table {options.out}"
         )
     return 1 if failed else 0
 
@@ -142,7 +142,7 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int) -> str:
-    """Give a row for each model."""
+    """Return a row for each model."""
     from ..tables import FEWEST_MODELS, per_model
 
     if options.json:
@@ -167,12 +167,12 @@ def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int)
 
 
 def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
-    """Give a row for each quantity that ranks the models."""
+    """Return a row for each quantity that ranks the models."""
     from ..comparison import compare
     from ..tables import formatted, verdicts
 
     found = compare(rows, options.target, level=options.level)
-    said = verdicts(found)  # which look at every radius, whatever is printed
+    said = verdicts(found)  # these look at every radius, whatever is printed
     if options.short:
         found = [r for r in found if r.choice != "ρ" or ":" in r.quantity]
     if options.json:

@@ -233,7 +233,7 @@ def add_run(commands: Any) -> None:
 
 
 def _add_search(command: argparse.ArgumentParser) -> None:
-    """Add what is measured, and how the maximum is sought."""
+    """Add options for what is measured and how the maximum is sought."""
     run = command.add_argument_group("measure")
     run.add_argument("--measure", nargs="+", choices=[*MEASURES, *LOCAL], default=["geodesic-inv"], metavar="MEASURE",
                      help="one or several of " + ", ".join([*MEASURES, *LOCAL]))  # fmt: skip
@@ -244,7 +244,7 @@ def _add_search(command: argparse.ArgumentParser) -> None:
         "--relative-tol",
         type=float,
         default=3e-4,
-        help="stop when a further step offers less than this share of the rise found so far",
+        help="stop when a further step can gain less than this share of the increase found so far",
     )
     run.add_argument(
         "--ascent",
@@ -265,7 +265,7 @@ def _run(options: argparse.Namespace) -> int:
     from ..local import hessian, measure_of
     from ..models import load
 
-    for measure in options.measure:  # before any of them takes its time
+    for measure in options.measure:  # before any of them is run
         checked = measure_of(measure)
         if measure not in LOCAL:
             checked_radii(checked, options.rho)
@@ -312,7 +312,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _source(options: argparse.Namespace) -> dict[str, Any]:
-    """Say what the numbers were computed from, and by what, so that they can be cited."""
+    """Describe the inputs and versions behind the numbers, so that they can be cited."""
     from ..sweep.digests import of_model, versions
     from ..sweep.plan import as_data
 
@@ -322,7 +322,7 @@ def _source(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spread(result: Any) -> list[str]:
-    """Give the standard error over the batches at every radius of a search."""
+    """Return the standard error over the batches at every radius of a search."""
     count = len(result.batches) // len(getattr(result, "rhos", [0]))
     if not hasattr(result, "rhos") or not count:
         return []
@@ -365,5 +365,5 @@ def _draw(options: argparse.Namespace, model: Any, batches: Any, result: Any) ->
     try:
         for path in plot_model(model, batches[0], result, options.figures, micro_batch=options.micro_batch):
             print(f"drawn: {path}", file=sys.stderr if options.json else sys.stdout)
-    except ValueError as error:  # the measurement stands
+    except ValueError as error:  # the measurement is still valid
         print(f"sharpness: no figures of {result.measure.name}: {error}", file=sys.stderr)

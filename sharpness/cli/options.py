@@ -1,4 +1,4 @@
-"""What several commands share: the form of the help, the options that choose data, and output as JSON."""
+"""Code shared by several commands: the format of the help, the options that choose data, and output as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """A help text with the default of every option that has one; indented lines of it stay as they are."""
+    """A help text with the default of every option that has one; its indented lines are not reformatted."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, argparse.SUPPRESS) or "(default" in (action.help or ""):
@@ -45,12 +45,12 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Completion(argparse.Action):
-    """Print the completion script of a shell, and leave."""
+    """Print the completion script of a shell, and exit."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: str | Sequence[Any] | None, option: Any = None
     ) -> None:
-        """Print the script, which shtab writes; without shtab, say in one line what to install."""
+        """Print the script that shtab writes; without shtab, say in one line what to install."""
         try:
             import shtab
         except ImportError:
@@ -60,13 +60,13 @@ class Completion(argparse.Action):
 
 
 def examples(*commands: str) -> str:
-    """Write the end of a help text: commands that can be typed as they are."""
+    """Write the end of a help text: commands that can be typed as shown."""
     return "\n".join(["examples:" if len(commands) > 1 else "example:", *(f"  {command}" for command in commands)])
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
     """Let a command print JSON."""
-    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    command.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def as_json(found: Any) -> str:
@@ -130,13 +130,15 @@ def _label_map(text: str) -> dict[str, int]:
     for entry in filter(None, text.split(",")):
         name, _, number = entry.rpartition("=")
         if not name or not number.isdigit():
-            raise argparse.ArgumentTypeError(f"labels are mapped by NAME=NUMBER,…, but {entry!r} has another form")
+            raise argparse.ArgumentTypeError(
+                f"labels are mapped by NAME=NUMBER,…, but {entry!r} does not have this form"
+            )
         names[name] = int(number)
     return names
 
 
 def place(text: str) -> Path:
-    """Read a path. An empty one is refused: most often a shell variable was not set."""
+    """Read a path. An empty one is refused, because usually a shell variable was not set."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
@@ -179,5 +181,5 @@ def shard(text: str) -> tuple[int, int]:
     """Read i/n."""
     first, _, last = text.partition("/")
     if not (first.isdigit() and last.isdigit()):
-        raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} has another form")
+        raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} does not have this form")
     return int(first), int(last)

@@ -1,4 +1,4 @@
-"""Examples that are read when they are asked for, and which of them are taken."""
+"""Examples that are read on demand, and the choice of some of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Examples", "choose"]
 
 @dataclass(frozen=True)
 class Examples:
-    """A source, for messages; how many examples it has; and ``batch``, from their positions to a batch on the CPU.
+    """A source of examples: its name for messages, its size, and ``batch``, from positions to a batch on the CPU.
 
     ``classes`` are the names of the classes, in the order of their numbers, where the files give them.
     """
@@ -28,9 +28,9 @@ class Examples:
 
 
 def choose(size: int, count: int | None = None, seed: int | None = None) -> list[int]:
-    """Choose the first ``count`` of so many examples, or with a seed as many at random, in random order.
+    """Choose the first ``count`` of ``size`` examples or, with a seed, as many at random, in random order.
 
-    With one seed, fewer are the first of more.
+    With the same seed, a smaller choice is the beginning of a larger one.
     """
     count = size if count is None else count
     if not 1 <= count <= size:

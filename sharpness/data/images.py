@@ -30,9 +30,11 @@ def _image_module() -> Any:
 
 
 def needed_format(known: ImageFormat | None, source: str) -> ImageFormat:
-    """Give what the model expects of images, or say that it does not say it."""
+    """Return the image format that the model expects; raise a ValueError if it is not known."""
     if known is None:
-        raise ValueError(f"{source} holds images, but the model does not say what it expects; give size, mean, std")
+        raise ValueError(
+            f"{source} holds images, but the model does not say which format it expects; pass size, mean and std"
+        )
     return known
 
 
@@ -58,7 +60,7 @@ def pixels(image: Any, how: ImageFormat) -> Tensor:
 def image_examples(
     source: str, read: Callable[[int], Tensor], labels: Sequence[int], classes: Sequence[str] | None
 ) -> Examples:
-    """Give examples of images, one of which is read at a time, with the numbers of their classes."""
+    """Return examples of images, which are read one at a time, with the numbers of their classes."""
 
     def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.stack([read(i) for i in chosen]), torch.tensor([int(labels[i]) for i in chosen])
@@ -88,7 +90,7 @@ def _of_classes(
         raise ValueError(f"the class folder {empty[0]} of {source} holds no image; fill it or remove it")
     if not by_class:
         raise ValueError(f"{source} has no class folders with images (CLASS/NAME.jpg or .png)")
-    # Numbers of classes follow the sorted folder names, as in torchvision's ImageFolder.
+    # Classes are numbered by sorted folder names, as in torchvision's ImageFolder.
     classes = sorted(by_class)
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
@@ -112,7 +114,7 @@ def image_archive(path: Path, inside: str, how: ImageFormat) -> Examples:
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} is no readable zip archive ({error})") from error
+        raise ValueError(f"{path} is not a readable zip archive ({error})") from error
     root = inside.strip("/") + "/" if inside.strip("/") else ""
     below = [n for n in archive.namelist() if n.startswith(root)]
     names = [n for n in below if PurePosixPath(n).suffix.lower() in _IMAGES and n[len(root) :].count("/") == 1]
@@ -126,7 +128,7 @@ def image_archive(path: Path, inside: str, how: ImageFormat) -> Examples:
         try:
             return archive.read(name)
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{name} in {path} cannot be read ({error}); write the archive anew") from error
+            raise ValueError(f"{name} in {path} cannot be read ({error}); create the archive again") from error
 
     return _of_classes(f"{path}:{root}" if root else str(path), names, folders, read, how)
 
@@ -141,11 +143,11 @@ def _idx(path: Path) -> np.ndarray[Any, Any]:
             raise ValueError("not an idx file of bytes")
         return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
     except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} is no readable idx file ({error})") from error
+        raise ValueError(f"{path} is not a readable idx file ({error})") from error
 
 
 def labels_beside(path: Path) -> Path:
-    """Say where the labels of an idx file of images are kept; the path itself for another file."""
+    """Return the path of the labels of an idx file of images; the path itself for another file."""
     return path.with_name(path.name.replace("images-idx3", "labels-idx1").replace("images.idx3", "labels.idx1"))
 
 
@@ -157,7 +159,7 @@ def idx_images(path: Path, how: ImageFormat) -> Examples:
     images, labels = _idx(path), _idx(labels_at)
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise ValueError(
-            f"{path} holds {images.shape} numbers and {labels_at.name} {labels.shape}: no images and labels"
+            f"{path} holds {images.shape} numbers and {labels_at.name} {labels.shape}: these are not images and labels"
         )
     Image = _image_module()
 

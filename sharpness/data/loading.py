@@ -1,4 +1,4 @@
-"""A data set, whatever it is kept in, in batches."""
+"""Data sets in any supported format, in batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["DataChoice", "check_source", "is_function", "load_examples", "source
 
 
 def _divided(source: str) -> tuple[Path, str]:
-    """Split a source into a path and what is named inside it: ``archive.zip:inside``, ``folder:split``."""
+    """Split a source into a path and a name inside it: ``archive.zip:inside``, ``folder:split``."""
     if not isinstance(source, str):
         raise TypeError(f"a source of data is a string, got {type(source).__name__}")
     before, _, inside = source.rpartition(":")
@@ -35,12 +35,12 @@ def _divided(source: str) -> tuple[Path, str]:
 
 
 def is_function(source: str, base: Path = Path()) -> bool:
-    """Tell whether a source is ``module:function`` rather than a file, below ``base``, or something in one."""
+    """Tell whether a source is ``module:function`` rather than a file below ``base``, or a part of one."""
     return ":" in source and not _divided(str(base / source))[1] and not (base / source).exists()
 
 
 def source_files(source: str) -> list[tuple[str, Path]]:
-    """List the files of a source, by the part of their names that matters: in a folder all, which holds classes."""
+    """List the files of a source, by the relevant part of their names; all files of a folder of classes."""
     path, inside = _divided(source)
     if path.is_dir():
         return [(f"{inside}:{p.relative_to(path).as_posix()}", p) for p in sorted(path.rglob("*")) if p.is_file()]
@@ -50,7 +50,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
 
 
 def check_source(source: str) -> None:
-    """Raise unless there is something to read at a source, before the work that needs it."""
+    """Raise unless there is something to read at a source; call it before the work that needs it."""
     if not is_function(source) and not source_files(source):
         raise FileNotFoundError(f"there is no data at {source}")
 
@@ -76,10 +76,9 @@ def load_examples(
     tokenizer: Any = None,
     labels: Mapping[str, int] | None = None,
 ) -> Examples:
-    """Open what a :class:`DataChoice` calls a source, but no function.
+    """Open the source of a :class:`DataChoice` that is not a function.
 
-    ``images`` is what a model expects of images, ``tokenizer`` and ``labels`` are what it makes of texts and of the
-    names of classes.
+    ``images`` is the image format that a model expects; ``tokenizer`` and ``labels`` translate texts and class names.
     """
     text, labels = text or TextColumns(), labels or {}
     path, inside = _divided(source)
@@ -100,7 +99,7 @@ def load_examples(
 
 @dataclass(frozen=True)
 class DataChoice:
-    """A data set, and which of its examples are taken how.
+    """A data set, with the choice of examples and their format.
 
     Attributes
     ----------
@@ -109,19 +108,19 @@ class DataChoice:
         - an idx file of images with its labels beside it, plain or gzipped, as MNIST's;
         - a ``.tsv``, ``.csv`` or ``.jsonl`` table of text;
         - a folder that Hugging Face's ``datasets`` saved (``folder:split`` where it has several), of texts or images;
-        - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension is the examples:
-          with the names x and y batches are pairs, else dicts for a transformers model;
-        - ``module:function`` for what a function without arguments returns, an iterable of batches.
+        - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension runs over the
+          examples: with the names x and y batches are pairs, else dicts for a transformers model;
+        - ``module:function``, a function without arguments that returns an iterable of batches.
     batch_size : int
-        Examples a batch; the last may have fewer.
+        Examples per batch; the last batch may have fewer.
     batches, num_examples, subset_seed : int or None
-        The first so many batches; the first so many examples, or as many at random.
+        Number of batches; number of examples, the first ones or, with ``subset_seed``, as many at random.
     columns : TextColumns
-        Of text.
+        Columns of a table of text.
     image_size : int or None
-        Side of the images; by default, like mean and std, what the model says.
+        Side of the images in pixels; by default, like mean and std, as in the model's files.
     mean, std : tuple of float or None
-        Of every channel, or one for all.
+        One value per channel, or one for all.
 
     Examples
     --------
@@ -164,9 +163,9 @@ class DataChoice:
         Parameters
         ----------
         loaded : LoadedModel
-            Gives its tokenizer, image format and names of classes.
+            Provides its tokenizer, image format and class names.
         device : torch.device or str
-            Where the batches go.
+            Device of the batches.
 
         Returns
         -------
@@ -177,7 +176,7 @@ class DataChoice:
         Raises
         ------
         ValueError, OSError, ImportError
-            One sentence that names the file and the fix.
+            The data cannot be read; one sentence names the file and the fix.
         """
         with naming(f"the device {device!r} cannot be used"):
             device = torch.device(device)
@@ -197,7 +196,7 @@ class DataChoice:
         return result
 
     def open(self, loaded: LoadedModel) -> Examples:
-        """Open all examples for a model; they are read when asked for, where the form of the data allows it."""
+        """Open all examples for a model; they are read on demand where the format allows it."""
         return load_examples(
             self.source, images=self.image_format(loaded.images), text=self.columns,
             tokenizer=loaded.tokenizer if self.is_text else None, labels=loaded.labels,
@@ -213,7 +212,7 @@ class DataChoice:
         return path.suffix.lower() in TABLES
 
     def image_format(self, known: ImageFormat | None) -> ImageFormat | None:
-        """Say what is expected of images: what this choice says, else what the model says, which may be nothing."""
+        """Return the image format of this choice, or else of the model, which may be None."""
         if self.image_size is None and self.mean is None and self.std is None:
             return known
         base = known or ImageFormat((224, 224), (0.5,), (0.5,), 1)

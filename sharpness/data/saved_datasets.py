@@ -31,10 +31,10 @@ def datasets_folder(
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:
-        raise ValueError(f"{folder} is no readable folder of datasets ({error})") from error
+        raise ValueError(f"{folder} is not a readable folder of datasets ({error})") from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise ValueError(f"{folder} has the parts {', '.join(found)}; name one as {folder}:{next(iter(found))}")
+            raise ValueError(f"{folder} has the splits {', '.join(found)}; name one as {folder}:{next(iter(found))}")
         found = found[split]
     source = f"{folder}:{split}" if split else str(folder)
     if columns.label not in found.features:
@@ -58,7 +58,9 @@ def _texts(
     for row in rows:
         number = int(row[columns.label])
         if not 0 <= number < len(named):
-            raise ValueError(f"{source} has the label {number}, which is none of its classes; use a part with labels")
+            raise ValueError(
+                f"{source} has the label {number}, which is not among its classes; use a split with labels"
+            )
         row[columns.label] = named[number]
     if columns.label_map or {n.lower() for n in named} <= {n.lower() for n in known}:
         return table_of_text(source, rows, columns, tokenizer, known)

@@ -24,18 +24,18 @@ TABLES = {".tsv", ".csv", ".jsonl"}
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Which columns of a table hold what.
+    """The roles of the columns of a table.
 
     Attributes
     ----------
     text, pair, label : str
         Names from the header, or numbers from 0 where there is none; ``pair`` is the second text of a pair, if any.
     label_map : mapping of str to int
-        What a label means to the model; empty: numbers, or the names in the model's own configuration.
+        The class number of each label; if empty, labels are numbers or names in the model's configuration.
     header : bool
         The first line of a .tsv or .csv file names the columns.
     max_length : int
-        Longest input in tokens, if the tokenizer does not say less.
+        Longest input in tokens, unless the tokenizer's limit is lower.
 
     Examples
     --------
@@ -56,7 +56,8 @@ class TextColumns:
 def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[str, str]]:
     """Read a ``.tsv`` (quotation marks are text), ``.csv`` or ``.jsonl`` table: its rows, by column.
 
-    Without a header columns are numbered from ``"0"``. What is no string in a ``.jsonl`` file comes as JSON.
+    Without a header columns are numbered from ``"0"``. Values of a ``.jsonl`` file that are not strings are written as
+    JSON.
     """
     path = Path(path)
     raw = path.read_bytes()
@@ -74,7 +75,7 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
     try:
         table = [line for line in csv.reader(io.StringIO(text, newline=""), **form) if line]
     except csv.Error as error:
-        raise ValueError(f"{path} is no readable table ({error})") from error
+        raise ValueError(f"{path} is not a readable table ({error})") from error
     names = table.pop(0) if header and table else [str(i) for i in range(max(map(len, table), default=0))]
     for number, row in enumerate(table, 1):
         if len(row) < len(names):
@@ -86,14 +87,14 @@ def _json_object(line: str, what: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{what} is no JSON ({error})") from error
+        raise ValueError(f"{what} is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{what} is no JSON object")
+        raise ValueError(f"{what} is not a JSON object")
     return found
 
 
 def strings(row: Mapping[str, Any]) -> dict[str, str]:
-    """Write what is no string as JSON."""
+    """Write values that are not strings as JSON."""
     return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
 
 
@@ -118,7 +119,8 @@ def _class_number(label: str, columns: TextColumns, known: Mapping[str, int], pa
     if not columns.label_map and label.lstrip("-").isdigit():
         return int(label)
     raise ValueError(
-        f"{path} has the label {label!r}, which stands for no class ({', '.join(names) or 'none are named'}); say what "
+        f"{path} has the label {label!r}, which is not the name of a class ({', '.join(names) or 'none are named'}); "
+        "say what "
         "labels mean with --label-map NAME=NUMBER,…"
     )
 
@@ -126,7 +128,7 @@ def _class_number(label: str, columns: TextColumns, known: Mapping[str, int], pa
 def table_of_text(
     path: Path | str, rows: Sequence[Mapping[str, str]], columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
 ) -> Examples:
-    """Open the rows of a table for a model's tokenizer; known are the model's own names of its classes."""
+    """Open the rows of a table for a model's tokenizer; ``known`` are the model's own class names."""
     if tokenizer is None:
         raise ValueError(f"{path} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
     if not rows:

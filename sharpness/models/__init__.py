@@ -1,4 +1,4 @@
-"""Checkpoints to modules: a transformers folder, an open_clip or a timm name. Nothing is downloaded or unpickled."""
+"""Load models from a transformers folder or by open_clip and timm names. Nothing is downloaded or unpickled."""
 
 from .factory import load, load_state_dict
 from .loaded import ImageFormat, LoadedModel

@@ -1,4 +1,4 @@
-"""Names to models: of folders, of functions, and of the models of open_clip and timm."""
+"""Load models by name: folders, functions, and models of open_clip and timm."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     ----------
     name : str
         A folder with ``config.json`` (transformers; only local files are read), an open_clip model name such as
-        ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function`` for what a
-        function without arguments returns; if that has an ``image_format``, images are read so.
+        ``"ViT-B-32"``, a timm model name such as ``"vit_tiny_patch16_224"``, or ``module:function``, a function without
+        arguments that returns a model; if the model has an ``image_format``, images are read accordingly.
     checkpoint : str, optional
-        Local weights for a name; without them the weights are random. Of an open_clip model either all of it, or, as in
-        the public "model soups", ``model.visual.…`` with ``classification_head.weight`` and ``.bias``: then the model
-        is the image tower with this head. Half-precision weights of these become float32.
+        Local weights for a named model; without them the weights are random. For an open_clip model they are those of
+        the whole model or, as in the public "model soups", ``model.visual.…`` with ``classification_head.weight`` and
+        ``.bias``: then the model is the image tower with this head. Half-precision weights of the latter become
+        float32.
     head : str, optional
-        File with the ``weight`` (classes × features), and maybe ``bias``, of a head on open_clip's image tower.
+        File with the ``weight`` (classes × features), and optionally ``bias``, of a head on open_clip's image tower.
 
     Returns
     -------
@@ -43,7 +44,7 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
-        An unknown name, or weights that cannot be read or do not fit: one sentence.
+        The name is unknown, or the weights cannot be read or do not fit.
 
     Examples
     --------
@@ -58,12 +59,14 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     """
     folder = Path(name)
     if folder.is_file():
-        raise ValueError(f"{name!r} is a file; name the model that its weights belong to, and the file as checkpoint")
+        raise ValueError(
+            f"{name!r} is a file; pass the name of the model that its weights belong to, and the file as checkpoint"
+        )
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"the folder {folder} has no config.json, so it is no transformers model")
+            raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
         if checkpoint is not None or head is not None:
-            raise ValueError("a transformers folder holds its own weights; leave out the checkpoint")
+            raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
         return load_folder(folder)
     if ":" in name:
         return _from_function(name, checkpoint)
@@ -79,8 +82,8 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     if "/" in name or os.sep in name:
         raise FileNotFoundError(f"there is no folder {name!r}")
     raise ValueError(
-        f"{name!r} is neither a folder (there is none of this name) with a transformers model nor the name of an "
-        f"open_clip or timm model, nor module:function{''.join(missing)}"
+        f"{name!r} is not the name of an open_clip or timm model, nor module:function, and there is no folder of this "
+        f"name{''.join(missing)}"
     )
 
 
@@ -100,7 +103,8 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     Raises
     ------
     FileNotFoundError, ValueError, ImportError
-        No such file; not a state dict; a file that holds pickled objects other than tensors; no safetensors package.
+        The file does not exist, is not a state dict, or holds pickled objects other than tensors; or safetensors is
+        missing.
 
     Examples
     --------
@@ -127,7 +131,7 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{path} is no plain state dict of tensors, and pickled code is never executed; save it again with "
+                f"{path} is not a plain state dict of tensors, and pickled code is never executed; save it again with "
                 "torch.save(model.state_dict(), path) or as .safetensors"
             ) from error
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
@@ -138,7 +142,7 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def call(name: str) -> Any:
-    """Call the function that ``module:function`` names, in the current folder too; what it raises is a ValueError."""
+    """Call the function named ``module:function``, also from the current folder; turn its errors into ValueErrors."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     what = f"{name!r} is not an importable module:function"
@@ -226,7 +230,7 @@ def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
     import timm
 
     if head is not None:
-        raise ValueError("a head of its own is for open_clip's image towers; timm models bring theirs")
+        raise ValueError("a separate head is only for open_clip's image towers; timm models have their own")
     state = _read(checkpoint)
     model = timm.create_model(name, pretrained=False)
     settings = model.default_cfg

@@ -1,4 +1,4 @@
-"""Folders of transformers."""
+"""Models from transformers folders."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .loaded import ImageFormat, LoadedModel, quiet, sides
 
 __all__ = ["load_folder"]
 
-#: Building so many takes minutes, whatever the weights say.
+#: Largest number of layers: building more takes minutes, whatever the weights are.
 _MOST_LAYERS = 1000
-#: Why weights that do not match are refused, and what to do.
+#: Why weights that do not match are refused, and how to fix it.
 _MATCH = (
-    "a model with random weights, or without some of its own, would not be yours: use the configuration that they were "
-    "saved with, or save the model anew by the from_pretrained and save_pretrained of the class that you mean"
+    "a model with random or missing weights would not be the one that was saved: use the configuration that they were "
+    "saved with, or load and save the model again by from_pretrained and save_pretrained of the right class"
 )
 
 
@@ -34,7 +34,7 @@ def load_folder(folder: Path) -> LoadedModel:
     settings = _read_json(path)
     for key, value in settings.items():
         if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ValueError(f"{path} asks for {key} = {value}, more than can be built")
+            raise ValueError(f"{path} asks for {key} = {value}, which is too large to build")
     names = settings.get("architectures") or ["AutoModel"]
     name = names[0] if isinstance(names, list) else names
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -46,15 +46,15 @@ def load_folder(folder: Path) -> LoadedModel:
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
             if not isinstance(model, nn.Module):
-                raise ValueError(f"it is no model but {type(model).__name__}")
+                raise ValueError(f"it is not a model but {type(model).__name__}")
     except ValueError as error:
         if isinstance(error.__cause__, pickle.UnpicklingError):
             raise ValueError(
                 f"{folder} holds pickled objects other than tensors, and pickled code is never executed; save the "
-                "model anew with save_pretrained, which writes safetensors"
+                "model again with save_pretrained, which writes safetensors"
             ) from error
         if "ignore_mismatched_sizes" in str(error):
-            raise ValueError(f"the weights in {folder} have other shapes than config.json says; {_MATCH}") from error
+            raise ValueError(f"the weights in {folder} do not have the shapes of config.json; {_MATCH}") from error
         raise
     _check_all_loaded(folder, report)
     with naming(f"{path} cannot be used"):
@@ -67,12 +67,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     with naming(f"{path} is not valid JSON"):
         found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} does not contain a JSON object")
     return found
 
 
 def _check_all_loaded(folder: Path, report: Mapping[str, Any]) -> None:
-    """Refuse files that lack weights of the model, which it would draw at random, or have some that it leaves out."""
+    """Refuse files without some of the model's weights, which would be random, or with weights that it does not use."""
     kinds = {"missing_keys": "lack", "mismatched_keys": "have another shape of", "unexpected_keys": "have besides"}
     wrong = []
     for kind, words in kinds.items():
@@ -87,13 +87,13 @@ def _check_all_loaded(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def _preprocessor(folder: Path, config: Any) -> ImageFormat | None:
-    """Read ``preprocessor_config.json``; None where it says nothing of images."""
+    """Read ``preprocessor_config.json``; None if it says nothing about images."""
     path = folder / "preprocessor_config.json"
     found = _read_json(path) if path.is_file() else {}
     normalized = found.get("do_normalize", True)
     if not {"size", "crop_size"} & set(found) or (normalized and "image_mean" not in found):
-        return None  # of sound, say
-    with naming(f"{path} does not say how images are made ready"):
+        return None  # for sound, for example
+    with naming(f"{path} does not say how images are preprocessed"):
         crop = bool(found.get("do_center_crop"))
         size = sides(found.get("crop_size" if crop else "size", found.get("size")))
         resample = {0: "nearest", 1: "lanczos", 3: "bicubic"}.get(found.get("resample", 2), "bilinear")

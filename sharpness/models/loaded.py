@@ -1,4 +1,4 @@
-"""A model, and what it says of its inputs."""
+"""A model with a description of its inputs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["ImageFormat", "LoadedModel", "quiet", "sides"]
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What a model expects of images.
+    """The image format that a model expects.
 
     Attributes
     ----------
     size : tuple of int
         Height and width.
     mean, std : tuple of float
-        Of every channel, for pixels in [0, 1].
+        One value per channel, for pixels in [0, 1].
     channels : int
         3, or 1 for grey values.
     crop : bool
-        Resize the shorter side to ``size`` and cut out the middle (timm's crop_pct of 1), or else resize both sides.
+        Resize the shorter side to ``size`` and crop the centre (timm's crop_pct of 1), or else resize both sides.
     resample : {"bicubic", "bilinear", "nearest", "lanczos"}
-        How images are resized, as in Pillow.
+        Interpolation for resizing, as in Pillow.
 
     Examples
     --------
@@ -59,14 +59,14 @@ class ImageFormat:
         if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in numbers) or min(self.std) <= 0:
             raise ValueError(f"means and stds of images are numbers, stds positive, got {self.mean}, {self.std}")
         if len(self.size) != 2 or not 1 <= min(self.size) <= max(self.size) <= 2**14 or self.channels not in (1, 3):
-            raise ValueError(f"no such images: size {self.size}, {self.channels} channels")
+            raise ValueError(f"there are no images of size {self.size} with {self.channels} channels")
         if self.resample not in ("bicubic", "bilinear", "nearest", "lanczos"):
             raise ValueError(f"no such resampling: {self.resample!r}")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A module, a random batch that fits its forward pass, and what it says of its inputs.
+    """A module, a random batch that fits its forward pass, and a description of its inputs.
 
     Attributes
     ----------
@@ -77,11 +77,11 @@ class LoadedModel:
     example : dict, Tensor or None
         Random inputs: ``model(**example)`` or ``model(example)``; None for a function's model.
     images : ImageFormat or None
-        Where the model comes with it.
+        The image format, if the model comes with one.
     folder : Path or None
-        Of a transformers model; its tokenizer is read when asked for.
+        Folder of a transformers model; its tokenizer is read on demand.
     labels : dict of str to int
-        The model's own names of its classes, if it has any.
+        The model's own class names, if it has any.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class LoadedModel:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
 
     def text_key(self) -> str:
-        """Hash what decides how texts become tokens: equal keys, equal tokens."""
+        """Hash everything that determines how texts are tokenised: equal keys mean equal tokens."""
         files = self._files("tokenizer*.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "*.spm")
         digest = hashlib.sha256(json.dumps([self.labels, [p.name for p in files]], sort_keys=True).encode())
         for p in files:
@@ -124,7 +124,7 @@ class LoadedModel:
 
 
 def sides(size: Any) -> tuple[int, int]:
-    """Give height and width, in any of the spellings of configurations."""
+    """Return height and width from any of the forms in configurations."""
     if isinstance(size, dict):
         side = size.get("shortest_edge")
         size = (size.get("height", side), size.get("width", side))
@@ -134,7 +134,7 @@ def sides(size: Any) -> tuple[int, int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and tables: what is wrong is said in one sentence."""
+    """Keep transformers from printing bars and tables: errors are reported in one sentence."""
     import transformers
 
     said = transformers.utils.logging

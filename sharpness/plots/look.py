@@ -1,4 +1,4 @@
-"""The look of all figures: colours that colour-blind readers can tell apart, and type that is legible at half size."""
+"""The style of all figures: colours that colour-blind readers can tell apart, and type that is legible at half size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["COLOURS", "MARKERS", "check_figure", "dark_map", "figure", "style"]
 #: Okabe and Ito's colours, without their yellow, which is faint on white.
 _CYCLE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 
-#: Of the measures; each has a marker too, so that no reading depends on colour alone.
+#: Colours of the measures; each has a marker too, so that nothing depends on colour alone.
 COLOURS = {
     "geodesic-inv": "#0072B2", "geodesic-mix": "#009E73", "adaptive": "#E69F00", "euclidean": "#D55E00",
     "complete-inv": "#CC79A7", "complete-mix": "#000000",
@@ -35,7 +35,7 @@ def dark_map() -> Any:
 
 
 def style() -> AbstractContextManager[None]:
-    """Give a context in which matplotlib draws as all figures here are drawn."""
+    """Return a context in which matplotlib uses the style of all figures here."""
     with require_extra("figures need matplotlib", "plot"):
         import matplotlib
         from cycler import cycler
@@ -57,23 +57,23 @@ def style() -> AbstractContextManager[None]:
 
 
 def check_figure(path: str | os.PathLike[str]) -> None:
-    """Raise unless a figure may be written there, of a kind that there is; to be called before the work."""
+    """Raise unless a figure of a supported format may be written there; call it before the work."""
     with require_extra("figures need matplotlib", "plot"):
         from matplotlib.backend_bases import FigureCanvasBase
     kinds = FigureCanvasBase.get_supported_filetypes()
     suffix = check_file(path).suffix.removeprefix(".")
     if suffix not in kinds:
-        raise ValueError(f"{str(path)!r} is no figure: its name must end in .{', .'.join(sorted(kinds))}")
+        raise ValueError(f"{str(path)!r} is not a figure: its name must end in .{', .'.join(sorted(kinds))}")
 
 
 @contextmanager
 def figure(
     path: str | os.PathLike[str] | None, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Give a figure and its grid of axes, (rows, columns), and save it when the block ends, unless the path is None.
+    """Yield a figure and its grid of axes, (rows, columns), and save it when the block ends, unless the path is None.
 
-    The figure belongs to no window: a notebook's or script's backend stays as it is. The size is in inches, the options
-    are those of ``Figure.subplots``.
+    The figure belongs to no window, so a notebook's or script's backend is not changed. The size is in inches; the
+    options are those of ``Figure.subplots``.
     """
     with style():
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Figures of a sweep: how measures go with the generalisation gap of many models."""
+"""Figures of a sweep: measures against the generalisation gap of many models."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from .look import COLOURS, MARKERS, dark_map, figure
 
 __all__ = ["plot_sweep"]
 
-#: With so many models or fewer, the dots bear their names.
+#: Up to this number of models, the dots are labelled with their names.
 _NAMED = 12
 
 
 def plot_sweep(
     rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
 ) -> list[Path]:
-    """Draw a sweep: ``scatter``, the target against every measure, and ``radius``, what the radius changes.
+    """Draw a sweep: ``scatter``, the target against every measure, and ``radius``, the influence of the radius.
 
     Parameters
     ----------
     rows : sequence of mapping
         See :func:`sharpness.rows.read_results`.
     target : str
-        What is to be predicted, see :func:`sharpness.rows.targets`.
+        The quantity to be predicted, see :func:`sharpness.rows.targets`.
     folder : str or path
-        Where the figures go.
+        Folder for the figures.
     prefix, suffix : str
-        Of their names; the suffix is png, pdf or svg.
+        Prefix and suffix of their names; the suffix is png, pdf or svg.
 
     Returns
     -------
     list of Path
-        Of the figures.
+        Paths of the figures.
 
     Raises
     ------
     ValueError
-        Fewer than three models with the target.
+        Fewer than three models have the target.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def plot_sweep(
 
 
 def scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> None:
-    """Draw what is to be predicted against a quantity, with τ, and with the names of a few models."""
+    """Draw the target against a quantity, with τ and, for few models, their names."""
     colour = COLOURS.get(row.quantity.split(",")[0], "0.4")
     marker = MARKERS.get(row.quantity.split(",")[0], "o")
     axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
@@ -105,7 +105,7 @@ def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: s
 
 
 def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> None:
-    """Set ticks of a logarithmic axis at these places, as plain numbers; only those in view if asked for."""
+    """Set ticks of a logarithmic axis at these places, as plain numbers; optionally only those in view."""
     low, high = axes.get_xlim()
     shown = [p for p in places if low <= p <= high] if clip else list(places)
     axes.set_xticks(shown, [f"{p:g}" for p in shown])
@@ -115,7 +115,7 @@ def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> N
 def _plot_radius(
     own: Sequence[Curves], found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path
 ) -> None:
-    """Draw every model's sharpness along the radius, coloured by the target; and τ along the median loss increase."""
+    """Draw every model's sharpness against the radius, coloured by the target; and τ against the median increase."""
     few = len(goal) < FEWEST_MODELS
     panels = len(own) + (not few or not own)
     with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
@@ -135,7 +135,7 @@ def _plot_radius(
             grid[0, 0].set_ylabel("sharpness")
             drawn.colorbar(colours, ax=grid[0, len(own) - 1], label=TARGETS[target])
         last = grid[0, -1]
-        if few:  # nothing that could be called a correlation
+        if few:  # no meaningful correlation
             return
         for c in own:
             at_radii = [r for r in found if r.choice == "ρ" and r.quantity == c.name and r.loss_increase]

@@ -1,4 +1,4 @@
-"""Figures of one model: the loss along its worst direction, what that direction moves, and its pairs' spectra."""
+"""Figures of one model: the loss along its worst direction, the shares of layers in it, and its pairs' spectra."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)",
 
 
 def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the loss along the worst direction, on the geodesic and on the straight line; the ball's reach is shaded.
+    """Draw the loss along the worst direction, on the geodesic and on the straight line; the ball is shaded.
 
     Parameters
     ----------
     found : Profile
-        Of :func:`sharpness.profile`.
+        Result of :func:`sharpness.profile`.
     path : str or path, optional
         Where the figure goes; by default it is returned only.
 
@@ -62,12 +62,12 @@ def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> 
 
 
 def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw what the worst direction moves, layer by layer: a column for each head's pair, one for all other weights.
+    """Draw the shares of the worst direction, layer by layer: a column per pair of a head, and one for other weights.
 
     Parameters
     ----------
     found : LayerShares
-        Of ``result.by_layer()``.
+        Result of ``result.by_layer()``.
     path : str or path, optional
         Where the figure goes; by default it is returned only.
 
@@ -119,7 +119,7 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
     Parameters
     ----------
     found : sequence of PairSpectrum
-        Of :func:`quotient_manifolds.symmetries.spectra`.
+        Result of :func:`quotient_manifolds.symmetries.spectra`.
     path : str or path, optional
         Where the figure goes; by default it is returned only.
 
@@ -162,7 +162,7 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
 
 
 def _set_bottom(axes: Any, values: Sequence[float]) -> None:
-    """Let a logarithmic axis begin below the smallest of some values."""
+    """Let a logarithmic axis begin just below the smallest of some values."""
     axes.set_ylim(bottom=min((v for v in values if v > 0), default=1e-12) / 2)
 
 
@@ -177,21 +177,21 @@ def plot_model(
     normalize_logits: bool = False,
     suffix: str = "png",
 ) -> list[Path]:
-    """Draw all there is to see of a measurement: ``profile``, ``layers`` and, for a network with pairs, ``spectra``.
+    """Draw all figures of a measurement: ``profile``, ``layers`` and, for a network with pairs, ``spectra``.
 
     Parameters
     ----------
     model : nn.Module
     batch : tuple, dict or other
-        The first of those that were measured.
+        The first of the batches that were measured.
     result : SharpnessResult
-        With its directions; the largest radius is drawn.
+        The result with its directions; the largest radius is drawn.
     folder : str or path
-        Where the figures go; their names begin with the measure's. It is created if need be.
+        Folder for the figures, whose names begin with the measure's. It is created if necessary.
     loss_fn, micro_batch, normalize_logits
-        As ``evaluate`` had them.
+        As passed to ``evaluate``.
     suffix : str
-        Kind of file: png, pdf or svg.
+        File format: png, pdf or svg.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""A figure of two models: how far their heads are from each other."""
+"""A figure of two models: the distances of their heads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["plot_distances"]
 
 
 def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the distances of two models' heads: a map a kind of pair, a row a layer, a column a head.
+    """Draw the distances of two models' heads: a map per kind of pair, a row per layer, a column per head.
 
     Parameters
     ----------
     found : ModelDistance
-        Of :func:`quotient_manifolds.symmetries.model_distance`.
+        Result of :func:`quotient_manifolds.symmetries.model_distance`.
     path : str or path, optional
-        Where the figure goes; by default it is returned only.
+        File for the figure; by default it is only returned.
 
     Returns
     -------

@@ -1,9 +1,9 @@
 """Many checkpoints, measures, radii and ablations: resumable, and spread over processes and machines.
 
 A *job* is one checkpoint under one measure with one set of switches, at all radii; or one checkpoint's fit, its loss
-and error on training and test data; or its baselines, norms and the like. Every finished job is a file of its own in
-the results' folder, written as a whole or not at all, so that any number of processes on any number of machines may
-work on one folder, and be killed.
+and error on training and test data; or its baselines, such as norms. Every finished job is a separate file in the
+results' folder, written completely or not at all, so any number of processes on any number of machines may work on one
+folder, and may be killed.
 """
 
 from .accuracies import Accuracies

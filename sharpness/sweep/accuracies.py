@@ -1,4 +1,4 @@
-"""Accuracies that are known, from a table."""
+"""Known accuracies, from a table."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ..data.text import read_table
 
 __all__ = ["Accuracies"]
 
-#: Of checkpoint files.
+#: Suffixes of checkpoint files.
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 class Accuracies(Struct, frozen=True, forbid_unknown_fields=True):
-    r"""Known accuracies by model name, which stand in for a test set.
+    r"""Known accuracies by model name, which replace a test set.
 
     Attributes
     ----------
     file : str
         ``.csv``, ``.tsv`` or ``.jsonl`` table.
     name : str
-        Column of the models' names: those of the checkpoints, with or without their suffix.
+        Column of the models' names, which are those of the checkpoints with or without suffix.
     test, train : str or None
         Columns of accuracies, as fractions. Without ``train`` the training data are run through the model.
     match : {"name", "number"}
-        Compare the names, or the one number in them (``Run 7`` is ``bert_07``).
+        Compare the names, or the only number in them (``Run 7`` matches ``bert_07``).
 
     Raises
     ------
     ValueError
-        Another ``match``.
+        ``match`` has another value.
 
     Examples
     --------
@@ -52,19 +52,19 @@ class Accuracies(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.match not in ("name", "number"):
-            raise ValueError(f'accuracies match by "name" or "number", not {self.match!r}')
+            raise ValueError(f'accuracies are matched by "name" or "number", not {self.match!r}')
 
     def of(self, checkpoint: str) -> dict[str, float] | None:
-        """Give the accuracies of one checkpoint, None if there are none; see :meth:`read`."""
+        """Return the accuracies of one checkpoint, or None; see :meth:`read`."""
         return self.read().get(self._key(checkpoint))
 
     def read(self) -> dict[str, dict[str, float]]:
-        """Give the accuracies (``test`` and maybe ``train``) by what is compared of the name.
+        """Return the accuracies (``test`` and possibly ``train``) by the compared name or number.
 
         Raises
         ------
         ValueError, OSError
-            A file that cannot be read, lacks a column, names a model twice, or holds no fractions.
+            The file cannot be read, lacks a column, names a model twice, or holds values that are not fractions.
         """
         found: dict[str, dict[str, float]] = {}
         wanted = {"test": self.test, **({} if self.train is None else {"train": self.train})}
@@ -76,7 +76,7 @@ class Accuracies(Struct, frozen=True, forbid_unknown_fields=True):
             try:
                 values = {k: float(row[c]) for k, c in wanted.items()}
             except ValueError as error:
-                raise ValueError(f"row {number} of {self.file} holds no accuracy ({error})") from error
+                raise ValueError(f"row {number} of {self.file} does not hold an accuracy ({error})") from error
             if not all(0 <= v <= 1 for v in values.values()):
                 raise ValueError(f"row {number} of {self.file}: accuracies are fractions from 0 to 1, got {values}")
             if key in found:

@@ -1,4 +1,4 @@
-"""A sweep from a YAML or JSON file."""
+"""Sweeps from YAML or JSON files."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class _Checkpoint(Struct, forbid_unknown_fields=True):
 
 
 class _Ablation(Struct):
-    """What of an ablation is no switch of the measure."""
+    """The entries of an ablation that are not fields of the measure."""
 
     rho: Radii | UnsetType = UNSET
     measures: list[str] | UnsetType = UNSET
 
 
 class _Config(Settings, kw_only=True, forbid_unknown_fields=True):
-    """What the file may hold; see read_config."""
+    """The entries of the file; see read_config."""
 
     checkpoints: str | _Checkpoint | list[str | _Checkpoint]
     data: str | _Data
@@ -98,7 +98,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     Raises
     ------
     ValueError, OSError, ImportError
-        One sentence that names the entry; YAML without PyYAML.
+        An entry is invalid, which one sentence names; or PyYAML is missing for a YAML file.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
         raise FileNotFoundError(f"there is no configuration {str(path)!r}")
     found = _validated(path, _parsed(path))
     if found.test is not None and found.accuracies is not None:
-        raise ValueError(f"{path} has both test and accuracies, which stand in for it; leave one out")
+        raise ValueError(f"{path} has both test and accuracies, which replace it; leave one out")
     try:
         return _sweep(found, path.parent)
     except (ValueError, msgspec.ValidationError) as error:
@@ -133,7 +133,7 @@ def _parsed(path: Path) -> Any:
             import yaml
 
         class Loader(yaml.SafeLoader):
-            """YAML 1.2's numbers (1e-3 is one), and no aliases: a few can stand for more than fits in memory."""
+            """YAML 1.2's numbers (1e-3 is one) and no aliases, a few of which can exceed the memory."""
 
             def compose_node(self, parent: Any, index: Any) -> Any:
                 if self.check_event(yaml.AliasEvent):
@@ -163,7 +163,7 @@ def _sweep(found: _Config, base: Path) -> Sweep:
     for name in measures:
         measure_of(name)
     if len(set(measures)) < len(measures):
-        raise ValueError("measures names one twice")
+        raise ValueError("measures contains a name twice")
     radii = radii_by_measure(found.rho, measures)
     _check_radii(radii)
     for ablation in found.ablations:
@@ -218,7 +218,7 @@ def _checkpoints(entries: str | _Checkpoint | list[str | _Checkpoint], base: Pat
     names = [c.name for c in found]
     double = sorted({n for n in names if names.count(n) > 1})
     if double:
-        raise ValueError(f"two checkpoints are called {double[0]!r}; give their files or folders different names")
+        raise ValueError(f"two checkpoints are called {double[0]!r}; rename one of their files or folders")
     if not found:
         raise ValueError("there are no checkpoints")
     return tuple(found)
@@ -247,4 +247,4 @@ def _check_ablation(ablation: Mapping[str, Any], measures: tuple[str, ...]) -> N
     except TypeError as error:
         raise ValueError(f"an ablation has an unknown switch ({words_of(error)})") from error
     if not applied:
-        raise ValueError(f"the ablation {ablation} means nothing for any of {', '.join(measures)}")
+        raise ValueError(f"the ablation {ablation} has no meaning for any of {', '.join(measures)}")

@@ -1,4 +1,4 @@
-"""What a result was computed from, by content: another spelling of a path is the same, another content is not."""
+"""Digests of the inputs of a result by content, not by path: equal contents have equal digests."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["of_data", "of_model", "versions"]
 
 
 def versions() -> dict[str, str]:
-    """Give the versions of what a number is computed with."""
+    """Return the versions of the libraries that results depend on."""
     return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
 
 
 def of_data(source: str) -> str:
-    """Digest what a source of data holds; of ``module:function`` the module's code."""
+    """Digest the contents of a source of data; for ``module:function`` the module's code."""
     if is_function(source):
         return _of_files([("", path) for path in _code(source)])
     return _of_files(source_files(source))
 
 
 def of_model(model: str, weights: str | None, head: str | None) -> str:
-    """Digest a model: the files of a folder, tokenizer and preprocessor among them, or weights and the code or name."""
+    """Digest a model: the files of a folder, including tokenizer and preprocessor, or weights with the code or name."""
     files: list[tuple[str, Path]] = []
     if Path(model).is_dir():
         files += [(p.relative_to(model).as_posix(), p) for p in sorted(Path(model).rglob("*")) if p.is_file()]
-    elif Path(model).is_file():  # weights by themselves
+    elif Path(model).is_file():  # weights without a folder
         files.append(("weights", Path(model)))
     elif ":" in model:
         files += [("code", path) for path in _code(model)]
@@ -42,7 +42,7 @@ def of_model(model: str, weights: str | None, head: str | None) -> str:
 
 
 def _code(name: str) -> list[Path]:
-    """Find the file of the module in ``module:function``; none where there is no such module."""
+    """Find the file of the module in ``module:function``; None if there is no such module."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -59,7 +59,7 @@ def _of_files(files: Iterable[tuple[str, Path]]) -> str:
 
 @functools.cache
 def _of_contents(files: tuple[tuple[str, str, int, int], ...]) -> str:
-    """Digest names and contents; size and time of change make a file that was written anew another one here."""
+    """Digest names and contents, cached by size and time of change, so a file that is written again is read again."""
     digest = hashlib.sha256()
     for name, path, size, _ in files:
         digest.update(f"{name}\0{size}\0".encode())

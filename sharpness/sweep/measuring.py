@@ -1,4 +1,4 @@
-"""What one job of a sweep computes: the losses and errors of a model, its baselines, or its sharpness."""
+"""The jobs of a sweep: the losses and errors of a model, its baselines, or its sharpness."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .plan import Checkpoint, Job, Sweep, switched
 
 __all__ = ["do_job"]
 
-#: Gives the batches of a choice of data as the model at hand takes them.
+#: Returns the batches of a choice of data for the current model.
 Read = Callable[[DataChoice], list[Any]]
 
 
 def do_job(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
-    """Give the rows of a job and, of radii that are too large for the loss to stay finite, why."""
+    """Return the rows of a job and, for radii at which the loss is not finite, the reasons."""
     start = time.perf_counter()
     if job["kind"] == "sharpness":
         if job["measure"] in LOCAL:
@@ -105,7 +105,7 @@ def _fit(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str
     if sweep.accuracies is not None:
         known = job["known"]
         if known is None:
-            raise ValueError(f"{sweep.accuracies.file} has no accuracy of {job['checkpoint']!r}")
+            raise ValueError(f"{sweep.accuracies.file} has no accuracy for {job['checkpoint']!r}")
         row = {f"{part}_error": 1 - value for part, value in known.items()}
         if "train" in known:
             return row
@@ -116,7 +116,7 @@ def _fit(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str
 
 
 def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float | None]:
-    """Mean over examples."""
+    """Compute means over examples."""
     objective = Objective()
     loss, wrong, counted, total = 0.0, 0, 0, 0
     with torch.no_grad():
@@ -139,11 +139,11 @@ def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, An
 
 
 def _distance(initial: Checkpoint, model: torch.nn.Module) -> float:
-    """From the initial weights, which are read as the checkpoint is, or, of another head, as they are."""
+    """Compute the distance from the initial weights, read like the checkpoint, or as a plain state dict."""
     path = Path(initial.model)
     if path.is_dir():
         found = load(str(path)).model
-        # A bare body has no prefix before its names.
+        # The parameters of a bare body have no prefix.
         body = getattr(model, "base_model", None)
         same = getattr(found, "base_model_prefix", "") and found is getattr(found, "base_model", None)
         return distance(body if same and body is not None else model, found.state_dict())

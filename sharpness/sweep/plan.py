@@ -1,4 +1,4 @@
-"""What there is to do in a sweep: its jobs."""
+"""The plan of a sweep: its jobs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Checkpoint", "Sweep"]
 
 Count = Annotated[int, Meta(ge=1, le=2**53)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-#: As plain data: checkpoint, kind, and whatever its result depends on.
+#: A job as plain data: checkpoint, kind, and everything that its result depends on.
 Job = Mapping[str, Any]
 
 
 class Settings(Struct, kw_only=True):
-    """Settings of :func:`sharpness.evaluate` that a configuration may give."""
+    """Settings of :func:`sharpness.evaluate` that a configuration may contain."""
 
     steps: Count = 20
     relative_tol: Annotated[float, Meta(ge=0)] = 3e-4
@@ -48,7 +48,7 @@ class Checkpoint:
     name : str
         Unique in a sweep: file or folder name.
     model : str
-        What :func:`sharpness.models.load` takes for a name.
+        Name for :func:`sharpness.models.load`.
     weights, head : str or None
         Its other arguments.
 
@@ -68,30 +68,31 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is to be measured of which checkpoints.
+    """The checkpoints of a sweep and what to measure.
 
     Attributes
     ----------
     checkpoints : tuple of Checkpoint
         Models to be measured.
     data : DataChoice
-        Measured on.
+        The data for the measures.
     train, test : DataChoice or None
-        For the generalisation gap; ``train`` is ``data`` by default. Without ``test`` or ``accuracies`` there is none.
+        Data for the generalisation gap; ``train`` is ``data`` by default. Without ``test`` or ``accuracies`` there is
+        no gap.
     accuracies : Accuracies or None
-        In place of ``test``.
+        Known accuracies instead of ``test``.
     baselines : bool
-        Norms and relative flatness too, see :mod:`sharpness.baselines`.
+        Whether to compute norms and relative flatness too, see :mod:`sharpness.baselines`.
     initial : Checkpoint or None
-        What all models were fine-tuned from, for the distance from there.
+        The model from which all were fine-tuned, for the distance from it.
     measures : tuple of str
-        Names from ``sharpness.MEASURES``, or of quantities at the weights, ``sharpness.local.LOCAL``.
+        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.local.LOCAL``.
     rho : dict of str to tuple of float
-        Radii by measure; a measure without any has its own default.
+        Radii by measure; by default the measure's own.
     ablations : tuple of dict
-        Fields of ``Measure`` (``geodesic``, ``symmetry``, ``relaxation``, …) and ``statistic``, for those measures to
-        which they mean something, or which it names under ``measures``, and with radii of its own if it has a ``rho``
-        (as above); ``{}`` is the measure itself.
+        Fields of ``Measure`` (``geodesic``, ``symmetry``, ``relaxation``, …) and ``statistic``, applied to all measures
+        for which they have a meaning, or to those listed under ``measures``; with an entry ``rho`` (as above) an
+        ablation has its own radii. ``{}`` is the measure itself.
     settings : dict
         Of ``evaluate``: steps, relative_tol, ascent, restarts, seed, micro_batch, normalize_logits.
     device : str
@@ -124,7 +125,7 @@ class Sweep:
     device: str = "cpu"
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-        """Give what there is to do for a checkpoint, whose files are read: equal jobs have equal results."""
+        """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results."""
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
         if self.test is not None:
             yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "test": as_data(self.test)}
@@ -150,21 +151,21 @@ class Sweep:
 
 
 def switches(ablation: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what an ablation changes: all but its radii and measures."""
+    """Return the fields that an ablation changes: all entries but its radii and measures."""
     return {k: v for k, v in ablation.items() if k not in ("rho", "measures")}
 
 
 def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
-    """Give a measure with the switches of an ablation."""
+    """Return a measure with the fields of an ablation."""
     changes = switches(ablation)
     statistic = changes.pop("statistic", None)
     if statistic is not None and (name in LOCAL or statistic not in ("worst", "average")):
-        raise ValueError(f"statistic={statistic!r} means nothing for {name!r}; it is 'worst' or 'average', of a ball")
+        raise ValueError(f"statistic={statistic!r} has no meaning for {name!r}; it is 'worst' or 'average' over a ball")
     return measure_of(name, **changes)
 
 
 def applies(name: str, ablation: Mapping[str, Any]) -> bool:
-    """Whether the switches mean anything for a measure."""
+    """Tell whether the fields have a meaning for a measure."""
     try:
         switched(name, ablation)
     except ValueError:
@@ -173,13 +174,13 @@ def applies(name: str, ablation: Mapping[str, Any]) -> bool:
 
 
 def radii_by_measure(rho: Any, measures: Iterable[str]) -> dict[str, tuple[float, ...]]:
-    """Turn a number, a list or either by measure into radii by measure."""
+    """Turn a number, a list, or a mapping from measures to either, into radii by measure."""
     by_measure = rho if isinstance(rho, Mapping) else dict.fromkeys(measures, rho)
     return {k: tuple(float(r) for r in (v if isinstance(v, (list, tuple)) else [v])) for k, v in by_measure.items()}
 
 
 def as_data(choice: DataChoice) -> dict[str, Any]:
-    """Turn a choice of data into what JSON can hold, with a digest of what the source holds."""
+    """Turn a choice of data into JSON data, with a digest of the contents of its source."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(choice)))
     return {**found, "digest": of_data(choice.source)}
 
@@ -189,7 +190,7 @@ def _digest(checkpoint: Checkpoint) -> str:
 
 
 def job_key(job: Job) -> str:
-    """Hash a job, for the name of its file: by contents, not by the spelling of paths."""
+    """Hash a job for the name of its file, by contents and not by paths."""
 
     def contents(value: Any) -> Any:
         if isinstance(value, Mapping) and "digest" in value and not is_function(value["source"]):

@@ -1,4 +1,4 @@
-"""The running of a sweep, and its records."""
+"""Running a sweep, and reading its records."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ T = TypeVar("T")
 def run_sweep(
     sweep: Sweep, folder: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1), progress: bool = True
 ) -> list[dict[str, Any]]:
-    """Do what a sweep still lacks: jobs whose result was computed from the same contents are not done again.
+    """Run the missing jobs of a sweep; jobs with a result from the same contents are not repeated.
 
     Parameters
     ----------
     sweep : Sweep
-        What is to be done.
+        The sweep to run.
     folder
-        For the results, a file a job in its folder ``jobs``; see :func:`read_rows`.
+        Folder for the results, with one file per job in its folder ``jobs``; see :func:`read_rows`.
     shard : (int, int)
         (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
-        checkpoints from a common counter instead. What is done by whom makes no difference to the results.
+        checkpoints from a common counter instead. The results do not depend on which process runs which job.
     progress : bool
         Show a progress bar.
 
     Returns
     -------
     list of dict
-        The jobs that failed, with their ``error``; they are recorded, and tried again by the next call. Where only
-        some radii of a measure are too large, the others are kept, and a dict of those has their ``rho`` and ``error``.
+        The jobs that failed, with their ``error``; they are recorded, and tried again by the next call. If only some
+        radii of a measure are too large, the results at the others are kept, and each failed radius has a dict with
+        ``rho`` and ``error``.
 
     Raises
     ------
     ValueError
-        No such shard.
+        There is no such shard.
 
     Examples
     --------
@@ -97,19 +98,20 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     Parameters
     ----------
     folder
-        As :func:`run_sweep` had it.
+        The folder of :func:`run_sweep`.
     sweep : Sweep, optional
-        Only what belongs to it; else everything in the folder.
+        Return only rows that belong to it; by default all rows in the folder.
 
     Returns
     -------
     list of dict
-        One a radius of a measure, one a checkpoint's fit, one its baselines; see :mod:`sharpness.rows`.
+        One row per radius of a measure, one for a checkpoint's fit, and one for its baselines; see
+        :mod:`sharpness.rows`.
 
     Raises
     ------
     FileNotFoundError
-        The folder holds no results.
+        The folder contains no results.
 
     Examples
     --------
@@ -163,10 +165,10 @@ class _Cache:
 
 
 def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
-    """Do what is not done of a checkpoint, and list what failed."""
+    """Run the missing jobs of a checkpoint, and list those that failed."""
     try:
         jobs = list(sweep.jobs(checkpoint))
-    except OSError as error:  # its files cannot be read
+    except OSError as error:  # when its files cannot be read
         return [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
     failed: list[dict[str, Any]] = []
     loaded: LoadedModel | str | None = None
@@ -182,7 +184,7 @@ def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cac
 
 
 def _loaded(checkpoint: Checkpoint, device: torch.device) -> LoadedModel | str:
-    """Load a model, or say why it cannot be: whatever is wrong with one, the others go on."""
+    """Load a model, or return the error, so that the sweep continues with the others."""
     try:
         found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
         found.model.to(device).eval()
@@ -201,7 +203,7 @@ def _attempt(job: Job, sweep: Sweep, loaded: LoadedModel | str, cache: _Cache) -
 
 
 def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List what failed of a job: all of it, or some radii."""
+    """List the failed parts of a job: all of it, or some radii."""
     found = [{**record["job"], "error": record["error"]}] if "error" in record else []
     too_large = record.get("too_large", {})
     return found + [{**record["job"], "rho": float(rho), "error": why} for rho, why in too_large.items()]
@@ -216,7 +218,7 @@ class _Record(Struct):
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a job's record; one that is not there, or no record, is empty."""
+    """Read a job's record; return an empty one if it is missing or invalid."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         msgspec.convert(found, _Record)

@@ -39,5 +39,5 @@ def test_nan_data_and_infinite_losses_are_named():
 
     with pytest.raises(ValueError, match=r"became infinite at a distance of .* use a smaller rho"):
         sharpness.evaluate(model, [(x, y)], loss, measure="euclidean", rho=3.0, steps=3)
-    with pytest.raises(ValueError, match="one score an example"):
+    with pytest.raises(ValueError, match="one score per example"):
         sharpness.evaluate(nn.Linear(3, 1), [(torch.randn(4, 3), torch.randn(4, 1))], rho=0.1)

@@ -27,7 +27,7 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
     monkeypatch.setattr("reproduction.toy.run", defect)
     assert laboratory.main(["toy", "--quiet"]) == 2
     said = capsys.readouterr().err
-    assert said == ("reproduction: ZeroDivisionError: in the middle (not foreseen: --debug prints the traceback)\n")
+    assert said == ("reproduction: ZeroDivisionError: in the middle (unexpected error: --debug prints the traceback)\n")
     assert laboratory.main(["toy", "--quiet", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
     assert laboratory.main(["--debug", "toy", "--quiet"]) == 2
@@ -39,7 +39,7 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
     [
         (["run", "tests.spread:model", "tests.spread:batches", "--device", "cuda:9"], "the device 'cuda:9' cannot be"),
         (["run", "tests.spread:model", "tests.spread:batches", "--out", "/nowhere/x.json"], "there is no folder"),
-        (["demo", "--out", "picture.foo"], "is no figure: its name must end in"),
+        (["demo", "--out", "picture.foo"], "is not a figure: its name must end in"),
         (["sweep", "nowhere.json", "--out", "out"], "there is no configuration 'nowhere.json'"),
         (["finetune", "tests.spread:model", "x", "--models", "0", "--out", "out"], "whole number of at least 1"),
         (["finetune", "tests.spread:model", "x", "--test", "nope", "--out", "out"], "there is no data at nope"),

@@ -37,7 +37,7 @@ ADDITIVE = "reproduction.additive:AdditiveBlock"
         ({"statistic": "average", "restarts": 1}, "restarts belong to statistic='worst'"),
         (
             {"measure": get_measure("adaptive", ball_norm=math.inf), "statistic": "average"},
-            "ball_norm = inf means nothing",
+            "ball_norm = inf has no meaning",
         ),
         ({"ascent": "newton"}, "unknown ascent 'newton'; choose one of power, apgd"),
         ({"relative_tol": -1}, "relative_tol must be a number of at least 0"),

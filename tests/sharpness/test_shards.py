@@ -119,7 +119,7 @@ def test_what_is_refused():
         )  # fmt: skip
     direction = evaluated(networks.vit()).direction(0)
     with (
-        pytest.raises(ValueError, match="a sharded model is not moved along a direction"),
+        pytest.raises(ValueError, match="a sharded model cannot be moved along a direction"),
         sharpness.perturbed(model, direction),
     ):
         pass

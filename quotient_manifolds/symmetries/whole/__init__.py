@@ -1,4 +1,4 @@
-"""Every continuous symmetry of a whole network: counted, moved, folded into a canonical form, held against nullity."""
+"""All continuous symmetries of a whole network: counted, moved, folded into a canonical form, compared with nullity."""
 
 from . import language, vision
 from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, count, neuron_pairs

@@ -1,4 +1,4 @@
-"""The canonical form of a network: one point for all weights that differ by a continuous symmetry outside the heads."""
+"""The canonical form of a network: the same for all weights that differ by a continuous symmetry outside the heads."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["CanonicalForm", "apply_random_moves_", "canonical_form", "canonicali
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """Where a network stands in canonical form, and what symmetries it has.
+    """The weights of a network in canonical form, and its symmetries.
 
     Attributes
     ----------
     values : dict of Tensor to Tensor
-        The parameters that change, and their canonical values, in the parameters' dtypes, at least float32.
+        The parameters that change and their canonical values, in the parameters' dtypes but at least float32.
     constant : dict of Tensor to Tensor
-        Entries that are constant in the canonical form, by parameter: they are no coordinates any more.
+        Entries that are constant in the canonical form, by parameter; they are not coordinates any more.
     pairs : list of SymmetricPair
-        Heads and neurons, without what is constant.
+        Heads and neurons, without constant entries.
     symmetries : list of Symmetry
-        The others, in the order of folding.
+        The other symmetries, in the order of folding.
     refused : dict of str to str
-        What could not be folded, and why.
+        The symmetries that could not be folded, and why.
     wiring : Wiring or None
-        None where no adapter knows the network: then only its heads are treated.
+        None if no adapter knows the network; then only its heads are treated.
 
     Examples
     --------
@@ -72,14 +72,14 @@ class CanonicalForm:
         lines = [f"{kind:<12} {dimension:>9,}" for kind, dimension in self.dimensions.items()]
         lines.append(f"{'all':<12} {sum(self.dimensions.values()):>9,}")
         if self.wiring is None or not self.wiring.sites:
-            lines.append("only heads and key biases: no adapter says how this network is wired (register_wiring)")
+            lines.append("only heads and key biases: no adapter describes how this network is wired (register_wiring)")
         reasons = Counter((name.split()[-1], why) for name, why in self.refused.items())
         lines += [f"not folded: {times} × {kind} ({why})" for (kind, why), times in reasons.items()]
         return "\n".join(lines)
 
 
 def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[SymmetricPair]:
-    r"""Give the pairs of hidden neurons: row of a gated up-projection, or into a ReLU, against column down.
+    r"""Return the pairs of hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
 
     u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
 
@@ -124,29 +124,29 @@ def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[Sy
 
 @torch.no_grad()
 def canonical_form(model: nn.Module, *, classes: bool = False, state: State | None = None) -> CanonicalForm:
-    """Find a network's canonical form; the network is left as it is.
+    """Find a network's canonical form; the network is left unchanged.
 
     Parameters
     ----------
     model : nn.Module
-        Whole; of a class that an adapter knows, see :func:`register_wiring`. Else only its heads and their key biases
-        are treated.
+        A whole network, of a class that an adapter knows, see :func:`register_wiring`. For other classes only heads and
+        their key biases are treated.
     classes : bool
-        The logits are seen through a softmax alone: what they have in common is folded too. Their function changes by
-        that constant.
+        The logits are used only through a softmax, so a constant added to all of them is folded too. The logits change
+        by that constant.
     state : State, optional
-        Where values are kept while they are folded; by default an empty one.
+        Storage for values while they are folded; by default an empty one.
 
     Returns
     -------
     CanonicalForm
-        ``print`` gives the dimensions.
+        ``print`` shows the dimensions.
 
     Notes
     -----
-    Norms' gains and shifts, LayerScale, the biases of keys and values are folded into other weights, readers and
-    writers are centred, what embeddings share is moved to one of them. It is computed in float64. Heads, neurons and
-    rotations of the stream stay as they are: the metrics do not see them.
+    Gains and shifts of norms, LayerScale, and the biases of keys and values are folded into other weights; layers that
+    read or write the stream are centred; constants that embeddings share are moved to one of them. It is computed in
+    float64. Heads, neurons and rotations of the stream are left unchanged, because the metrics do not depend on them.
 
     Examples
     --------
@@ -190,7 +190,7 @@ def canonical_form(model: nn.Module, *, classes: bool = False, state: State | No
 
 
 def _without(pair: SymmetricPair, constant: set[tuple[int, ...]]) -> SymmetricPair:
-    """Take the blocks that are constant from a pair."""
+    """Remove the constant blocks from a pair."""
     if pair.group is None:
         return pair
     G, H = (
@@ -201,7 +201,7 @@ def _without(pair: SymmetricPair, constant: set[tuple[int, ...]]) -> SymmetricPa
 
 
 def _write(values: dict[Tensor, Tensor]) -> None:
-    """Write parameters, all or none."""
+    """Write all parameters or none."""
     before = {p: p.detach().clone() for p in values}
     try:
         for p, value in values.items():
@@ -219,14 +219,14 @@ def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     Parameters
     ----------
     model : nn.Module
-        Changed in place; as before if anything fails.
+        Changed in place; unchanged if anything fails.
     classes : bool
         As for :func:`canonical_form`.
 
     Returns
     -------
     CanonicalForm
-        What was folded, and what could not be.
+        The symmetries that were folded, and those that could not be.
 
     Examples
     --------
@@ -247,7 +247,7 @@ def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
 
 
 def count(model: nn.Module, *, classes: bool = False) -> dict[str, int]:
-    """Count the directions of every continuous symmetry of a network's weights.
+    """Count the dimensions of all continuous symmetries of a network's weights.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ def count(model: nn.Module, *, classes: bool = False) -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        Dimension by kind. For the families that the adapters know, the sum is all that there is: tests compare it with
+        Dimension by kind. For the families that the adapters know, there are no others: tests compare the sum with
         :func:`nullity`.
 
     Examples
@@ -280,8 +280,8 @@ def apply_random_moves_(
 ) -> list[str]:
     """Move a network by a random element of every symmetry outside its pairs: the function stays the same.
 
-    It is canonicalised first; gains, shifts, biases, embeddings then move away from there, the last one folded first.
-    Heads and neurons are moved by :func:`~quotient_manifolds.symmetries.apply_random_symmetry_`.
+    The network is canonicalised first; then gains, shifts, biases and embeddings are moved, in the reverse order of
+    folding. Heads and neurons are moved by :func:`~quotient_manifolds.symmetries.apply_random_symmetry_`.
 
     Parameters
     ----------
@@ -290,11 +290,11 @@ def apply_random_moves_(
     scale : float
         Standard deviation of the moves.
     seed : int
-        Of the moves.
+        Seed of the moves.
     classes : bool
         As for :func:`canonical_form`.
     kinds : collection of str, optional
-        Which to move, by default all.
+        The kinds to move; by default all.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""The kinds of continuous symmetry outside the heads: each a move of weights that the network's function ignores.
+"""The kinds of continuous symmetry outside the heads: moves of weights that do not change the network's function.
 
-One function a kind makes its :class:`Symmetry`. They are folded in the order in which ``symmetries_of`` lists them;
-each formula relies on what was folded before. Notation: d is the width of the stream, γ ⊙ n(x) + β a norm's output,
-W x + b a reader (fed by a norm) or a writer (added to the stream).
+One function for each kind makes its :class:`Symmetry`. They are folded in the order in which ``symmetries_of`` lists
+them; each formula assumes that the earlier ones were folded. Notation: d is the width of the stream, γ ⊙ n(x) + β a
+norm's output, W x + b a reader (fed by a norm) or a writer (added to the stream).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Symmetry:
     Attributes
     ----------
     kind, name : str
-        What it is, and where.
+        The kind of symmetry, and its place in the network.
     dimension : int
-        Number of directions, without those that another symmetry of the list has already.
+        Number of directions that are not among those of another symmetry of the list.
     shape : tuple of int
-        Of t, which says how far to move; t = 0 is no move.
+        Shape of t, which says how far to move; t = 0 changes nothing.
     parameters : list of Tensor
-        Those that move.
+        The parameters that move.
     constant : list of Tensor or Block
-        Parameters, or blocks of them, that have one and the same value wherever the symmetry is folded.
+        Parameters, or blocks of them, that have a fixed value once the symmetry is folded.
     move : callable
         ``move(state, t)`` moves a :class:`State`, differentiably.
     fold : callable
@@ -64,7 +64,7 @@ class Symmetry:
 
 
 def null_input(norm: Norm, state: State, like: Tensor) -> Tensor:
-    """Give u with uᵀ(γ ⊙ n(x)) = 0 for all x behind a norm that centres: 1/γ, or what marks the zeros of γ."""
+    """Return u with uᵀ(γ ⊙ n(x)) = 0 for all x after a centring norm: 1/γ, or a mark of the zeros of γ."""
     gamma = norm.gamma(state)
     if gamma is None:
         return torch.ones_like(like)
@@ -87,7 +87,9 @@ def gain(site: Site) -> Symmetry:
 
     def fold(state: State) -> None:
         gamma = state.of(p) + norm.offset
-        if norm.shift is not None and not bool((gamma != 0).all()):  # where γ is 0, β is a bias, and must go first
+        if norm.shift is not None and not bool(
+            (gamma != 0).all()
+        ):  # where γ is 0, β is a bias and must be folded first
             shift(site).fold(state)
         divide(state, gamma, torch.ones_like(gamma))
 
@@ -98,7 +100,7 @@ def gain(site: Site) -> Symmetry:
 def shift(site: Site) -> Symmetry:
     r"""β → β + t, which the readers' biases take back; post-norm the next writer's bias does so for the stream.
 
-    A reader W without a bias has a substitute behind a norm that centres: with u = 1/γ, W + v uᵀ adds v uᵀβ to its
+    A reader W without a bias has a substitute for it after a centring norm: with u = 1/γ, W + v uᵀ adds v uᵀβ to its
     output and nothing else. Folded, β is 0, or γ/√d where it must serve as that bias.
     """
     norm, readers, carried, p = site.norm, site.readers, site.carried, site.norm.parameters[-1]
@@ -193,7 +195,7 @@ def common(name: str, source: Table, targets: Sequence[Table], centred: bool) ->
         if alone:
             state[p] = torch.zeros_like(state.of(p))
 
-    # The part along 1 is the writers' already.
+    # The part along 1 belongs to the writers already.
     return Symmetry("embeddings", name, d - centred, (d,), moving, alone, move, fold)
 
 
@@ -218,7 +220,7 @@ def layer_scale(name: str, scale: Table, affine: Affine) -> Symmetry:
 
 @dataclass(frozen=True)
 class _Bias:
-    """What adds a constant to a head's keys or values: a bias; or behind a norm with a shift the part of W along u."""
+    """What adds a constant to a head's keys or values: a bias or, after a norm with a shift, the part of W along u."""
 
     block: Block
     norm: Norm | None = None
@@ -253,7 +255,7 @@ class _Bias:
 
 
 def _bias_of(blocks: Sequence[Block], norms: Mapping[Tensor, Norm]) -> _Bias | None:
-    """Find what serves as the one bias of a head's keys or values."""
+    """Find what serves as the only bias of a head's keys or values."""
     biases = [b for b in blocks if b.rows == 1]
     if len(biases) == 1:
         return _Bias(biases[0])
@@ -301,7 +303,7 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
 
 
 def qk_gain(name: str, queries: Norm, keys: Norm) -> Symmetry:
-    """Gains of the norms of queries and keys, one against the other in every plane that RoPE rotates: q s, k / s."""
+    """Gains of the norms of queries and keys, scaled inversely in every plane that RoPE rotates: q s, k / s."""
     (q, k), norms = (queries.parameters[0], keys.parameters[0]), (queries, keys)
 
     def gammas(state: State) -> list[Tensor]:
@@ -334,9 +336,9 @@ def score_bias(name: str, tables: Sequence[Table]) -> Symmetry:
 
 
 def rotation(name: str, wiring: Wiring) -> Symmetry:
-    """Rotate the whole stream, x → Q x, Q orthogonal, with Q 1 = 1 behind LayerNorm; needs all gains folded.
+    """Rotate the whole stream, x → Q x, Q orthogonal, with Q 1 = 1 for LayerNorm; needs all gains folded.
 
-    There is no fold: the metrics of pairs and of vectors in the stream do not see it.
+    There is no fold, because the metrics of pairs and of vectors in the stream do not depend on it.
     """
     readers = {(id(r.module), r.weight, r.inputs): r for s in wiring.sites for r in s.readers}
     tables = list(dict.fromkeys(t.parameter for _, t in wiring.tables))

@@ -1,4 +1,4 @@
-"""How language models of transformers are wired."""
+"""The wiring of transformers' language models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def _bert(model: Any) -> Wiring:
     layout = rectified(_BERT, model.config.hidden_act)
     if hasattr(base, "embeddings_project") or model.config.is_decoder:
         return Wiring(closed=False)
-    if type(base).__name__ == "RobertaModel":  # padding alone has the position of its number, the others those after it
+    if (
+        type(base).__name__ == "RobertaModel"
+    ):  # padding alone has the position of its own index, all other tokens later ones
         pad, (words, positions, types) = model.config.pad_token_id, layout.tables
         others = (f"{positions}[{pad + 1}:]", f"{words}[:{pad}]+{words}[{pad + 1}:]")
         of_padding = (f"{positions}[{pad}:{pad + 1}]", f"{words}[{pad}:{pad + 1}]")
@@ -169,7 +171,7 @@ def _phi3(model: Any) -> Wiring:
 
 @register_wiring(*_all("qwen3", *("Qwen3" + h for h in _HEADS)))
 def _qwen3(model: Any) -> Wiring:
-    """Norms of queries and keys, whose gains stand against each other."""
+    """Norms of queries and keys, whose gains can be scaled inversely."""
     w = _causal(model, _LLAMA)
     for i, layer in enumerate(model.model.layers):
         attention = layer.self_attn

@@ -15,7 +15,7 @@ __all__ = ["Layout", "Sublayer", "affine", "norm", "rectified", "table", "wire"]
 
 @dataclass(frozen=True)
 class Sublayer:
-    """Names within a layer; of several, separated by ``|``, the first that is there (versions of a library differ).
+    """Names within a layer; of several, separated by ``|``, the first that exists (versions of a library differ).
 
     Attributes
     ----------
@@ -28,9 +28,9 @@ class Sublayer:
     scale : str
         Parameter of LayerScale.
     act : str
-        What stands between the last reader and the writer: ``"glu"``, ``"relu"``, or nothing of the kind.
+        The activation between the last reader and the writer: ``"glu"``, ``"relu"``, or empty for others.
     blind : tuple of str
-        Readers without a bias where a constant in the output would not be seen: keys.
+        Readers whose output may change by a constant without effect: keys.
     """
 
     norm: str
@@ -52,14 +52,14 @@ class Layout:
     sublayers : tuple of Sublayer
         In their order within a layer.
     last : str
-        Pre-norm: the norm behind the stack. Post-norm: the norm of the embeddings, in front of it.
+        Pre-norm: the norm after the stack. Post-norm: the norm of the embeddings, before it.
     tables : tuple of str
         Parameters whose rows are added to the stream.
     patches : str
         A convolution that writes to it.
     common : tuple of (str, str)
-        Parameters whose rows are always added together, each of the first with one of the second, which may end in the
-        rows that are meant, ``"position_embeddings[1:]"``, and name several such ranges: ``"words[:1]+words[2:]"``.
+        Parameters whose rows are always added to each other, each row of the first to one of the second. A name may end
+        in a range of rows, ``"position_embeddings[1:]"``, and several ranges may be joined: ``"words[:1]+words[2:]"``.
     post_norm : bool
     centring : bool
         LayerNorm; else RMSNorm.
@@ -79,7 +79,7 @@ class Layout:
 
 
 def rectified(layout: Layout, act: str | None) -> Layout:
-    """Note that the hidden neurons of the last sublayer are rectified, where a configuration's word says so."""
+    """Mark the hidden neurons of the last sublayer as rectified, if the configuration says so."""
     if act != "relu":
         return layout
     *others, mlp = layout.sublayers
@@ -87,7 +87,7 @@ def rectified(layout: Layout, act: str | None) -> Layout:
 
 
 def _find(root: nn.Module, names: str) -> tuple[str, nn.Module, str]:
-    """Give the name, owner and attribute of the first of some names that is there."""
+    """Return the name, owner and attribute of the first of some names that exists."""
     for name in names.split("|"):
         owner, _, attribute = name.rpartition(".")
         try:
@@ -109,7 +109,7 @@ def affine(root: nn.Module, name: str, *, blind: bool = False) -> Affine:
         return Affine(found, "in_proj_weight", "in_proj_bias", blind=blind)
     plain = any(isinstance(found, kind) and type(found).forward is kind.forward for kind in (nn.Linear, nn.Conv2d))
     if not plain and type(found).__name__ != "Conv1D":
-        raise AttributeError(f"{name} is a {type(found).__name__}, no linear layer")
+        raise AttributeError(f"{name} is a {type(found).__name__}, not a linear layer")
     return Affine(found, transposed=type(found).__name__ == "Conv1D", blind=blind)
 
 
@@ -136,7 +136,7 @@ def table(root: nn.Module, name: str) -> Table:
 def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], name: str = "") -> Wiring:
     """Add a stack of layers to a wiring.
 
-    ``heads`` read the last norm's output; none if it is not known what does.
+    ``heads`` read the last norm's output; empty if the readers are not known.
     """
     layers = root.get_submodule(_find(root, layout.layers)[0])
     steps: list[tuple[str, nn.Module, Sublayer]] = []

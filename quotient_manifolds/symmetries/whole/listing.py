@@ -1,4 +1,4 @@
-"""From a wiring to the list of symmetries: which conditions each kind needs, and in which order they are folded."""
+"""From a wiring to the list of symmetries: the conditions of each kind, and the order of folding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["symmetries_of"]
 def symmetries_of(
     wiring: Wiring | None, pairs: Sequence[SymmetricPair], *, classes: bool
 ) -> tuple[list[Symmetry], dict[str, str]]:
-    """List the symmetries of a network outside its pairs, in the order of folding; and what is none, with the reason.
+    """List the symmetries of a network outside its pairs, in the order of folding, and the refused ones with reasons.
 
-    ``classes``: the network's logits are seen through a softmax only.
+    ``classes``: the network's logits are used only through a softmax.
     """
     found: list[Symmetry] = []
     refused: dict[str, str] = {}
@@ -28,7 +28,7 @@ def symmetries_of(
 
     def add(s: Symmetry) -> bool:
         if any(p in tied for p in s.parameters):
-            refused[f"{s.name} {s.kind}"] = "weights that stand in another place too"
+            refused[f"{s.name} {s.kind}"] = "weights that are used in another place too"
         elif any(not p.requires_grad for p in s.parameters):
             refused[f"{s.name} {s.kind}"] = "frozen weights"
         else:
@@ -37,7 +37,7 @@ def symmetries_of(
         return False
 
     def foldable(site: Site) -> bool:
-        """Where a gain is 0 the shift behind it must go first."""
+        """Where a gain is 0, the shift after it must be folded first."""
         norm = site.norm
         if norm.gain is None or norm.shift is None or bool((norm.gain.detach() + norm.offset != 0).all()):
             return True

@@ -1,4 +1,4 @@
-"""The numerical null dimension of a small network: how many directions of its weights its outputs do not see."""
+"""The numerical null dimension of a small network: the number of weight directions without effect on its outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Nullity:
     parameters : int
         Entries of trainable parameters that some output depends on.
     unused : int
-        The others: rows of embeddings that no input asks for, for example.
+        Entries that no output depends on, such as rows of embeddings that no input uses.
     null, first : float
         The largest singular value that counts as zero and the smallest that does not, both relative to the largest.
 
@@ -47,7 +47,7 @@ class Nullity:
 
     @property
     def gap(self) -> float:
-        """Ratio of the smallest singular value that is not zero to the largest that is; a clear answer has 1e4."""
+        """Ratio of the smallest non-zero singular value to the largest one counted as zero; 1e4 is a clear answer."""
         return self.first / max(self.null, 1e-300)
 
 
@@ -59,12 +59,12 @@ def nullity(
     tolerance: float = 1e-11,
     classes: bool = False,
 ) -> Nullity:
-    """Count the directions of the weights that the outputs do not see, by the singular values of their Jacobian.
+    """Count the directions of the weights without effect on the outputs, from the singular values of their Jacobian.
 
     Parameters
     ----------
     model : nn.Module
-        Small (some thousand parameters), in float64 and evaluation mode; of its parameters those that are trainable.
+        Small (a few thousand parameters), in float64 and evaluation mode; only its trainable parameters count.
     inputs : sequence
         Batches, with at least as many numbers in their outputs as there are parameters: three times as many is safe.
     forward : callable
@@ -72,7 +72,7 @@ def nullity(
     tolerance : float
         Singular values below it, relative to the largest, are null.
     classes : bool
-        Look at the logarithms of the softmax over the last dimension in place of the outputs.
+        Use the logarithms of the softmax over the last dimension instead of the outputs.
 
     Returns
     -------
@@ -81,11 +81,11 @@ def nullity(
     Raises
     ------
     ValueError
-        Fewer outputs than parameters.
+        There are fewer outputs than parameters.
 
     Notes
     -----
-    Casts to float32 inside (transformers' RMSNorm), which would hide null directions at 1e-7, go to float64.
+    Casts to float32 inside the model (transformers' RMSNorm), which would hide null directions at 1e-7, become float64.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def nullity(
     used = (J != 0).any(0)
     J = J[:, used]
     if J.shape[0] < J.shape[1]:
-        raise ValueError(f"{J.shape[0]} outputs cannot tell {J.shape[1]} parameters apart; give more inputs")
+        raise ValueError(f"{J.shape[0]} outputs cannot distinguish {J.shape[1]} parameters; pass more inputs")
     J = J / J.norm(dim=1, keepdim=True).clamp_min(1e-300)
     sigma = torch.linalg.svdvals(torch.linalg.qr(J).R)
     sigma = sigma / sigma[0]

@@ -1,4 +1,4 @@
-"""Hold every kind of symmetry against what the network does: by one gradient, and by finite moves."""
+"""Check every kind of symmetry on the network's outputs: by one gradient, and by finite moves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["WholeVerification", "verify_whole"]
 
 @dataclass(frozen=True)
 class WholeVerification:
-    """What the outputs' gradient, and moves, say of every kind of symmetry.
+    """What the outputs' gradient and finite moves say about every kind of symmetry.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class WholeVerification:
     changes : dict of str to float
         By kind: the largest change of an output when all symmetries of the kind move, relative to the largest output.
     tolerance : float
-        What counts as rounding.
+        Values up to this count as rounding.
 
     Examples
     --------
@@ -51,13 +51,13 @@ class WholeVerification:
 
     @property
     def failures(self) -> list[str]:
-        """The kinds that are no symmetries."""
+        """The kinds that are not symmetries."""
         found = {**self.residuals, **{k: max(v, self.residuals.get(k, 0.0)) for k, v in self.changes.items()}}
         return [kind for kind, size in found.items() if not size <= self.tolerance]
 
     @property
     def ok(self) -> bool:
-        """Every kind is one."""
+        """Whether every kind is a symmetry."""
         return not self.failures
 
     def __str__(self) -> str:
@@ -79,25 +79,25 @@ def verify_whole(
 ) -> WholeVerification:
     """Certify every kind of symmetry of a network, heads, neurons and all others, and move it.
 
-    Done on a copy in float64, which is canonicalised.
+    It is done on a canonicalised copy in float64.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it is; of a class that is known, see :func:`register_wiring`.
+        A network of a known class, see :func:`register_wiring`; it is left unchanged.
     batch : object
-        What ``forward`` takes; floating-point tensors are widened.
+        A batch for ``forward``; floating-point tensors are widened.
     seed : int
-        Of the cotangent and the moves.
+        Seed of the cotangent and the moves.
     forward : callable
         ``forward(model, batch)`` → outputs.
     classes : bool
-        The outputs are seen through a softmax over their last dimension.
+        The outputs are used only through a softmax over their last dimension.
 
     Returns
     -------
     WholeVerification
-        ``print`` gives a row a kind.
+        ``print`` shows a row for each kind.
 
     Examples
     --------
@@ -143,7 +143,7 @@ def verify_whole(
 
 
 def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
-    """Give the derivative along a symmetry at t = 0, relative to the gradient's and the move's lengths."""
+    """Return the derivative along a symmetry at t = 0, relative to the gradient's and the move's lengths."""
     t = torch.zeros(s.shape, dtype=torch.float64, device=s.parameters[0].device, requires_grad=True)
     at, near = State(), State()
     s.move(at, t)
@@ -153,7 +153,7 @@ def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
     if not known:
         return 0.0
     (along,) = torch.autograd.grad(torch.stack([(gradients[p] * at[p]).sum() for p in known]).sum(), t)
-    floor = 1e-6 * max(float(g.norm()) for g in gradients.values())  # a gradient may be nothing but rounding
+    floor = 1e-6 * max(float(g.norm()) for g in gradients.values())  # a gradient may be pure rounding error
     moved = sum(max(float(gradients[p].norm()), floor) * float((near.of(p) - p.detach()).norm()) for p in known)
     sizes = moved / float(step.norm())
     return float(along.norm()) / sizes if sizes else 0.0

@@ -1,4 +1,4 @@
-"""How vision transformers of transformers, timm and open_clip, and torch's own encoder, are wired."""
+"""The wiring of the vision transformers of transformers, timm and open_clip, and of torch's own encoder."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ _CLIP_VISION = Layout(
 
 @register_wiring(_HF.format("clip", "CLIPForImageClassification"), _HF.format("clip", "CLIPVisionModelWithProjection"))
 def _clip_vision(model: Any) -> Wiring:
-    """Wire the picture tower: a norm in front of the stream; the classifier reads the patches' mean without a norm."""
+    """Wire the image tower: a norm before the stream; the classifier reads the patches' mean without a norm."""
     base = getattr(model.vision_model, "vision_model", model.vision_model)
     classifies = hasattr(model, "classifier")
     head = affine(model, "classifier" if classifies else "visual_projection")
@@ -158,7 +158,7 @@ _TIMM = Layout(
 
 @register_wiring("timm.models.vision_transformer.VisionTransformer")
 def _timm(model: Any) -> Wiring:
-    """Plain vision transformers; one with another kind of block, pooling or norm is left to its heads."""
+    """Plain vision transformers; for other kinds of block, pooling or norm only heads are treated."""
     plain = all(
         type(b).__name__ == "Block" and type(b.mlp).__name__ == "Mlp" and type(b.attn.norm).__name__ == "Identity"
         and type(b.attn.q_norm).__name__ == "Identity" and type(b.norm1).__name__ == "LayerNorm"
@@ -202,7 +202,7 @@ _OPEN_CLIP = Layout(
 
 @register_wiring("open_clip.transformer.VisionTransformer")
 def _open_clip(model: Any) -> Wiring:
-    """Wire the picture tower alone; what reads its output is the projection."""
+    """Wire the image tower only; its output is read by the projection."""
     if model.attn_pool is not None or model.final_ln_after_pool or type(model.ln_pre).__name__ == "Identity":
         return Wiring(closed=False)
     head = [affine(model, "proj")] if model.proj is not None else []

@@ -1,4 +1,4 @@
-"""How a network is wired around its residual streams: which norm feeds which layers, and what is added to a stream."""
+"""The wiring of a network around its residual streams: which norm feeds which layers, and what is added to a stream."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class State(dict[Tensor, Tensor]):
     """
 
     def of(self, p: Tensor) -> Tensor:
-        """Give the value of a parameter."""
+        """Return the value of a parameter."""
         return self[p] if p in self else p.detach().to(torch.promote_types(p.dtype, torch.float64))
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A map x ↦ W x + b, or a part of one: where W (outputs, inputs) and b lie.
+    """A map x ↦ W x + b, or a part of one: the location of W (outputs, inputs) and b.
 
     Attributes
     ----------
     module : nn.Module
         Owner of the parameters.
     weight, bias : str
-        Their names; a bias that is missing or None is none. Dimensions after the second count as inputs (convolutions).
+        Their names; the bias may be missing or None. Dimensions after the second count as inputs (convolutions).
     transposed : bool
         The weight is (inputs, outputs), as GPT-2's ``Conv1D``.
     inputs : (int, int)
-        The columns of W that are meant, from and up to, where one layer reads several things.
+        First and last (exclusive) column of W, where one layer reads several things.
     blind : bool
-        What reads the output does not see a constant that is added to it: keys under softmax.
+        A constant added to the output has no effect, as for keys under softmax.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class Affine:
         state[self.W] = (flat.T if self.transposed else flat).reshape(whole.shape)
 
     def add_to_bias(self, state: State, c: Tensor) -> None:
-        """Add a constant to the output; one that is not seen is left out."""
+        """Add a constant to the output; one without effect is left out."""
         if self.b is not None:
             state[self.b] = state.of(self.b) + c
         else:
@@ -116,7 +116,7 @@ class Norm:
     module : nn.Module
         Owner of ``weight`` and ``bias``; either may be missing.
     centring : bool
-        n(x) sums to 0, as of LayerNorm; else RMSNorm.
+        n(x) sums to 0, as in LayerNorm; else RMSNorm.
     offset : float
         1 for Gemma's norms.
 
@@ -144,7 +144,7 @@ class Norm:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of γ and β, those that there are."""
+        """The parameters of γ and β, as far as they exist."""
         return [p for p in (self.gain, self.shift) if p is not None]
 
     def gamma(self, state: State) -> Tensor | None:
@@ -163,7 +163,7 @@ class Table:
     attribute : str
         Its name.
     rows : (int, int)
-        The rows that are meant, from and up to.
+        First and last (exclusive) row.
 
     Examples
     --------
@@ -189,7 +189,7 @@ class Table:
         return whole.reshape(-1, whole.shape[-1])[slice(*self.rows)]
 
     def add(self, state: State, c: Tensor) -> None:
-        """Add to the vectors what fits (rows, d)."""
+        """Add a tensor that broadcasts to (rows, d) to the vectors."""
         whole = state.of(self.parameter)
         rows = whole.reshape(-1, whole.shape[-1]).clone()
         rows[slice(*self.rows)] = rows[slice(*self.rows)] + c
@@ -198,7 +198,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Site:
-    """A norm and what reads its output.
+    """A norm and the layers that read its output.
 
     Attributes
     ----------
@@ -209,7 +209,7 @@ class Site:
     carried : Affine or None
         Post-norm: the next layer whose output is added to the norm's.
     raw : bool
-        Something else reads the output too, so that nothing can be moved into the readers.
+        Something else reads the output too, so nothing can be moved into the readers.
 
     Examples
     --------
@@ -238,9 +238,9 @@ class Neurons:
     kind : str
         ``"glu"`` if another layer gates them, ``"relu"`` if they are rectified.
     up, down : Affine
-        Their rows, and their columns.
+        The layers whose rows and columns they are.
     first : int
-        Row of ``up`` where they begin: a gate may stand before them.
+        Row of ``up`` where they begin; a gate may come before them.
 
     Examples
     --------
@@ -259,7 +259,7 @@ class Neurons:
 
 @dataclass
 class Wiring:
-    """What is known of a network around its streams; everything is a list to which an adapter adds.
+    """The known wiring of a network around its streams; an adapter appends to these lists.
 
     Attributes
     ----------
@@ -269,20 +269,20 @@ class Wiring:
     tables : list of (str, Table)
         Other vectors that are added to a stream.
     common : list of (str, Table, tuple of Table)
-        Vectors that are always added together: every one of the first with exactly one of the others.
+        Vectors that are always added to each other: each of the first to exactly one of the others.
     scales : list of (str, Table, Affine)
-        LayerScale: one number an output of a writer.
+        LayerScale: one number for each output of a writer.
     neurons : list of Neurons
     qk_norms : list of (str, Norm, Norm)
         Norms of queries and keys, under RoPE in halves.
     score_tables : list of (str, tuple of Table)
         Rows of a table (positions, heads) that are added to the scores of the same queries before softmax.
     classifiers : list of (str, Affine)
-        What gives the logits of a softmax.
+        Layers that compute the logits of a softmax.
     reads_stream_raw : bool
-        A stream is also read without a norm that centres.
+        A stream is also read without a centring norm.
     closed : bool
-        All that reads from or writes to a stream is listed, so that it can be rotated.
+        All layers that read from or write to a stream are listed, so that it can be rotated.
 
     Examples
     --------
@@ -307,11 +307,11 @@ class Wiring:
 
     @property
     def centred(self) -> bool:
-        """Whether nothing sees the mean over the entries of a vector in the stream."""
+        """Whether nothing depends on the mean over the entries of a vector in the stream."""
         return not self.reads_stream_raw and all(s.norm.centring for s in self.sites)
 
     def tied(self) -> set[Tensor]:
-        """Find the parameters that stand in several places."""
+        """Find the parameters that are used in several places."""
         uses: Counter[Tensor] = Counter()
         for s in self.sites:
             if s.readers:
@@ -366,7 +366,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
 
 
 def wiring_of(model: nn.Module) -> Wiring | None:
-    """Look up how a network is wired, by its exact class.
+    """Look up the wiring of a network by its exact class.
 
     Parameters
     ----------
@@ -376,7 +376,7 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     Returns
     -------
     Wiring or None
-        None if nobody said; an empty one where layers are not those that the class has by itself.
+        None for an unknown class; an empty wiring if layers of the class were replaced.
 
     Examples
     --------
@@ -390,5 +390,5 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     adapter = _ADAPTERS.get(_qualified(plain_class(model)))
     try:
         return None if adapter is None else adapter(model)
-    except AttributeError:  # replaced layers, switches that nobody wired
+    except AttributeError:  # replaced layers, options that the adapter does not cover
         return Wiring(closed=False)

@@ -42,5 +42,5 @@ def test_from_matrix(dtype):
     assert torch.allclose(G.mH @ G, H.mH @ H)
     with pytest.raises(ValueError, match="no point of rank 6"):
         from_matrix(W, 6)
-    with pytest.raises(ValueError, match="a rank below 2"):
+    with pytest.raises(ValueError, match="rank below 2"):
         from_matrix(torch.ones(3, 3), 2)

@@ -194,7 +194,9 @@ def test_state_of_another_version_is_refused(kind):
     ):
         wrong = copy.deepcopy(saved)
         change(wrong["buckets"][0]["state"])
-        with pytest.raises(ValueError, match=r"the state of pairs has .* where this optimiser has .*: another version"):
+        with pytest.raises(
+            ValueError, match=r"the state of pairs has .* where this optimiser has .*: it is of another version"
+        ):
             optimizer.load_state_dict(wrong)
 
 

@@ -123,7 +123,7 @@ def test_modules_that_are_no_linear_maps_are_refused_with_a_reason():
         return list(attention_pairs("layer", heads=2, q=Projection(query), k=k, v=v, o=o))
 
     for query, reason in (
-        (OwnForward(8, 8), "OwnForward is a subclass of Linear with a forward of its own"),
+        (OwnForward(8, 8), "OwnForward is a subclass of Linear with its own forward"),
         (quantised(), "quantised: the weight has dtype int8"),
     ):
         found = pairs(query)

@@ -91,7 +91,7 @@ def test_evaluate_refuses_by_name_and_leaves_the_model_alone(dtype, which):
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
     bend(projection(model, which), 0.3)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(NotASymmetryError, match=r"layer.*0.*is no symmetry of the loss") as caught:
+    with pytest.raises(NotASymmetryError, match=r"layer.*0.*is not a symmetry of the loss") as caught:
         sharpness.evaluate(model, [batch], rho=0.1, steps=2)
     wrong = caught.value.pair
     assert wrong.kind == ("qk" if which == 0 else "vo")
@@ -170,9 +170,9 @@ def test_ways_to_wrap_a_projection(way, table, monkeypatch):
         monkeypatch.setattr(registry, "_HANDLERS", {})
     found = find_symmetric_pairs(model, batch=None if table else batch)
     usable, refused = [p for p in found if p.group], [p for p in found if not p.group]
-    reasons = {"own": "a forward of its own", "computed": "is computed", "replaced": "replaced by several layers"}
+    reasons = {"own": "its own forward", "computed": "is computed", "replaced": "replaced by several layers"}
     if outcome == "caught" and table:
-        with pytest.raises(NotASymmetryError, match=r"layer.*0.*is no symmetry of the loss"):
+        with pytest.raises(NotASymmetryError, match=r"layer.*0.*is not a symmetry of the loss"):
             sharpness.evaluate(model, [batch], rho=0.1, steps=2)
     elif outcome == "kept":
         assert len(usable) == len(found) == 8
@@ -198,7 +198,7 @@ def test_what_no_pair_survives_is_not_taken_for_rounding(monkeypatch):
     batch = {**IDS, "labels": IDS["input_ids"]}
     networks.shake(model)
     found = find_symmetric_pairs(model)
-    assert {p.reason for p in found} == {"prefix tuning puts keys and values beside the layer's own"}
+    assert {p.reason for p in found} == {"prefix tuning adds keys and values to those of the layer"}
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
     monkeypatch.setattr(registry, "prefix_tuned", lambda model: False)
     assert not any(p.group is None for p in find_symmetric_pairs(model))
@@ -228,7 +228,7 @@ def test_optimisers_refuse_before_anything_moves(train):
     projection(broken, 0).register_forward_hook(lambda module, x, y: y.relu())
     error(broken, batch).backward()
     before = copy.deepcopy(broken.state_dict())
-    with pytest.raises(NotASymmetryError, match="is no symmetry of the loss"):
+    with pytest.raises(NotASymmetryError, match="is not a symmetry of the loss"):
         first_step(optimizer)
     assert all(torch.equal(v, before[k]) for k, v in broken.state_dict().items())
 

@@ -24,7 +24,7 @@ from quotient_manifolds.symmetries import (
 def test_tied_and_doubled_blocks_are_errors():
     layer = nn.Linear(4, 4)
     q = Projection(layer).input_blocks(0, 2, 0, 2)
-    with pytest.raises(ValueError, match="stands in G and in H"):
+    with pytest.raises(ValueError, match="is in G and in H"):
         SymmetricPair("tied", "qk", GL(2), q, q)
     k = Projection(layer).input_blocks(1, 2, 0, 2)
     pair = SymmetricPair("twice", "qk", GL(2), q, k)
@@ -33,7 +33,7 @@ def test_tied_and_doubled_blocks_are_errors():
     assert find_symmetric_pairs(layer, extra=[pair])[0] == pair
     with pytest.raises(ValueError, match="acts on"):
         SymmetricPair("narrow", "qk", GL(3), q, k)
-    with pytest.raises(ValueError, match="give the reason"):
+    with pytest.raises(ValueError, match="pass the reason"):
         SymmetricPair("nothing", "qk", None)
 
 

@@ -84,7 +84,7 @@ def test_lora_with_a_trainable_base_joins_the_attention_pairs(make):
     assert attention[0].n == 17 + 3  # rows of lora_B
     stand_in = [p for p in pairs if p.kind == "lora" and p.group is None]
     assert stand_in
-    assert all("stand in the attention pairs" in p.reason for p in stand_in)
+    assert all("belong to the attention pairs" in p.reason for p in stand_in)
     assert max(verify(model, batch).changes.values()) < 1e-9
     # Forgetting the rows of LoRA moves the outputs.
     with pytest.MonkeyPatch.context() as patch:

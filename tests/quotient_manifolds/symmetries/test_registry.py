@@ -136,7 +136,7 @@ def test_shared_and_overlapping_memory_is_refused_layer_by_layer(overlap):
     refused = [p for p in found if p.group is None]
     assert {(p.kind, p.module) for p in refused} == {("qk", refused[0].module)}
     assert {p.reason.split(";")[0].split(" (")[0] for p in refused} == {
-        "its weights stand in another place too" if overlap else "the same weights stand in both factors"
+        "its weights are used in another place too" if overlap else "both factors contain the same weights"
     }
     assert len(found) - len(refused) == 3 * len(refused)
 

@@ -36,7 +36,7 @@ def only_first(name):
 SPOILT = {
     "act moves representatives": {"act": lambda self, x, A: x},
     "transport to the same point": {"transp": lambda self, x, y, v: 0 * v},
-    "a batch is its points one by one": {"egrad2rgrad": only_first("egrad2rgrad")},
+    "a batch equals its single points": {"egrad2rgrad": only_first("egrad2rgrad")},
     "product is invariant": {"act": lambda self, x, A: Base.act(self, x, A) * 1.01},
     "vertical vectors keep the product": {"vertical": lambda self, x, L: x @ L},
     "canonical is one of the orbit": {"canonical": lambda self, x: 2 * Base.canonical(self, x)},

@@ -66,7 +66,7 @@ def test_idx_files(tmp_path, packed):
     assert y.tolist() == [1, 3]
     assert np.allclose(x[:, 0].numpy(), (pixels[[1, 3]] / 255 - 0.25) / 0.5, atol=1e-6)
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(ValueError, match="is no readable idx file"):
+    with pytest.raises(ValueError, match="is not a readable idx file"):
         load_examples(str(path), images=FORMAT)
 
 
@@ -91,6 +91,6 @@ def test_run_on_images(folder, tmp_path, capsys, monkeypatch):
         "--quiet",
     ]
     assert cli.main(command) == 2
-    assert "give size, mean, std" in capsys.readouterr().err
+    assert "pass size, mean and std" in capsys.readouterr().err
     assert cli.main([*command, "--image-size", "8", "--mean", "0.5", "0.5", "0.5", "--std", "1"]) == 0
     assert "adaptive sharpness of Sequential" in capsys.readouterr().out

@@ -19,7 +19,7 @@ def test_batches(folder):
 def test_what_is_wrong_is_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no data at"):
         load_examples(str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="does not say what it expects; give size, mean, std"):
+    with pytest.raises(ValueError, match="does not say which format it expects; pass size, mean and std"):
         load_examples(str(folder))
     (folder / "empty").mkdir()
     with pytest.raises(ValueError, match=r"the class folder empty of .* holds no image"):
@@ -30,7 +30,7 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match=r"the image cat/0.png cannot be read .*; remove it or replace it"):
         load_examples(str(folder), images=COLOUR).batch([0])
     (tmp_path / "a.zip").write_bytes(b"no zip")
-    with pytest.raises(ValueError, match="is no readable zip archive"):
+    with pytest.raises(ValueError, match="is not a readable zip archive"):
         load_examples(str(tmp_path / "a.zip"), images=COLOUR)
     (tmp_path / "x-images-idx3-ubyte").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="needs its labels beside it, in x-labels-idx1-ubyte"):
@@ -41,11 +41,15 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         (b"text\tlabel\nfine\t0\n", TextColumns("words"), r"no column 'words'; it has text, label"),
         (b"text\tlabel\nfine\n", TextColumns(), r"row 1 of .*t.tsv has 1 columns, not 2"),
         (b"text\tlabel\n", TextColumns(), "has no rows"),
-        (b"text\tlabel\nfine\tmaybe\n", TextColumns(), r"the label 'maybe', which stands for no class .*--label-map"),
+        (
+            b"text\tlabel\nfine\tmaybe\n",
+            TextColumns(),
+            r"the label 'maybe', which is not the name of a class .*--label-map",
+        ),
         (
             b"text\tlabel\nfine\tmaybe\n",
             TextColumns(label_map={"yes": 1}),
-            r"'maybe', which stands for no class \(yes\)",
+            r"'maybe', which is not the name of a class \(yes\)",
         ),
     ):
         table.write_bytes(content)
@@ -54,7 +58,7 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match="the model has no tokenizer"):
         load_examples(str(table))
     lines = tmp_path / "t.jsonl"
-    for content, message in ((b"{}\nno\n", "line 2 of .* is no JSON"), (b"3\n", "line 1 of .* is no JSON object")):
+    for content, message in ((b"{}\nno\n", "line 2 of .* is not JSON"), (b"3\n", "line 1 of .* is not a JSON object")):
         lines.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load_examples(str(lines), tokenizer=Words())

@@ -28,7 +28,7 @@ def test_folders_of_datasets(tmp_path, pictures):
     assert len(load_examples(f"{tmp_path / 'parts'}:test", images=COLOUR)) == 2
     assert not DataChoice(f"{tmp_path / 'parts'}:test").is_text
     assert not DataChoice(str(tmp_path / "parts")).is_text
-    with pytest.raises(ValueError, match="has the parts train, test; name one"):
+    with pytest.raises(ValueError, match="has the splits train, test; name one"):
         load_examples(str(tmp_path / "parts"), images=COLOUR)
     with pytest.raises(ValueError, match="has no column 'kind'"):
         load_examples(str(tmp_path / "one"), images=COLOUR, text=TextColumns(label="kind"))
@@ -52,5 +52,5 @@ def test_folders_of_datasets(tmp_path, pictures):
         load_examples(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"yes": 0, "no": 1})
     data = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [1, -1]}, features=texts)
     data.save_to_disk(tmp_path / "unlabelled")
-    with pytest.raises(ValueError, match="has the label -1, which is none of its classes"):
+    with pytest.raises(ValueError, match="has the label -1, which is not among its classes"):
         load_examples(str(tmp_path / "unlabelled"), tokenizer=tokenizer)

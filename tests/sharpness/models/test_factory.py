@@ -55,7 +55,7 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
         (["empty"], "has no config.json"),
         (["bad"], "not valid JSON"),
         (["odd"], "'NoSuchModel', which transformers does not have"),
-        (["nonsense"], "neither a folder"),
+        (["nonsense"], "not the name of an open_clip or timm model"),
     ]:
         assert cli.main(["symmetries", *arguments]) == 2
         err = capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
 def test_a_path_that_is_not_there_is_called_so():
     with pytest.raises(FileNotFoundError, match=r"there is no folder './brt'"):
         load("./brt")
-    with pytest.raises(ValueError, match=r"is neither a folder \(there is none of this name\)"):
+    with pytest.raises(ValueError, match=r"there is no folder of this name"):
         load("brt")
 
 

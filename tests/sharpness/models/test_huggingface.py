@@ -62,11 +62,11 @@ def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, c
     for entries, words in (
         ({"num_hidden_layers": 1}, "they have besides bert.encoder.layer.1.attention.output.LayerNorm.bias"),
         ({"num_hidden_layers": 3}, "they lack bert.encoder.layer.2.attention.output.LayerNorm.bias"),
-        ({"architectures": ["BertForTokenClassification"], "num_labels": 7}, "other shapes than config.json"),
+        ({"architectures": ["BertForTokenClassification"], "num_labels": 7}, "do not have the shapes of config.json"),
         ({"architectures": ["BertForMaskedLM"]}, "they lack cls.predictions"),
-        ({"hidden_size": 32}, "have other shapes than config.json says"),
+        ({"hidden_size": 32}, "do not have the shapes of config.json"),
         ({"hidden_size": "x"}, "cannot be loaded as BertForSequenceClassification"),
-        ({"num_hidden_layers": 10**12}, "asks for num_hidden_layers = 1000000000000, more than can be built"),
+        ({"num_hidden_layers": 10**12}, "asks for num_hidden_layers = 1000000000000, which is too large to build"),
         ({"architectures": [3]}, "names the architecture 3, which transformers does not have"),
     ):
         changed(bert, **entries)
@@ -90,5 +90,5 @@ def test_files_beside_the_weights_that_cannot_be_read(bert):
     with pytest.raises(ValueError, match=r"the tokenizer in .*bert cannot be read"):
         _ = load(str(bert)).tokenizer
     (bert / "preprocessor_config.json").write_text('{"size": {}, "image_mean": 1}')
-    with pytest.raises(ValueError, match=r"preprocessor_config.json does not say how images are made ready"):
+    with pytest.raises(ValueError, match=r"preprocessor_config.json does not say how images are preprocessed"):
         load(str(bert))

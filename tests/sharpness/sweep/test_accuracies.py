@@ -17,7 +17,7 @@ def test_known_accuracies_stand_in_for_a_test_set(place):
     Path("acc.csv").write_text("model,dev,train\n" + "".join(f"net{i},0.{6 + i}5,0.9\n" for i in range(3)))
     Path("known.json").write_text(json.dumps(config))
     failed = run_sweep(read_config("known.json"), "out", progress=False)
-    assert [(f["checkpoint"], f["error"]) for f in failed] == [("net3.pt", "acc.csv has no accuracy of 'net3.pt'")]
+    assert [(f["checkpoint"], f["error"]) for f in failed] == [("net3.pt", "acc.csv has no accuracy for 'net3.pt'")]
     fits = {r["checkpoint"]: r for r in rows_of("out", "known.json") if r["kind"] == "fit"}
     assert [fits[f"net{i}.pt"]["test_error"] for i in range(3)] == pytest.approx([0.35, 0.25, 0.15])
     measured = [r for r in rows_of("out", "known.json") if r["kind"] == "fit"]
@@ -34,7 +34,7 @@ def test_known_accuracies_stand_in_for_a_test_set(place):
     ("lines", "message"),
     [
         ("model,dev\nnet0,85\n", "accuracies are fractions"),
-        ("model,dev\nnet0,good\n", "holds no accuracy"),
+        ("model,dev\nnet0,good\n", "does not hold an accuracy"),
         ("model,other\nnet0,0.5\n", "has no column 'dev'"),
         ("model,dev\nnet0,0.5\nnet0.pt,0.6\n", "a second time"),
     ],

@@ -49,7 +49,7 @@ def test_a_number_in_yaml_is_one(place):
         ({"data": {"source": "train.pt", "colour": 1}}, "entry data: contains unknown entry `colour`"),
         ({"checkpoints": [{"model": "x"}]}, r"entry checkpoints\[0\]: missing required entry `path`"),
         ({"ablations": [{"speed": 3}]}, "unknown switch"),
-        ({"ablations": [{"geodesic": "rk4"}]}, "means nothing for any of adaptive, euclidean"),
+        ({"ablations": [{"geodesic": "rk4"}]}, "has no meaning for any of adaptive, euclidean"),
     ],
 )
 def test_mistakes_in_the_configuration(place, capsys, change, message):

@@ -56,7 +56,7 @@ def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
     torch.save({"0.weight": torch.zeros(2, 2)}, "collection/net2.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     err = capsys.readouterr().err
-    assert "sharpness: net1.pt, fit: collection/net1.pt is no plain state dict of tensors" in err
+    assert "sharpness: net1.pt, fit: collection/net1.pt is not a plain state dict of tensors" in err
     assert "net2.pt, adaptive: the weights in collection/net2.pt are not those of Sequential" in err
     assert "Traceback" not in err
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}
@@ -272,8 +272,11 @@ def test_bert_folders_good_and_bad(place, capsys):
     assert rows_of("b", "berts.json")[0]["sharpness"] > 0
     assert set(said) == {"wordless,", "narrow,", "nameless,", "pickled,"}
     assert "the model has no tokenizer: put one into its folder" in said["wordless,"]
-    assert "'good', which stands for no class (label_0, label_1); say what labels mean" in said["narrow,"]
-    assert "'good', which stands for no class (label_0, label_1, label_2); say what labels mean" in said["nameless,"]
+    assert "'good', which is not the name of a class (label_0, label_1); say what labels mean" in said["narrow,"]
+    assert (
+        "'good', which is not the name of a class (label_0, label_1, label_2); say what labels mean"
+        in said["nameless,"]
+    )
     assert "berts/pickled holds pickled objects other than tensors" in said["pickled,"]
     assert not Path("executed").exists()
 
@@ -301,7 +304,7 @@ def test_soups_checkpoints_good_and_pickled(place, capsys):
     assert [(r["checkpoint"], r["kind"]) for r in rows] == [("model_0.pt", "baselines"), ("model_0.pt", "sharpness")]
     assert rows[0]["relative_flatness"] > 0
     assert rows[1]["sharpness"] > 0
-    assert "soups/model_1.pt is no plain state dict of tensors" in capsys.readouterr().err
+    assert "soups/model_1.pt is not a plain state dict of tensors" in capsys.readouterr().err
     assert not Path("executed").exists()
 
 

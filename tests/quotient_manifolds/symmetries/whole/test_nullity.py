@@ -60,5 +60,5 @@ def test_an_incomplete_list_falls_short():
 
 
 def test_too_few_outputs_are_refused():
-    with pytest.raises(ValueError, match="give more inputs"):
+    with pytest.raises(ValueError, match="pass more inputs"):
         nullity(nn.Linear(3, 2).double(), [torch.ones(2, 3, dtype=torch.float64)])
