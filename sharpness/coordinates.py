@@ -80,7 +80,7 @@ class Coordinates:
     # -- what the metric meets -----------------------------------------------------------------------------------
 
     def spectrum(self) -> tuple[float | None, int, int]:
-        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are absent, or floored.
+        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are absent or floored.
 
         Absent are those at rounding level; the metric's floor replaces others that are small.
         """
