@@ -20,8 +20,8 @@ __all__ = ["Bent", "first_path", "polar"]
 
 
 def polar(X: Tensor) -> Tensor:
-    """Give the unitary factor of X."""
-    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
+    """Give the unitary factor of X; of a path that failed any, for the others' sake."""
+    U, _, Vh = torch.linalg.svd(X.nan_to_num(0, 0, 0), full_matrices=False)
     return U @ Vh
 
 

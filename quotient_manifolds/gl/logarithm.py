@@ -7,6 +7,7 @@ fixes both points is an isometry.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
             'pass on_error="nan"'
         )
     worst = found.residual[failed].max().item()
-    return f'logmap: {worst:.1e} of the way is missing {count}; pass more n_starts, or on_error="nan"'
+    missing = f"{worst:.1e} of the way is missing" if isfinite(worst) else "no geodesic was found"
+    return f'logmap: {missing} {count}; pass more n_starts, or on_error="nan"'
 
 
 class _Distance(torch.autograd.Function):

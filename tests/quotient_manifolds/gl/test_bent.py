@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from quotient_manifolds.gl.bent import Bent, first_path
+from quotient_manifolds.gl.bent import Bent, first_path, polar
 from quotient_manifolds.gl.path import Path, energy, moved_end
 from tests.geodesics import METRICS, field
 
@@ -49,6 +49,14 @@ def test_coefficients_follow_the_end(dtype):
     bent.prepare()
     ahead, behind = (Bent(X, Y @ torch.linalg.matrix_exp(s * 1e-5 * skew), like).coefficients() for s in (1, -1))
     torch.testing.assert_close(bent.following(skew), (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+def test_an_item_that_is_not_finite_leaves_the_others_alone():
+    X = torch.randn(3, 4, 2)
+    bad = X.clone()
+    bad[1] = torch.nan
+    bad[2, 0] = torch.inf
+    torch.testing.assert_close(polar(bad)[0], polar(X)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
