@@ -106,7 +106,8 @@ def _turning(X: Tensor, Y: Tensor, like: Path) -> Tensor:
     no zero on the way.
     """
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
-    skew = 1e-3 * (eye.roll(1, 0) - eye.roll(-1, 0))  # out of symmetric positions, where a root is not unique
+    upper = torch.ones_like(eye).triu(1)
+    skew = 1e-3 * (1j * eye if eye.is_complex() else upper - upper.mT)  # away from where a root is not unique
     root = whole = polar(torch.linalg.solve(X, Y, left=False))
     for _ in range(10):
         root = polar(eye + root + skew)

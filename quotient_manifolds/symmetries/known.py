@@ -118,9 +118,8 @@ def _register(line: str) -> None:
     def handler(module: nn.Module, path: str) -> list[SymmetricPair]:
         roles = roles_of(module)
         if roles is None:
-            reason = (
-                f"a projection is not where {qualified.rsplit('.', 1)[1]} has it (replaced, pruned or parametrised?)"
-            )
+            named = qualified.rsplit(".", 1)[1]
+            reason = f"a projection is not where {named} has it (replaced, pruned or parametrised?)"
             return [SymmetricPair(path, "attention", None, reason=reason)]
         try:
             return layout_pairs(path, roles, *_places(module, roles, group, bool(by_head)))
