@@ -30,6 +30,9 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
     symmetric. For inv the manifold is a product of a line, on which :math:`\sum_i \log σ_i` runs, with the points of
     one such sum: only the second part is searched.
     """
+    if torch.is_inference_mode_enabled() or x.is_inference() or y.is_inference():  # the search differentiates
+        with torch.inference_mode(False), torch.no_grad():
+            return logmap(manifold, x.clone(), y.clone(), n_starts, on_error)
     shape = torch.broadcast_shapes(x.shape, y.shape)
     full = manifold.tangent_space_at(x.expand(shape))
     manifold.tangent_space_at(y)  # the checks

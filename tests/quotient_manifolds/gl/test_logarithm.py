@@ -144,6 +144,17 @@ def test_what_has_no_logarithm_is_named_and_fails_alone():
             square.logmap(x, y, **wrong)
 
 
+def test_distances_in_inference_mode():
+    manifold = GLQuotientInv(4, 3)
+    x, y = manifold.random(2, 7, 2, dtype=torch.float64)
+    expected = manifold.dist(x, y)
+    with torch.inference_mode():
+        points = x.clone(), y.clone()
+        assert torch.equal(manifold.dist(x, y), expected)
+        assert torch.equal(manifold.dist(*points), expected)
+    assert torch.equal(manifold.dist(*points), expected)
+
+
 def test_a_search_that_breaks_down_leaves_the_others_alone():
     """Columns equal to 1e-6: paths there lose all digits."""
     manifold = GLQuotientInv(6, 5)
