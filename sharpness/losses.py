@@ -98,6 +98,11 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
     scores, labels = _scores(output), batch.get("labels") if by_name else batch[1]
     loss: Any = getattr(output, "loss", None)
     if by_name:
+        if loss is None and "labels" in batch:
+            raise ValueError(
+                f"{name} has no head that gives a loss; load a folder saved from a class such as "
+                "…ForSequenceClassification, or pass loss_fn"
+            )
         if loss is None:
             raise ValueError(
                 f"{name} returned no loss for a dict with the keys {sorted(batch)}; add the labels, or pass loss_fn"

@@ -94,7 +94,9 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if path.suffix == ".csv":
             rows = [_row_of_cells(cells) for cells in csv.DictReader(file)]
         else:
-            rows = [json.loads(line) for line in file if line.strip()]
+            text = file.read()
+            _refuse_one_run(text)
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         if not rows:
             raise ValueError("there is no row in it")
         _check_rows(rows)
@@ -192,6 +194,16 @@ class _Sharpness(_Row, tag="sharpness"):
 
 #: Required fields of a row of each kind.
 AnyRow = _Fit | _Baselines | _Sharpness
+
+
+def _refuse_one_run(text: str) -> None:
+    """Raise for what ``sharpness run --out`` or ``to_json`` has written."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return
+    if isinstance(found, Mapping) and ("results" in found or "sharpness" in found) and "kind" not in found:
+        raise ValueError("it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints")
 
 
 def _check_rows(rows: Sequence[Row]) -> None:

@@ -20,8 +20,8 @@ __all__ = ["Bent", "first_path", "polar"]
 
 
 def polar(X: Tensor) -> Tensor:
-    """Return the unitary factor of X."""
-    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
+    """Return the unitary factor of X; of a failed path any, so that the others do not fail with it."""
+    U, _, Vh = torch.linalg.svd(X.nan_to_num(0, 0, 0), full_matrices=False)
     return U @ Vh
 
 
@@ -106,7 +106,8 @@ def _turning(X: Tensor, Y: Tensor, like: Path) -> Tensor:
     no zero on the way.
     """
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
-    skew = 1e-3 * (eye.roll(1, 0) - eye.roll(-1, 0))  # move away from symmetric positions, where the root is not unique
+    upper = torch.ones_like(eye).triu(1)
+    skew = 1e-3 * (1j * eye if eye.is_complex() else upper - upper.mT)  # move away from where the root is not unique
     root = whole = polar(torch.linalg.solve(X, Y, left=False))
     for _ in range(10):
         root = polar(eye + root + skew)

@@ -7,6 +7,7 @@ reflection that fixes both points is an isometry.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
     manifold is a product of a line, on which :math:`\sum_i \log σ_i` runs, with the points of one such sum: only the
     second part is searched.
     """
+    if torch.is_inference_mode_enabled() or x.is_inference() or y.is_inference():  # the search differentiates
+        with torch.inference_mode(False), torch.no_grad():
+            return logmap(manifold, x.clone(), y.clone(), n_starts, on_error)
     shape = torch.broadcast_shapes(x.shape, y.shape)
     full = manifold.tangent_space_at(x.expand(shape))
     manifold.tangent_space_at(y)  # the checks
@@ -91,7 +95,8 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
             'pass on_error="nan"'
         )
     worst = found.residual[failed].max().item()
-    return f'logmap: {worst:.1e} of the length is missing {count}; increase n_starts, or pass on_error="nan"'
+    missing = f"{worst:.1e} of the length is missing" if isfinite(worst) else "no geodesic was found"
+    return f'logmap: {missing} {count}; increase n_starts, or pass on_error="nan"'
 
 
 class _Distance(torch.autograd.Function):

@@ -25,15 +25,17 @@ class Preconditioner:
     def __init__(self, path: Path) -> None:
         w = path.rule()[0]
         averages = [torch.einsum("q,bqij->bij", w.to(X.dtype), X.mH @ X) for X in path.points()]
-        self._inverse = [hermitian(V) / 2 for V in weights(path.metric, averages[0], averages[1], inverse=True)]
-        ends, starts = path.split(path.y), path.split(path.x)
+        inverse = weights(path.metric, averages[0], averages[1], inverse=True)
+        # Of paths that failed nothing counts, but what is not finite would stop the decompositions of a whole batch.
+        self._inverse = [hermitian(V).nan_to_num(0, 0, 0) / 2 for V in inverse]
+        ends, starts = path.split(path.y.nan_to_num(0, 0, 0)), path.split(path.x)
         roots = [hermitian_power(V, 0.5) for V in self._inverse]
-        back = [torch.linalg.inv(R) for R in roots]
+        back = [torch.linalg.inv_ex(R)[0] for R in roots]
         grams = [X.mH @ X for X in ends]
         self._stretch = weighted_sylvester(grams[0], grams[1], roots[1], roots[0])
         T = hermitian(sum(R @ (Y.mH @ X) @ R for R, X, Y in zip(back, starts, ends, strict=True)))
         size = sum((R @ M @ R).diagonal(dim1=-2, dim2=-1).real.mean(-1) for R, M in zip(back, grams, strict=True))
-        cosine, self._turn = torch.linalg.eigh(T / size[..., None, None])
+        cosine, self._turn = torch.linalg.eigh((T / size[..., None, None]).nan_to_num(0, 0, 0))
         self.cosine, cosine = cosine[:, 0], cosine.clamp(0.01, 1 - 1e-6)
         stiffness = size.unsqueeze(-1) * cosine * cosine.arccos() / (1 - cosine**2).sqrt()
         self._stiffness = (stiffness.unsqueeze(-1) + stiffness.unsqueeze(-2)) / 2

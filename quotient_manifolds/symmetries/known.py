@@ -67,6 +67,10 @@ _INNER_NORM = "the heads' outputs are normalised before the output projection: n
 _WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
 
 
+class _NoPlaceError(ValueError):
+    """The number of heads does not fit the projections."""
+
+
 def _has(module: nn.Module, *names: str) -> bool:
     """Tell whether one of these parts exists and does something."""
     found = (getattr(module, name, None) for name in names)
@@ -88,8 +92,10 @@ def _places(module: nn.Module, roles: Roles, group: str, by_head: bool) -> Itera
     null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
     wrapped = isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj)
     for kind in ("qk", "vo"):
-        fits = (p for p in places(roles, kind) if p.heads == heads and p.blocks == (p.kv_heads if by_head else 1))
-        place = next(fits)
+        fits = (p for p in places(roles, kind, heads) if p.blocks == (p.kv_heads if by_head else 1))
+        place = next(fits, None)
+        if place is None:
+            raise _NoPlaceError(f"the projections of {kind} do not divide into {heads} heads")
         if wrapped:
             yield replace(place, group=_WRAPPED)
         elif kind == "qk":
@@ -112,9 +118,13 @@ def _register(line: str) -> None:
     def handler(module: nn.Module, path: str) -> list[SymmetricPair]:
         roles = roles_of(module)
         if roles is None:
-            reason = f"a projection is not where {qualified.rsplit('.', 1)[1]} has it (replaced by several layers?)"
+            named = qualified.rsplit(".", 1)[1]
+            reason = f"a projection is not where {named} has it (replaced, pruned or parametrised?)"
             return [SymmetricPair(path, "attention", None, reason=reason)]
-        return layout_pairs(path, roles, *_places(module, roles, group, bool(by_head)))
+        try:
+            return layout_pairs(path, roles, *_places(module, roles, group, bool(by_head)))
+        except _NoPlaceError as error:
+            return [SymmetricPair(path, "attention", None, reason=str(error))]
 
 
 for _line in KNOWN.split("\n")[1:-1]:

@@ -182,22 +182,22 @@ def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) ->
     return sorted(found, key=lambda p: p.head or 0)
 
 
-def places(roles: Roles, kind: str) -> Iterator[Place]:
-    """List where the heads may lie."""
+def places(roles: Roles, kind: str, heads: int | None = None) -> Iterator[Place]:
+    """List where the heads may lie: so many, where their number is known."""
     width = roles.width
     homes = {c: roles.home(c) for c in "qkvo"}
-    for h in range(1, LARGEST + 1):
-        apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
-        queries = width[homes["q"]] // len(homes["q"]) if apart else width["o"]
+    apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
+    queries = width[homes["q"]] // len(homes["q"]) if apart else width["o"]
+    for h in range(1, LARGEST + 1) if heads is None else (queries // heads,):
         keys = homes["k" if kind == "qk" else "v"]
         shared = width[keys] - queries * ("q" in keys)
         others = len(keys) - ("q" in keys)
-        if queries % h or shared <= 0 or shared % (others * h):
+        if not h or queries % h or shared <= 0 or shared % (others * h):
             continue
-        heads, kv_heads = queries // h, shared // (others * h)
-        if heads % kv_heads:
+        found, kv_heads = queries // h, shared // (others * h)
+        if found % kv_heads or found != (heads or found):
             continue
         several = len(keys) > 1
         for blocks in sorted({1, *((kv_heads,) if several else ()), *((4,) if several and kv_heads % 4 == 0 else ())}):
             for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
-                yield Place(heads, kv_heads, h, blocks, order)
+                yield Place(found, kv_heads, h, blocks, order)

@@ -36,6 +36,14 @@ class Parser(argparse.ArgumentParser):
             "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
         )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is left over here, where it is known which command it was given to."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            hint = "; data is given by --data" if "--data" in self._option_string_actions else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         """Exit with a one-line message and exit code 2."""
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")

@@ -167,8 +167,8 @@ def test_directions_at_the_floor_are_counted(trained):
     [
         ("nosuchmodule:Block", "cannot be imported"),
         ("sharpness.blocks:Nope", "cannot be imported"),
-        ("math:pi", "is no subclass of sharpness.blocks.PairBlock"),
-        ("sharpness.blocks:ElementwiseBlock", "is no subclass of sharpness.blocks.PairBlock"),
+        ("math:pi", "is not a subclass of sharpness.blocks.PairBlock"),
+        ("sharpness.blocks:ElementwiseBlock", "is not a subclass of sharpness.blocks.PairBlock"),
     ],
 )
 def test_blocks_that_cannot_be_used_are_named(block, words):
@@ -180,7 +180,7 @@ def test_blocks_that_cannot_be_used_are_named(block, words):
 def test_what_a_block_cannot_do_is_said(trained):
     model, _, batch = trained
     stepped = get_measure("geodesic-inv", pair_block=RK4)
-    with pytest.raises(ValueError, match="closed forms, which RungeKuttaBlock has not"):
+    with pytest.raises(ValueError, match="closed forms, which RungeKuttaBlock does not have"):
         sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1, measure=stepped)
     with pytest.raises(ValueError, match="needs a quadratic retraction"):
         sharpness.hessian(model, [batch], measure=stepped, num_matvecs=3)

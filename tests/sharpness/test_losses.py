@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +8,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
-from sharpness.losses import Objective, normalized_logits
+from sharpness.losses import Objective, default_loss, normalized_logits
 from tests import networks
 
 
@@ -130,6 +132,17 @@ def test_layers_that_mix_examples():
         sharpness.evaluate(model, [batch], micro_batch=0, **options)
     with pytest.raises(ValueError, match="micro_batch needs batches of tensors"):
         sharpness.evaluate(model, ["text"], lambda m, b: m.out.weight.sum(), micro_batch=2, **options)
+
+
+def test_a_model_without_a_head_is_named():
+    class Headless(nn.Module):
+        def forward(self, x, labels=None):
+            return SimpleNamespace(last_hidden_state=x)
+
+    with pytest.raises(ValueError, match=r"Headless has no head that gives a loss; .*ForSequenceClassification"):
+        default_loss(Headless(), {"x": torch.ones(2, 3), "labels": torch.zeros(2)})
+    with pytest.raises(ValueError, match="add the labels"):
+        default_loss(Headless(), {"x": torch.ones(2, 3)})
 
 
 def test_normalized_logits():

@@ -25,6 +25,13 @@ def test_rows_survive_a_csv(tmp_path):
         read_results(tmp_path / "none")
 
 
+def test_the_result_of_one_run_is_named(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"command": "sharpness run", "results": []}, indent=2))
+    with pytest.raises(ValueError, match="holds no results of a sweep: it is the result of one run, not of a sweep"):
+        read_results(path)
+
+
 def test_json_of_a_row_is_readable(tmp_path):
     write_results(tmp_path / "r.jsonl", study(3))
     assert all(json.loads(line)["kind"] for line in (tmp_path / "r.jsonl").read_text().splitlines())

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from quotient_manifolds.gl.bent import Bent, first_path
+from quotient_manifolds.gl.bent import Bent, first_path, polar
 from quotient_manifolds.gl.path import Path, energy, moved_end
 from tests.geodesics import METRICS, field
 
@@ -49,6 +49,23 @@ def test_coefficients_follow_the_end(dtype):
     bent.prepare()
     ahead, behind = (Bent(X, Y @ torch.linalg.matrix_exp(s * 1e-5 * skew), like).coefficients() for s in (1, -1))
     torch.testing.assert_close(bent.following(skew), (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("h", "dtype"), [(2, torch.float64), (1, torch.complex128), (2, torch.complex128)])
+def test_a_half_turn_has_no_singular_matrix_on_its_way(h, dtype):
+    """From the identity to its negative, where a straight path goes through zero."""
+    eye = torch.eye(h, dtype=dtype)
+    x, y = (torch.cat([s * eye, s * eye])[None] for s in (1, -1))
+    found = first_path(METRICS["inv"](h, h).metric, h, x, y, 4).points()[0]
+    assert torch.linalg.svdvals(found).min() > 0.9
+
+
+def test_an_item_that_is_not_finite_leaves_the_others_alone():
+    X = torch.randn(3, 4, 2)
+    bad = X.clone()
+    bad[1] = torch.nan
+    bad[2, 0] = torch.inf
+    torch.testing.assert_close(polar(bad)[0], polar(X)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

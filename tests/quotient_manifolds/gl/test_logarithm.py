@@ -144,6 +144,28 @@ def test_what_has_no_logarithm_is_named_and_fails_alone():
             square.logmap(x, y, **wrong)
 
 
+def test_distances_in_inference_mode():
+    manifold = GLQuotientInv(4, 3)
+    x, y = manifold.random(2, 7, 2, dtype=torch.float64)
+    expected = manifold.dist(x, y)
+    with torch.inference_mode():
+        points = x.clone(), y.clone()
+        assert torch.equal(manifold.dist(x, y), expected)
+        assert torch.equal(manifold.dist(*points), expected)
+    assert torch.equal(manifold.dist(*points), expected)
+
+
+def test_a_search_that_breaks_down_leaves_the_others_alone():
+    """Columns equal to 1e-6: paths there lose all digits."""
+    manifold = GLQuotientInv(6, 5)
+    torch.manual_seed(2)
+    x, y = (manifold.random(4, 11, 3, dtype=torch.float64) for _ in range(2))
+    y[1, :, 1] = y[1, :, 0] + 1e-6 * torch.randn(11, dtype=torch.float64)
+    with pytest.raises(ConvergenceError, match="no geodesic was found for 1 of 4 pairs") as caught:
+        manifold.logmap(x, y)
+    assert caught.value.residual.isfinite().tolist() == [True, False, True, True]
+
+
 @metric
 def test_interpolation_and_means(name):
     manifold, x, u = problem(name, 5, 4, 2)

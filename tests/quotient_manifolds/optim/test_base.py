@@ -280,7 +280,7 @@ def test_every_parameter_group_is_checked():
     """Each of these stepped, some of them uphill."""
     model = lora()
     for name, wrong, words in (
-        ("metric", "zzz", 'metric must be "mix" or "inv"'), ("lr", -3, "lr must be a number that is not negative"),
+        ("metric", "zzz", 'metric must be "mix" or "inv"'), ("lr", -3, "lr must be a number of at least 0"),
         ("lr", "fast", "lr must be a number"), ("betas", (2, 3), r"betas must be two numbers in \[0, 1\)"),
         ("betas", 0.9, "betas must be two numbers"), ("eps", -1, "eps must be positive"),
         ("eps", 0, "eps must be positive"), ("weight_decay", float("nan"), "weight_decay must be a number"),

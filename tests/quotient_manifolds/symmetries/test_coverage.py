@@ -126,6 +126,23 @@ class Attending(Named):
         return self.o_proj(nn.functional.scaled_dot_product_attention(q, self.k_proj(x), self.v_proj(x)))
 
 
+class BesideTorch(Attending):
+    def __init__(self):
+        super().__init__()
+        self.known = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(self.known(x, x, x, need_weights=False)[0])
+
+
+def test_a_registered_layer_says_nothing_of_what_holds_it():
+    model, x = BesideTorch(), torch.randn(2, 3, 4)
+    found = find_symmetric_pairs(model)
+    assert len(found) == 4
+    with pytest.raises(UnknownAttentionError, match="BesideTorch"):
+        check_coverage(model, lambda: model(x), found)
+
+
 class TurningCache:
     def turned(self, x):
         return -x

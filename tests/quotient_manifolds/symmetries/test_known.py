@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from quotient_manifolds.symmetries import (
     GL,
@@ -199,6 +200,23 @@ def test_forms_of_multihead_attention(name):
     report = verify(model, batch)
     assert report.ok, str(report)
     assert len(report.changes) == len(pairs)
+
+
+def test_heads_of_any_size_where_their_number_is_known():
+    """Head sizes are tried up to a limit by discovery only; a number that does not fit is a reason."""
+    assert [str(p.group) for p in find_symmetric_pairs(nn.MultiheadAttention(1024, 1))] == ["GL(1024)"] * 2
+    layer = nn.MultiheadAttention(12, 2)
+    layer.num_heads = 5
+    (found,) = find_symmetric_pairs(layer)
+    assert found.group is None
+    assert "do not divide into 5 heads" in found.reason
+
+
+def test_a_pruned_layer_is_refused_with_what_may_have_changed_it():
+    layer = nn.MultiheadAttention(8, 2)
+    prune.l1_unstructured(layer, "in_proj_weight", 0.5)
+    (found,) = find_symmetric_pairs(layer)
+    assert "replaced, pruned or parametrised?" in found.reason
 
 
 def test_torch_s_fast_path_keeps_what_is_found(monkeypatch):

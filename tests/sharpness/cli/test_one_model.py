@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quotient_manifolds.symmetries import registry
 from sharpness import cli, evaluate
 from tests import networks, spread, whole_networks
 
@@ -81,6 +82,20 @@ def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent)
     assert cli.main(["run", model, data, "--rho", "0.1", "--quiet"]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    with pytest.raises(SystemExit):
+        cli.main(["symmetries", "tests.spread:model", "tests.spread:batches"])
+    said = capsys.readouterr().err
+    assert "tests.spread:batches; data is given by --data; see sharpness symmetries --help" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_HANDLERS", {})
+        assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "--measure adaptive" in said
+    assert said.endswith("find_symmetric_pairs(model, batch=…)")
 
 
 def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
