@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..batches import tensors
 from .blocks import is_sharded
 from .discovery import candidates, unexamined
-from .pairs import SymmetricPair
+from .pairs import SymmetricPair, check_pairs
 from .registry import handler_of, plain_path
 from .roles import roles_of
 
@@ -174,7 +174,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     with torch.compiler.set_stance("force_eager"), _Watch(model) as watch:
         result = run()
     names = {module: name for name, module in model.named_modules()}
-    pairs = list(pairs)
+    pairs = check_pairs(pairs)
     missed = {p.module: p.reason for p in pairs if unexamined(p)}
     examined = {p.module for p in pairs if p.kind != "lora"} - set(missed)
     known = [m for m, n in names.items() if handler_of(m) is not None or plain_path(n) in examined]
