@@ -87,9 +87,9 @@ class Block(ABC):
 class ElementwiseBlock(Block):
     r"""A parameter, or its entries outside pairs, with the adaptive metric, the Euclidean one, or that of vectors.
 
-    In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, which has the same length as ξ/|w|. So
-    w + ξ = w + w ζ needs no division, and zero weights do not move. ``lengths``, the lengths of the vectors that the
-    entries belong to, replace w if they are given.
+    In the adaptive metric :math:`\|ξ \oslash |w|\|^2` the coordinate is ζ = ξ/w, which is as long as ξ over the size
+    of w. So w + ξ = w + w ζ needs no division, and zero weights do not move. ``lengths``, the lengths of the vectors
+    that the entries belong to, replace w if they are given.
     """
 
     def __init__(
