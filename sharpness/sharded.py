@@ -121,16 +121,17 @@ class ShardedSpace(WeightSpace):
         xi = self.empty()
         single = {b.parameter: (b, part) for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
-            drawn = torch.empty(self._shards.shape(p).numel(), dtype=xi.dtype).normal_(generator=generator)
+            shape = self._shards.parameter(p).shape
+            drawn = torch.empty(shape.numel(), dtype=xi.dtype).normal_(generator=generator)
             if p in single:
                 block, part = single[p]
-                xi[part] = self._shards.cut(p, drawn.view(self._shards.shape(p))).flatten()
+                xi[part] = self._shards.cut(p, drawn.view(shape)).flatten()
                 block.project_(xi[part])
         stacks = iter((b, s) for b, s in self._blocks if isinstance(b, PairBlock))
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
-            shape, like = s.point_like(self.dtype)
-            gaussians = draw_gaussians(shape, s.n, like, generator)
+            size, like = s.point_like(self.dtype)
+            gaussians = draw_gaussians(size, s.n, like, generator)
             if mine:
                 pairs, part = next(stacks)
                 pairs.from_gaussians_(xi[part], [e[mine] for e in gaussians])

@@ -115,17 +115,12 @@ class Shards:
 
     def rows(self, p: Tensor, rank: int | None = None) -> slice:
         """Tell which rows lie on a process; by default on this one."""
-        rank, count = self.world.rank if rank is None else rank, self._of[p].shape[0]
-        step = -(-count // self.world.size)
+        rank, count, step = self.world.rank if rank is None else rank, self._of[p].shape[0], self._step(p)
         return slice(min(rank * step, count), min((rank + 1) * step, count))
 
     def parameter(self, p: Tensor) -> Tensor:
         """Return the model's parameter that one of the twin stands for."""
         return self._of[p]
-
-    def shape(self, p: Tensor) -> torch.Size:
-        """Return the shape of the whole parameter."""
-        return self._of[p].shape
 
     def is_mine(self, p: Tensor) -> bool:
         """Tell whether this process works on the whole parameter."""
@@ -153,17 +148,20 @@ class Shards:
 
     def whole(self, p: Tensor, rows: Tensor) -> Tensor:
         """Gather the rows of all processes on each of them."""
-        count, step = self._of[p].shape[0], -(-self._of[p].shape[0] // self.world.size)
-        padded = rows.new_zeros((step, *rows.shape[1:]))
+        padded = rows.new_zeros((self._step(p), *rows.shape[1:]))
         padded[: len(rows)] = rows
-        return self.world.stack(padded).flatten(0, 1)[:count]
+        return self.world.stack(padded).flatten(0, 1)[: self._of[p].shape[0]]
+
+    def _step(self, p: Tensor) -> int:
+        """Return the number of rows of every process but the last ones, which may have fewer."""
+        return -(-self._of[p].shape[0] // self.world.size)
 
     # -- owners --------------------------------------------------------------------------------------------------------
 
     def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> list[list[SymmetricPair]]:
-        """Return every parameter of pairs an owner, and every stand-in the numbers that this process works on.
+        """Assign an owner to every parameter of pairs, and fill the stand-ins that this process works on.
 
-        ``values`` are rows that count in place of those of the model. Gives the sets of pairs that share parameters.
+        ``values`` are rows that replace those of the model. Returns the sets of pairs that share parameters.
         """
         pairs = [p for s in found for p in s.pairs]
         sets = self._own(pairs)

@@ -20,6 +20,7 @@ from sharpness import cli as measuring
 from sharpness.data import DataChoice, TextColumns
 from sharpness.models import load, load_state_dict
 from sharpness.sweep import read_config, run_sweep
+from tests.sweeps import repeated
 
 MODULE = """
 import torch
@@ -69,8 +70,10 @@ def test_a_collection_of_images_is_trained_measured_and_ranked(images, capsys):
     assert min(r["train_error"] for r in fits) < 0.2  # two classes in three would be chance
     capsys.readouterr()
     assert measuring.main(["table", "out", "--target", "test-loss"]) == 0
-    out = capsys.readouterr().out
-    assert "4 models with a test-loss: too few to correlate" in out
+    assert "4 models with a test-loss: too few to correlate" in capsys.readouterr().out
+    Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 3)))
+    assert measuring.main(["table", "many.jsonl", "--target", "test-loss", "--format", "markdown"]) == 0
+    assert "| relative flatness |" in capsys.readouterr().out
 
 
 def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypatch):

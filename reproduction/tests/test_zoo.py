@@ -21,6 +21,7 @@ from sharpness.baselines import distance
 from sharpness.batch_loss import RadiusError
 from sharpness.models import load, load_state_dict
 from sharpness.sweep import read_config, read_rows, run_sweep
+from tests.sweeps import repeated
 
 
 def write_pictures(path, counts=(("train", 6), ("test", 3))):
@@ -141,8 +142,14 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys):
     assert {r["checkpoint"]: r["distance"] for r in own if r["kind"] == "baselines"} == starts
     capsys.readouterr()
     assert measuring.main(["table", "zoo/results", "--target", "test-loss", "--level", "0.985"]) == 0
+    assert "3 models with a test-loss: too few to correlate. A ranking needs at least 10" in capsys.readouterr().out
+    Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
+    arguments = ["many.jsonl", "--target", "test-loss", "--level", "0.985", "--format", "markdown"]
+    assert measuring.main(["table", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "3 models with a test-loss: too few to correlate. A ranking needs at least 10" in out
+    assert "τ given train loss and error" in out
+    assert "corrected interval" in out
+    assert "critical sharpness" in out
 
 
 def test_a_radius_that_is_never_reached_or_too_large():
