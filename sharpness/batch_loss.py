@@ -131,10 +131,10 @@ class BatchLoss:
             self.objective.check_pieces(self.space.model, self.batch, all_of_them=False)
 
     def _check_symmetries(self) -> None:
-        """Raise for a pair whose gradient says that it is no symmetry, if a move along its orbit confirms it.
+        """Raise for a pair that is not a symmetry by its gradient, if a move along its orbit confirms that.
 
-        Near a minimum a gradient may be little more than rounding; moves of the weights do not suffer from that. What
-        all pairs have in common is the precision in which the model computes inside.
+        Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
+        that all pairs share come from the precision of the model's computations.
         """
         residuals, tolerance = self.space.residuals(), self.space.tolerance
         places = {(p.module, p.kind) for p in residuals}
@@ -172,10 +172,10 @@ def for_each_batch(
 ) -> tuple[WeightSpace, World]:  # fmt: skip
     """Prepare a model, and call ``work(space, index, batch, numbers of the jobs)`` for every batch.
 
-    The model is in evaluation mode and attached meanwhile, and as before afterwards, whatever happens; the batches come
-    on its device. Of the ``jobs`` of every batch those are named that fall to this process of the group; all of them
-    where the model is sharded, for then all processes do each together. Gives the space, and the processes among which
-    the jobs went round.
+    Meanwhile the model is attached and in evaluation mode; afterwards it is as before, even after an error. Batches
+    are moved to its device. Each process gets the numbers of its share of a batch's ``jobs``, or of all jobs if the
+    model is sharded, because then all processes work on each job together. Returns the space, and the processes that
+    shared the jobs.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch module, got {type(model).__name__}")

@@ -117,11 +117,11 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def run(
     *, seed: int = 0, out: Path = Path("sharpness-demo.png"), condition: float = 30.0, progress: bool = True
-) -> None:
+) -> dict[str, Any]:
     """Train, measure, move along every symmetry, and measure again; print a table, draw a figure and write JSON.
 
     The seed is that of the split of the data, of the training and of the moves; the condition number is that of the
-    group elements that act on heads.
+    group elements that act on heads. Returns what the JSON file holds.
     """
     if not 1 <= condition < math.inf:
         raise ValueError(f"a condition number is at least 1, got {condition}")
@@ -165,9 +165,11 @@ def run(
             shown.update()
     print(f"\nlargest change of a log-probability {largest:.0e}")
     _draw(rows, lines, out)
-    write_json(numbers, {"train_accuracy": right, "test_accuracy": right_in_test, "condition": condition,
-                         "output_change": largest, "rows": rows})  # fmt: skip
+    found = {"train_accuracy": right, "test_accuracy": right_in_test, "condition": condition,
+             "output_change": largest, "rows": rows}  # fmt: skip
+    write_json(numbers, found)
     print(f"the picture is in {out}, the numbers in {numbers}")
+    return found
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Profile], path: Path) -> None:

@@ -168,13 +168,13 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
     try:
         yield dist.group.WORLD
     finally:
-        # Older torch (2.6) joins gloo's threads with the GIL held: for ever, if one still frees the last gather.
+        # Older torch (2.6) joins gloo's threads with the GIL held: a deadlock if one still frees the last gather.
         time.sleep(0.1)
         dist.destroy_process_group()
 
 
 def counter(count: int) -> Iterator[int]:
-    """Draw the numbers below ``count``, each once among the processes that torchrun started; all of them without.
+    """Yield the numbers below ``count``, each on one of the processes of torchrun; all of them without torchrun.
 
     A common atomic counter in the store of the process group assigns them: a free process takes the next.
 

@@ -35,8 +35,8 @@ class ShardedSpace(WeightSpace):
     """The space of a model after ``fully_shard``, the same on all processes of its mesh, see :mod:`sharpness.shards`.
 
     A vector, (dim,), holds the coordinates of this process: of the rows that lie here, and of the pairs that it owns.
-    All processes call the same methods at the same time. The shards are written in place, since FSDP reads nothing
-    else, and put back.
+    All processes call the same methods at the same time. The shards are written in place, because FSDP reads nothing
+    else, and are restored afterwards.
 
     Parameters
     ----------
@@ -114,9 +114,9 @@ class ShardedSpace(WeightSpace):
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
-        """Draw a standard Gaussian horizontal vector: what the unsharded model would get, of which each keeps its part.
+        """Draw a standard Gaussian horizontal vector, the same as for the unsharded model; keep this process's part.
 
-        So every process draws all numbers, as many as the model has weights.
+        Every process therefore draws as many numbers as the model has weights.
         """
         xi = self.empty()
         single = {b.parameter: (b, part) for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
@@ -200,7 +200,8 @@ class ShardedSpace(WeightSpace):
     def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
         """Return the pieces of a batch that this process passes through the model, as many as every other process.
 
-        FSDP's gradient is the mean over the processes: where each has other pieces, theirs count for more.
+        FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied
+        by the number of processes.
         """
         size, rank = self._examples.size, self._examples.rank
         if size > 1 and objective.micro_batch is None:

@@ -37,8 +37,9 @@ def is_sharded_model(model: nn.Module) -> bool:
 class Shards:
     """The weights of a model after ``torch.distributed.fsdp.fully_shard``: rows of every parameter on every process.
 
-    Its *twin* has the same modules, of their classes before sharding, with stand-ins for the parameters: whole vectors;
-    and matrices of the whole shape without memory, of which :meth:`place` fills those that this process works on.
+    Its *twin* has the same modules, with their classes before sharding, and substitutes for the parameters: full
+    vectors, and matrices of the full shape without memory, of which :meth:`place` fills those that this process works
+    on.
     A parameter of a symmetric pair is worked on whole, by one process, its *owner*; all parameters of a pair have the
     same. Every other parameter is worked on where it lies, row by row.
 
@@ -276,7 +277,7 @@ def _check(model: nn.Module) -> None:
             )
         mesh = p.device_mesh if mesh is None else mesh  # type: ignore[attr-defined]
         if p.device_mesh != mesh:  # type: ignore[attr-defined]
-            raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; shard all over one")
+            raise ValueError(f"parameter {name!r} is sharded over another mesh than the first; use one mesh for all")
         if p.device.type != mesh.device_type:
             raise ValueError(
                 f"the shard of {name!r} lies on {p.device} while the mesh is of {mesh.device_type} devices; "

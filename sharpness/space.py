@@ -29,7 +29,7 @@ __all__ = ["WeightSpace"]
 
 
 class WeightSpace(Coordinates):
-    """The The space of a model's trainable weights under a measure, and the model's current point in it.
+    """The space of a model's trainable weights under a measure, and the model's current point in it.
 
     A tangent vector is one flat vector of coordinates in which the metric is the identity, see :mod:`sharpness.blocks`.
 
@@ -158,8 +158,8 @@ class WeightSpace(Coordinates):
     def attached(self) -> Iterator[WeightSpace]:
         """Let the model's parameters point to copies that :meth:`move_to` writes; this is undone even after an error.
 
-        Half-precision weights point to float32 copies; so do the others, but for a frozen base that is larger than all
-        that moves, see :func:`sharpness.perturb.pointing_to`.
+        Half-precision weights point to float32 copies, and so do the others, except a frozen base that is larger than
+        the moving weights, see :func:`sharpness.perturb.pointing_to`.
         Yields the space itself, with the model at the base point.
         """
         # Entries that no block writes do not change: blocks that were dropped from pairs.
@@ -247,7 +247,8 @@ class WeightSpace(Coordinates):
         Parameters
         ----------
         losses : callable
-            Gives what :meth:`gradient` takes; called with the model at the base point, where it then stays.
+            Function that returns losses as for :meth:`gradient`; it is called with the model at the base point, where
+            it then stays.
         v : Tensor
             (dim,)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, examples, place, seed
+from .options import Formatter, add_json, as_json, examples, place, seed
 
 __all__ = ["add_demo"]
 
@@ -37,6 +39,7 @@ def add_demo(commands: Any) -> None:
         default=30.0,
         help="condition number of the random matrices that act on heads (1: orthogonal)",
     )
+    add_json(demo)
     demo.add_argument("--quiet", action="store_true", help="show no progress")
     demo.set_defaults(run=_demo)
 
@@ -44,5 +47,8 @@ def add_demo(commands: Any) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from .. import demo
 
-    demo.run(seed=options.seed, out=options.out, condition=options.condition, progress=not options.quiet)
+    with redirect_stdout(sys.stderr if options.json else sys.stdout):
+        found = demo.run(seed=options.seed, out=options.out, condition=options.condition, progress=not options.quiet)
+    if options.json:
+        print(as_json(found), end="")
     return 0

@@ -149,7 +149,7 @@ def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int)
         of_models = csv.DictReader(io.StringIO(per_model(rows, "csv", short=options.short)))
         return as_json(list(of_models))
     text = per_model(rows, options.format, short=options.short)
-    remarks = []
+    remarks = ["Losses and sharpness are in nats; errors and the gap are fractions."]
     measured = [row["per_batch"] for row in rows if row.get("per_batch")]
     if measured and all(len(values) == 1 for values in measured):
         remarks.append("Each sharpness is that of one batch: no spread.")
@@ -196,6 +196,7 @@ def add_plot(commands: Any) -> None:
     )
     shown.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
     shown.add_argument("--out", type=place, required=True, help="folder for the figures")
+    add_json(shown)
     shown.set_defaults(run=_plot)
 
 
@@ -206,6 +207,6 @@ def _plot(options: argparse.Namespace) -> int:
 
     rows = read_results(options.results)
     check_folder(options.out)
-    for path in plot_sweep(rows, options.target, options.out, suffix=options.format):
-        print(path)
+    paths = [str(path) for path in plot_sweep(rows, options.target, options.out, suffix=options.format)]
+    print(as_json({"figures": paths}) if options.json else "".join(f"{path}\n" for path in paths), end="")
     return 0

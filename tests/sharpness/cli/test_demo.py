@@ -12,13 +12,15 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "train", lambda *a, **k: full(*a, **k | {"epochs": 6}))
     monkeypatch.setattr(demo, "MOVES", {kind: demo.MOVES[kind] for kind in ("heads", "gain", "rotation")})
     out = tmp_path / "picture.png"
-    assert cli.main(["demo", "--seed", "1", "--out", str(out), "--quiet"]) == 0
+    assert cli.main(["demo", "--seed", "1", "--out", str(out), "--quiet", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "rotation of the residual stream" in printed.err  # the table, out of the way of what a program reads
     assert out.read_bytes().startswith(b"\x89PNG")
     found = json.loads(out.with_suffix(".json").read_text())
+    assert json.loads(printed.out) == found
     network, heads, gain, _ = found["rows"]
     assert found["output_change"] < 1e-3
     for name, moved in (("complete-inv", heads), ("complete-inv", gain), ("geodesic-inv", heads)):
         assert abs(moved[name] / network[name] - 1) < 5e-3
     for name, moved in (("adaptive", heads), ("euclidean", gain), ("geodesic-inv", gain)):
         assert abs(moved[name] / network[name] - 1) > 0.05
-    assert "rotation of the residual stream" in capsys.readouterr().out

@@ -2,6 +2,7 @@ import csv
 import json
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,9 @@ def test_commands(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("| quantity | radius |")
     assert cli.main(["table", str(tmp_path / "r.csv"), "--format", "latex", "--out", str(tmp_path / "t.tex")]) == 0
     assert (tmp_path / "t.tex").read_text().startswith("\\begin{tabular}")
-    assert cli.main(["plot", str(tmp_path / "r.csv"), "--out", str(tmp_path / "figures")]) == 0
+    capsys.readouterr()
+    assert cli.main(["plot", str(tmp_path / "r.csv"), "--out", str(tmp_path / "figures"), "--json"]) == 0
+    assert {Path(p) for p in json.loads(capsys.readouterr().out)["figures"]} == set((tmp_path / "figures").iterdir())
     drawn = sorted(p.name for p in (tmp_path / "figures").iterdir())
     assert drawn == ["radius.png", "scatter.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (tmp_path / "figures").iterdir())
@@ -49,6 +52,7 @@ def test_few_models_are_listed_one_by_one(tmp_path, capsys):
     assert "9 models with a gap: too few to correlate. A ranking needs at least 10." in printed
     assert "τ" not in printed
     assert "one batch: no spread" in printed
+    assert "sharpness are in nats" in printed
     assert cli.main(["table", str(tmp_path / "nine.jsonl"), "--format", "csv"]) == 0
     found = capsys.readouterr()
     assert "too few to correlate" in found.err  # not in the file that a program reads
