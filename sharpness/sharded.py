@@ -265,9 +265,17 @@ class ShardedSpace(WeightSpace):
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move by a random element of a pair's group, on the process that owns it."""
         if self._shards.is_mine(pair.G[0].tensor):
-            with pointing_to(self._shards.twin, {p: self._copies[p] for p in pair.parameters()}):
+            with self._at_model():
                 apply_random_symmetry_(self._shards.twin, pairs=[pair])
         self._show_model()
+
+    def _at_model(self) -> AbstractContextManager[None]:
+        """Let the twin's parameters of this process's pairs be where the model is: at the blocks' representatives."""
+        return pointing_to(self._shards.twin, {p: t for p, t in self._copies.items() if self._shards.is_mine(p)})
+
+    def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
+        with self._at_model():
+            super()._certify(gradient)
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         found = self._gradients.sum_over(losses)

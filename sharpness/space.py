@@ -225,12 +225,15 @@ class WeightSpace(Coordinates):
         """
         found = self._differentiate([losses] if isinstance(losses, Tensor) else losses)
         if self._at is None:
-            if self.certification.last is None:
-                _check_pairs(self.pairs, found)
-            self.certification.see(found, tolerance=self.tolerance)
+            self._certify(found)
         out = self.empty() if out is None else out
         self._pull_back_(out, found, self._at)
         return out
+
+    def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
+        if self.certification.last is None:
+            _check_pairs(self.pairs, gradient)
+        self.certification.see(gradient, tolerance=self.tolerance)
 
     @own_precision
     @torch.no_grad()

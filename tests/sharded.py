@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharpness
+from sharpness.batch_loss import BatchLoss, for_each_batch
+from sharpness.losses import Objective
 from tests import networks
 
 MEASURES = ("adaptive", "euclidean", "geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
@@ -85,7 +87,20 @@ def results(model, batches, group=None):
     options |= {"measure": "geodesic-inv"}
     mean = sharpness.evaluate(model, batches, statistic="average", num_samples=2, **options)
     started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, restarts=1, only="layer", **options)
+    found["residuals"] = {name: residuals(model, batches, name, group) for name in ("geodesic-inv", "complete-mix")}
     found["random"] = [b.history for b in mean.batches], [b.history for b in started.batches]
+    return found
+
+
+def residuals(model, batches, measure, group):
+    """The residuals of all pairs at the gradient that is computed anyway, by name."""
+    found, objective = {}, Objective()
+
+    def work(space, index, batch, _):
+        BatchLoss(space, objective, batch, index, space.empty())
+        found.update({pair.name: residual for pair, residual in space.residuals().items()})
+
+    for_each_batch(model, batches, sharpness.get_measure(measure), objective, work, group=group)
     return found
 
 

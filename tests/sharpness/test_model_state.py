@@ -71,13 +71,14 @@ def interrupted(run, moment):
                 raise KeyboardInterrupt
         return trace
 
+    before = sys.gettrace()  # that of coverage
     sys.settrace(trace)
     try:
         run()
     except KeyboardInterrupt:
         return True
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return False
 
 

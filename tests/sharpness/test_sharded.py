@@ -61,6 +61,7 @@ def out(tmp_path_factory):
 def test_sharded_equals_whole(out, name, size, how):
     build, batch = sharded.MODELS[name]
     whole = sharded.results(build(), [batch()])
+    assert all(max(of_all.values()) < 1e-10 for of_all in whole["residuals"].values())
     for rank in range(size):
         found = torch.load(out / f"{name}-{size}-{rank}{how}.pt")
         assert found.pop("untouched")
