@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 # One thread a test process: two processes share the machine.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
-.PHONY: help demo test coverage fuzz test-oldest lint types docs figures bench gpu architectures wheel clean
+.PHONY: help demo test coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 14
@@ -20,8 +20,9 @@ test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
 
-fuzz: $(VENV)/.dev  ## ten thousand inputs that are wrong in some way, and sweeps killed at fifty moments or on a full disk
-	FUZZ_CASES=10000 FUZZ_KILLS=50 $(PYTEST) tests/test_fuzz.py tests/sharpness/sweep/test_run.py $(ARGS)
+exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, TensorFlow (an hour)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev,convert]'
+	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist loadgroup $(ARGS)
@@ -47,9 +48,6 @@ bench: $(VENV)/.dev  ## run the benchmarks that need no data; the others say wit
 
 gpu: $(VENV)/.dev  ## run what a GPU of 80 GB is to be measured with, in under eight minutes
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh
-
-architectures: $(VENV)/.dev  ## examine every architecture of docs/tables/architectures.csv; make test does one of each kind
-	ARCHITECTURES=all $(PYTEST) tests/quotient_manifolds/symmetries/test_discovery.py $(ARGS)
 
 wheel: $(BIN)/uv  ## build a wheel and try it in an empty environment with the core dependencies only
 	rm -rf build/wheel && $(BIN)/uv build --quiet --wheel --out-dir build/wheel

@@ -1,14 +1,10 @@
-"""Measures models that FSDP2 shards over processes of this machine: ``python -m tests.sharded JOB...``."""
+"""What processes of this machine do with models that FSDP2 shards over them."""
 
 import json
 import math
-import multiprocessing as mp
 import os
 import signal
-import socket
-import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -20,6 +16,7 @@ import sharpness
 from sharpness.batch_loss import BatchLoss, for_each_batch
 from sharpness.losses import Objective
 from tests import networks
+from tests.extent import EXHAUSTIVE
 
 MEASURES = ("adaptive", "euclidean", "geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
 
@@ -63,10 +60,14 @@ def sharded(model):
     return fully_shard(model)
 
 
-def results(model, batches, group=None):
+#: Every measure for one model; the others take turns.
+OF_MODEL = dict.fromkeys(MODELS, MEASURES) | ({} if EXHAUSTIVE else {"llama": MEASURES[::2], "bert": MEASURES[1::2]})
+
+
+def results(model, batches, measures, group=None):
     """Everything that is to be the same however the weights lie."""
     found = {}
-    for name in MEASURES:
+    for name in measures:
         options = {"measure": name, "group": group}
         worst = sharpness.evaluate(model, batches, keep_directions=True, steps=3, progress=False, **options)
         direction = worst.direction(0)
@@ -116,7 +117,7 @@ def measure(rank, size, out, name, spread):
     build, batch = MODELS[name]
     model, batches = sharded(build()), [batch()]
     before = rows_of(model)
-    found = results(model, batches, dist.group.WORLD if spread else None)
+    found = results(model, batches, OF_MODEL[name], dist.group.WORLD if spread else None)
     torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}{spread}.pt")
 
 
@@ -142,35 +143,9 @@ def fail(rank, size, out, how):
     os._exit(0)  # as a process ends that nobody tells to leave its group
 
 
-def _begin(rank, size, port, work, *arguments):
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+def work_sharded(work, *arguments):
+    """Do one of the above as a process of a group."""
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    try:
-        globals()[work](rank, size, *arguments)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    dist.init_process_group("gloo")
+    work(dist.get_rank(), dist.get_world_size(), *arguments)
     dist.destroy_process_group()
-
-
-def start(size, work, *arguments):
-    """Let processes of this machine do some work together."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    fork = mp.get_context("fork")  # what they import is there already
-    processes = [fork.Process(target=_begin, args=(rank, size, port, work, *arguments)) for rank in range(size)]
-    for p in processes:
-        p.start()
-    for p in processes:  # a killed one takes none with it
-        p.join()
-    return [p.exitcode for p in processes]
-
-
-if __name__ == "__main__":
-    for job in sys.argv[1:]:  # such as 3,measure,OUT,llama,
-        how_many, what, *rest = job.split(",")
-        codes = start(int(how_many), what, *rest)
-        if what == "measure" and any(codes):
-            sys.exit(f"{job} ended with {codes}")

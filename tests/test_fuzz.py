@@ -1,12 +1,11 @@
 """Whatever a user hands over: a result or a refusal in one line, nothing else on disk, nobody else's model."""
 
-import os
-
 import pytest
 
 from . import fuzzing
+from .extent import EXHAUSTIVE
 
-CHUNKS = list(fuzzing.chunks(int(os.environ.get("FUZZ_CASES", "1000"))))
+CHUNKS = list(fuzzing.chunks(10_000 if EXHAUSTIVE else 500))
 
 
 @pytest.fixture(scope="session")

@@ -137,7 +137,7 @@ tf.raw_ops.SaveV2(prefix=sys.argv[1], tensor_names=found.files, shape_and_slices
 
 def test_tensorflows_own_reader(place, capsys):
     if importlib.util.find_spec("tensorflow") is None:  # not imported: torch and it may not share a process
-        pytest.skip("tensorflow is not installed")
+        pytest.skip("tensorflow is not installed: make exhaustive does that")
     np.savez(place / "v.npz", **variables())
     arguments = [sys.executable, "-c", SCRIPT, place / "tf" / "model.ckpt-5", place / "v.npz"]
     subprocess.run([str(a) for a in arguments], check=True, capture_output=True)

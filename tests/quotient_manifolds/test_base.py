@@ -229,7 +229,8 @@ manifolds = pytest.mark.parametrize("manifold", [GLQuotientInv(8, 6), GLQuotient
 @manifolds
 def test_optimisers_converge(optimiser, options, manifold):
     target, start = low_rank_problem()
-    assert descend(optimiser, manifold, start, target, 1000, **options)[1] < 1e-6
+    steps = 300 if isinstance(manifold, GLQuotientMix) else 650
+    assert descend(optimiser, manifold, start, target, steps, **options)[1] < 1e-6
 
 
 @optimisers

@@ -1,34 +1,23 @@
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import sharpness
+from sharpness import cli
 from sharpness.distributed import World
 from tests import spread
-
-ROOT = Path(__file__).parents[2]
-
+from tests.processes import together
 
 #: One after the other: process groups that come and go side by side on a busy machine were seen to abort.
 pytestmark = pytest.mark.xdist_group("torchrun")
 
 
-def torchrun(world, *arguments, timeout=240, **environment):
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    # A free port: several test processes may do this at once.
-    command += ["--standalone", "-m", "sharpness", "run", *arguments, "--quiet"]
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **threads, **environment}, capture_output=True, text=True,
-        timeout=timeout, check=False,
-    )  # fmt: skip
+def run(folder, *arguments, **environment):
+    """``sharpness run`` by two processes."""
+    return together(2, cli.main, ["run", *map(str, arguments), "--quiet"], folder=folder, **environment)
 
 
 def without_times(rows):
@@ -37,9 +26,9 @@ def without_times(rows):
 
 def test_one_and_two_processes_give_identical_values(tmp_path):
     options = ["--measure", "geodesic-inv", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--steps", "5"]
-    done = torchrun(2, "tests.spread:model", "tests.spread:batches", *options, "--out", str(tmp_path / "two.json"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("geodesic-inv sharpness of Encoder: 3 batches") == 1  # one process reports
+    done = run(tmp_path, "tests.spread:model", "tests.spread:batches", *options, "--out", tmp_path / "two.json")
+    assert done.codes == [0, 0], done.output
+    assert [o.count("geodesic-inv sharpness of Encoder: 3 batches") for o in done.output] == [1, 0]  # one reports
     found = json.loads((tmp_path / "two.json").read_text())["results"]
     torch.set_default_dtype(torch.float32)
     for two, measure in zip(found, ("geodesic-inv", "adaptive"), strict=True):
@@ -52,14 +41,14 @@ def test_one_and_two_processes_give_identical_values(tmp_path):
 
 
 @pytest.mark.parametrize("failure", ["error", "kill"])
-def test_a_process_that_fails_ends_the_run(failure):
+def test_a_process_that_fails_ends_the_run(failure, tmp_path):
     start = time.monotonic()
     options = ["--measure", "adaptive", "--rho", "0.1", "0.3", "--restarts", "1", "--relative-tol", "0"]
-    done = torchrun(2, "tests.spread:failing", "tests.spread:batches", *options, FAILURE=failure)
+    done = run(tmp_path, "tests.spread:failing", "tests.spread:batches", *options, FAILURE=failure)
     assert time.monotonic() - start < 120
-    assert done.returncode != 0
-    if failure == "error":
-        assert "process 1 failed with ValueError: the eighth pass failed" in done.stderr
+    assert all(done.codes)  # nobody tells the first that the other is gone
+    said = "process 1 failed with ValueError: the eighth pass failed" if failure == "error" else "another process"
+    assert said in done.output[0]
 
 
 def test_world_of_one():

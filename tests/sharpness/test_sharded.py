@@ -1,32 +1,22 @@
 """A sharded model gives what it gives whole: FSDP2 over processes of this machine."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import sharded
+from tests.extent import EXHAUSTIVE
+from tests.processes import together
 
 pytestmark = pytest.mark.xdist_group("torchrun")  # one after the other, as all that starts processes
 
 #: How the last of two processes fails.
 WAYS = ("error", "interrupt", "kill")
-#: Model, processes, and whether examples are spread over them; SHARDED=all in the environment takes every combination.
+#: Model, processes, and whether examples are spread over them.
 JOBS = [("vit", 2, ""), ("llama", 3, ""), ("bert", 4, "spread")]
-if os.environ.get("SHARDED") == "all":
+if EXHAUSTIVE:
     JOBS = [(name, size, how) for name in sharded.MODELS for size in (2, 3, 4) for how in ("", "spread")]
-
-
-def started(*jobs, timeout=300):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.sharded", *(",".join(map(str, job)) for job in jobs)],
-        cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=timeout, check=False,
-    )  # fmt: skip
 
 
 def assert_close(one, two, tolerance, path=()):
@@ -49,18 +39,20 @@ def assert_close(one, two, tolerance, path=()):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """Where all processes have left what they found; what they import takes longer than what they do."""
+    """Where all processes have left what they found."""
     folder = tmp_path_factory.mktemp("sharded")
-    measured = [(size, "measure", folder, name, how) for name, size, how in JOBS]
-    done = started(*measured, *((2, "fail", folder, how) for how in WAYS), timeout=600)
-    assert done.returncode == 0, done.stderr
+    for name, size, how in JOBS:
+        done = together(size, sharded.work_sharded, sharded.measure, folder, name, how, folder=folder)
+        assert not any(done.codes), done.output
+    for how in WAYS:
+        together(2, sharded.work_sharded, sharded.fail, folder, how, folder=folder)
     return folder
 
 
 @pytest.mark.parametrize(("name", "size", "how"), JOBS)
 def test_sharded_equals_whole(out, name, size, how):
     build, batch = sharded.MODELS[name]
-    whole = sharded.results(build(), [batch()])
+    whole = sharded.results(build(), [batch()], sharded.OF_MODEL[name])
     assert all(max(of_all.values()) < 1e-10 for of_all in whole["residuals"].values())
     for rank in range(size):
         found = torch.load(out / f"{name}-{size}-{rank}{how}.pt")

@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +24,10 @@ from quotient_manifolds.symmetries.roles import places, roles_of
 from quotient_manifolds.symmetries.wide import Wide, widened
 
 from ... import architectures, networks, zoo
+from ...extent import EXHAUSTIVE
 
 #: One line an architecture: library, name, group on queries and keys, on values and outputs.
 TABLE = Path(__file__).parents[3] / "docs/tables/architectures.csv"
-WHOLE = "ARCHITECTURES" in os.environ
 #: One of each kind, for every run of the tests.
 SOME = {
     "bloom", "dinov3_vit", "cohere", "stablelm", "glm", "olmo2", "llama4_text", "yoso",
@@ -39,13 +38,13 @@ SOME = {
 
 #: Models whose classes are in the table.
 KNOWN_MODELS = [
-    *(("transformers", name) for name in architectures.TRANSFORMERS if WHOLE or name in {
+    *(("transformers", name) for name in architectures.TRANSFORMERS if EXHAUSTIVE or name in {
         "bert", "albert", "deberta_v2", "gpt2-cross", "bloom", "gpt_neox", "gptj", "llama", "phi3-partial", "qwen3",
         "swin",
     }),
-    *(("torch", name) for name in zoo.TORCH if WHOLE or name in {"sizes, bias_k and bias_v", "zero attention"}),
+    *(("torch", name) for name in zoo.TORCH if EXHAUSTIVE or name in {"sizes, bias_k and bias_v", "zero attention"}),
     *(("timm", name) for name in ("swin_tiny_patch4_window7_224", "beit_base_patch16_224", "vit_tiny_patch16_224")),
-    *(("open_clip", name) for name in ("custom", "scale_attn_inner") if WHOLE),
+    *(("open_clip", name) for name in ("custom", "scale_attn_inner") if EXHAUSTIVE),
 ]  # fmt: skip
 
 
@@ -144,7 +143,7 @@ def rows():
         }
 
 
-CASES = [pytest.param(*key, id="-".join(key)) for key in rows() if WHOLE or key[1] in SOME]
+CASES = [pytest.param(*key, id="-".join(key)) for key in rows() if EXHAUSTIVE or key[1] in SOME]
 
 
 @pytest.mark.filterwarnings("ignore")

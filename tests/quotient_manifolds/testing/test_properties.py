@@ -4,9 +4,10 @@ import torch
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.testing import check_manifold
 from tests.broken_manifolds import Base
+from tests.extent import EXHAUSTIVE
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if EXHAUSTIVE else 1))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["real", "complex"])
 @pytest.mark.parametrize("cls", [GLQuotientInv, GLQuotientMix])
 def test_gl_quotients_pass(cls, dtype, seed):

@@ -6,10 +6,10 @@ from sharpness import cli, demo
 
 
 def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
-    """The demo at a tenth of its training; the full one is ``make demo``."""
+    """The demo at a third of its training; the full one is ``make demo``."""
     torch.set_default_dtype(torch.float32)
     full = demo.train
-    monkeypatch.setattr(demo, "train", lambda *a, **k: full(*a, **k | {"epochs": 6}))
+    monkeypatch.setattr(demo, "train", lambda *a, **k: full(*a, **k | {"epochs": 18}))
     monkeypatch.setattr(demo, "MOVES", {kind: demo.MOVES[kind] for kind in ("heads", "gain", "rotation")})
     out = tmp_path / "picture.png"
     assert cli.main(["demo", "--seed", "1", "--out", str(out), "--quiet", "--json"]) == 0
@@ -18,6 +18,7 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
     assert out.read_bytes().startswith(b"\x89PNG")
     found = json.loads(out.with_suffix(".json").read_text())
     assert json.loads(printed.out) == found
+    assert found["test_accuracy"] > 0.85
     network, heads, gain, _ = found["rows"]
     assert found["output_change"] < 1e-3
     for name, moved in (("complete-inv", heads), ("complete-inv", gain), ("geodesic-inv", heads)):

@@ -2,7 +2,6 @@ import errno
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -20,6 +19,8 @@ from torch import nn
 from sharpness import cli
 from sharpness.sweep import read_config, run_sweep
 from tests import networks
+from tests.extent import EXHAUSTIVE
+from tests.processes import forked, together
 from tests.sweeps import rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -66,32 +67,21 @@ def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
 
 
-def start(place, *arguments, torchrun=0):
-    command = [sys.executable, "-W", "ignore"]
-    if torchrun:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
-    command += ["-m", "sharpness", "sweep", "sweep.json", "--out", *arguments, "--quiet"]
-    settings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{place}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=place, env=settings, stderr=subprocess.PIPE, start_new_session=True)
-
-
 @pytest.mark.xdist_group("torchrun")
 def test_torchrun_gives_the_same_rows(place):
     run_sweep(read_config("sweep.json"), "whole", progress=False)
-    process = start(place, "spread", torchrun=2)
-    assert process.wait(120) == 0, process.stderr.read().decode()
-    process.stderr.close()
+    assert together(2, _sweep_here, place, "spread", folder=place).codes == [0, 0]
     assert rows_of("whole") == rows_of("spread")
 
 
-MOMENTS = int(os.environ.get("FUZZ_KILLS", "4"))
+MOMENTS = 50 if EXHAUSTIVE else 4
 
 
-def _sweep_here(place):
+def _sweep_here(place, out):
     os.chdir(place)
     sys.path.insert(0, str(place))
     torch.set_num_threads(1)
-    run_sweep(read_config("sweep.json"), "killed", progress=False)
+    return cli.main(["sweep", "sweep.json", "--out", out, "--quiet"])
 
 
 def longer(place):
@@ -103,14 +93,13 @@ def longer(place):
     return time.monotonic() - began
 
 
+@pytest.mark.xdist_group("torchrun")
 def test_killed_at_random_moments(place):
     """SIGKILL again and again while jobs are written; what is left is finished by the next call."""
     duration, random = longer(place), np.random.default_rng(0)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sharpness.sweep"])
     killed = 0
     for moment in random.uniform(0, 1.2 * duration, MOMENTS):
-        process = context.Process(target=_sweep_here, args=(place,))
+        process = forked.Process(target=_sweep_here, args=(place, "killed"))
         process.start()
         limit = time.monotonic() + 60
         while not Path("killed/jobs").is_dir() and process.is_alive() and time.monotonic() < limit:
@@ -219,7 +208,10 @@ def test_a_killed_rank_ends_the_others(place):
     config["rho"] = {"adaptive": [0.01 * k for k in range(1, 14)], "euclidean": 0.05}
     config |= {"steps": 40, "relative_tol": 0}
     Path("sweep.json").write_text(json.dumps(config))
-    process = start(place, "out", torchrun=2)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "sharpness", "sweep", "sweep.json", "--out", "out", "--quiet"]
+    settings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{place}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=place, env=settings, stderr=subprocess.PIPE, start_new_session=True)
     limit = time.monotonic() + 60
     while not Path("out/jobs").is_dir() and time.monotonic() < limit:
         time.sleep(0.02)
