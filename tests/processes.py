@@ -17,6 +17,12 @@ forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(["tests.sharded", "sharpness.cli", "sharpness.sweep"])
 
 
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
 def _rank(rank, size, port, output, environment, work, arguments):
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
@@ -36,9 +42,7 @@ def _rank(rank, size, port, output, environment, work, arguments):
 
 def together(size, work, *arguments, folder, timeout=240, **environment):
     """Let processes call ``work``, a function of a module, with the same arguments, and wait for them."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = _free_port()
     processes = [
         forked.Process(target=_rank, args=(i, size, port, folder / f"{i}.txt", environment, work, arguments))
         for i in range(size)

@@ -11,9 +11,6 @@ from sharpness.distributed import World
 from tests import spread
 from tests.processes import together
 
-#: One after the other: process groups that come and go side by side on a busy machine were seen to abort.
-pytestmark = pytest.mark.xdist_group("torchrun")
-
 
 def run(folder, *arguments, **environment):
     """``sharpness run`` by two processes."""

@@ -48,7 +48,7 @@ def state(model):
 
 def same(one, two):
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
+        return isinstance(two, torch.Tensor) and torch.equal(one, two)
     if isinstance(one, dict):
         return one.keys() == two.keys() and all(same(one[k], two[k]) for k in one)
     return len(one) == len(two) and all(map(same, one, two)) if isinstance(one, (list, tuple)) else one == two

@@ -9,8 +9,6 @@ from tests import sharded
 from tests.extent import EXHAUSTIVE
 from tests.processes import together
 
-pytestmark = pytest.mark.xdist_group("torchrun")  # one after the other, as all that starts processes
-
 #: How the last of two processes fails.
 WAYS = ("error", "interrupt", "kill")
 #: Model, processes, and whether examples are spread over them.

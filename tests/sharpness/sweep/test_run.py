@@ -67,7 +67,6 @@ def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
 
 
-@pytest.mark.xdist_group("torchrun")
 def test_torchrun_gives_the_same_rows(place):
     run_sweep(read_config("sweep.json"), "whole", progress=False)
     assert together(2, _sweep_here, place, "spread", folder=place).codes == [0, 0]
@@ -93,7 +92,6 @@ def longer(place):
     return time.monotonic() - began
 
 
-@pytest.mark.xdist_group("torchrun")
 def test_killed_at_random_moments(place):
     """SIGKILL again and again while jobs are written; what is left is finished by the next call."""
     duration, random = longer(place), np.random.default_rng(0)
@@ -202,7 +200,6 @@ def test_whatever_one_model_raises_the_others_go_on(place, capsys):
     assert [r for r in rows_of("out", "bad.json") if r["checkpoint"].startswith("net")] == rows_of("sound")
 
 
-@pytest.mark.xdist_group("torchrun")
 def test_a_killed_rank_ends_the_others(place):
     config = json.loads(Path("sweep.json").read_text())
     config["rho"] = {"adaptive": [0.01 * k for k in range(1, 14)], "euclidean": 0.05}
