@@ -36,7 +36,7 @@ types: $(VENV)/.dev  ## check the types
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev  ## build the documentation into docs/_build; a warning is an error
-	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
 
 figures: $(VENV)/.dev  ## draw the figures of the documentation again from the recorded results
 	$(BIN)/python benchmarks/figures.py

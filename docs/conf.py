@@ -17,7 +17,15 @@ extensions = [
     "sphinx.ext.napoleon",
     "myst_parser",
     "sphinx_design",
+    "sphinx_gallery.gen_gallery",
 ]
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery",
+    "within_subsection_order": "FileNameSortKey",
+    "reset_modules": (),
+    "abort_on_example_error": True,
+}
 myst_enable_extensions = ["amsmath", "colon_fence", "dollarmath"]
 #: MathJax in one file, fonts included. Used as an extension, the package would copy 24 MB of files.
 mathjax = next(f for f in files("sphinx-mathjax-offline") or () if f.name == "tex-svg.js")

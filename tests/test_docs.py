@@ -19,6 +19,7 @@ from reproduction import cli as laboratory
 from sharpness import cli
 
 from . import docs_world
+from .processes import together
 
 ROOT = docs_world.ROOT
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
@@ -59,6 +60,13 @@ def world(tmp_path_factory):
     return folder
 
 
+def within(folder, arguments):
+    """The command line of a process that begins in a folder."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    return cli.main(arguments)
+
+
 def shell(body, run):
     """Run a shell block line by line; what cannot be run here is looked at instead."""
     for line in body.replace("\\\n", " ").splitlines():
@@ -72,8 +80,9 @@ def shell(body, run):
         elif words[:3] == ["python", "-m", "reproduction"]:
             assert laboratory.main(words[3:]) == 0, line
         elif words[0] == "torchrun":
-            command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *words[1:]]
-            subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            assert [words[1], *words[3:5]] == ["--nproc-per-node", "-m", "sharpness"]
+            done = together(int(words[2]), within, Path.cwd(), words[5:], folder=Path.cwd())
+            assert not any(done.codes), done.output
         elif words[0] == "make":
             subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
         elif words[:2] == ["git", "clone"] or words == ["cd", "quotient-manifolds"]:
