@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sharpness import cli
 from sharpness.sweep import read_config, run_sweep
@@ -22,8 +22,6 @@ from tests import networks
 from tests.extent import EXHAUSTIVE
 from tests.processes import forked, together
 from tests.sweeps import rows_of
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_finished_jobs_are_not_done_again(place, monkeypatch):
@@ -81,6 +79,20 @@ def _sweep_here(place, out):
     sys.path.insert(0, str(place))
     torch.set_num_threads(1)
     return cli.main(["sweep", "sweep.json", "--out", out, "--quiet"])
+
+
+def _torchrun(place, out):
+    """What ``torchrun --nproc-per-node 2`` does, but for the import: its agent watches the processes."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        start_method="fork", max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
+    elastic_launch(config, _watched)(place, out)
+
+
+def _watched(place, out):
+    (place / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    sys.exit(_sweep_here(place, out))
 
 
 def longer(place):
@@ -205,19 +217,14 @@ def test_a_killed_rank_ends_the_others(place):
     config["rho"] = {"adaptive": [0.01 * k for k in range(1, 14)], "euclidean": 0.05}
     config |= {"steps": 40, "relative_tol": 0}
     Path("sweep.json").write_text(json.dumps(config))
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "sharpness", "sweep", "sweep.json", "--out", "out", "--quiet"]
-    settings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{place}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=place, env=settings, stderr=subprocess.PIPE, start_new_session=True)
+    agent = forked.Process(target=_torchrun, args=(place, "out"))
+    agent.start()
     limit = time.monotonic() + 60
     while not Path("out/jobs").is_dir() and time.monotonic() < limit:
         time.sleep(0.02)
-    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    ranks = [int(line.split()[0]) for line in listing.stdout.splitlines() if "sharpness" in line]
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    assert process.wait(60) != 0
-    process.stderr.close()
+    os.kill(int(Path("1.pid").read_text()), signal.SIGKILL)
+    agent.join(60)
+    assert agent.exitcode
     run_sweep(read_config("sweep.json"), "whole", progress=False)
     assert len(rows_of("out")) < len(rows_of("whole"))
     assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
