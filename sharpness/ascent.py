@@ -86,17 +86,10 @@ class Ascent:
 
 
 def power(
-    f: Function,
-    start: Tensor,
-    ball: Ball,
-    steps: int,
-    *,
-    relative_tol: float = 0.0,
-    base: float | None = None,
-    first: tuple[float, Tensor] | None = None,
-    buffers: Buffers | None = None,
-    callback: Callable[[float, float], None] | None = None,
-) -> Ascent:
+    f: Function, start: Tensor, ball: Ball, steps: int, *,
+    relative_tol: float = 0.0, base: float | None = None, first: tuple[float, Tensor] | None = None,
+    buffers: Buffers | None = None, callback: Callable[[float, float], None] | None = None,
+) -> Ascent:  # fmt: skip
     """Maximise f over a ball by the generalised power method, see :mod:`sharpness.ascent`.
 
     Parameters

@@ -36,22 +36,12 @@ _DIRECTIONS = 2 * 2**30
 
 
 def evaluate(
-    model: nn.Module,
-    batches: Iterable[Any],
-    loss_fn: LossFunction | None = None,
-    *,
-    measure: str | Measure = "geodesic-inv",
-    rho: float | Iterable[float] | None = None,
-    statistic: str = "worst",
-    pairs: Sequence[SymmetricPair] | None = None,
-    only: str | None = None,
-    normalize_logits: bool = False,
-    micro_batch: int | None = None,
-    keep_directions: bool | None = None,
-    progress: bool = True,
-    group: ProcessGroup | None = None,
-    **search: Any,
-) -> SharpnessResult:
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
+    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, normalize_logits: bool = False,
+    micro_batch: int | None = None, keep_directions: bool | None = None, progress: bool = True,
+    group: ProcessGroup | None = None, **search: Any,
+) -> SharpnessResult:  # fmt: skip
     r"""Measure the sharpness of a model: how far the loss rises within a ball around its weights.
 
     .. math:: S(θ) = \operatorname{mean}_{\text{batches}}\; \max_{ξ \text{ horizontal},\, \|ξ\|_θ \le ρ}
@@ -78,8 +68,7 @@ def evaluate(
         The pairs that are divided out, by default ``find_symmetric_pairs(model)``. A pair without a group is treated
         like other weights. Attention of an unknown class outside these pairs is then a warning instead of an error.
     only : str, optional
-        A regular expression. Parameters whose names do not match it are not moved, and neither are pairs that contain
-        them.
+        A regular expression. Parameters whose names do not match it, and pairs that contain them, are not moved.
     normalize_logits : bool
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional

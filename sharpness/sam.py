@@ -215,15 +215,10 @@ class GeodesicSAM(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        base_optimizer: Optimizer,
-        *,
-        rho: float,
-        measure: str | Measure = "geodesic-inv",
-        refresh: int = 20,
+        self, model: nn.Module, base_optimizer: Optimizer, *,
+        rho: float, measure: str | Measure = "geodesic-inv", refresh: int = 20,
         pairs: Sequence[SymmetricPair] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(base_optimizer, Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
         measure = get_measure(measure)

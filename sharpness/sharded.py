@@ -65,21 +65,12 @@ class ShardedSpace(WeightSpace):
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
         if pairs is not None:
-            pairs = [self._of_twin(p) for p in pairs]
+            pairs = [_moved(p, self._shards.modules) for p in pairs]
         super().__init__(self._shards.twin, measure, pairs, classes=classes, only=only)
         self.model, self.world = model, self._shards.world
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
-        self._gradients = Gradients(
-            [self._shards.parameter(p) for p in self._parameters.values()],
-            (p for p in model.parameters() if p.requires_grad),
-            backward=True,
-        )
-
-    def _of_twin(self, pair: SymmetricPair) -> SymmetricPair:
-        try:
-            return _moved(pair, self._shards.modules)
-        except KeyError:
-            raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
+        moving, trained = self._parameters.values(), (p for p in model.parameters() if p.requires_grad)
+        self._gradients = Gradients([self._shards.parameter(p) for p in moving], trained, backward=True)
 
     def _divide(
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
@@ -294,5 +285,8 @@ class ShardedSpace(WeightSpace):
 
 def _moved(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> SymmetricPair:
     """Return the same pair of another copy of its modules."""
-    G, H, null = (tuple(replace(b, module=modules[b.module]) for b in blocks) for blocks in (pair.G, pair.H, pair.null))
+    try:
+        G, H, null = (tuple(replace(b, module=modules[b.module]) for b in v) for v in (pair.G, pair.H, pair.null))
+    except KeyError:
+        raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
     return replace(pair, G=G, H=H, null=null)

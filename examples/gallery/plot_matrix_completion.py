@@ -2,7 +2,7 @@ r"""
 Matrix completion from unbalanced factors
 =========================================
 
-A 200 × 150 matrix of rank 4 is to be found from 30 % of its entries, as a product :math:`GH^T`. The start is unbalanced:
+A 200 × 150 matrix of rank 4 is sought from 30 % of its entries, as a product :math:`GH^T`. The start is unbalanced:
 :math:`G` is :math:`c^2` times as large as :math:`H`. Gradient descent on the factors slows down with :math:`c`.
 geoopt's ``RiemannianSGD`` with ``GLQuotientMix`` does not depend on it: this is ScaledGD (Tong, Ma, Chi 2021).
 """

@@ -68,8 +68,7 @@ class GLQuotient(QuotientManifold):
     ) -> GLTangentSpace:
         """Return the tangent space at a point of known gauge, without factorising again.
 
-        Unlike :meth:`tangent_space_at`, it accepts rank-deficient points; directions with σ_i = 0 are treated as
-        absent.
+        Unlike :meth:`tangent_space_at`, it accepts rank-deficient points: directions with σ_i = 0 count as absent.
 
         Parameters
         ----------
@@ -155,7 +154,7 @@ class GLQuotient(QuotientManifold):
         Raises
         ------
         GeodesicExitError
-            A mix geodesic reaches a rank-deficient matrix before the last time (``time``, and ``times`` item by item).
+            A mix geodesic reaches a rank-deficient matrix before the last time (``time``; item by item in ``times``).
         """
         return self._gl_space(x, u).geodesic(u, t, relative_tol=relative_tol)
 

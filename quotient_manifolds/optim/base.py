@@ -49,8 +49,7 @@ class QuotientOptimizer(Optimizer):
         bound = defaults["max_grad_norm"]
         if bound is not None and not (is_number(bound) and bound > 0):
             raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None turns clipping off")
-        self._pairs: list[SymmetricPair] = []
-        self._buckets: list[PairBucket] = []
+        self._pairs, self._buckets = list[SymmetricPair](), list[PairBucket]()
         self._certification = Certification([])
         self._skipped: Tensor | int = 0
         self._covered: dict[Tensor, Tensor] = {}
