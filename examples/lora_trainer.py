@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--optimizer", choices=["adam", "muon"], default="adam")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     config = BertConfig(
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         BertForSequenceClassification(config),
         peft.LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules="all-linear"),
     )
-    optimizer = create_quotient_lora_optimizer(model, lr=options.lr, max_grad_norm=1.0)
+    optimizer = create_quotient_lora_optimizer(model, lr=options.lr, optimizer=options.optimizer, max_grad_norm=1.0)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model,

@@ -35,8 +35,10 @@ def test_lora_vit(example, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-def test_lora_trainer(example, capsys):
-    assert example("lora_trainer").main(["--steps", "60"])["eval_accuracy"] > 0.8
+@pytest.mark.parametrize(("optimizer", "lr"), [("adam", "5e-3"), ("muon", "5e-2")])
+def test_lora_trainer(example, capsys, optimizer, lr):
+    found = example("lora_trainer").main(["--steps", "60", "--optimizer", optimizer, "--lr", lr])
+    assert found["eval_accuracy"] > 0.8
     assert "accuracy" in capsys.readouterr().out
 
 

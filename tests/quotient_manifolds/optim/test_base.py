@@ -228,6 +228,37 @@ def test_a_compiled_model_trains_alike(kind):
     assert apart(one, two) < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_accelerate_trains_alike(kind):
+    """With accumulation over two halves of the batch, and a checkpoint of the wrapped optimiser in between."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    one, two = lora(), lora()
+    train(one, create_quotient_lora_optimizer(one, lr=1e-2, optimizer=kind), 6, schedule=False)
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+        def prepared():
+            return accelerator.prepare(two, create_quotient_lora_optimizer(two, lr=1e-2, optimizer=kind))
+
+        model, optimizer = prepared()
+        for step in range(12):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, X.chunk(2)[step % 2], Y.chunk(2)[step % 2]))
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 5:
+                saved = copy.deepcopy(optimizer.state_dict())
+                model, optimizer = prepared()
+                optimizer.load_state_dict(saved)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert apart(one, two) < 1e-12
+
+
 def one_of_two(rank, folder):
     """Train on half of the batch under DDP, and keep the ends."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
