@@ -240,7 +240,7 @@ def _signs(x: _Array) -> _Array:
 
 
 def _tau(x: _Array, y: _Array) -> _Statistic:
-    """τ-b of the signs of all differences, for many resamples at once: two copies of a model are a tie."""
+    """τ-b of the signs of all differences, for many resamples at once; copies of one model are tied."""
 
     def statistic(counts: _Array) -> _Array:
         score, x_pairs, y_pairs = (((counts @ m) * counts).sum(axis=1) for m in (x * y, np.abs(x), np.abs(y)))

@@ -88,11 +88,10 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
         )
     lowest, exits = found.lowest[failed].min().item(), found.exit[failed].min().item()
     if not metric.complete and (lowest < 0.5 or exits < 1):
-        when = f", which its geodesic reaches at t = {exits:.3g} of 1" if exits < 1 else ""
+        when = f"; the geodesic reaches rank deficiency at t = {exits:.3g}, before its end at 1" if exits < 1 else ""
         return (
             f"the shortest path leaves the manifold {count}: the smallest singular value of G Hᴴ falls to {lowest:.1e} "
-            f"of that at its ends, towards a matrix of lower rank{when}; the mix metric is not complete: use inv, or "
-            'pass on_error="nan"'
+            f'of its value at the ends{when}; the mix metric is not complete: use inv, or pass on_error="nan"'
         )
     worst = found.residual[failed].max().item()
     missing = f"{worst:.1e} of the length is missing" if isfinite(worst) else "no geodesic was found"

@@ -64,8 +64,8 @@ class UnknownAttentionError(ValueError):
         super().__init__(
             f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
             "no handler knows the symmetries of this class; let find_symmetric_pairs(model, batch=batch) examine it, "
-            "write a handler with quotient_manifolds.symmetries.register_attention, count its weights without symmetry "
-            'by quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs no symmetries'
+            "write a handler with quotient_manifolds.symmetries.register_attention, treat its weights as having no "
+            'symmetry with quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
         )
 
 

@@ -99,7 +99,7 @@ class PairStack:
         self._rows.scatter_(self.group.from_point(x), tensors)
 
     def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
-        """Give, without a copy, which pairs, whether rows of G, those rows, and the same of ``tensors``."""
+        """Yield (indices of pairs, whether the rows are of G, the rows, the same rows of ``tensors``), as views."""
         for run in self._rows.runs:
             own, other = run.first.tensor, tensors.get(run.first.tensor)
             if other is not None:

@@ -15,7 +15,7 @@ __all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "reg
 
 
 class State(dict[Tensor, Tensor]):
-    """The values of parameters, in float64, where they differ from those that the parameters have.
+    """Values of a model's parameters in float64; parameters that were not changed are not stored.
 
     Examples
     --------
