@@ -33,7 +33,11 @@ def load(options: argparse.Namespace, precision: str) -> nn.Module:
     """Give the base in a precision, with new adapters."""
     torch.manual_seed(0)
     bits = {"8 bit": {"load_in_8bit": True}, "4 bit": {"load_in_4bit": True}}.get(precision)
-    more = {"quantization_config": BitsAndBytesConfig(**bits), "device_map": "cpu"} if bits else {}
+    more = (
+        {"quantization_config": BitsAndBytesConfig(**bits, llm_int8_skip_modules=["classifier"]), "device_map": "cpu"}
+        if bits
+        else {}
+    )
     dtype = {"bfloat16": torch.bfloat16}.get(precision, torch.float32)
     model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=4, dtype=dtype, **more)
     config = LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS", exclude_modules=["classifier"])
@@ -44,23 +48,24 @@ def as_float32(model: nn.Module) -> nn.Module:
     """Give the same numbers as plain float32 layers."""
     from bitsandbytes.functional import dequantize_4bit
 
-    model = copy.deepcopy(model)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            kind = type(child).__name__
-            if kind not in ("Linear4bit", "Linear8bitLt"):
-                continue
-            W = child.weight
-            if kind == "Linear4bit":
-                value = dequantize_4bit(W.data, W.quant_state)
-            else:
-                value = W.data.float() * (W.SCB if W.SCB is not None else child.state.SCB)[:, None] / 127
-            plain = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
-            plain.weight.data = value.reshape(plain.weight.shape).float()
-            if child.bias is not None:
-                plain.bias.data = child.bias.data.float()
-            setattr(module, name, plain.requires_grad_(False))
-    return model.float()
+    twin = copy.deepcopy(model)
+    for name, layer in model.named_modules():
+        kind, W = type(layer).__name__, getattr(layer, "weight", None)
+        if not type(layer).__module__.startswith("bitsandbytes"):  # PEFT's layers around them bear the same names
+            continue
+        if kind == "Linear4bit":
+            value = dequantize_4bit(W.data, W.quant_state)
+        elif kind == "Linear8bitLt":
+            scale = getattr(W, "SCB", None)
+            value = W.data.float() * (layer.state.SCB if scale is None else scale)[:, None] / 127
+        else:
+            continue
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight.data = value.reshape(plain.weight.shape).float()
+        if layer.bias is not None:
+            plain.bias.data = layer.bias.data.float()
+        twin.set_submodule(name, plain.requires_grad_(False))
+    return twin.float()
 
 
 def headlines(options: argparse.Namespace, count: int, *, skip: int = 0) -> dict[str, torch.Tensor]:

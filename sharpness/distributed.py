@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import RemoteError
 
-__all__ = ["World", "counter", "torchrun"]
+__all__ = ["World", "counter", "everybody", "shard_", "torchrun"]
 
 T = TypeVar("T")
 
@@ -171,6 +171,42 @@ def torchrun(device: torch.device, timeout: timedelta = timedelta(hours=12)) -> 
         # Older torch (2.6) joins gloo's threads with the GIL held: a deadlock if one still frees the last gather.
         time.sleep(0.1)
         dist.destroy_process_group()
+
+
+def everybody() -> dist.ProcessGroup:
+    """Return the group of all processes.
+
+    Raises
+    ------
+    ValueError
+        This process is alone.
+    """
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise ValueError("a model is sharded over several processes: start the command by torchrun")
+    return dist.group.WORLD
+
+
+def shard_(model: nn.Module, device: torch.device) -> None:
+    """Shard a model in place by FSDP2 over all processes: each layer of its outermost lists of layers, and the rest.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The same whole model on every process.
+    device : torch.device
+        Where the shards are to lie.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    inside: set[nn.Module] = set()
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList) and layers not in inside:
+            inside.update(layers.modules())
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def counter(count: int) -> Iterator[int]:

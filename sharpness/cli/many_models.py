@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from .options import Formatter, add_json, as_json, examples, place, shard
+from .options import Formatter, add_json, as_json, checked_device, examples, place, shard
 
 __all__ = ["add_plot", "add_sweep", "add_table"]
 
@@ -21,7 +21,7 @@ def add_sweep(commands: Any) -> None:
         help="measure many checkpoints; an interrupted sweep resumes when it is called again",
         description="Measure many checkpoints under several measures, radii and ablations. A YAML or JSON file says "
         "which; its keys are checkpoints, data, train, test or accuracies, measures, rho, ablations, "
-        "baselines, initial, steps, relative_tol and device (docs/guides/sweeps.md). A sweep may be "
+        "baselines, initial, steps, relative_tol, device and sharded (docs/guides/sweeps.md). A sweep may be "
         "interrupted; the same command resumes it from the folder OUT. Under torchrun, processes draw "
         "checkpoints from a common counter; --shard splits them among independent processes that share OUT. "
         "The exit code is 1 if a checkpoint failed.",
@@ -51,7 +51,7 @@ def _sweep(options: argparse.Namespace) -> int:
     part = shard(options.shard)
     check_folder(options.out, create=False)
     sweep = read_config(options.config)
-    with torchrun(torch.device("cpu")) as group:
+    with torchrun(checked_device(sweep.device) if sweep.sharded else torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
         failed = run_sweep(sweep, options.out, shard=part, progress=not options.quiet and leader)
     rows: list[dict[str, Any]] | None = None

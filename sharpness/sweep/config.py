@@ -75,6 +75,7 @@ class _Config(Settings, kw_only=True, forbid_unknown_fields=True):
     rho: Radii = msgspec.field(default_factory=dict)
     ablations: list[dict[str, Any]] = msgspec.field(default_factory=lambda: [{}])
     device: str = "cpu"
+    sharded: bool = False
 
 
 def read_config(path: str | os.PathLike[str]) -> Sweep:
@@ -87,9 +88,9 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
         head}``), ``data``, ``train``, ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
         :class:`sharpness.data.TextColumns`), or ``accuracies`` (those of :class:`Accuracies`) in place of ``test``,
         ``measures``, ``rho`` (a list for all measures, or lists by measure), ``ablations`` (a list of switches),
-        ``baselines`` (true or false), ``initial`` (a checkpoint file or a transformers folder), ``device``, and
-        settings of :func:`sharpness.evaluate` (``steps``, ``relative_tol``, ``ascent``, ``restarts``, ``seed``,
-        ``micro_batch``, ``normalize_logits``). Paths are relative to the file.
+        ``baselines`` (true or false), ``initial`` (a checkpoint file or a transformers folder), ``device``,
+        ``sharded`` (true or false), and settings of :func:`sharpness.evaluate` (``steps``, ``relative_tol``,
+        ``ascent``, ``restarts``, ``seed``, ``micro_batch``, ``normalize_logits``). Paths are relative to the file.
 
     Returns
     -------
@@ -168,6 +169,8 @@ def _sweep(found: _Config, base: Path) -> Sweep:
     _check_radii(radii)
     for ablation in found.ablations:
         _check_ablation(ablation, measures)
+    if found.sharded and found.baselines:
+        raise ValueError("baselines are those of whole models; with sharded: true, add baselines: false")
     if accuracies is not None:
         accuracies = msgspec.structs.replace(accuracies, file=str(base / accuracies.file))
     return Sweep(
@@ -183,6 +186,7 @@ def _sweep(found: _Config, base: Path) -> Sweep:
         ablations=tuple(found.ablations),
         settings={k: getattr(found, k) for k in Settings.__struct_fields__},
         device=found.device,
+        sharded=found.sharded,
     )
 
 

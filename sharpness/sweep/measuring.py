@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,20 +22,28 @@ from ..models import load, load_state_dict
 from ..results import SharpnessResult
 from .plan import Checkpoint, Job, Sweep, switched
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["do_job"]
 
 #: Returns the batches of a choice of data for the current model.
 Read = Callable[[DataChoice], list[Any]]
 
 
-def do_job(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
-    """Return the rows of a job and, for radii at which the loss is not finite, the reasons."""
+def do_job(
+    job: Job, sweep: Sweep, model: torch.nn.Module, read: Read, group: ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return the rows of a job and, for radii at which the loss is not finite, the reasons.
+
+    ``group`` has the processes over which the model is sharded; they do the job together.
+    """
     start = time.perf_counter()
     if job["kind"] == "sharpness":
         if job["measure"] in LOCAL:
-            found = _local_row(_local(job, model, read(sweep.data)))
+            found = _local_row(_local(job, model, read(sweep.data), group))
             return {"rows": [{**job, **found, "seconds": time.perf_counter() - start}]}
-        result, too_large = _measured(job, model, read(sweep.data))
+        result, too_large = _measured(job, model, read(sweep.data), group)
         return {"rows": list(_rows(job, result, time.perf_counter() - start)), "too_large": too_large}
     found = _fit(job, sweep, model, read) if job["kind"] == "fit" else _baselines(sweep, model, read)
     wrong = [k for k, v in found.items() if isinstance(v, float) and not math.isfinite(v)]
@@ -44,14 +52,16 @@ def do_job(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[s
     return {"rows": [{**job, **found, "seconds": time.perf_counter() - start}]}
 
 
-def _measured(job: Job, model: torch.nn.Module, batches: list[Any]) -> tuple[SharpnessResult, dict[str, str]]:
+def _measured(
+    job: Job, model: torch.nn.Module, batches: list[Any], group: ProcessGroup | None
+) -> tuple[SharpnessResult, dict[str, str]]:
     radii, too_large = sorted(job["rho"]), dict[str, str]()
     while True:
         try:
             result = evaluate(
                 model, batches, measure=switched(job["measure"], job["ablation"]), rho=radii or None,
                 statistic=job["ablation"].get("statistic", "worst"), keep_directions=False, progress=False,
-                **job["settings"],
+                group=group, **job["settings"],
             )  # fmt: skip
             return result, too_large
         except RadiusError as error:
@@ -78,10 +88,10 @@ def _rows(job: Job, result: SharpnessResult, seconds: float) -> Iterator[dict[st
         }
 
 
-def _local(job: Job, model: torch.nn.Module, batches: list[Any]) -> LocalResult:
+def _local(job: Job, model: torch.nn.Module, batches: list[Any], group: ProcessGroup | None) -> LocalResult:
     function, settings = LOCAL[job["measure"]][0], job["settings"]
     options = {k: settings[k] for k in ("micro_batch", "normalize_logits", *(["seed"] if function is hessian else []))}
-    return function(model, batches, measure=switched(job["measure"], job["ablation"]), **options)
+    return function(model, batches, measure=switched(job["measure"], job["ablation"]), group=group, **options)
 
 
 def _local_row(result: LocalResult) -> dict[str, Any]:

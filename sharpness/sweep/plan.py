@@ -97,6 +97,8 @@ class Sweep:
         Of ``evaluate``: steps, relative_tol, ascent, restarts, seed, micro_batch, normalize_logits.
     device : str
         Device of torch.
+    sharded : bool
+        Shard every model over the processes of torchrun, which then measure each checkpoint together.
 
     Examples
     --------
@@ -123,6 +125,7 @@ class Sweep:
     ablations: tuple[Mapping[str, Any], ...] = ({},)
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
+    sharded: bool = False
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results."""

@@ -6,14 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from ..data import DataChoice
-from ..distributed import counter
+from ..distributed import World, counter, everybody, shard_
 from ..errors import naming, words_of
 from ..files import check_folder, write_json
 from ..models import LoadedModel, load
@@ -22,6 +22,9 @@ from ..rows import AnyRow
 from .digests import versions
 from .measuring import do_job
 from .plan import Checkpoint, Job, Sweep, as_data, job_key
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["read_rows", "run_sweep"]
 
@@ -41,7 +44,8 @@ def run_sweep(
         Folder for the results, with one file per job in its folder ``jobs``; see :func:`read_rows`.
     shard : (int, int)
         (i, n): this process takes the i-th of n parts of the checkpoints. Under torchrun the processes draw
-        checkpoints from a common counter instead. The results do not depend on which process runs which job.
+        checkpoints from a common counter instead, or do each together if the models are sharded. The results do not
+        depend on which process runs which job.
     progress : bool
         Show a progress bar.
 
@@ -76,9 +80,9 @@ def run_sweep(
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device)
     failed: list[dict[str, Any]] = []
-    cache = _Cache(torch.device(sweep.device))
+    cache = _Cache(torch.device(sweep.device), everybody() if sweep.sharded else None)
     with bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
-        for position in counter(len(mine)):
+        for position in range(len(mine)) if sweep.sharded else counter(len(mine)):
             failed += _do_checkpoint(sweep, mine[position], done, cache)
             shown.update()
     return failed
@@ -149,10 +153,13 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Cache:
-    """Batches that several checkpoints share: reading thousands of images takes as long as running them."""
+    """Batches that several checkpoints share: reading thousands of images takes as long as running them.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    ``group`` has the processes over which models are sharded.
+    """
+
+    def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
+        self.device, self.group = device, group
         self._batches: dict[str, list[Any]] = {}
 
     def batches(self, choice: DataChoice, loaded: LoadedModel) -> list[Any]:
@@ -176,18 +183,21 @@ def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cac
         path = done / f"{job_key(job)}.json"
         record = _read(path)
         if "rows" not in record or "error" in record:
-            loaded = _loaded(checkpoint, cache.device) if loaded is None else loaded
+            loaded = _loaded(checkpoint, cache) if loaded is None else loaded
             record = {"job": job, "versions": versions(), **_attempt(job, sweep, loaded, cache)}
-            write_json(path, record)
+            if World(cache.group).rank == 0:
+                write_json(path, record)
         failed += _left_out(record)
     return failed
 
 
-def _loaded(checkpoint: Checkpoint, device: torch.device) -> LoadedModel | str:
+def _loaded(checkpoint: Checkpoint, cache: _Cache) -> LoadedModel | str:
     """Load a model, or return the error, so that the sweep continues with the others."""
     try:
         found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
-        found.model.to(device).eval()
+        if cache.group is not None:
+            shard_(found.model, cache.device)
+        found.model.to(cache.device).eval()
         return found
     except Exception as error:
         return words_of(error)
@@ -197,7 +207,7 @@ def _attempt(job: Job, sweep: Sweep, loaded: LoadedModel | str, cache: _Cache) -
     if isinstance(loaded, str):
         return {"error": loaded}
     try:
-        return do_job(job, sweep, loaded.model, lambda choice: cache.batches(choice, loaded))
+        return do_job(job, sweep, loaded.model, lambda choice: cache.batches(choice, loaded), cache.group)
     except Exception as error:
         return {"error": words_of(error)}
 

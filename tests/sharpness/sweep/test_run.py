@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sharpness import cli
 from sharpness.sweep import read_config, run_sweep
-from tests import networks
+from tests import networks, spread
 from tests.extent import EXHAUSTIVE
 from tests.processes import forked, together
 from tests.sweeps import rows_of
@@ -69,6 +69,39 @@ def test_torchrun_gives_the_same_rows(place):
     run_sweep(read_config("sweep.json"), "whole", progress=False)
     assert together(2, _sweep_here, place, "spread", folder=place).codes == [0, 0]
     assert rows_of("whole") == rows_of("spread")
+
+
+def test_sharded_models_give_the_same_rows(place, capsys):
+    """Two processes, which measure each model together; the first alone writes."""
+    config = json.loads(Path("sweep.json").read_text()) | {"baselines": False, "measures": ["adaptive", "geodesic-inv"]}
+    config |= {"rho": {"adaptive": 0.3, "geodesic-inv": 0.05}, "ablations": [{}]}
+    config["checkpoints"][0]["model"] = "tests.spread:model"
+    shutil.rmtree("collection")
+    Path("collection").mkdir()
+    for seed in (0, 1):
+        torch.save({k: v * (1 + 0.1 * seed) for k, v in spread.model().state_dict().items()}, f"collection/{seed}.pt")
+    x, y = networks.tokens(16, seed=0)
+    for name in ("train", "test"):
+        torch.save({"x": x, "y": y}, f"{name}.pt")
+    Path("sweep.json").write_text(json.dumps(config))
+    assert run_sweep(read_config("sweep.json"), "whole", progress=False) == []
+    Path("sweep.json").write_text(json.dumps(config | {"sharded": True}))
+    assert cli.main(["sweep", "sweep.json", "--out", "alone", "--quiet"]) == 2
+    assert "start the command by torchrun" in capsys.readouterr().err
+    done = together(2, _sweep_here, place, "shared", folder=place)
+    assert done.codes == [0, 0], done.output
+    whole, shared = (rows_of(out) for out in ("whole", "shared"))
+    assert len(whole) == 6  # of each model the fit and two measures
+    for one, two in zip(whole, shared, strict=True):
+        assert one.keys() == two.keys()
+        for key, value in one.items():
+            assert (
+                two[key] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value)
+                or key == "per_batch"
+            )
+    Path("sweep.json").write_text(json.dumps(config | {"sharded": True, "baselines": True}))
+    assert cli.main(["sweep", "sweep.json", "--out", "no", "--quiet"]) == 2
+    assert "add baselines: false" in capsys.readouterr().err
 
 
 MOMENTS = 50 if EXHAUSTIVE else 4
