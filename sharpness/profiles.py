@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from quotient_manifolds.batches import to_device
@@ -145,7 +144,7 @@ def _losses(
     along = replace(direction, measure=replace(direction.measure, geodesic=way))
 
     def loss_at(t: float) -> float:
-        with perturbed(model, along, t), torch.set_grad_enabled(objective.loss_fn is not None):
+        with perturbed(model, along, t), objective.only_values(model):
             return sum(w * float(objective(model, piece).loss.detach()) for w, piece in objective.pieces(model, batch))
 
     return tuple(loss_at(t) for t in times)

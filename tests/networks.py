@@ -1,5 +1,6 @@
 """Small networks with attention, with weights and biases away from zero."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -103,3 +104,20 @@ def train(model, batch, steps=30, lr=1e-2):
         optimiser.step()
     model.zero_grad()
     return model
+
+
+def quantised_bert(bits):
+    """A frozen BERT in single precision with the first attention layer as bitsandbytes stores it, and a batch."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.set_default_dtype(torch.float32)
+    model = bert(hidden=64).requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and "layer.0.attention" in name:
+            options = {"has_fp16_weights": False} if bits == "8 bit" else {"quant_type": "nf4"}
+            cls = bnb.nn.Linear8bitLt if bits == "8 bit" else bnb.nn.Linear4bit
+            new = cls(module.in_features, module.out_features, **options)
+            new.load_state_dict(module.state_dict())
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, new.requires_grad_(False).to("cpu"))
+    assert not model.bert.encoder.layer[0].attention.self.query.weight.is_floating_point()
+    return model, text()

@@ -249,3 +249,25 @@ def test_a_loss_that_is_random_from_the_second_batch_on():
     options = {"measure": "adaptive", "rho": 0.1, "steps": 2, "micro_batch": 2}
     with pytest.raises(ValueError, match="two identical passes through batch 1 gave different losses"):
         sharpness.evaluate(nn.Linear(4, 3), batches, loss, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bits", ["8 bit", "4 bit"])
+def test_adapters_on_a_quantised_base(bits):
+    """No pass lets bitsandbytes pack 4-bit weights for inference, after which nothing below could be differentiated."""
+    peft = pytest.importorskip("peft")
+    model, batch = networks.quantised_bert(bits)
+    options = {"target_modules": ["query", "value"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, **options)).eval()
+    before = model(**batch).loss
+    result = sharpness.evaluate(model, [batch], rho=[0.01, 0.1], steps=3, progress=False)
+    average = sharpness.evaluate(model, [batch], rho=0.1, statistic="average", num_samples=2, progress=False)
+    assert 0 < float(result[0.01]) < float(result[0.1])
+    assert abs(float(average)) < float(result[0.1])
+    after = model(**batch).loss
+    after.backward()
+    assert torch.equal(before, after)
+    first = model.base_model.model.bert.encoder.layer[0].attention
+    assert not hasattr(first.output.dense.weight, "quant_state") or not getattr(
+        first.output.dense.weight.quant_state, "packing_format_for_cpu", False
+    )

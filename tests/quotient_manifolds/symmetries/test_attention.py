@@ -132,28 +132,11 @@ def test_modules_that_are_no_linear_maps_are_refused_with_a_reason():
     assert all(p.group is not None for p in pairs(Renamed(8, 8)))
 
 
-def quantised_bert(bits):
-    """A frozen BERT in single precision with the first attention layer as bitsandbytes stores it, and a batch."""
-    bnb = pytest.importorskip("bitsandbytes")
-    torch.set_default_dtype(torch.float32)
-    model = networks.bert(hidden=64).requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and "layer.0.attention" in name:
-            options = {"has_fp16_weights": False} if bits == "8 bit" else {"quant_type": "nf4"}
-            cls = bnb.nn.Linear8bitLt if bits == "8 bit" else bnb.nn.Linear4bit
-            new = cls(module.in_features, module.out_features, **options)
-            new.load_state_dict(module.state_dict())
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, new.requires_grad_(False).to("cpu"))
-    assert not model.bert.encoder.layer[0].attention.self.query.weight.is_floating_point()
-    return model, networks.text()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "examined"])
 @pytest.mark.parametrize("bits", ["8 bit", "4 bit"])
 def test_quantised_weights_are_refused_layer_by_layer(bits, known, monkeypatch):
-    model, batch = quantised_bert(bits)
+    model, batch = networks.quantised_bert(bits)
     model.bert.encoder.layer[1].requires_grad_(True)
     if not known:
         monkeypatch.setattr(registry, "_HANDLERS", {})

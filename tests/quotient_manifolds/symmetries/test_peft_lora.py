@@ -8,7 +8,6 @@ from quotient_manifolds.symmetries import certify, find_symmetric_pairs, stacks,
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch, gpt2_and_batch
-from .test_attention import quantised_bert
 from .test_certificate import gradients_of
 
 
@@ -167,7 +166,7 @@ def test_a_bias_of_lora_is_one_more_row_of_the_attention_pairs():
 @pytest.mark.filterwarnings("ignore")
 def test_lora_on_a_quantised_base_keeps_its_own_symmetry():
     peft = pytest.importorskip("peft")
-    model, batch = quantised_bert("4 bit")
+    model, batch = networks.quantised_bert("4 bit")
     options = {"target_modules": ["query", "value"], "init_lora_weights": False}
     model = peft.get_peft_model(model, peft.LoraConfig(r=3, **options)).eval()
     found = find_symmetric_pairs(model)
