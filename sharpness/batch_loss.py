@@ -94,7 +94,7 @@ class BatchLoss:
                     )
                 yield outcome.loss * weight if weight != 1 else outcome.loss
 
-        with self.objective.only_values(self.space.model) if out is None else torch.enable_grad():
+        with self.objective.only_values() if out is None else torch.enable_grad():
             if out is None:
                 for _ in losses():
                     pass
@@ -118,7 +118,7 @@ class BatchLoss:
 
     def _check_again(self) -> None:
         """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
-        with self.objective.only_values(self.space.model):
+        with self.objective.only_values():
             one, two = self.parts[0], float(self.objective(self.space.model, self.pieces[0][1]).loss.detach())
         eps = max(torch.finfo(p.dtype).eps for p in self.space.model.parameters() if p.is_floating_point())
         alike = abs(one - two) <= min(200 * eps, 1e-3) * max(abs(one), abs(two), 1e-3)
@@ -143,7 +143,7 @@ class BatchLoss:
         rounding, floor = max((0.1 * tolerance + 2e-5, 1e-3), (common, 1.0))
         failing = [p for p, r in residuals.items() if r > tolerance]
         for pair in sorted(failing, key=lambda p: (-residuals[p], p.name)):
-            with self.objective.only_values(self.space.model):
+            with self.objective.only_values():
                 self.space.move_along_orbit(pair)
                 moved = float(self.objective(self.space.model, self.pieces[0][1]).loss.detach())
                 self.space.move_to(None)
@@ -211,7 +211,7 @@ def for_each_batch(
 
 
 def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
-    with objective.only_values(model):
+    with objective.only_values():
         parts = objective.pieces(model, batch)
         return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
 

@@ -186,14 +186,9 @@ class Objective:
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(f"loss_fn must be a function (model, batch) -> loss, got {self.loss_fn!r}")
 
-    def only_values(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Let passes whose value alone is used build no graph, unless one is needed.
-
-        A user's loss may contain gradients. In a pass without gradients on a CPU, bitsandbytes packs 4-bit weights into
-        a form through which no later pass can be differentiated.
-        """
-        packing = (m for m in model.modules() if type(m).__name__ == "Linear4bit")
-        return torch.set_grad_enabled(self.loss_fn is not None or next(packing, None) is not None)
+    def only_values(self) -> AbstractContextManager[None]:
+        """Let passes whose value alone is used build no graph, unless a user's loss may contain gradients."""
+        return torch.set_grad_enabled(self.loss_fn is not None)
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Run the model on a batch, or on a piece of one."""
@@ -248,7 +243,7 @@ class Objective:
         labels = _labels(piece)
         if labels is not None and labels.dim() == 1:  # by class: similar halves would not reveal class weights
             piece = _rows(piece, labels.argsort(stable=True), count)
-        with self.only_values(model):
+        with self.only_values():
             both = float(self(model, piece).loss.detach())
             apart = sum(w * float(self(model, part).loss.detach()) for w, part in halves.pieces(model, piece))
         eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())

@@ -144,7 +144,7 @@ def _losses(
     along = replace(direction, measure=replace(direction.measure, geodesic=way))
 
     def loss_at(t: float) -> float:
-        with perturbed(model, along, t), objective.only_values(model):
+        with perturbed(model, along, t), objective.only_values():
             return sum(w * float(objective(model, piece).loss.detach()) for w, piece in objective.pieces(model, batch))
 
     return tuple(loss_at(t) for t in times)
