@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _common import write
-from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharpness
+from sharpness.distributed import shard_
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 8},
@@ -45,9 +45,7 @@ def one(options: argparse.Namespace) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     count = sum(p.numel() for p in model.parameters())
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    shard_(model, device)
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # whose buffers were not filled
     with torch.no_grad():
