@@ -14,6 +14,8 @@ __all__ = ["Minimiser"]
 
 #: Pairs of steps and changes of the gradient that are kept.
 _MEMORY = 8
+#: Steps after which a path is so far from where its preconditioner was computed that a new one saves time.
+_FRESH = 12
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -46,12 +48,14 @@ class Minimiser:
         return -d
 
     def down(self, d: Tensor) -> Path:
-        """Leave a saddle point along ±d, as far as the energy falls; items with d = 0 stay."""
+        """Leave a saddle point along ±d, as far as the energy falls; items with d = 0 stay, and all if none falls."""
         best, value = self.path, energy(self.path)[0]
-        for step in (0.3, -0.3, 1.0, -1.0):
+        for step in (0.03, -0.03, 0.3, -0.3, 1.0, -1.0):
             trial = self.path.moved(step * d)
             lower = energy(trial)[0]
             better = (lower < value)[:, None, None]
+            if not bool(better.any()):
+                continue
             best = replace(
                 best, y=torch.where(better, trial.y, best.y), c=torch.where(better.unsqueeze(1), trial.c, best.c)
             )
@@ -61,7 +65,9 @@ class Minimiser:
     def run(self, steps: int, tol: float | Tensor) -> Path:
         """Take steps until the error of every item, relative to its length, is below the tolerance, or give up."""
         value, g = energy(self.path)
-        for _ in range(steps):
+        for count in range(steps):
+            if count and count % _FRESH == 0:
+                self._preconditioner, self._pairs = Preconditioner(self.path), []
             d = self._direction(g)
             slope = _dot(g, d)
             self.value, self.error = value, (-slope / (value + self._least)).clamp_min(0).sqrt()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,18 +13,22 @@ from .path import Path, flat, hermitian, unflat, weights
 
 __all__ = ["Preconditioner"]
 
+#: Coefficients that follow the end. The others hardly would, and half of the time goes into this.
+_FOLLOWING = 3
+
 
 class Preconditioner:
     r"""An approximate inverse of the energy's second derivative.
 
     For the coefficients c_k, k ≥ 1, the second derivative is roughly the average weight W of the metric. The end moves
-    along its orbit by Λ, and the coefficients follow as for a bent path. The skew-Hermitian part Ω of Λ rotates the
-    end: where the spans of both ends are orthogonal, all rotated ends are equally far away, and these directions are
-    soft. With :math:`S_G = W^{1/2} G_1^H G_0 W^{1/2}` and :math:`T = S_G + S_H` (cosines of the angles), the energy has
-    about the second derivative :math:`\tfrac12(T'Ω + ΩT')` there, :math:`T' = θ \cot θ` for :math:`T = \cos θ`.
+    along its orbit by Λ, and the first coefficients follow as for a bent path. The skew-Hermitian part Ω of Λ rotates
+    the end: where the spans of both ends are orthogonal, all rotated ends are equally far away, and these directions
+    are soft. With :math:`S_G = W^{1/2} G_1^H G_0 W^{1/2}` and :math:`T = S_G + S_H` (cosines of the angles), the energy
+    has about the second derivative :math:`\tfrac12(T'Ω + ΩT')` there, :math:`T' = θ \cot θ` for :math:`T = \cos θ`.
     """
 
     def __init__(self, path: Path) -> None:
+        path = path.in_single()
         w = path.rule()[0]
         averages = [torch.einsum("q,bqij->bij", w.to(X.dtype), X.mH @ X) for X in path.points()]
         inverse = weights(path.metric, averages[0], averages[1], inverse=True)
@@ -39,7 +45,9 @@ class Preconditioner:
         self.cosine, cosine = cosine[:, 0], cosine.clamp(0.01, 1 - 1e-6)
         stiffness = size.unsqueeze(-1) * cosine * cosine.arccos() / (1 - cosine**2).sqrt()
         self._stiffness = (stiffness.unsqueeze(-1) + stiffness.unsqueeze(-2)) / 2
-        self._bent = [Bent(X, Y, path) for X, Y in zip(starts, ends, strict=True)]
+        like = replace(path, c=path.c[:, :_FOLLOWING])
+        self._later = path.c.shape[1] - like.c.shape[1]
+        self._bent = [Bent(X, Y, like) for X, Y in zip(starts, ends, strict=True)]
         for bent in self._bent:
             bent.prepare()
         # It is linear in Λ, so automatic differentiation gives the adjoint from one recorded graph.
@@ -49,14 +57,15 @@ class Preconditioner:
 
     def _following(self, L: Tensor) -> Tensor:
         """Return the change of the coefficients when the end moves by Λ."""
-        return torch.cat([bent.following(m) for bent, m in zip(self._bent, (L, -L.mH), strict=True)], -2)
+        found = torch.cat([bent.following(m) for bent, m in zip(self._bent, (L, -L.mH), strict=True)], -2)
+        return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, self._later))
 
     def __call__(self, g: Tensor, path: Path) -> Tensor:
         """Apply the preconditioner to a gradient at a path with the same number of coefficients."""
-        gc, K = unflat(g, path)
+        gc, K = unflat(g.to(self._turn.dtype), path)
         K = K + torch.autograd.grad(self._followed, self._still, gc, retain_graph=True)[0]
         Q = self._turn
         L = Q @ ((Q.mH @ ((K - K.mH) / 2) @ Q) / self._stiffness) @ Q.mH
         L = L + hermitian(self._stretch(hermitian(K)))
         own = [P @ V.unsqueeze(1) for P, V in zip(path.split(gc), self._inverse, strict=True)]
-        return flat(torch.cat(own, -2) + self._following(L), L)
+        return flat(torch.cat(own, -2) + self._following(L), L).to(g.dtype)

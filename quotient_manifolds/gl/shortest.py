@@ -29,7 +29,7 @@ __all__ = ["SOLVED", "Shortest", "shortest"]
 _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
-_CHUNK, _FIRST, _REFINED = 65_536, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
+_CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
 #: Eigenvalues below this mean a saddle point; with cosines above this, other representatives are surely farther away.
 _SADDLE, _NEAR = -1e-3, 0.3
 #: Columns up to which the mirror image is tried by default: it flips one of many, which hardly changes the length.
@@ -189,9 +189,10 @@ class _Search:
         for _ in range(4):
             least, direction = minimiser.softest()
             saddle = least < _SADDLE
-            if not bool(saddle.any()):
+            path = minimiser.down(torch.where(saddle.unsqueeze(-1), direction, 0))
+            if path is minimiser.path:
                 break
-            minimiser = Minimiser(minimiser.down(torch.where(saddle.unsqueeze(-1), direction, 0)))
+            minimiser = Minimiser(path)
             minimiser.run(60, 1e-3)
         value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
         return _Start(minimiser.path, value, least, minimiser.cosine)

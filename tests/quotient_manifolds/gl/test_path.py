@@ -50,3 +50,16 @@ def test_vectors_of_coefficients_and_of_the_end():
     c, L = unflat(flat(path.c, torch.ones(3, 2, 2)), path)
     assert torch.equal(c, path.c)
     assert bool((L == 1).all())
+
+
+def test_only_well_conditioned_paths_are_rounded_to_single_precision():
+    _, path = some_path("inv")
+    single = path.in_single()
+    assert single.x.dtype == single.y.dtype == single.c.dtype == torch.float32
+    torch.testing.assert_close(energy(single)[0].double(), energy(path)[0], rtol=1e-5, atol=0)
+    thin = torch.tensor([1.0, 1e-3])
+    for bad in (
+        Path(path.metric, 6, path.x * thin, path.y, path.c),
+        Path(path.metric, 6, path.x, path.y * thin, path.c),
+    ):
+        assert bad.in_single() is bad

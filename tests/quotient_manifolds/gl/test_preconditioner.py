@@ -12,7 +12,8 @@ def test_the_preconditioner_is_symmetric_and_near_the_inverse(name):
     _, path = some_path(name)
     pc = Preconditioner(path)
     a, b = (torch.randn_like(energy(path)[1]) for _ in range(2))
-    torch.testing.assert_close((pc(a, path) * b).sum(1), (a * pc(b, path)).sum(1), rtol=1e-8, atol=1e-8)
+    size = (pc(a, path).norm(dim=1) * b.norm(dim=1)).max().item()
+    torch.testing.assert_close((pc(a, path) * b).sum(1), (a * pc(b, path)).sum(1), rtol=0, atol=3e-6 * size)
     assert bool(((pc(a, path) * a).sum(1) > 0).all())
 
     if name == "inv":  # near the inverse where the path is a geodesic, nearly
