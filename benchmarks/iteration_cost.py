@@ -131,15 +131,15 @@ def measure(options: argparse.Namespace) -> None:
                 sync()
                 setup = time.perf_counter() - start
                 with space.attached():
-                    task = BatchLoss(space, objective, batch, 0, space.empty())
+                    task = BatchLoss(space, objective, batch, 0)
                     buffers = Buffers(task.base_gradient)
-                    spare = space.empty()  # the last step has no backward pass: give it one
 
-                    def ascend(task=task, spare=spare, buffers=buffers, name=name) -> float:
+                    def ascend(task=task, buffers=buffers, name=name) -> float:
                         start = time.perf_counter()
                         buffers.keep()
                         found = ASCENTS[options.ascent](
-                            lambda v, out: task(v, spare if out is None else out), buffers.take().zero_(),
+                            # The last step needs no backward pass: give it one.
+                            lambda v, _: task.with_gradient(v, buffers.take), buffers.take().zero_(),
                             RoundBall(RADII[name]), options.steps, first=(task.base, task.base_gradient),
                             buffers=buffers,
                         )  # fmt: skip

@@ -56,13 +56,17 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
         def measured(draw=draw, batch=batch) -> None:
             space = WeightSpace(net, MEASURES[name])
             with space.attached():
-                task = BatchLoss(space, Objective(), batch, 0, space.empty())
+                task = BatchLoss(space, Objective(), batch, 0)
                 first, buffers = (task.base, task.base_gradient), Buffers(task.base_gradient)
+
+                def f(x, wanted, task=task, buffers=buffers) -> tuple:
+                    return task.with_gradient(x, buffers.take) if wanted else (task(x), None)
+
                 for index, rho in enumerate(RADII[name]):
                     ball = Recorder(rho)
                     buffers.keep()
                     found = ASCENTS["power"](
-                        task,
+                        f,
                         buffers.take().zero_(),
                         ball,
                         options.steps,
@@ -76,7 +80,7 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
                     if index >= len(RADII[name]) - options.peer:
                         buffers.keep()
                         other = ASCENTS["apgd"](
-                            task, buffers.take().zero_(), RoundBall(rho), options.steps, first=first, buffers=buffers
+                            f, buffers.take().zero_(), RoundBall(rho), options.steps, first=first, buffers=buffers
                         )
                         buffers.adopt(other.point)
                         peer, reference = other.value - task.base, max(reference, other.value)

@@ -189,12 +189,10 @@ def maximised(problem: Problem, u: _Array, v: _Array, rho: float, *, steps: int 
     tu, tv = torch.from_numpy(u), torch.from_numpy(v)
 
     def ascend(product: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor, radius: float) -> float:
-        def f(x: torch.Tensor, out: torch.Tensor | None) -> float:
+        def f(x: torch.Tensor, wanted: bool) -> tuple[float, torch.Tensor]:
             z = x.detach().requires_grad_()
             loss = (X @ product(z) - y).square().sum()
-            if out is not None:
-                out.copy_(torch.autograd.grad(loss, z)[0])
-            return float(loss.detach())
+            return float(loss.detach()), torch.autograd.grad(loss, z)[0]
 
         return max(auto_pgd(f, s, RoundBall(radius), steps).value for s in (start, -start)) - base
 

@@ -35,8 +35,8 @@ from .vectors import Buffers
 
 __all__ = ["ASCENTS", "Ascent", "auto_pgd", "power"]
 
-#: ``f(x, out) -> value`` writes the gradient at x into ``out`` unless that is None.
-Function = Callable[[Tensor, Tensor | None], float]
+#: ``f(x, wanted) -> (value, gradient)``; the gradient is None unless it is wanted.
+Function = Callable[[Tensor, bool], tuple[float, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,8 @@ class Ascent:
     to first order:
 
     >>> import torch
-    >>> def f(x, out):
-    ...     if out is not None:
-    ...         out.fill_(1.0)
-    ...     return float(x.sum())
+    >>> def f(x, wanted):
+    ...     return float(x.sum()), torch.ones_like(x)
     >>> from sharpness.balls import RoundBall
     >>> found = power(f, torch.zeros(2), RoundBall(1.0), 20, relative_tol=1e-3)
     >>> round(found.value, 4), len(found.history), abs(found.fw_gap) < 1e-6, found.converged
@@ -95,7 +93,7 @@ def power(
     Parameters
     ----------
     f : callable
-        ``f(x, out) -> value``, which writes the gradient into ``out``, (dim,), unless it is None. Every iterate is a
+        ``f(x, wanted) -> (value, gradient)``; the gradient, (dim,), may be None unless it is wanted. Every iterate is a
         linear combination of ``start`` and gradients: where these are horizontal, no projection is needed.
     start : Tensor
         (dim,), the origin or a point of the ball's surface; copied, unless it is one of the buffers.
@@ -109,8 +107,8 @@ def power(
     first : (float, Tensor), optional
         Value and gradient at ``start``, if known; a gradient that is one of the buffers is overwritten.
     buffers, callback : optional
-        ``buffers`` holds vectors to work in, one of which becomes the result's point; ``callback`` is called with
-        (value, best value) after every step.
+        ``buffers`` holds vectors to work in, one of which becomes the result's point; f may take its gradients from
+        there. ``callback`` is called with (value, best value) after every step.
 
     Returns
     -------
@@ -123,10 +121,8 @@ def power(
     >>> import torch
     >>> from sharpness.balls import RoundBall
     >>> a = torch.tensor([1.0, 2.0, 5.0])
-    >>> def f(x, out):
-    ...     if out is not None:
-    ...         torch.mul(2 * a, x, out=out)
-    ...     return float(a @ x.square())
+    >>> def f(x, wanted):
+    ...     return float(a @ x.square()), 2 * a * x
     >>> round(power(f, torch.ones(3) / 3**0.5, RoundBall(1.0), 20).value, 3)
     5.0
     """
@@ -144,15 +140,14 @@ def power(
         x = work.take() if other is None else other  # the point before the best is not needed after this
         view.propose_(x, omega, momentum=momentum)
         work.keep(best[1], best[2], x)
-        last = k == steps
-        g = best[2] if last else work.take()
-        value = f(x, None if last else g)
+        work.release()
+        value, gradient = f(x, k < steps)
         history.append(value)
         if not begun or value > best[0]:
             other, momentum = (best[1], True) if begun else (None, False)
             omega = min(1.0, 1.2 * omega)
-            best, begun = (value, x, g), True
-            view = None if last else ball.view(g, x, other)
+            best, begun = (value, x, best[2] if gradient is None else gradient), True
+            view = None if k == steps else ball.view(best[2], x, other)
             slope = slope if view is None else view.slope
         else:
             other, momentum, omega = x, False, omega / 2
@@ -192,10 +187,8 @@ def auto_pgd(
     >>> import torch
     >>> from sharpness.balls import CubeBall
     >>> g = torch.tensor([1.0, -2.0])
-    >>> def f(x, out):
-    ...     if out is not None:
-    ...         out.copy_(g)
-    ...     return float(g @ x)
+    >>> def f(x, wanted):
+    ...     return float(g @ x), g
     >>> auto_pgd(f, torch.zeros(2), CubeBall(0.1), steps=20).point
     tensor([ 0.1000, -0.1000])
     """
@@ -216,16 +209,16 @@ def auto_pgd(
         ball.step_(new, x, previous, g, eta, 1.0 if k == 1 else 0.75)
         previous, x = x, new
         work.keep(x, previous, best[1], best[2])
-        last = k == steps
-        g = best[2] if last else work.take()
-        new_value = f(x, None if last else g)
+        work.release()
+        new_value, gradient = f(x, k < steps)
+        g = best[2] if gradient is None else gradient
         raised += new_value > value
         value = new_value
         history.append(value)
         if value > best[0]:
             best = (value, x, g)
             gap = None
-            if not last:
+            if k < steps:
                 view = ball.view(g, x, None)
                 gap, slope = view.gap if relative_tol > 0 else None, view.slope
         if k in marks:
@@ -274,11 +267,8 @@ def _begin(
     else:
         work = buffers
         work.keep(start, *([] if first is None else [first[1]]))
-    if first is None:
-        g = work.take()
-        value = f(start, g)
-    else:
-        value, g = first
+    value, g = f(start, True) if first is None else first
+    assert g is not None
     return work, start, value, g
 
 

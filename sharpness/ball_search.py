@@ -68,7 +68,7 @@ class BallSearch:
     def _average(self, batch: BatchLoss, rho: float, start: int) -> tuple[None, dict[str, Any]]:
         losses = []
         for sample in range(self.search.num_samples):
-            losses.append(batch(self._random(batch, sample).mul_(rho), None))
+            losses.append(batch(self._random(batch, sample).mul_(rho)))
             self._show(rho, losses[-1], max(losses))
         error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
         value = statistics.fmean(losses) - batch.base
@@ -111,8 +111,11 @@ class BallSearch:
         }  # fmt: skip
 
     def _ascend(self, batch: BatchLoss, xi: Tensor, ball: Ball, known: tuple[float, Tensor] | None) -> Ascent:
+        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
+            return batch.with_gradient(x, self._buffers.take) if wanted else (batch(x), None)
+
         found = ASCENTS[self.search.ascent](
-            batch, xi, ball, self.search.steps, relative_tol=self.search.relative_tol, base=batch.base, first=known,
+            f, xi, ball, self.search.steps, relative_tol=self.search.relative_tol, base=batch.base, first=known,
             buffers=self._buffers, callback=lambda value, top: self._show(ball.radius, value, top),
         )  # fmt: skip
         self.bar.update(self.search.steps + 1 - len(found.history))

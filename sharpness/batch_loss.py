@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["BatchLoss", "RadiusError", "for_each_batch"]
 
 
+R = TypeVar("R")
+
+
 class RadiusError(ValueError):
     """The loss is not finite somewhere in a ball, because the radius is too large."""
 
@@ -53,16 +56,18 @@ class BatchLoss:
         Number of passes since the last reset.
     """
 
-    def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int, gradient: Tensor) -> None:
+    def __init__(
+        self, space: WeightSpace, objective: Objective, batch: Any, index: int,
+        room: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.space, self.objective, self.index = space, objective, index
         if space.in_float32:
             batch = to_float32(batch)
         self.batch, self.pieces = batch, space.share(objective, batch)
         self.worst_error: float | None = None
         self.passes = 0
-        self.base_gradient = gradient
         self.parts: list[float] = []
-        self.base = self(None, gradient)
+        self.base, self.base_gradient = self.with_gradient(None, room or space.empty)
         self._check_again()
         self._check_symmetries()
         if not space.world.all(bool(self.base_gradient.isfinite().all())):
@@ -72,8 +77,17 @@ class BatchLoss:
             )
         self.base_error = self.worst_error
 
-    def __call__(self, xi: Tensor | None, out: Tensor | None) -> float:
-        """Evaluate the loss at the vector with coordinates xi (None: the weights), its gradient into ``out``."""
+    def __call__(self, xi: Tensor) -> float:
+        """Evaluate the loss at the vector with coordinates xi."""
+        with self.objective.only_values():
+            return self._evaluate(xi, lambda losses: [None for _ in losses])[0]
+
+    def with_gradient(self, xi: Tensor | None, room: Callable[[], Tensor]) -> tuple[float, Tensor]:
+        """Evaluate also the gradient, at None that of the weights; ``room`` gives its memory, after the pass."""
+        with torch.enable_grad():
+            return self._evaluate(xi, lambda losses: self.space.gradient(losses, room))
+
+    def _evaluate(self, xi: Tensor | None, consume: Callable[[Iterator[Tensor]], R]) -> tuple[float, R]:
         self.space.move_to(xi)
         self.passes += 1
         value, wrong, counted = 0.0, 0, 0
@@ -88,24 +102,19 @@ class BatchLoss:
                     self.parts.append(part)
                 wrong += (outcome.wrong or 0) * bool(weight)
                 counted += (outcome.counted or 0) * bool(weight)
-                if out is not None and not outcome.loss.requires_grad:
+                if torch.is_grad_enabled() and not outcome.loss.requires_grad:
                     raise ValueError(
                         "the loss does not depend on any trainable parameter; check loss_fn and requires_grad"
                     )
                 yield outcome.loss * weight if weight != 1 else outcome.loss
 
-        with self.objective.only_values() if out is None else torch.enable_grad():
-            if out is None:
-                for _ in losses():
-                    pass
-            else:
-                self.space.gradient(losses(), out)
+        found = consume(losses())
         value, wrong, counted = self.space.together(value, wrong, counted)
         if not math.isfinite(value):
             raise self._not_finite(value, xi)
         if counted:
             self.worst_error = max(wrong / counted, self.worst_error or 0.0)
-        return value
+        return value, found
 
     def losses(self) -> Iterator[Tensor]:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
@@ -168,7 +177,7 @@ def for_each_batch(
     model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
     work: Callable[[WeightSpace, int, Any, list[int]], None], *,
     pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, group: ProcessGroup | None = None,
-    jobs: int = 1,
+    jobs: int = 1, offload: bool = False,
 ) -> tuple[WeightSpace, World]:  # fmt: skip
     """Prepare a model, and call ``work(space, index, batch, numbers of the jobs)`` for every batch.
 
@@ -184,7 +193,8 @@ def for_each_batch(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
         )
     sharded = is_sharded_model(model)
-    make = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
+    kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
+    make = partial(kind, only=only, offload=offload)
     world = World(None if sharded else group)
 
     def measured() -> WeightSpace:
@@ -195,12 +205,12 @@ def for_each_batch(
             raise ValueError("batches is empty; pass at least one batch") from None
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
         loss = _check_first(model, objective, first, pairs, divides=measure.divides)
-        space = _space(make, model, measure, pairs, only, lambda b: _base_loss(model, objective, b), first, loss)
+        space = _space(make, model, measure, pairs, lambda b: _base_loss(model, objective, b), first, loss)
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
                 if mine:
-                    work(space, index, to_device(batch, space.device), mine)
+                    work(space, index, to_device(batch, space.model_device), mine)
         return space
 
     with world.failing_together(), World().losing_others():
@@ -218,19 +228,19 @@ def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
 
 def _space(
     make: Callable[..., WeightSpace], model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None,
-    only: str | None, run: Callable[[Any], float], batch: Any, loss: float,
+    run: Callable[[Any], float], batch: Any, loss: float,
 ) -> WeightSpace:  # fmt: skip
     """Build the space; at a canonical form the loss must be unchanged, with or without centred logits."""
     if measure.form == "own":
-        return make(model, measure, pairs, only=only)
+        return make(model, measure, pairs)
     if pairs is not None:
         raise ValueError(f"the measure {measure.name!r} finds its pairs with the canonical form; leave pairs out")
     found = loss
     for classes in (True, False):
-        space = make(model, measure, classes=classes, only=only)
+        space = make(model, measure, classes=classes)
         if space.in_float32 and classes:
             batch = to_float32(batch)
-            with make(model, get_measure("euclidean"), only=only).attached():
+            with make(model, get_measure("euclidean")).attached():
                 loss = run(batch)
         with space.attached():
             found = run(batch)

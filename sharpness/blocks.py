@@ -45,6 +45,10 @@ class Block(ABC):
     dim: int
 
     @abstractmethod
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of which entries belong to the block."""
+
+    @abstractmethod
     def coordinates(self, vector: Tensors) -> Tensor:
         """Return the coordinates of a tangent vector at the model's weights."""
 
@@ -108,6 +112,10 @@ class ElementwiseBlock(Block):
         scale = self._base if self._adaptive else self._base.new_ones(()).expand(self._base.shape)
         scale = scale if self._lengths is None else self._lengths.expand(self._base.shape)
         self._scale = scale if self._covered is None else scale.masked_fill(self._covered, 0)  # ξ = scale · ζ
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameter."""
+        return [self.parameter]
 
     def _view(self, c: Tensor) -> Tensor:
         return c.view(self._base.shape)
@@ -208,10 +216,14 @@ class PairBlock(Block):
             gauge = canonical_gauge(*self.manifold.unpack_tensor(x))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
             self._to_model = None if at_model else (gauge.A, gauge.A_inv.mH)  # from the canonical representative
-            own = (gauge, x) if at_model else (gauge.to(dtype),)
+            own = (gauge, x) if at_model else (gauge.to(dtype).at_canonical(),)
             self.tangent = self.chart = self.manifold.at_gauge(*own, tolerance=self._tolerance)
         self.dim = x.numel() * (2 if x.is_complex() else 1)
         self._fused = self.closed_form and not at_model and measure.geodesic == "second-order"
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all pairs."""
+        return self.stack.parameters()
 
     # -- coordinates ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -25,10 +26,14 @@ class Coordinates:
     ----------
     blocks : sequence of Block
     dtype, device
-        Of the vectors.
+        Of the blocks.
+    offload : bool
+        Keep the vectors in main memory; blocks see their parts on the device one after the other.
 
     Attributes
     ----------
+    dtype, device
+        Of the vectors.
     dim : int
         Number of coordinates.
     pairs : tuple of SymmetricPair
@@ -39,8 +44,11 @@ class Coordinates:
         The processes over which vectors are spread: by default this one alone.
     """
 
-    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device, self.world = dtype, device, World()
+    def __init__(
+        self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device, *, offload: bool = False
+    ) -> None:
+        self.dtype, self.world, self._offload, self._near = dtype, World(), offload, device
+        self.device = torch.device("cpu") if offload else device
         self.dim, places = 0, dict[Block, slice]()
         for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
             places[block] = slice(self.dim, self.dim + block.dim)
@@ -54,6 +62,23 @@ class Coordinates:
         """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
+    @overload
+    def _each(self, v: Tensor, *, read: bool = ..., write: bool = ...) -> Iterator[tuple[Block, Tensor]]: ...
+    @overload
+    def _each(self, v: Tensor | None) -> Iterator[tuple[Block, Tensor | None]]: ...
+    def _each(self, v: Tensor | None, *, read: bool = True, write: bool = False) -> Iterator[tuple[Block, Any]]:
+        """Go through the blocks, each with its part of a vector on its device, to read or to write (None: None)."""
+        for block, place in self._blocks:
+            part = None if v is None else v[place]
+            if part is None or not self._offload:
+                yield block, part
+                continue
+            near = torch.empty_like(part, device=self._near)
+            yield block, near.copy_(part) if read else near
+            if write:
+                part.copy_(near)
+            del near
+
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit.
@@ -61,8 +86,8 @@ class Coordinates:
         The generator is one of the CPU, so that all devices draw alike.
         """
         xi = self.empty()
-        for block, part in self._blocks:
-            block.random_(xi[part], generator)
+        for block, c in self._each(xi, read=False, write=True):
+            block.random_(c, generator)
         return xi
 
     def norm(self, v: Tensor) -> float:
@@ -73,8 +98,8 @@ class Coordinates:
     def project(self, v: Tensor) -> Tensor:
         """Return the horizontal part of a vector, (dim,)."""
         v = v.clone()
-        for block, part in self._blocks:
-            block.project_(v[part])
+        for block, c in self._each(v, write=True):
+            block.project_(c)
         return v
 
     # -- what the metric meets -----------------------------------------------------------------------------------
@@ -92,7 +117,7 @@ class Coordinates:
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose exact geodesic along xi is shortened."""
-        return sum(b.num_exited_pairs(xi[part]) for b, part in self._blocks if isinstance(b, PairBlock))
+        return sum(b.num_exited_pairs(c) for b, c in self._each(xi) if isinstance(b, PairBlock))
 
     def residuals(self) -> dict[SymmetricPair, float]:
         """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""

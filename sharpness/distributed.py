@@ -70,6 +70,8 @@ class World:
         """Put the tensors of all processes, of one shape, together: (size, …), on each."""
         if self.group is None:
             return t.unsqueeze(0)
+        if dist.get_backend(self.group) == "nccl":
+            t = t.cuda()  # NCCL carries no tensors of the main memory
         found = t.new_empty((self.size, *t.shape))
         dist.all_gather_into_tensor(found.view(-1), t.contiguous().view(-1), group=self.group)
         return found

@@ -39,7 +39,7 @@ def evaluate(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", rho: float | Iterable[float] | None = None, statistic: str = "worst",
     pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, normalize_logits: bool = False,
-    micro_batch: int | None = None, keep_directions: bool | None = None, progress: bool = True,
+    micro_batch: int | None = None, offload: bool = False, keep_directions: bool | None = None, progress: bool = True,
     group: ProcessGroup | None = None, **search: Any,
 ) -> SharpnessResult:  # fmt: skip
     r"""Measure the sharpness of a model: how far the loss rises within a ball around its weights.
@@ -73,6 +73,9 @@ def evaluate(
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
         Examples per pass through the model; the result is the same as for the whole batch, with less memory.
+    offload : bool
+        Keep the vectors of the search in main memory, to which parts of them go and from which they come at every step.
+        A GPU then holds one copy of the trainable weights besides what a pass needs, instead of four or five.
     keep_directions : bool, optional
         Keep the worst directions, each as large as the model, in main memory. By default the first ones are kept, up to
         2 GiB.
@@ -114,7 +117,7 @@ def evaluate(
     keep = False if keep_directions is None and is_sharded_model(model) else keep_directions
     work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, keep)
     with World().losing_others():
-        return work.run(model, batches, pairs, only, progress, group)
+        return work.run(model, batches, pairs, only, progress, group, offload)
 
 
 def _search(options: Mapping[str, Any]) -> Search:
@@ -169,7 +172,7 @@ class _Evaluation:
 
     def run(
         self, model: nn.Module, batches: Iterable[Any], pairs: Sequence[SymmetricPair] | None, only: str | None,
-        progress: bool, group: ProcessGroup | None,
+        progress: bool, group: ProcessGroup | None, offload: bool,
     ) -> SharpnessResult:  # fmt: skip
         """Do all jobs and combine their results."""
         effort = self.search.steps if self.statistic == "worst" else self.search.num_samples
@@ -179,7 +182,7 @@ class _Evaluation:
         with progress_bar(total, self.measure.name, "step", progress=progress) as self.bar:
             space, world = for_each_batch(
                 model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, only=only,
-                group=group, jobs=len(self.jobs),
+                group=group, jobs=len(self.jobs), offload=offload,
             )  # fmt: skip
         shares = world.gather([(self.found, space.uncertified())])
         self.found = [r for found, _ in shares for r in found]
@@ -203,7 +206,7 @@ class _Evaluation:
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
         if self._ball_search is None:
             self._ball_search = BallSearch(space, self.search, self.statistic, self.bar)
-        loss = BatchLoss(space, self.objective, batch, index, self._ball_search.new_gradient())
+        loss = BatchLoss(space, self.objective, batch, index, self._ball_search.new_gradient)
         for number in mine:
             rho, start = self.jobs[number]
             result, point = self._ball_search.run(loss, rho, start, last=number == mine[-1])

@@ -227,7 +227,7 @@ def _at_the_weights(
 
     def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
         began = time.perf_counter()
-        loss = BatchLoss(space, objective, batch, index, space.empty())
+        loss = BatchLoss(space, objective, batch, index)
         values: dict[str, Any] = {
             "batch": index, "base_loss": loss.base, "base_error": loss.base_error,
             "gradient_norm": space.norm(loss.base_gradient), "passes": loss.passes,

@@ -40,7 +40,7 @@ class ShardedSpace(WeightSpace):
 
     Parameters
     ----------
-    model, measure, pairs, classes, only
+    model, measure, pairs, classes, only, offload
         As for :class:`WeightSpace`.
     examples : World
         The processes over which the examples of a batch are spread: those of the mesh, or only this one.
@@ -48,7 +48,7 @@ class ShardedSpace(WeightSpace):
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None, examples: World,
+        classes: bool = False, only: str | None = None, offload: bool = False, examples: World,
     ) -> None:  # fmt: skip
         if measure.pair_block != Measure.pair_block:
             raise ValueError(f"pair_block={measure.pair_block!r} works on whole models only, and this one is sharded")
@@ -66,7 +66,7 @@ class ShardedSpace(WeightSpace):
             )
         if pairs is not None:
             pairs = [_moved(p, self._shards.modules) for p in pairs]
-        super().__init__(self._shards.twin, measure, pairs, classes=classes, only=only)
+        super().__init__(self._shards.twin, measure, pairs, classes=classes, only=only, offload=offload)
         self.model, self.world = model, self._shards.world
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
         moving, trained = self._parameters.values(), (p for p in model.parameters() if p.requires_grad)
@@ -110,14 +110,15 @@ class ShardedSpace(WeightSpace):
         Every process therefore draws as many numbers as the model has weights.
         """
         xi = self.empty()
-        single = {b.parameter: (b, part) for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
+        single = {b.parameter: part for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.parameter(p).shape
             drawn = torch.empty(shape.numel(), dtype=xi.dtype).normal_(generator=generator)
             if p in single:
-                block, part = single[p]
-                xi[part] = self._shards.cut(p, drawn.view(shape)).flatten()
-                block.project_(xi[part])
+                xi[single[p]] = self._shards.cut(p, drawn.view(shape)).flatten()
+        for block, c in self._each(xi, write=True):
+            if isinstance(block, ElementwiseBlock):
+                block.project_(c)
         stacks = iter((b, s) for b, s in self._blocks if isinstance(b, PairBlock))
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
@@ -133,13 +134,13 @@ class ShardedSpace(WeightSpace):
         """Return the tangent vector in terms of the full parameters, on the CPU of every process."""
         shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self._copies.items()}
         squares, pair_squares, parts = dict[str, float](), dict[str, float](), dict[str, float]()
-        for block, part in self._blocks:
-            block.vector_(found, xi[part], at_model=True)
+        for block, c in self._each(xi):
+            block.vector_(found, c, at_model=True)
             if isinstance(block, PairBlock):
-                pair_squares |= zip((p.name for p in block.stack.pairs), block.squares(xi[part]), strict=True)
+                pair_squares |= zip((p.name for p in block.stack.pairs), block.squares(c), strict=True)
             elif isinstance(block, ElementwiseBlock):
-                squares[block.name] = sum(block.squares(xi[part]))
-            self._parts.add_squares(parts, block, xi[part])
+                squares[block.name] = sum(block.squares(c))
+            self._parts.add_squares(parts, block, c)
         rows = {p: torch.zeros_like(shards.local(p)) for p in self._parameters.values()}
         shards.spread(found, rows)
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
@@ -206,7 +207,7 @@ class ShardedSpace(WeightSpace):
 
     def together(self, value: float, wrong: int, counted: int) -> tuple[float, int, int]:
         """Take the mean of the losses and the sums of the counts, to the same bits on every process."""
-        found = torch.tensor([value, wrong, counted], dtype=torch.float64, device=self.device)
+        found = torch.tensor([value, wrong, counted], dtype=torch.float64, device=self.model_device)
         value, wrong, counted = self.world.sum(found).tolist()
         return value / self.world.size, int(wrong), int(counted)
 

@@ -15,7 +15,7 @@ from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
-from .blocks import ElementwiseBlock
+from .blocks import Block, ElementwiseBlock
 from .building import Division, build_blocks, divide
 from .coordinates import Coordinates
 from .direction import Direction
@@ -45,11 +45,15 @@ class WeightSpace(Coordinates):
         For measures at the canonical form: the loss uses the logits only through a softmax.
     only : str, optional
         A regular expression. Parameters whose names do not match it are not moved.
+    offload : bool
+        Keep coordinate vectors in main memory, so that the model's device holds those of one block at a time.
 
     Attributes
     ----------
     dtype, device
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
+    model_device : torch.device
+        That of the weights, to which batches belong.
 
     Raises
     ------
@@ -82,13 +86,13 @@ class WeightSpace(Coordinates):
 
     def __init__(
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
-        classes: bool = False, only: str | None = None,
+        classes: bool = False, only: str | None = None, offload: bool = False,
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes = model, measure, classes
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
-        self.device = next(iter(self._parameters.values())).device
+        self.model_device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
         narrow = any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
         self._above_base = stands_on_narrow_base(model, list(self._parameters.values()))
@@ -98,7 +102,8 @@ class WeightSpace(Coordinates):
         self._base = {} if self.form is None else self.form.values
         with self._at_base():
             blocks = build_blocks(measure, self._parameters, self.dtype, division)
-        super().__init__(blocks, self.dtype, self.device)
+        super().__init__(blocks, self.dtype, self.model_device, offload=offload)
+        self._last_used = _last_used(blocks)
         self._gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
         self._copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
@@ -121,13 +126,13 @@ class WeightSpace(Coordinates):
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         found = self._copies_like(torch.zeros_like)
         squares, pair_squares, parts = dict[str, float](), list[float](), dict[str, float]()
-        for block, part in self._blocks:
-            block.vector_(found, xi[part], at_model=True)
+        for block, c in self._each(xi):
+            block.vector_(found, c, at_model=True)
             if isinstance(block, ElementwiseBlock):
-                squares[block.name] = sum(block.squares(xi[part]))
+                squares[block.name] = sum(block.squares(c))
             else:
-                pair_squares += block.squares(xi[part])
-            self._parts.add_squares(parts, block, xi[part])
+                pair_squares += block.squares(c)
+            self._parts.add_squares(parts, block, c)
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
         return Direction(
             self.measure, tensors, self.norm(xi), self.pairs, squares, tuple(pair_squares), self.classes, parts
@@ -149,7 +154,7 @@ class WeightSpace(Coordinates):
     @property
     def tolerance(self) -> float:
         """Residuals up to this count as rounding."""
-        rough = self._above_base or torch.is_autocast_enabled(self.device.type)
+        rough = self._above_base or torch.is_autocast_enabled(self.model_device.type)
         return HALF_PRECISION / 3 if rough else 1e-4
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -185,8 +190,8 @@ class WeightSpace(Coordinates):
             base point.
         """
         self._at = xi
-        for block, part in self._blocks:
-            block.move_(self._copies, None if xi is None else xi[part])
+        for block, c in self._each(xi):
+            block.move_(self._copies, c)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
@@ -203,15 +208,15 @@ class WeightSpace(Coordinates):
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         return self._gradients.sum_over(losses)
 
-    def gradient(self, losses: Tensor | Iterable[Tensor], out: Tensor | None = None) -> Tensor:
+    def gradient(self, losses: Tensor | Iterable[Tensor], room: Callable[[], Tensor] | None = None) -> Tensor:
         """Differentiate a loss at the model's current weights.
 
         Parameters
         ----------
         losses : Tensor or iterable of Tensor
             Scalar with a graph; or several whose sum is the loss, so that a generator needs the memory of one of them.
-        out : Tensor, optional
-            Tensor to which the result is written, (dim,).
+        room : callable, optional
+            Gives the tensor to which the result is written, (dim,); it is called when the losses' graphs are freed.
 
         Returns
         -------
@@ -226,8 +231,8 @@ class WeightSpace(Coordinates):
         found = self._differentiate([losses] if isinstance(losses, Tensor) else losses)
         if self._at is None:
             self._certify(found)
-        out = self.empty() if out is None else out
-        self._pull_back_(out, found, self._at)
+        out = self.empty() if room is None else room()
+        self._pull_back_(out, found, self._at, spend=True)
         return out
 
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
@@ -237,9 +242,15 @@ class WeightSpace(Coordinates):
 
     @own_precision
     @torch.no_grad()
-    def _pull_back_(self, out: Tensor, gradient: dict[Tensor, Tensor], at: Tensor | None) -> None:
-        for block, part in self._blocks:
-            block.pull_back_(out[part], gradient, None if at is None else at[part])
+    def _pull_back_(
+        self, out: Tensor, gradient: dict[Tensor, Tensor], at: Tensor | None, *, spend: bool = False
+    ) -> None:
+        """Pull a gradient back, block by block; ``spend`` frees each of its tensors after its last block."""
+        places = zip(self._each(out, read=False, write=True), self._each(at), self._last_used, strict=True)
+        for (block, part), (_, c), last_used in places:
+            block.pull_back_(part, gradient, c)
+            for p in last_used if spend else ():
+                gradient.pop(p, None)
 
     def hessian_product(self, losses: Callable[[], Tensor | Iterable[Tensor]], v: Tensor) -> Tensor:
         r"""Multiply a vector by the Hessian of ξ → ℓ(R(ξ)) at 0, projected on horizontal vectors on both sides.
@@ -268,8 +279,8 @@ class WeightSpace(Coordinates):
         v = self.project(v)
         moving = {p: torch.zeros_like(copy) for p, copy in self._copies.items()}
         with torch.no_grad():
-            for block, part in self._blocks:
-                block.vector_(moving, v[part], at_model=False)
+            for block, c in self._each(v):
+                block.vector_(moving, c, at_model=False)
         found = losses()
         first, second = self._gradients.with_hessian_product([found] if isinstance(found, Tensor) else found, moving)
         out = self.empty()
@@ -278,6 +289,15 @@ class WeightSpace(Coordinates):
         self._pull_back_(curved, first, v)
         self._pull_back_(straight, first, None)
         return out.add_(curved).sub_(straight)
+
+
+def _last_used(blocks: Sequence[Block]) -> list[list[Tensor]]:
+    """List, for every block, the parameters that no later block has."""
+    last = {p: i for i, block in enumerate(blocks) for p in block.parameters()}
+    found: list[list[Tensor]] = [[] for _ in blocks]
+    for p, i in last.items():
+        found[i].append(p)
+    return found
 
 
 def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:

@@ -25,12 +25,20 @@ class Buffers:
         if not self._free:
             self._free.append(torch.empty_like(self._like))
             self._all.append(self._free[-1])
-        return self._free.pop()
+        vector = self._free.pop()
+        if not vector.untyped_storage().nbytes():  # released
+            vector.untyped_storage().resize_(vector.nbytes)
+        return vector
 
     def keep(self, *needed: Tensor) -> None:
         """Take back every vector but these."""
         ids = {id(t) for t in needed}
         self._free = [t for t in self._all if id(t) not in ids]
+
+    def release(self) -> None:
+        """Give the memory of free vectors back until they are taken, although there are references to them."""
+        for vector in self._free:
+            vector.untyped_storage().resize_(0)
 
     def give(self, vector: Tensor) -> None:
         """Hand over a vector; it is not written to again until :meth:`adopt` takes it back."""

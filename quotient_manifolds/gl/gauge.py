@@ -81,6 +81,11 @@ class Gauge:
         tolerance = RANK_TOLERANCE * torch.finfo(self.sigma.dtype).eps if tolerance is None else tolerance
         return self.sigma > tolerance * self.sigma[..., :1]
 
+    def at_canonical(self) -> Gauge:
+        """Return the gauge of the canonical representative itself, whose group element is 1."""
+        eye = torch.eye(self.x.shape[-1], dtype=self.x.dtype, device=self.x.device).expand(self.A.shape)
+        return Gauge(self.x, self.n, self.sigma, eye, eye)
+
     def to(self, dtype: torch.dtype) -> Gauge:
         """Round to another precision; real stays real and complex stays complex."""
         real = real_dtype(dtype)
