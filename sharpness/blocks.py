@@ -215,8 +215,9 @@ class PairBlock(Block):
             x = in_double(stack.gather())
             gauge = canonical_gauge(*self.manifold.unpack_tensor(x))
             self.sigma, self.present = gauge.sigma, gauge.present(self._tolerance)
-            self._to_model = None if at_model else (gauge.A, gauge.A_inv.mH)  # from the canonical representative
-            own = (gauge, x) if at_model else (gauge.to(dtype).at_canonical(),)
+            rounded = gauge.to(dtype)
+            self._to_model = None if at_model else (rounded.A, rounded.A_inv.mH)  # from the canonical representative
+            own = (gauge, x) if at_model else (rounded.at_canonical(),)
             self.tangent = self.chart = self.manifold.at_gauge(*own, tolerance=self._tolerance)
         self.dim = x.numel() * (2 if x.is_complex() else 1)
         self._fused = self.closed_form and not at_model and measure.geodesic == "second-order"
@@ -250,13 +251,9 @@ class PairBlock(Block):
         """Write the tangent vector, mapped to the model's own representative if requested."""
         u = self._vector(c)
         if at_model and self._to_model is not None:
-            u = self._carried(u)
+            parts = u.split([self.stack.n, self.stack.m], dim=-2)
+            u = torch.cat([part @ A for part, A in zip(parts, self._to_model, strict=True)], dim=-2)
         self.stack.scatter_(u, out)
-
-    def _carried(self, u: Tensor) -> Tensor:
-        assert self._to_model is not None
-        parts = in_double(u).split([self.stack.n, self.stack.m], dim=-2)
-        return torch.cat([part @ A for part, A in zip(parts, self._to_model, strict=True)], dim=-2)
 
     def project_(self, c: Tensor) -> None:
         """Project on the horizontal space."""
