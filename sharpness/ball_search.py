@@ -122,9 +122,10 @@ class BallSearch:
         return found
 
     def _inwards(self, batch: BatchLoss, found: Ascent, rho: float) -> Ascent:
-        """Look for a larger loss inside the ball, on spheres of ever half the radius, if the sphere suggests one.
+        """Look for a larger loss inside the ball, on spheres whose radius is halved each time.
 
-        That is so if the loss rose nowhere, or falls outwards at the best point: a bounded loss may oscillate.
+        This is done if the loss rose nowhere on the sphere, or falls outwards at the best point: a bounded loss may
+        oscillate.
         """
         ball = RoundBall(rho, self.space.world)
         if ball.norm(found.point) == 0:

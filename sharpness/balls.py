@@ -163,7 +163,7 @@ class RoundBall(Ball):
         combine_(out, (x, c[0]), (previous, c[1]), (g, c[2]))
 
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
-        """Look at the best point so far, see :meth:`Ball.view`."""
+        """Prepare the next step from the best point so far, see :meth:`Ball.view`."""
         return _RoundView(self.radius, g, best, other, self.world)
 
 
@@ -241,7 +241,7 @@ class CubeBall(Ball):
             o.copy_(new.clamp_(-self.radius, self.radius))
 
     def view(self, g: Tensor, best: Tensor, other: Tensor | None) -> View:
-        """Look at the best point so far, see :meth:`Ball.view`."""
+        """Prepare the next step from the best point so far, see :meth:`Ball.view`."""
         gap = self.linear_max(g) - float(gram_matrix(g, best, world=self.world)[0, 1])
         return _CubeView(self.radius, g, best, other, gap)
 

@@ -30,7 +30,7 @@ _PIECE = 2**20
 
 @dataclass
 class Division:
-    """The weights that belong to pairs, and properties of the others.
+    """Which weights belong to pairs, and how the other weights are measured.
 
     Attributes
     ----------

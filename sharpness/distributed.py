@@ -67,7 +67,7 @@ class World:
         return [item for part in self._exchange(mine) for item in part]
 
     def stack(self, t: Tensor) -> Tensor:
-        """Put the tensors of all processes, of one shape, together: (size, …), on each."""
+        """Stack the tensors of all processes, which have one shape: (size, …), the same on every process."""
         if self.group is None:
             return t.unsqueeze(0)
         if dist.get_backend(self.group) == "nccl":

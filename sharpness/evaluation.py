@@ -240,7 +240,7 @@ def _largest(errors: Iterable[float | None]) -> float | None:
 
 
 def _nested(found: Sequence[BatchResult]) -> Iterator[tuple[BatchResult, float]]:
-    """Let every ball inherit the worst point of smaller balls, which it contains, with the radius of that ball."""
+    """Replace each result by that of a smaller ball, with its radius, where that is worse: the ball contains it."""
     for _, same in itertools.groupby(found, key=lambda r: r.batch):
         inner, origin = None, 0.0
         for outer in sorted(same, key=lambda r: r.rho):

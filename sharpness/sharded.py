@@ -35,8 +35,8 @@ class ShardedSpace(WeightSpace):
     """The space of a model after ``fully_shard``, the same on all processes of its mesh, see :mod:`sharpness.shards`.
 
     A vector, (dim,), holds the coordinates of this process: of the rows that lie here, and of the pairs that it owns.
-    All processes call the same methods at the same time. The shards are written in place, because FSDP reads nothing
-    else, and are restored afterwards.
+    Its methods are collective: every process has to call them, in the same order. The shards are written in place,
+    because FSDP reads nothing else, and are restored afterwards.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ class ShardedSpace(WeightSpace):
         self._show_model()
 
     def _at_model(self) -> AbstractContextManager[None]:
-        """Let the twin's parameters of this process's pairs be where the model is: at the blocks' representatives."""
+        """Give the twin's parameters, for the pairs that this process owns, the values that the model has now."""
         return pointing_to(self._shards.twin, {p: t for p, t in self._copies.items() if self._shards.is_mine(p)})
 
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:

@@ -38,8 +38,8 @@ class Shards:
     """The weights of a model after ``torch.distributed.fsdp.fully_shard``: rows of every parameter on every process.
 
     Its *twin* has the same modules, with their classes before sharding, and substitutes for the parameters: full
-    vectors, and matrices of the full shape without memory, of which :meth:`place` fills those that this process works
-    on.
+    vectors, and matrices of the full shape without memory. :meth:`place` gives memory to those that this process
+    works on.
     A parameter of a symmetric pair is worked on whole, by one process, its *owner*; all parameters of a pair have the
     same. Every other parameter is worked on where it lies, row by row.
 

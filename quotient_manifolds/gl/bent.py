@@ -78,7 +78,7 @@ class Bent:
         r"""Return the change of the coefficients for an end that moves by Y m, (b, k - 1, rows, h); linear in m.
 
         From :math:`L m = ΩL + dL` with Ω skew-Hermitian and dL Hermitian: V turns to V(1 + Ω), L grows by dL. The
-        change of f, which vanishes at both ends, counts with (K + L)/2.
+        change of f vanishes at both ends, so it is multiplied by the mean (K + L)/2 instead of (1-t) K + t L.
         """
         B = self._E_L @ m @ self._E
         turn = self._into @ ((B - B.mH) / self._sums) @ self._into.mH

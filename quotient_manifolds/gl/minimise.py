@@ -97,8 +97,8 @@ class Minimiser:
     def follow(self, way: Tensor, goal: Tensor) -> Path:
         """Move the ends of paths by ``way``, and the paths so that the gradient is unchanged to first order.
 
-        The change of a minimum is the same as that of a path near it, so that this does not need a minimum. Solved by
-        conjugate gradients until the residual is below ``goal``, item by item; items with a goal of 1 or more stay.
+        To first order a minimum and a path near it change alike, so the path need not be a minimum. Solved by conjugate
+        gradients until the residual is below ``goal``, item by item; items with a goal of 1 or more stay.
         """
         before = energy(self.path)[1]
         self.path = replace(self.path, y=self.path.y + way)

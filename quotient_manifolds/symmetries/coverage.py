@@ -180,7 +180,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     known = [m for m, n in names.items() if handler_of(m) is not None or plain_path(n) in examined]
     covered = {inner for module in known for inner in module.modules()}
     owners = {b.module for p in pairs if p.kind != "lora" and p.module not in missed for b in p.G + p.H}
-    # A registered layer with weights of its own, as torch's MultiheadAttention, says nothing of what holds it.
+    # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
     owners = {m for m in owners if handler_of(m) is None}
     covered |= {m for m in names if not owners.isdisjoint([m, *m.children()])}
     unseen = [m for m in candidates(model, lambda m: m in covered).values() if roles_of(m) is not None]

@@ -117,7 +117,7 @@ def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
 def _best(
     kind: str, roles: Roles, samples: Callable[[], Sequence[dict[Tensor, Tensor]]], sizes: Sequence[int]
 ) -> Place:
-    """Find where the heads lie and what acts on them: the largest group, and in a tie heads of a known size."""
+    """Find where the heads lie and what acts on them: the largest group; of equal ones, that with a known head size."""
     fits: list[tuple[tuple[int, int, int, int], Place]] = []
     unreached, reason = False, ""
     for place in places(roles, kind):
@@ -379,7 +379,7 @@ def unexamined(pair: SymmetricPair) -> bool:
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """List the innermost modules that hold queries, keys, values and outputs, outside known modules."""
+    """List the innermost modules that hold queries, keys, values and outputs and lie in no known module."""
     modules = dict(model.named_modules())
     covered = {inner for m in modules.values() if known(m) for inner in m.modules()}
     found = {n: m for n, m in modules.items() if m not in covered and (roles_of(m) is not None or proposals(m, ""))}
