@@ -85,7 +85,7 @@ class BatchLoss:
     def with_gradient(self, xi: Tensor | None, room: Callable[[], Tensor]) -> tuple[float, Tensor]:
         """Evaluate also the gradient, at None that of the weights; ``room`` gives its memory, after the pass."""
         with torch.enable_grad():
-            return self._evaluate(xi, lambda losses: self.space.gradient(losses, room))
+            return self._evaluate(xi, lambda losses: self.space.gradient(map(_with_graph, losses), room))
 
     def _evaluate(self, xi: Tensor | None, consume: Callable[[Iterator[Tensor]], R]) -> tuple[float, R]:
         self.space.move_to(xi)
@@ -102,10 +102,6 @@ class BatchLoss:
                     self.parts.append(part)
                 wrong += (outcome.wrong or 0) * bool(weight)
                 counted += (outcome.counted or 0) * bool(weight)
-                if torch.is_grad_enabled() and not outcome.loss.requires_grad:
-                    raise ValueError(
-                        "the loss does not depend on any trainable parameter; check loss_fn and requires_grad"
-                    )
                 yield outcome.loss * weight if weight != 1 else outcome.loss
 
         found = consume(losses())
@@ -171,6 +167,13 @@ class BatchLoss:
             f"the loss of batch {self.index} became {word} at a distance of {distance:.4g} from the weights; "
             "use a smaller rho"
         )
+
+
+def _with_graph(loss: Tensor) -> Tensor:
+    """Refuse a loss that cannot be differentiated."""
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
+    return loss
 
 
 def for_each_batch(
