@@ -31,11 +31,28 @@ class Minimiser:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._preconditioner = path, Preconditioner(path)
+        unknown = torch.full_like(inner(path, path.x), torch.inf)
+        self.value, self.error = unknown, unknown
+        self.go_on_from(path)
+        self.renew()
+
+    def renew(self) -> None:
+        """Compute the preconditioner at the present path."""
+        self._preconditioner, self._pairs = Preconditioner(self.path), []
         self.cosine = self._preconditioner.cosine
+
+    def go_on_from(self, path: Path) -> None:
+        """Replace the path by one near it, perhaps in another precision, and keep the preconditioner."""
+        self.path, self._known = path, None
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._least = 1e-6 * inner(path, path.x)
-        self.value = self.error = torch.full_like(self._least, torch.inf)
+        self.value, self.error = self.value.to(self._least), self.error.to(self._least)
+
+    def _energy(self) -> tuple[Tensor, Tensor]:
+        """Return the energy of the present path and its gradient, which are computed once."""
+        if self._known is None:
+            self._known = energy(self.path)
+        return self._known
 
     def _direction(self, g: Tensor) -> Tensor:
         d, factors = g, []
@@ -48,8 +65,8 @@ class Minimiser:
         return -d
 
     def down(self, d: Tensor) -> Path:
-        """Leave a saddle point along ±d, as far as the energy falls; items with d = 0 stay, and all if none falls."""
-        best, value = self.path, energy(self.path)[0]
+        """Go along ±d to where the energy is lowest; items with d = 0 stay, and all of them if it falls for none."""
+        best, value = self.path, self._energy()[0]
         for step in (0.03, -0.03, 0.3, -0.3, 1.0, -1.0):
             trial = self.path.moved(step * d)
             lower = energy(trial)[0]
@@ -64,10 +81,11 @@ class Minimiser:
 
     def run(self, steps: int, tol: float | Tensor) -> Path:
         """Take steps until the error of every item, relative to its length, is below the tolerance, or give up."""
-        value, g = energy(self.path)
+        value, g = self._energy()
+        rounding = 500 * torch.finfo(value.dtype).eps
         for count in range(steps):
             if count and count % _FRESH == 0:
-                self._preconditioner, self._pairs = Preconditioner(self.path), []
+                self.renew()
             d = self._direction(g)
             slope = _dot(g, d)
             self.value, self.error = value, (-slope / (value + self._least)).clamp_min(0).sqrt()
@@ -80,8 +98,8 @@ class Minimiser:
                 new_value, new_g = energy(trial)
                 # The energy must fall; where its change is below rounding error, the slope must.
                 new_slope = _dot(new_g, d)
-                falls = new_value <= value * (1 - 1e-13) + 1e-4 * step * slope
-                flatter = (new_slope.abs() <= 0.9 * slope.abs()) & (new_value <= value * (1 + 1e-11))
+                falls = new_value <= value * (1 - rounding) + 1e-4 * step * slope
+                flatter = (new_slope.abs() <= 0.9 * slope.abs()) & (new_value <= value * (1 + rounding))
                 fine = falls | flatter | (step == 0)
                 if bool(fine.all()):
                     break
@@ -92,6 +110,7 @@ class Minimiser:
             good = sy > 1e-10 * (_dot(s, s) * _dot(y, y)).sqrt()
             self._pairs = [*self._pairs, (s, y, torch.where(good, 1 / torch.where(good, sy, 1), 0))][-_MEMORY:]
             self.path, value, g = trial, new_value, new_g
+            self._known = value, g
         return self.path
 
     def follow(self, way: Tensor, goal: Tensor) -> Path:
@@ -100,9 +119,9 @@ class Minimiser:
         To first order a minimum and a path near it change alike, so the path need not be a minimum. Solved by conjugate
         gradients until the residual is below ``goal``, item by item; items with a goal of 1 or more stay.
         """
-        before = energy(self.path)[1]
-        self.path = replace(self.path, y=self.path.y + way)
-        g = energy(self.path)[1]
+        before = self._energy()[1]
+        self.path, self._known = replace(self.path, y=self.path.y + way), None
+        g = self._energy()[1]
         r, d = before - g, torch.zeros_like(g)
         z = self._preconditioner(r, self.path)
         p, square = z, _dot(r, z)
@@ -121,7 +140,7 @@ class Minimiser:
             if not bool(going.any()):
                 break
             p = torch.addcmul(z, (square / last).nan_to_num(0, 0, 0).unsqueeze(-1).to(g.dtype), p)
-        self.path = self.path.moved(d)
+        self.path, self._known = self.path.moved(d), None
         return self.path
 
     def softest(self, steps: int = 12) -> tuple[Tensor, Tensor]:
@@ -130,10 +149,11 @@ class Minimiser:
         Lanczos' method from a random vector. The estimate is an upper bound, and becomes negative after few steps if
         one negative eigenvalue is far from the others.
         """
-        path, g = self.path, energy(self.path)[1]
+        path, g = self.path, self._energy()[1]
         generator = torch.Generator(device=g.device).manual_seed(0)
         r, old = torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=generator), torch.zeros_like(g)
-        epsilon = 1e-5 * (1e6 * self._least).sqrt().unsqueeze(-1)  # for a vector of about unit length
+        # For a vector of about unit length.
+        epsilon = torch.finfo(self._least.dtype).eps ** (1 / 3) * (1e6 * self._least).sqrt().unsqueeze(-1)
         basis, diagonal, beside = [], [], []
         for _ in range(steps):
             w = self._preconditioner(r, path)

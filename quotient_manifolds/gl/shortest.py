@@ -30,8 +30,9 @@ _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
-#: Eigenvalues below this mean a saddle point; with cosines above this, other representatives are surely farther away.
-_SADDLE, _NEAR = -1e-3, 0.3
+#: Eigenvalues below this mean a saddle point, and above the next none, even if computed in single precision; with
+#: cosines above the last, other representatives are surely farther away.
+_SADDLE, _SURE, _NEAR = -1e-3, 0.05, 0.3
 #: Columns up to which the mirror image is tried by default: it flips one of many, which hardly changes the length.
 _MIRRORED = 16
 
@@ -180,22 +181,32 @@ class _Search:
         return torch.where(wrong[:, None, None], R * mirror, R)
 
     def _start(self, y: Tensor) -> _Start:
-        minimiser = Minimiser(first_path(self.manifold.metric, self.n, self.x, y, _FIRST))
-        # The end rotates a lot at first, which changes the preconditioner.
-        for steps, tol in ((6, 1e-2), (12, 1e-3), (60, 1e-3)):
-            if bool((minimiser.error > tol).any()):
-                minimiser = Minimiser(minimiser.path)
-                minimiser.run(steps, tol)
+        first = first_path(self.manifold.metric, self.n, self.x, y, _FIRST)
+        minimiser = Minimiser(first.in_single())
+        minimiser.run(6, 1e-2)
+        if bool((minimiser.error > 1e-3).any()):
+            minimiser.renew()  # the end has rotated a lot
+            minimiser.run(60, 1e-3)
+        least, direction = minimiser.softest()
+        path = minimiser.path
+        if path.c.dtype != first.c.dtype:
+            y = self._representative(slice(None), path.y.to(first.y.dtype))
+            minimiser.go_on_from(replace(first, y=y, c=path.c.to(first.c.dtype)))
+            if bool(((least < _SURE) | ~(minimiser.error < 1e-3)).any()):
+                minimiser.run(60, 1e-3)
+                least, direction = minimiser.softest()
         for _ in range(4):
-            least, direction = minimiser.softest()
             saddle = least < _SADDLE
+            if not bool(saddle.any()):
+                break
             path = minimiser.down(torch.where(saddle.unsqueeze(-1), direction, 0))
             if path is minimiser.path:
                 break
             minimiser = Minimiser(path)
             minimiser.run(60, 1e-3)
+            least, direction = minimiser.softest()
         value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
-        return _Start(minimiser.path, value, least, minimiser.cosine)
+        return _Start(minimiser.path, value, least.to(value), minimiser.cosine)
 
     # -- refinement ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +258,7 @@ class _Search:
         """Return by how much geodesics miss their ends."""
         return torch.where(which[:, None, None], self._representative(at, shot.end) - shot.end, 0)
 
-    def _representative(self, at: Tensor, near: Tensor) -> Tensor:
+    def _representative(self, at: Tensor | slice, near: Tensor) -> Tensor:
         """Return the representatives of y whose first factor is nearest to that of other points."""
         (G, H), P = self._split(self.y[at]), self._split(near)[0]
         A = torch.linalg.lstsq(G, P.nan_to_num()).solution
