@@ -43,7 +43,8 @@ class Minimiser:
 
     def go_on_from(self, path: Path) -> None:
         """Replace the path by one near it, perhaps in another precision, and keep the preconditioner."""
-        self.path, self._known = path, None
+        self.path = path
+        self._known: tuple[Tensor, Tensor] | None = None
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._least = 1e-6 * inner(path, path.x)
         self.value, self.error = self.value.to(self._least), self.error.to(self._least)
