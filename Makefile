@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+# Test processes import thousands of modules each, so bytecode is kept even where the environment says not to.
+export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process: two processes share the machine.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 

@@ -31,8 +31,9 @@ class Minimiser:
     """
 
     def __init__(self, path: Path) -> None:
-        unknown = torch.full_like(inner(path, path.x), torch.inf)
-        self.value, self.error = unknown, unknown
+        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._known: tuple[Tensor, Tensor] | None = None
+        self.value = self.error = torch.full_like(inner(path, path.x), torch.inf)
         self.go_on_from(path)
         self.renew()
 
@@ -43,9 +44,7 @@ class Minimiser:
 
     def go_on_from(self, path: Path) -> None:
         """Replace the path by one near it, perhaps in another precision, and keep the preconditioner."""
-        self.path = path
-        self._known: tuple[Tensor, Tensor] | None = None
-        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.path, self._known, self._pairs = path, None, []
         self._least = 1e-6 * inner(path, path.x)
         self.value, self.error = self.value.to(self._least), self.error.to(self._least)
 
