@@ -69,7 +69,9 @@ def sharded(model):
 
 
 #: Every measure for one model; the others take turns.
-OF_MODEL = dict.fromkeys(MODELS, MEASURES) | ({} if EXHAUSTIVE else {"llama": MEASURES[::2], "bert": MEASURES[3::2]})
+OF_MODEL = dict.fromkeys(MODELS, MEASURES) | ({} if EXHAUSTIVE else {"llama": MEASURES[:3:2], "bert": MEASURES[4:]})
+#: Other motions, balls and statistics, for all models or for one.
+VARIED = tuple(MODELS) if EXHAUSTIVE else ("vit",)
 
 
 def rms_norm(self, x):
@@ -78,10 +80,10 @@ def rms_norm(self, x):
 
 
 @patch.object(LlamaRMSNorm, "forward", rms_norm)
-def results(model, batches, measures, group=None):
+def results(which, model, batches, group=None):
     """Everything that is to be the same however the weights lie."""
-    found = {}
-    for name in measures:
+    found = {"residuals": {name: residuals(model, batches, name, group) for name in ("geodesic-inv", "complete-mix")}}
+    for name in OF_MODEL[which]:
         options = {"measure": name, "group": group}
         worst = sharpness.evaluate(model, batches, keep_directions=True, steps=3, progress=False, **options)
         direction = worst.direction(0)
@@ -91,6 +93,8 @@ def results(model, batches, measures, group=None):
             "squares": direction.squares, "pairs": direction.pair_squares, "parts": direction.parts,
             "norm": direction.norm, "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
         }  # fmt: skip
+    if which not in VARIED:
+        return found
     options = {"group": group, "progress": False}
     for change in ({"measure": "adaptive", "ball_norm": math.inf}, {"measure": "geodesic-mix", "geodesic": "exact"}):
         changed = sharpness.get_measure(**change)
@@ -102,7 +106,6 @@ def results(model, batches, measures, group=None):
     options |= {"measure": "geodesic-inv"}
     mean = sharpness.evaluate(model, batches, statistic="average", num_samples=2, **options)
     started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, restarts=1, only="layer", **options)
-    found["residuals"] = {name: residuals(model, batches, name, group) for name in ("geodesic-inv", "complete-mix")}
     found["random"] = [b.history for b in mean.batches], [b.history for b in started.batches]
     return found
 
@@ -131,7 +134,7 @@ def measure(rank, size, out, name, spread):
     build, batch = MODELS[name]
     model, batches = sharded(build()), [batch()]
     before = rows_of(model)
-    found = results(model, batches, OF_MODEL[name], dist.group.WORLD if spread else None)
+    found = results(name, model, batches, dist.group.WORLD if spread else None)
     torch.save(found | {"untouched": same(before, rows_of(model))}, f"{out}/{name}-{size}-{rank}{spread}.pt")
 
 

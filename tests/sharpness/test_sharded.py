@@ -50,7 +50,7 @@ def out(tmp_path_factory):
 @pytest.mark.parametrize(("name", "size", "how"), JOBS)
 def test_sharded_equals_whole(out, name, size, how):
     build, batch = sharded.MODELS[name]
-    whole = sharded.results(build(), [batch()], sharded.OF_MODEL[name])
+    whole = sharded.results(name, build(), [batch()])
     assert all(max(of_all.values()) < 1e-10 for of_all in whole["residuals"].values())
     for rank in range(size):
         found = torch.load(out / f"{name}-{size}-{rank}{how}.pt")

@@ -1,17 +1,32 @@
+import json
+
 import pytest
 import torch
 
 from sharpness.models import load
 
+#: A CLIP of open_clip as ViT-B-32 is one, but small.
+SMALL = {
+    "embed_dim": 24,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 60, "width": 16, "heads": 2, "layers": 1},
+}
+
 
 @pytest.fixture
-def soup(tmp_path):
+def soup(tmp_path, monkeypatch):
     """A checkpoint as those of the public "model soups": half precision, left-overs of the text tower, a head."""
     open_clip = pytest.importorskip("open_clip")
+    for name in ("_MODEL_CONFIGS", "_MODEL_CONFIG_PATHS"):
+        monkeypatch.setattr(open_clip.factory, name, getattr(open_clip.factory, name).copy())
+    (tmp_path / "configs").mkdir()
+    for name, kind in (("small", {}), ("small-quickgelu", {"quick_gelu": True})):
+        (tmp_path / f"configs/{name}.json").write_text(json.dumps(SMALL | kind))
+    open_clip.add_model_config(tmp_path / "configs")
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    clip = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None)
-    head = torch.nn.Linear(512, 10)
+    clip = open_clip.create_model("small-quickgelu", pretrained=None)
+    head = torch.nn.Linear(24, 10)
     state = {"module.model." + k: v.half() for k, v in clip.state_dict().items() if not k.startswith("transformer.")}
     state |= {"module.classification_head." + k: v.half() for k, v in head.state_dict().items()}
     torch.save(state, tmp_path / "model_0.pt")
@@ -21,29 +36,29 @@ def soup(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_soups_checkpoint(soup, tmp_path):
     path, clip, head = soup
-    loaded = load("ViT-B-32-quickgelu", str(path))
-    x = torch.randn(2, 3, 224, 224)
+    loaded = load("small-quickgelu", str(path))
+    x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         f = clip.encode_image(x)
         expected = head(f / f.norm(dim=-1, keepdim=True))
         assert torch.allclose(loaded.model(x), expected, atol=1e-2)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
-    assert loaded.images.size == (224, 224)
+    assert loaded.images.size == (32, 32)
     assert loaded.images.crop
     assert loaded.images.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
-    with pytest.raises(ValueError, match="uses QuickGELU: name the model ViT-B-32-quickgelu"):
-        load("ViT-B-32", str(path))
+    with pytest.raises(ValueError, match="uses QuickGELU: name the model small-quickgelu"):
+        load("small", str(path))
     torch.save({"weight": head.weight.detach()}, tmp_path / "head.pt")
     torch.save(clip.state_dict(), tmp_path / "clip.pt")
-    zero_shot = load("ViT-B-32-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
+    zero_shot = load("small-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
     with torch.no_grad():
         assert torch.allclose(zero_shot.model(x) + head.bias, expected, atol=1e-5)
     torch.save({"model.visual.proj": torch.zeros(3, 3), "classification_head.weight": head.weight}, path)
     with pytest.raises(ValueError, match="are not those of"):
-        load("ViT-B-32-quickgelu", str(path))
+        load("small-quickgelu", str(path))
     torch.save({"other": torch.zeros(3, 3)}, tmp_path / "head.pt")
     with pytest.raises(ValueError, match=r"has no matrix weight \(classes × features\) for the head"):
-        load("ViT-B-32-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
+        load("small-quickgelu", str(tmp_path / "clip.pt"), head=str(tmp_path / "head.pt"))
 
 
 @pytest.mark.filterwarnings("ignore")
