@@ -7,7 +7,7 @@ import torch
 
 
 def pytest_collection_finish():
-    """What was imported stays: garbage collections that go through it again and again take a twentieth of the time."""
+    """Spare garbage collections what was imported: they would go through it again and again."""
     gc.collect()
     gc.freeze()
 

@@ -214,10 +214,9 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
     numbers do not accumulate. The second result holds the exit times (…), inf where there is none.
     """
     here = _Waypoint.start(problem, sigma)
-    h, is_complex = here.L.shape[-1], here.L.is_complex()
 
     def inv_speed(w: _Waypoint) -> Tensor:
-        return Reduced.of(problem.G, problem.H, w.sigma).derivative(unflat_state(w.y, h, is_complex))[1].sqrt()
+        return Reduced.of(problem.G, problem.H, w.sigma).derivative(w.y)[1].sqrt()
 
     with torch.no_grad():
         speed = inv_speed(here)
@@ -230,10 +229,10 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
         unit = (slowest + speed).unsqueeze(-1)
 
         def slope(_r: Tensor, y: Tensor, leg: Reduced = leg, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
-            dy, speed2 = leg.derivative(unflat_state(y[..., :-1], h, is_complex))
+            dy, speed2 = leg.derivative(y[..., :-1])
             rate = torch.where(moving, 1 / (slowest**2 + speed2).sqrt().unsqueeze(-1), 0.0)
             # One more feature: the time since the start of the leg, in units of its initial speed.
-            return torch.cat([flat_state(dy) * rate, unit * rate], dim=-1)
+            return torch.cat([dy * rate, unit * rate], dim=-1)
 
         y = integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), 1.0, tol)
         previous, last_speed = here, speed
@@ -283,11 +282,10 @@ def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> State:
         return values.gather(0, i.expand(*index.shape, *values.shape[index.dim() :]))
 
     here = _Waypoint(pick("y"), pick("sigma"), pick("L"), pick("R"), pick("time"))
-    h, is_complex = start.X.shape[-1], start.X.is_complex()
     leg, span = Reduced.of(problem.G, problem.H, here.sigma), (goal - here.time).unsqueeze(-1)
 
     def slope(_theta: Tensor, y: Tensor) -> Tensor:
-        return flat_state(leg.derivative(unflat_state(y, h, is_complex))[0]) * span
+        return leg.derivative(y)[0] * span
 
     return problem.end(here.at_start_gauge(integrate(slope, here.y, 1.0, tol)))
 

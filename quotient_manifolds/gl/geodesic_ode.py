@@ -105,33 +105,33 @@ class Reduced:
     G: Frame
     H: Frame
     inverse_sigma: Tensor  # (…, 1, h), 0 for absent directions
+    gram: Tensor  # of both frames, (…, 2, 2h, 2h)
 
     @classmethod
     def of(cls, G: Frame, H: Frame, sigma: Tensor) -> Reduced:
         """Set up the equation for the scale σ of the columns, (…, h)."""
-        return cls(G, H, torch.where(sigma > 0, 1 / torch.where(sigma > 0, sigma, 1), 0.0).unsqueeze(-2))
+        inverse = torch.where(sigma > 0, 1 / torch.where(sigma > 0, sigma, 1), 0.0).unsqueeze(-2)
+        return cls(G, H, inverse, torch.stack([G.gram, H.gram], -3))
 
     def start(self) -> State:
         """Return the coefficients (a, p, b, q) at t = 0."""
         present = self.inverse_sigma > 0
         return self.G.point * present, self.G.velocity, self.H.point * present, self.H.velocity
 
-    def _motion(self, f: Frame, a: Tensor, p: Tensor) -> tuple[Motion, Tensor]:
-        """Return the products of one factor as the metric's equation takes them, and A."""
-        Ja, Jp = f.gram @ a, f.gram @ p
-        M, A = a.mH @ Ja, p.mH @ Jp
-        M = M + torch.diag_embed((self.inverse_sigma.squeeze(-2) == 0).to(M.dtype))
-        return Motion(torch.linalg.inv(M), (Ja.mH @ p * self.inverse_sigma).mH, A * self.inverse_sigma), A
-
-    def derivative(self, state: State) -> tuple[State, Tensor]:
-        """Return the time derivative of (a, p, b, q), and the squared speed (…) in the inv metric."""
-        a, p, b, q = state
-        w = self.inverse_sigma
-        (G, A_G), (H, A_H) = self._motion(self.G, a, p), self._motion(self.H, b, q)
-        (of_a, of_p), (of_b, of_q) = MIX.equation(G, H), MIX.equation(H, G)
+    def derivative(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the time derivative of (a, p, b, q), flattened, and the squared speed (…) in the inv metric."""
+        h, is_complex = self.gram.shape[-1] // 2, self.gram.is_complex()
+        w = self.inverse_sigma.unsqueeze(-3)
+        # Both factors at once, (…, 2, 2h, h): half as many operations on small matrices.
+        state = _unflat(y, h, is_complex).unflatten(-2, (2, 2, 2 * h))
+        (a, p), (Ja, Jp) = state.unbind(-3), (self.gram.unsqueeze(-3) @ state).unbind(-3)
+        A = p.mH @ Jp
+        M = a.mH @ Ja + torch.diag_embed((w.squeeze(-2) == 0).to(a.dtype))
+        own = Motion(torch.linalg.inv(M), (Ja.mH @ p * w).mH, A * w)
+        of_a, of_p = MIX.equation(own, Motion(*(k.flip(-3) for k in own)))
         # Tr(M⁻¹ ȧᴴJȧ) + Tr(N⁻¹ ḃᴴJḃ)
-        speed2 = ((G.inverse.mT * A_G + H.inverse.mT * A_H) * w * w.mT).real.sum((-2, -1))
-        return (p * w, a @ of_a + p @ of_p, q * w, b @ of_b + q @ of_q), speed2
+        speed2 = (own.inverse.mT * own.vv * w.mT).real.sum((-3, -2, -1))
+        return _flat(torch.stack([p * w, a @ of_a + p @ of_p], -3).flatten(-4, -2)), speed2
 
     def end(self, state: State) -> State:
         """Return the factors X(t), ξ(t), Y(t), η(t), whitened like the input."""
@@ -139,17 +139,25 @@ class Reduced:
         return self.G @ a, self.G @ p, self.H @ b, self.H @ q
 
 
+def _flat(z: Tensor) -> Tensor:
+    y = z.flatten(-2)
+    return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
+
+
+def _unflat(y: Tensor, h: int, is_complex: bool) -> Tensor:
+    if is_complex:
+        y = torch.complex(*y.unflatten(-1, (-1, 2)).unbind(-1))
+    return y.unflatten(-1, (-1, h))
+
+
 def flat_state(state: State) -> Tensor:
     """Write tensors with equal columns, the batch first, as one real vector for a solver, (…, features)."""
-    y = torch.cat(torch.broadcast_tensors(*state), dim=-2).flatten(-2)
-    return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
+    return _flat(torch.cat(torch.broadcast_tensors(*state), dim=-2))
 
 
 def unflat_state(y: Tensor, h: int, is_complex: bool, count: int = 4) -> State:
     """Invert :func:`flat_state` for ``count`` tensors with h columns."""
-    if is_complex:
-        y = torch.complex(*y.unflatten(-1, (-1, 2)).unbind(-1))
-    return y.unflatten(-1, (-1, h)).chunk(count, dim=-2)
+    return _unflat(y, h, is_complex).chunk(count, dim=-2)
 
 
 def _worst_item(error: Tensor) -> Tensor:
