@@ -123,10 +123,10 @@ class _Search:
         found = Shortest.nothing(self.x)
         for rank, value in enumerate(values):
             # Try the others if the first fails or if they may be shorter: the first lengths are accurate to one per
-            # cent.
+            # cent. Of one length it is the same path.
             unsolved = ~(found.residual <= SOLVED)
-            close = (value < 1.01 * values[0]) & (value > 1.0001 * values[max(rank - 1, 0)])
-            todo = value.isfinite() & (unsolved | close)
+            another = (value > 1.0001 * values[rank - 1]) if rank else torch.ones_like(unsolved)
+            todo = value.isfinite() & another & (unsolved | (value < 1.01 * values[0]))
             for k, start in enumerate(starts):
                 at = (todo & (order[rank] == k)).nonzero().squeeze(1)
                 if len(at):

@@ -13,7 +13,7 @@ from tests.whole_networks import build, inputs, loss
 
 
 def worst(model, family, measure, **options):
-    options = {"steps": 4, "progress": False, **options}
+    options = {"steps": 2, "progress": False, **options}
     return float(sharpness.evaluate(model, list(inputs(family)), loss, measure=measure, **options))
 
 

@@ -6,7 +6,7 @@ from quotient_manifolds.testing import check_manifold
 from tests.broken_manifolds import Base
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_the_size_of_a_point_makes_no_difference(scale):
     straight = {name: lambda self, x, u, **options: x + u for name in ("retr", "expmap")}
     for base in (GLQuotientMix, GLQuotientInv):
