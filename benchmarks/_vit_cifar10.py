@@ -27,10 +27,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
 
 
-def model(weights: Path) -> SmallViT:
-    """Build the model in evaluation mode."""
+def model(weights: Path | None) -> SmallViT:
+    """Build the model in evaluation mode; without a file its weights are random."""
     found = vit_cifar10()
-    found.load_state_dict(torch.load(weights, weights_only=True, map_location="cpu"))
+    if weights is not None:
+        found.load_state_dict(torch.load(weights, weights_only=True, map_location="cpu"))
     return found.eval()
 
 
@@ -46,8 +47,8 @@ def images(path: Path, split: str, count: int, seed: int) -> tuple[Tensor, Tenso
     return (x - mean) / std, torch.tensor([classes.index(n.split("/")[2]) for n in chosen])
 
 
-def fine_tuned(weights: Path, path: Path, recipe: dict[str, float], seed: int, count: int = 2560) -> SmallViT:
-    """Fine-tune the model on a subset with AdamW: ``lr``, ``decay``, ``epochs``, ``noise`` (labels), ``batch``."""
+def fine_tuned(weights: Path | None, path: Path, recipe: dict[str, float], seed: int, count: int = 2560) -> SmallViT:
+    """Train the model on a subset with AdamW: ``lr``, ``decay``, ``epochs``, ``noise`` (labels), ``batch``."""
     torch.manual_seed(seed)
     net = model(weights).train()
     x, y = images(path, "train", count, seed=5)

@@ -13,6 +13,7 @@ from typing import Any
 import adapters
 import convergence
 import geodesic_ablation
+import logarithm
 import lora_quality_report
 import pandas as pd
 import sam
@@ -35,6 +36,7 @@ def main(folder: Path = IMAGES) -> None:
     convergence.draw(rows("convergence.json"), folder / "convergence.png")
     adapters.draw(rows("adapters.json"), folder / "adapters.png")
     geodesic_ablation.draw(rows("geodesic_ablation.json"), folder / "geodesic_ablation.png")
+    logarithm.draw(rows("logarithm.json"), folder)
     lora = rows("lora_quality.jsonl")
     lora_quality_report.draw(lora, pd.DataFrame(lora).drop(columns="losses"), folder / "lora_quality.png")
     sam.report(rows("sam.jsonl"), folder / "sam.png")

@@ -1,8 +1,8 @@
 """Distances between any two points: how many are found, how exactly, and in what time.
 
 Random pairs of several sizes (inv), all pairs of two fine-tunes of a small vision transformer, which start from one
-model, and heads of the size of ViT-B/32's with independent random weights. Seconds of the processor, of all threads,
-and of the clock, which other programs lengthen.
+model, of two of the same architecture that are trained apart, and heads of the size of ViT-B/32's with independent
+random weights. Seconds of the processor, of all threads, and of the clock, which other programs lengthen.
 
     python benchmarks/logarithm.py --weights WEIGHTS.pth --images cifar10.zip
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import _vit_cifar10
@@ -20,7 +21,8 @@ from _common import write
 from torch import Tensor
 
 from quotient_manifolds import GLQuotientInv, frechet_mean
-from quotient_manifolds.symmetries import model_distance
+from quotient_manifolds.symmetries import ModelDistance, PairDistance, model_distance
+from sharpness.plots import plot_distances
 
 SHAPES = {(5, 4, 2): 64, (10, 10, 3): 32, (50, 40, 4): 16, (100, 100, 8): 8}
 
@@ -55,7 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     _vit_cifar10.arguments(parser)
     parser.add_argument("--heads", type=int, default=144, help="of size 769 × 769, h = 64")
-    parser.add_argument("--count", type=int, default=1280, help="training images of a fine-tune")
+    parser.add_argument("--count", type=int, default=1280, help="training images")
+    parser.add_argument("--epochs", type=int, default=12, help="of the models that are trained apart")
     options = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     rows = []
@@ -65,21 +68,26 @@ def main() -> None:
         rows.append({"what": "random", **accuracy(manifold, *(manifold.random(count, n + m, h) for _ in range(2)))})
     torch.set_default_dtype(torch.float32)
     recipe = {"lr": 1e-4, "decay": 0.05, "epochs": 1, "noise": 0.0, "batch": 64}
-    models = [_vit_cifar10.fine_tuned(options.weights, options.images, recipe, s, options.count) for s in (1, 2)]
-    for metric in ("inv", "mix"):
-        found, times = timed(lambda metric=metric: model_distance(*models, metric=metric))
-        missing = sum(p.distance != p.distance for p in found.pairs)
+    from_one = [_vit_cifar10.fine_tuned(options.weights, options.images, recipe, s, options.count) for s in (1, 2)]
+    recipe |= {"lr": 1e-3, "epochs": options.epochs}
+    apart = [_vit_cifar10.fine_tuned(None, options.images, recipe, s, options.count) for s in (3, 4)]
+    test = _vit_cifar10.images(options.images, "test", 1000, seed=0)
+    for what, models, settings in (
+        ("fine-tunes", from_one, {"metric": "inv"}),
+        ("fine-tunes", from_one, {"metric": "mix"}),
+        ("trained apart", apart, {"metric": "inv", "match": "none"}),
+        ("trained apart", apart, {"metric": "inv", "match": "heads"}),
+    ):
+        found, times = timed(lambda models=models, settings=settings: model_distance(*models, **settings))
+        distances = [p.distance for p in found.pairs]
+        with torch.no_grad():
+            accuracies = [float((m(test[0]).argmax(1) == test[1]).double().mean()) for m in models]
         rows.append(
-            {"what": "fine-tunes", "metric": metric, "pairs": len(found.pairs), "unsolved": missing, **times}
-            | {"total": found.total, "largest": max(p.distance for p in found.pairs)}
+            {"what": what, **settings, "pairs": len(distances), "unsolved": sum(d != d for d in distances), **times}
+            | {"total": found.total, "mean": sum(distances) / len(distances), "largest": max(distances)}
+            | {"moved": sum(p.other_head != p.head for p in found.pairs), "accuracies": accuracies}
+            | {"distances": [[p.module, p.kind, p.head, round(p.distance, 4)] for p in found.pairs]}
         )
-    torch.manual_seed(0)
-    independent = [_vit_cifar10.model(options.weights) for _ in range(2)]
-    for parameter in independent[1].parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.xavier_uniform_(parameter.data)
-    found, times = timed(lambda: model_distance(*independent, match="heads"))
-    rows.append({"what": "trained and random, heads matched", "pairs": len(found.pairs), **times, "total": found.total})
     torch.set_default_dtype(torch.float64)
     manifold = GLQuotientInv(5, 4)
     points = manifold.random(20, 9, 2)
@@ -92,6 +100,14 @@ def main() -> None:
     x, y = (manifold.random(options.heads, 2 * 769, 64) for _ in range(2))
     rows.append({"what": "random", **accuracy(manifold, x, y)})
     write("logarithm", rows)
+
+
+def draw(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Draw the distances of the heads, a figure for fine-tunes and one for models trained apart."""
+    for name, what, match in (("fine_tunes", "fine-tunes", None), ("apart", "trained apart", "heads")):
+        row = next(r for r in rows if r["what"] == what and r["metric"] == "inv" and r.get("match") == match)
+        pairs = (PairDistance("", m.removeprefix("transformer."), k, h, h, d) for m, k, h, d in row["distances"])
+        plot_distances(ModelDistance("inv", tuple(pairs)), folder / f"distances_{name}.png")
 
 
 if __name__ == "__main__":
