@@ -8,5 +8,5 @@ def values(trained, measure="geodesic-inv", **options):
     """Value of the model and of its twin on the same orbit, with changes of the measure among the options."""
     model, twin, batch = trained
     changes = {k: options.pop(k) for k in list(options) if k in ("geodesic", "symmetry", "relaxation", "pair_block")}
-    options = {"measure": get_measure(measure, **changes), "rho": 0.1, "steps": 8, "relative_tol": 0, **options}
+    options = {"measure": get_measure(measure, **changes), "rho": 0.1, "steps": 4, "relative_tol": 0, **options}
     return tuple(float(sharpness.evaluate(m, [batch], **options)) for m in (model, twin))
