@@ -89,6 +89,7 @@ def main() -> None:
             | {"distances": [[p.module, p.kind, p.head, round(p.distance, 4)] for p in found.pairs]}
         )
     torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
     manifold = GLQuotientInv(5, 4)
     points = manifold.random(20, 9, 2)
     moved = manifold.act(points, torch.randn(20, 2, 2))[torch.randperm(20)]

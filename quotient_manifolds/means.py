@@ -103,7 +103,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
 
     .. math:: \min_m \sum_i w_i d(m, x_i)^2, \qquad m \leftarrow \exp_m\Big(s \sum_i w_i \log_m x_i\Big)
 
-    The step s is that of Barzilai and Borwein (1988), halved where the sum has doubled. The starts do not depend on
+    The step s is that of Barzilai and Borwein (1988), halved until the sum of squares falls. The starts do not depend on
     order or representatives: they are the points whose products are nearest to the mean of the products. Points that
     are far apart may have several local means.
 
@@ -189,15 +189,19 @@ def _like(flags: Tensor, value: Tensor) -> Tensor:
 def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor) -> FrechetMean:
     """Go from one start to where the mean logarithm vanishes, or as close as the steps lead."""
     m, shape = start, points.shape[1:-2]
-    best = FrechetMean(start, torch.full(shape, torch.inf, dtype=weights.dtype, device=start.device), weights.sum())
+    unknown = torch.full(shape, torch.inf, dtype=weights.dtype, device=start.device)
+    best = FrechetMean(start, unknown, unknown)
     way, step = torch.zeros_like(start), torch.ones_like(best.certificate)
     for _ in range(_STEPS):
         u = manifold.logmap(m.expand_as(points), points)
         direction = torch.einsum("k,k...->...", weights.to(u.dtype), u)
         variance = torch.einsum("k,k...->...", weights, manifold.inner(m, u))
         now = FrechetMean(m, manifold.norm(m, direction), variance)
-        # Where the sum has doubled, go back and take half the step; else the next one by Barzilai and Borwein's rule.
-        nearer = now.certificate < 2 * best.certificate
+        # Where the variance has not fallen, go back and take half the step; else the next one by Barzilai and Borwein's
+        # rule. The sum of logarithms may grow all the way down: it jumps where another geodesic becomes the shortest.
+        falls = now.variance < best.variance - 1e-4 * step * best.certificate**2
+        flat = (now.variance < best.variance * (1 + 1e-10)) & (now.certificate < best.certificate)
+        nearer = falls | flat | best.variance.isinf()
         turn = step * manifold.inner(m, way) / manifold.inner(m, way, way - direction)
         rule = torch.where(turn.isfinite() & (turn > 0), turn, 1).clamp(0.2, 5)
         best = FrechetMean(*(torch.where(_like(nearer, a), a, b) for a, b in zip(now, best, strict=True)))
