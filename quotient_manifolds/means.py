@@ -103,8 +103,8 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
 
     .. math:: \min_m \sum_i w_i d(m, x_i)^2, \qquad m \leftarrow \exp_m\Big(s \sum_i w_i \log_m x_i\Big)
 
-    The step s is that of Barzilai and Borwein (1988), halved until the sum of squares falls. The starts do not depend on
-    order or representatives: they are the points whose products are nearest to the mean of the products. Points that
+    The step s is that of Barzilai and Borwein (1988), halved until the sum of squares falls. The starts do not depend
+    on order or representatives: they are the points whose products are nearest to the mean of the products. Points that
     are far apart may have several local means.
 
     Parameters

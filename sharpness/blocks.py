@@ -325,7 +325,7 @@ class PairBlock(Block):
 
     @torch.no_grad()
     def refresh(self, factorise: bool) -> None:
-        """Go to the model's own representative; an older gauge may be kept, since it need only be well conditioned."""
+        """Go to the model's own representative. The gauge may be an older one: any that is well conditioned will do."""
         x = self.stack.gather()
         gauge = self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):

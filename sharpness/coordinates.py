@@ -67,7 +67,7 @@ class Coordinates:
     @overload
     def _each(self, v: Tensor | None) -> Iterator[tuple[Block, Tensor | None]]: ...
     def _each(self, v: Tensor | None, *, read: bool = True, write: bool = False) -> Iterator[tuple[Block, Any]]:
-        """Go through the blocks, each with its part of a vector on its device, to read or to write (None: None)."""
+        """Yield each block with its part of the vector, copied to the block's device; None for a vector None."""
         for block, place in self._blocks:
             part = None if v is None else v[place]
             if part is None or not self._offload:

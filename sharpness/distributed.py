@@ -96,7 +96,7 @@ class World:
 
     @contextmanager
     def losing_others(self) -> Iterator[None]:
-        """Replace errors of the transport by one sentence that another process has ended.
+        """Replace errors of the communication library by one sentence: another process of the group has ended.
 
         Raises
         ------

@@ -65,8 +65,9 @@ def evaluate(
     statistic : {"worst", "average"}
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
-        The pairs that are divided out, by default ``find_symmetric_pairs(model)``. A pair without a group is treated
-        like other weights. Attention of an unknown class outside these pairs is then a warning instead of an error.
+        The pairs that are divided out, by default ``find_symmetric_pairs(model)``. The weights of a pair without a
+        group move as those outside pairs do. Attention of an unknown class outside these pairs is then a warning
+        instead of an error.
     only : str, optional
         A regular expression. Parameters whose names do not match it, and pairs that contain them, are not moved.
     normalize_logits : bool

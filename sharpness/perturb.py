@@ -110,8 +110,8 @@ def _is_narrow(t: Tensor) -> bool:
 class Gradients:
     """The gradients of losses with respect to some parameters; ``.grad`` is left alone.
 
-    ``beside`` are others that a backward pass reaches. ``backward`` says that gradients come through ``.grad`` alone,
-    as FSDP2's do: then they are this process's rows.
+    ``beside`` are parameters that a backward pass also reaches, and whose ``.grad`` is put back. ``backward`` says that
+    gradients come through ``.grad`` alone, as FSDP2's do: then they are this process's rows.
     """
 
     def __init__(self, parameters: Sequence[Tensor], beside: Iterable[Tensor] = (), *, backward: bool = False) -> None:

@@ -190,7 +190,7 @@ class ShardedSpace(WeightSpace):
     # -- the model -----------------------------------------------------------------------------------------------
 
     def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-        """Return the pieces of a batch that this process passes through the model, as many as every other process.
+        """Return the pieces of a batch that this process passes through the model; each process has equally many.
 
         FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied
         by the number of processes.

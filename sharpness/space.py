@@ -167,7 +167,7 @@ class WeightSpace(Coordinates):
         the moving weights, see :func:`sharpness.perturb.pointing_to`.
         Yields the space itself, with the model at the base point.
         """
-        # Entries that no block writes do not change: blocks that were dropped from pairs.
+        # Start from the base point: entries that belong to no block keep these values.
         empty = self._copies_like(torch.empty_like)
         copies = {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
         with pointing_to(self.model, {**self._base, **copies}):

@@ -36,12 +36,12 @@ class Buffers:
         self._free = [t for t in self._all if id(t) not in ids]
 
     def release(self) -> None:
-        """Give the memory of free vectors back until they are taken, although there are references to them."""
+        """Free the memory of the vectors that nobody uses; :meth:`take` allocates it again."""
         for vector in self._free:
             vector.untyped_storage().resize_(0)
 
     def give(self, vector: Tensor) -> None:
-        """Hand over a vector; it is not written to again until :meth:`adopt` takes it back."""
+        """Give a vector away for good: it is not reused, unless :meth:`adopt` takes it back."""
         self._all = [t for t in self._all if t is not vector]
         self._free = [t for t in self._free if t is not vector]
 
