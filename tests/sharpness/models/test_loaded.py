@@ -1,28 +1,15 @@
-import json
-
 import pytest
 import torch
 
 from sharpness.models import load
-
-#: A CLIP of open_clip as ViT-B-32 is one, but small.
-SMALL = {
-    "embed_dim": 24,
-    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-    "text_cfg": {"context_length": 8, "vocab_size": 60, "width": 16, "heads": 2, "layers": 1},
-}
+from tests.small_clip import name_small_models
 
 
 @pytest.fixture
 def soup(tmp_path, monkeypatch):
     """A checkpoint as those of the public "model soups": half precision, left-overs of the text tower, a head."""
     open_clip = pytest.importorskip("open_clip")
-    for name in ("_MODEL_CONFIGS", "_MODEL_CONFIG_PATHS"):
-        monkeypatch.setattr(open_clip.factory, name, getattr(open_clip.factory, name).copy())
-    (tmp_path / "configs").mkdir()
-    for name, kind in (("small", {}), ("small-quickgelu", {"quick_gelu": True})):
-        (tmp_path / f"configs/{name}.json").write_text(json.dumps(SMALL | kind))
-    open_clip.add_model_config(tmp_path / "configs")
+    name_small_models(tmp_path / "configs", monkeypatch)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     clip = open_clip.create_model("small-quickgelu", pretrained=None)

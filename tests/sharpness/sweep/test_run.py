@@ -21,6 +21,7 @@ from sharpness.sweep import read_config, run_sweep
 from tests import networks, spread
 from tests.extent import EXHAUSTIVE
 from tests.processes import forked, together
+from tests.small_clip import name_small_models
 from tests.sweeps import rows_of
 
 
@@ -311,13 +312,14 @@ def test_bert_folders_good_and_bad(place, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_soups_checkpoints_good_and_pickled(place, capsys):
+def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
     open_clip = pytest.importorskip("open_clip")
     from PIL import Image
 
+    name_small_models(place / "configs", monkeypatch)
     torch.manual_seed(0)
-    visual = open_clip.create_model("ViT-S-32-alt", pretrained=None).visual
-    head = nn.Linear(256, 2)
+    visual = open_clip.create_model("small", pretrained=None).visual
+    head = nn.Linear(24, 2)
     state = {f"model.visual.{k}": v for k, v in visual.state_dict().items()} | {"model.logit_scale": torch.ones(())}
     (place / "soups").mkdir()
     torch.save(state | {f"classification_head.{k}": v for k, v in head.state_dict().items()}, "soups/model_0.pt")
@@ -325,7 +327,7 @@ def test_soups_checkpoints_good_and_pickled(place, capsys):
     for c, shade in (("cat", 40), ("dog", 200)):
         (place / "pictures" / c).mkdir(parents=True)
         Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
-    config = {"checkpoints": [{"path": "soups/*.pt", "model": "ViT-S-32-alt"}], "data": "pictures",
+    config = {"checkpoints": [{"path": "soups/*.pt", "model": "small-quickgelu"}], "data": "pictures",
               "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
     (place / "soups.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
