@@ -39,6 +39,7 @@ __all__ = ["candidates", "change", "discover", "examine", "unexamined"]
 
 _UNREACHED = "the batch does not reach it"
 _FAILED = "could not be examined alone"
+_ENCLOSING = "it holds another attention layer besides its own weights"
 _NONE = "no continuous symmetry was found"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
@@ -301,6 +302,8 @@ def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]
     """Return the function that lists a module's pairs: that of its kind if its own outputs agree, or a new one."""
     if call is None:
         return _nothing(_UNREACHED)
+    if roles_of(module) is None and not proposals(module, ""):
+        return _nothing(_ENCLOSING)
     kind = _kind(module)
     try:
         if kind not in found or not _agrees(found[kind], module, call):
@@ -374,14 +377,22 @@ def _kind(module: nn.Module) -> object:
 
 
 def unexamined(pair: SymmetricPair) -> bool:
-    """Tell whether a pair has no group because it could not be examined: not reached, no gradient, or failed alone."""
-    return pair.reason in (_UNREACHED, UNCERTIFIED) or pair.reason.startswith(_FAILED)
+    """Tell whether a pair has no group because it could not be examined."""
+    return pair.reason in (_UNREACHED, UNCERTIFIED, _ENCLOSING) or pair.reason.startswith(_FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """List the innermost modules that hold queries, keys, values and outputs and lie in no known module."""
+    """List the modules that hold queries, keys, values and outputs and lie in no known module.
+
+    They are the innermost ones, and those around them that have such weights of their own besides.
+    """
     modules = dict(model.named_modules())
     covered = {inner for m in modules.values() if known(m) for inner in m.modules()}
     found = {n: m for n, m in modules.items() if m not in covered and (roles_of(m) is not None or proposals(m, ""))}
-    attention = covered | set(found.values())
-    return {n: m for n, m in found.items() if attention.isdisjoint(itertools.islice(m.modules(), 1, None))}
+    attention, chosen = covered | set(found.values()), set()
+    for m in reversed(modules.values()):  # the inner ones first
+        around = not attention.isdisjoint(itertools.islice(m.modules(), 1, None))
+        if m not in covered and (roles_of(m, without=attention) is not None if around else m in attention):
+            attention.add(m)
+            chosen.add(m)
+    return {n: m for n, m in modules.items() if m in chosen}

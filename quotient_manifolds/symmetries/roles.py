@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +108,7 @@ def _letters(words: set[str]) -> str | None:
     return "".join(c for c in "qkvo" if any(c in (letters or "") for letters in found))
 
 
-def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projection]]:
+def _weights(module: nn.Module, path: str = "", without: Container[nn.Module] = ()) -> Iterator[tuple[str, Projection]]:
     """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices."""
     base = getattr(module, "base_layer", module)
     if isinstance(base, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(base).__name__ == "Conv1D" or base is not module:
@@ -118,16 +118,20 @@ def _weights(module: nn.Module, path: str = "") -> Iterator[tuple[str, Projectio
         if p.dim() == 2 and name.endswith("weight") and name != "weight":
             yield f"{path}.{name}", Projection(module, name, f"{name.removesuffix('weight')}bias")
     for name, child in module.named_children():
-        yield from _weights(child, f"{path}.{name}")
+        if child not in without:
+            yield from _weights(child, f"{path}.{name}", without)
 
 
-def roles_of(module: nn.Module) -> Roles | None:
-    """Read the roles of the weights in a module from their names; None if they do not form one attention layer."""
+def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | None:
+    """Read the roles of the weights in a module from their names; None if they do not form one attention layer.
+
+    The weights of submodules ``without`` which it is to be read do not count.
+    """
     if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
         return None
     main: dict[str, Projection] = {}
     further: dict[str, tuple[Projection, ...]] = {}
-    for name, found in _weights(module):
+    for name, found in _weights(module, without=without):
         words = _words(name)
         letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
         if letters is None or (letters == "o" and words & _FURTHER):

@@ -11,7 +11,9 @@ from torch import nn
 
 from quotient_manifolds.batches import default_forward, tensors
 from quotient_manifolds.symmetries import (
+    UnknownAttentionError,
     apply_random_symmetry_,
+    check_coverage,
     discovery,
     find_symmetric_pairs,
     recording,
@@ -244,6 +246,35 @@ class Plain(nn.Module):
 def groups(model, batch=None, **options):
     found = find_symmetric_pairs(model, batch=torch.randn(2, 5, 4) if batch is None else batch, **options)
     return [str(p.group) if p.group else p.reason for p in found]
+
+
+class Around(Plain):
+    """Attention whose inputs come from another attention layer that it holds."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.add_module(name, Plain())
+
+    def forward(self, x):
+        return super().forward(getattr(self, self.name)(x))
+
+
+def test_attention_around_another():
+    x, inside = torch.randn(2, 5, 4), [("0.first", "GL(4)")] * 2
+    found = find_symmetric_pairs(nn.Sequential(Around("first")), batch=x)
+    assert [(p.module, str(p.group)) for p in found] == [("0", "GL(4)")] * 2 + inside
+    # Where the names do not tell which weights are its own, it is named, and its attention is not covered.
+    model = nn.Sequential(Around("attention"))
+    found = find_symmetric_pairs(model, batch=x)
+    reason = "it holds another attention layer besides its own weights"
+    assert [(p.module, p.reason or str(p.group)) for p in found] == [
+        ("0", reason), *[("0.attention", "GL(4)")] * 2
+    ]  # fmt: skip
+    with pytest.raises(UnknownAttentionError, match=f"'0' of class .*Around computes attention .*{reason}"):
+        check_coverage(model, lambda: model(x), found)
+    # A module that only holds attention has no line of its own.
+    assert {p.module for p in find_symmetric_pairs(nn.Sequential(nn.Sequential(Plain())), batch=x)} == {"0.0"}
 
 
 def test_frozen_weights_are_examined_as_others():
