@@ -388,11 +388,12 @@ def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str
     """
     modules = dict(model.named_modules())
     covered = {inner for m in modules.values() if known(m) for inner in m.modules()}
-    found = {n: m for n, m in modules.items() if m not in covered and (roles_of(m) is not None or proposals(m, ""))}
-    attention, chosen = covered | set(found.values()), set()
-    for m in reversed(modules.values()):  # the inner ones first
+    rest = [m for m in modules.values() if m not in covered]
+    attention = covered | {m for m in rest if roles_of(m) is not None or proposals(m, "")}
+    chosen = set()
+    for m in reversed(rest):  # the inner ones first
         around = not attention.isdisjoint(itertools.islice(m.modules(), 1, None))
-        if m not in covered and (roles_of(m, without=attention) is not None if around else m in attention):
+        if roles_of(m, without=attention) is not None if around else m in attention:
             attention.add(m)
             chosen.add(m)
     return {n: m for n, m in modules.items() if m in chosen}

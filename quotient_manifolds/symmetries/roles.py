@@ -125,7 +125,7 @@ def _weights(module: nn.Module, path: str = "", without: Container[nn.Module] = 
 def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | None:
     """Read the roles of the weights in a module from their names; None if they do not form one attention layer.
 
-    The weights of submodules ``without`` which it is to be read do not count.
+    Submodules in ``without`` are passed over.
     """
     if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
         return None
