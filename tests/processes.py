@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -30,6 +31,7 @@ def _rank(rank, size, port, output, environment, work, arguments):
     of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {k: str(v) for k, v in of_torchrun.items()} | {"MASTER_ADDR": "localhost"} | environment
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         code = work(*arguments)
     except BaseException:

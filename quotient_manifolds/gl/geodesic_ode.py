@@ -187,4 +187,5 @@ def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol:
     try:
         return odeint(f, y, t, rtol=tol, atol=tol, method=method, options=options)[-1]
     except AssertionError as error:  # no step is small enough: the singular values are extremely far apart
-        raise ArithmeticError(f"the geodesic equation cannot be solved here ({error}); rescale the factors") from error
+        what = str(error).split(":")[0]  # without the values of a whole batch
+        raise ArithmeticError(f"the geodesic equation cannot be solved here ({what}); rescale the factors") from error

@@ -27,15 +27,15 @@ _WELL_CONDITIONED = 1e4
 
 @functools.cache
 def _rule(count: int) -> tuple[np.ndarray, ...]:
-    """Return weights w (q), φ_k (q, k) and their integrals (q, k) at Gauss nodes, q = k + 2; φ_k(0); fit; nodes.
+    """Return weights w (q), φ_k (q, k) and their integrals (q, k) at Gauss nodes, q = k + 1; φ_k(0); fit; nodes.
 
     The fit (k - 1, q) maps points at the nodes to coefficients c_k, k ≥ 1.
     """
     legendre = np.polynomial.legendre
-    s, w = legendre.leggauss(count + 2)
+    s, w = legendre.leggauss(count + 1)
     scale = np.sqrt(2 * np.arange(count) + 1)
     integrals = np.stack([legendre.legval(s, legendre.legint(row, lbnd=-1)) / 2 for row in np.diag(scale)], -1)
-    at_zero, fit = scale * (-1.0) ** np.arange(count), np.linalg.pinv(np.c_[np.ones(count + 2), integrals])[2:]
+    at_zero, fit = scale * (-1.0) ** np.arange(count), np.linalg.pinv(np.c_[np.ones(count + 1), integrals])[2:]
     return w / 2, legendre.legvander(s, count - 1) * scale, integrals, at_zero, fit, (s + 1) / 2
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..linalg import hermitian_power, weighted_sylvester
 from .bent import Bent
+from .metrics import Pair
 from .path import Path, flat, hermitian, unflat, weights
 
 __all__ = ["Preconditioner"]
@@ -32,9 +33,11 @@ class Preconditioner:
         w = path.rule()[0]
         averages = [torch.einsum("q,bqij->bij", w.to(X.dtype), X.mH @ X) for X in path.points()]
         inverse = weights(path.metric, averages[0], averages[1], inverse=True)
-        # Of paths that failed nothing counts, but what is not finite would stop the decompositions of a whole batch.
+        # Of paths that failed nothing counts, but what is not finite, or has no finite square, would stop the
+        # decompositions of a whole batch.
         self._inverse = [hermitian(V).nan_to_num(0, 0, 0) / 2 for V in inverse]
-        ends, starts = path.split(path.y.nan_to_num(0, 0, 0)), path.split(path.x)
+        sane = path.y.abs() < torch.finfo(path.y.dtype).max ** 0.25
+        ends, starts = path.split(torch.where(sane, path.y, 0)), path.split(path.x)
         roots = [hermitian_power(V, 0.5) for V in self._inverse]
         back = [torch.linalg.inv_ex(R)[0] for R in roots]
         grams = [X.mH @ X for X in ends]
@@ -47,18 +50,24 @@ class Preconditioner:
         self._stiffness = (stiffness.unsqueeze(-1) + stiffness.unsqueeze(-2)) / 2
         like = replace(path, c=path.c[:, :_FOLLOWING])
         self._later = path.c.shape[1] - like.c.shape[1]
-        self._bent = [Bent(X, Y, like) for X, Y in zip(starts, ends, strict=True)]
-        for bent in self._bent:
-            bent.prepare()
+        # Both factors are worked on as one batch; rows of zeros that make them equally large stay zero.
+        self._rows = [X.shape[-2] for X in starts]
+        self._bent = Bent(self._stacked(starts), self._stacked(ends), like)
+        self._bent.prepare()
         # It is linear in Λ, so automatic differentiation gives the adjoint from one recorded graph.
         with torch.enable_grad():
             self._still = torch.zeros_like(T, requires_grad=True)
             self._followed = self._following(self._still)
 
+    def _stacked(self, factors: Pair) -> Tensor:
+        most = max(self._rows)
+        return torch.cat([torch.nn.functional.pad(X, (0, 0, 0, most - X.shape[-2])) for X in factors])
+
     def _following(self, L: Tensor) -> Tensor:
         """Return the change of the coefficients when the end moves by Λ."""
-        found = torch.cat([bent.following(m) for bent, m in zip(self._bent, (L, -L.mH), strict=True)], -2)
-        return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, self._later))
+        found = self._bent.following(torch.cat([L, -L.mH])).chunk(2)
+        own = torch.cat([part[..., :rows, :] for part, rows in zip(found, self._rows, strict=True)], -2)
+        return torch.nn.functional.pad(own, (0, 0, 0, 0, 0, self._later))
 
     def __call__(self, g: Tensor, path: Path) -> Tensor:
         """Apply the preconditioner to a gradient at a path with the same number of coefficients."""

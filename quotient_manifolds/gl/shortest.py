@@ -21,7 +21,6 @@ from .gauge import Gauge, canonical_gauge
 from .geodesic import GeodesicExitError
 from .minimise import Minimiser
 from .path import Path
-from .tangent import GLTangentSpace
 
 __all__ = ["SOLVED", "Shortest", "shortest"]
 
@@ -88,6 +87,13 @@ class _Start:
     value: Tensor
     softest: Tensor
     cosine: Tensor
+
+    def put(self, index: Tensor, other: _Start) -> None:
+        """Replace some items."""
+        for mine, new in ((self.path.y, other.path.y), (self.path.c, other.path.c)):
+            mine[index] = new
+        for name in ("value", "softest", "cosine"):
+            getattr(self, name)[index] = getattr(other, name)
 
 
 def shortest(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None) -> Shortest:
@@ -186,54 +192,62 @@ class _Search:
         minimiser.run(6, 1e-2)
         if bool((minimiser.error > 1e-3).any()):
             minimiser.renew()  # the end has rotated a lot
-            minimiser.run(60, 1e-3)
+            minimiser.run(12, 1e-3)
+        start = self._as_start(minimiser, minimiser.softest()[0])
+        doubtful = (start.softest < _SURE) | ~(minimiser.error < 1e-3)
+        if bool(doubtful.any()):
+            at = doubtful.nonzero().squeeze(1)
+            start.put(at, self._minimum(start.path[at], at))
+        return start
+
+    def _minimum(self, path: Path, at: Tensor, turns: int = 4) -> _Start:
+        """Minimise in the precision of the points, and leave saddle points along their softest direction."""
+        minimiser = Minimiser(path)
+        minimiser.run(60, 1e-3)
         least, direction = minimiser.softest()
-        path = minimiser.path
-        if path.c.dtype != first.c.dtype:
-            y = self._representative(slice(None), path.y.to(first.y.dtype))
-            minimiser.go_on_from(replace(first, y=y, c=path.c.to(first.c.dtype)))
-            if bool(((least < _SURE) | ~(minimiser.error < 1e-3)).any()):
-                minimiser.run(60, 1e-3)
-                least, direction = minimiser.softest()
-        for _ in range(4):
-            saddle = least < _SADDLE
-            if not bool(saddle.any()):
-                break
-            path = minimiser.down(torch.where(saddle.unsqueeze(-1), direction, 0))
-            if path is minimiser.path:
-                break
-            minimiser = Minimiser(path)
-            minimiser.run(60, 1e-3)
-            least, direction = minimiser.softest()
+        start, saddle = self._as_start(minimiser, least, at), (least < _SADDLE).nonzero().squeeze(1)
+        if turns and len(saddle):
+            lower = minimiser.down(direction)[saddle]
+            start.put(saddle, self._minimum(lower, at[saddle], turns - 1))
+        return start
+
+    def _as_start(self, minimiser: Minimiser, least: Tensor, at: Tensor | slice = slice(None)) -> _Start:
+        """Gather what was found, in the precision of the points."""
+        path, dtype = minimiser.path, self.x.dtype
+        if path.c.dtype != dtype:
+            path = replace(path, x=self.x[at], y=self._representative(at, path.y.to(dtype)), c=path.c.to(dtype))
         value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
-        return _Start(minimiser.path, value, least.to(value), minimiser.cosine)
+        real = real_dtype(dtype)
+        return _Start(path, value.to(real), least.to(real), minimiser.cosine.to(real))
 
     # -- refinement ----------------------------------------------------------------------------------------------------
 
     def _refined(self, at: Tensor, path: Path, least: Tensor) -> Shortest:
         """Refine paths until the exact geodesic with their first velocity ends at the orbit of y."""
-        found, everything = Shortest.nothing(path.x), torch.arange(len(at), device=at.device)
-        gauge = self.gauge
-        space = self.manifold.at_gauge(Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
+        found = Shortest.nothing(path.x)
         for count, tol in _REFINED:
             minimiser = Minimiser(replace(path, y=self._representative(at, path.y)).refined(count))
-            near = path = minimiser.run(100, tol)
-            last = torch.ones_like(least)
+            path = minimiser.run(100, tol)
+            todo, last = torch.arange(len(at), device=at.device), torch.ones_like(least)
             for _ in range(8):
-                shot = self._shot(space, at, near, least)
-                found.improve(everything, shot)
-                done = (shot.residual <= _AIM) | ~(shot.residual < 0.3 * last)
-                if bool(done.all()):
+                shot = self._shot(at[todo], minimiser.path, least[todo])
+                found.improve(todo, shot)
+                going = (shot.residual > _AIM) & (shot.residual < 0.3 * last)
+                if not bool(going.any()):
                     break
+                if not bool(going.all()):
+                    todo, shot, minimiser = todo[going], shot[going], Minimiser(minimiser.path[going])
                 last = shot.residual
-                goal = torch.maximum(0.3 * _AIM / last, last.clamp(1e-3, 0.05))
-                near = minimiser.follow(self._missing(at, shot, ~done), torch.where(done, torch.inf, goal))
+                missing = self._representative(at[todo], shot.end) - shot.end
+                minimiser.follow(missing, torch.maximum(0.3 * _AIM / last, last.clamp(1e-3, 0.05)))
             if bool((found.residual <= SOLVED).all()):
                 break
         return found
 
-    def _shot(self, space: GLTangentSpace, at: Tensor, path: Path, least: Tensor) -> Shortest:
+    def _shot(self, at: Tensor, path: Path, least: Tensor) -> Shortest:
         """Follow the exact geodesics with the first velocities of paths."""
+        gauge = self.gauge
+        space = self.manifold.at_gauge(Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
         u = space.proju(path.start_velocity())
         u = torch.where(u.isfinite().all(-1).all(-1)[:, None, None], u, 0)
         exits = torch.full_like(least, torch.inf)
@@ -253,10 +267,6 @@ class _Search:
         grams = [torch.linalg.qr(X)[1] for X in path.split(points.movedim(1, 0))]
         least = torch.linalg.svdvals((grams[0] @ grams[1].mH).nan_to_num())[..., -1]
         return least.amin(0) / torch.minimum(least[0], least[-1])
-
-    def _missing(self, at: Tensor, shot: Shortest, which: Tensor) -> Tensor:
-        """Return by how much geodesics miss their ends."""
-        return torch.where(which[:, None, None], self._representative(at, shot.end) - shot.end, 0)
 
     def _representative(self, at: Tensor | slice, near: Tensor) -> Tensor:
         """Return the representatives of y whose first factor is nearest to that of other points."""

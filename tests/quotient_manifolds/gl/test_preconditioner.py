@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+import pytest
 import torch
 
 from quotient_manifolds.gl.bent import first_path
@@ -30,3 +33,15 @@ def test_the_preconditioner_is_symmetric_and_near_the_inverse(name):
         ours = torch.stack([(pc(v, path) * product(pc(v, path))).sum(1) / (v * pc(v, path)).sum(1) for v in d])
         assert ours.min() > 0.3
         assert ours.log().abs().median() < 0.3 * ratios.log().abs().median()
+
+
+@pytest.mark.parametrize("entry", [torch.nan, torch.inf, 1e153, 1e200])
+def test_a_path_that_failed_leaves_the_others_alone(entry):
+    manifold, x, u = problem("inv", 5, 4, 3, batch=(3,))
+    path = first_path(manifold.metric, 5, x, manifold.expmap(x, 0.5 * u), 4)
+    y = path.y.clone()
+    y[1] *= entry
+    a = torch.randn_like(energy(path)[1])
+    found = Preconditioner(replace(path, y=y))(a, path)
+    expected = Preconditioner(path)(a, path)[::2]  # in single precision
+    torch.testing.assert_close(found[::2], expected, rtol=1e-3, atol=1e-3)
