@@ -7,7 +7,7 @@ import torch
 
 
 def pytest_collection_finish():
-    """Spare garbage collections what was imported: they would go through it again and again."""
+    """Exempt imported modules from garbage collection, which would otherwise traverse them again and again."""
     gc.collect()
     gc.freeze()
 

@@ -160,7 +160,7 @@ class Shards:
     # -- owners --------------------------------------------------------------------------------------------------------
 
     def place(self, found: Iterable[PairStack], values: Mapping[Tensor, Tensor]) -> list[list[SymmetricPair]]:
-        """Assign an owner to every parameter of pairs, and fill the stand-ins that this process works on.
+        """Assign to every parameter of a pair the process that owns it, and give that process its whole values.
 
         ``values`` are rows that replace those of the model. Returns the sets of pairs that share parameters.
         """

@@ -109,7 +109,7 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Te
 
 
 def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
-    """Move y to the representative whose first-order mismatch is balanced between both factors."""
+    """Move y to a representative near x: its canonical gauge, rotated so that both factors together fit best."""
     g = canonical_gauge(*flat.split(y))
     G, H = flat.split(flat.x)
     # The unitary between the two canonical gauges, from both factors together.

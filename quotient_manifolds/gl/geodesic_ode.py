@@ -63,8 +63,8 @@ def frame(X: Tensor, xi: Tensor) -> Frame:
     """Build the frame; X, xi are (…, n, h), X well conditioned."""
     X, xi = torch.broadcast_tensors(X, xi)
     P = X.mH @ X
-    # Zero columns are replaced by unit vectors orthogonal to all others: they do not move, and do not change the
-    # result.
+    # A zero column would make P singular. A unit vector orthogonal to all others takes its place: it stays constant
+    # along the geodesic, and the other columns do not depend on it.
     P = P + torch.diag_embed((P.diagonal(dim1=-2, dim2=-1) == 0).to(P.dtype))
     C = torch.linalg.solve(P, X.mH @ xi)
     s = nonzero(torch.linalg.matrix_norm(xi))[..., None, None]

@@ -26,9 +26,9 @@ __all__ = ["distance", "logmap"]
 def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
     r"""Return the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
 
-    The search starts at the point with the smaller :math:`\sum_i σ_i`, so that the distance is symmetric. For inv the
-    manifold is a product of a line, on which :math:`\sum_i \log σ_i` runs, with the points of one such sum: only the
-    second part is searched.
+    The search starts at the point with the smaller :math:`\sum_i σ_i`, so that the distance is symmetric. With the
+    inv metric the manifold is the product of a line, with coordinate :math:`\sum_i \log σ_i`, and of the set of points
+    where this sum is 0. On the line the logarithm is known, and the search is confined to the other factor.
     """
     if torch.is_inference_mode_enabled() or x.is_inference() or y.is_inference():  # the search differentiates
         with torch.inference_mode(False), torch.no_grad():

@@ -43,7 +43,7 @@ class Minimiser:
         self.cosine = self._preconditioner.cosine
 
     def go_on_from(self, path: Path) -> None:
-        """Replace the path by one near it, perhaps in another precision, and keep the preconditioner."""
+        """Continue from another path close to the present one, in either precision, with the same preconditioner."""
         self.path, self._known, self._pairs = path, None, []
         self._least = 1e-6 * inner(path, path.x)
         self.value, self.error = self.value.to(self._least), self.error.to(self._least)
@@ -83,15 +83,22 @@ class Minimiser:
         """Take steps until the error of every item, relative to its length, is below the tolerance, or give up."""
         value, g = self._energy()
         rounding = 500 * torch.finfo(value.dtype).eps
+        stuck, again = torch.zeros_like(value, dtype=torch.bool), True
         for count in range(steps):
             if count and count % _FRESH == 0:
                 self.renew()
+                stuck = torch.zeros_like(stuck)
             d = self._direction(g)
             slope = _dot(g, d)
             self.value, self.error = value, (-slope / (value + self._least)).clamp_min(0).sqrt()
-            moving = (self.error > tol) & (slope < 0)
+            unfinished = (self.error > tol) & (slope < 0)
+            moving = unfinished & ~stuck
             if not bool(moving.any()):
-                break
+                if not (again and bool(unfinished.any())):
+                    break
+                self.renew()
+                stuck, again = torch.zeros_like(stuck), False
+                continue
             step = torch.where(moving, 1.0, 0.0).to(value)
             for attempt in range(10):
                 trial = self.path.moved(step.unsqueeze(-1) * d)
@@ -105,6 +112,7 @@ class Minimiser:
                     break
                 secant = (slope / (slope - new_slope)).nan_to_num(0.1).clamp(0.1, 0.5)
                 step = torch.where(fine, step, 0.0 if attempt == 8 else secant * step)
+            stuck = stuck | (moving & (step == 0))  # no step helps; perhaps one with a new preconditioner does
             s, y = step.unsqueeze(-1) * d, new_g - g
             sy = _dot(s, y)
             good = sy > 1e-10 * (_dot(s, s) * _dot(y, y)).sqrt()
@@ -116,8 +124,9 @@ class Minimiser:
     def follow(self, way: Tensor, goal: Tensor) -> Path:
         """Move the ends of paths by ``way``, and the paths so that the gradient is unchanged to first order.
 
-        To first order a minimum and a path near it change alike, so the path need not be a minimum. Solved by conjugate
-        gradients until the residual is below ``goal``, item by item.
+        For a path of least energy the gradient stays zero. A path close to one changes by the same amount to first
+        order, so it need not be minimised further. Solved by conjugate gradients until the residual is below ``goal``,
+        item by item.
         """
         before = self._energy()[1]
         self.path, self._known = replace(self.path, y=self.path.y + way), None

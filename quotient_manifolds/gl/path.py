@@ -4,7 +4,7 @@ A path in the total space, from :math:`x` to some representative of the orbit of
 coefficients of its velocity, :math:`\dot γ = \sum_k c_k φ_k(t)` with φ_k orthonormal on [0, 1], so that
 :math:`c_0 = γ(1) - x`. The energy :math:`\int \langle \dot γ, \dot γ \rangle\,dt` (Gauss–Legendre) is minimal for a
 shortest geodesic of the quotient. The end may move along its orbit, so the minimal path is
-horizontal without a projection. Geodesics are analytic, so a few coefficients suffice.
+horizontal without a projection. Geodesics are analytic, so the coefficients decay exponentially and few are needed.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ class Preconditioner:
     r"""An approximate inverse of the energy's second derivative.
 
     For the coefficients c_k, k ≥ 1, the second derivative is roughly the average weight W of the metric. The end moves
-    along its orbit by Λ, and the first coefficients follow as for a bent path. The skew-Hermitian part Ω of Λ rotates
-    the end: where the spans of both ends are orthogonal, all rotated ends are equally far away, and the second
-    derivative is small. With :math:`S_G = W^{1/2} G_1^H G_0 W^{1/2}` and :math:`T = S_G + S_H` (cosines of the angles),
-    it is about :math:`\tfrac12(T'Ω + ΩT')` there, :math:`T' = θ \cot θ` for :math:`T = \cos θ`.
+    along its orbit by Λ, and the first coefficients change with it as those of a bent path do. The skew-Hermitian part
+    Ω of Λ rotates the end: where the spans of both ends are orthogonal, all rotated ends are equally far away, and the
+    second derivative is small. With :math:`S_G = W^{1/2} G_1^H G_0 W^{1/2}` and :math:`T = S_G + S_H` (cosines of the
+    angles), it is about :math:`\tfrac12(T'Ω + ΩT')` there, :math:`T' = θ \cot θ` for :math:`T = \cos θ`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -128,8 +128,8 @@ class _Search:
         values, order = torch.stack([s.value for s in starts]).sort(0)
         found = Shortest.nothing(self.x)
         for rank, value in enumerate(values):
-            # Try the others if the first fails or if they may be shorter: the first lengths are accurate to one per
-            # cent. Of one length it is the same path.
+            # Refine another start if the best one fails, or if the other may turn out shorter: lengths of unrefined
+            # paths are accurate to one per cent. Two starts of the same length have found the same path.
             unsolved = ~(found.residual <= SOLVED)
             another = (value > 1.0001 * values[rank - 1]) if rank else torch.ones_like(unsolved)
             todo = value.isfinite() & another & (unsolved | (value < 1.01 * values[0]))
@@ -207,8 +207,9 @@ class _Search:
         least, direction = minimiser.softest()
         start, saddle = self._as_start(minimiser, least, at), (least < _SADDLE).nonzero().squeeze(1)
         if turns and len(saddle):
-            lower = minimiser.down(direction)[saddle]
-            start.put(saddle, self._minimum(lower, at[saddle], turns - 1))
+            lower = minimiser.down(torch.where((least < _SADDLE).unsqueeze(-1), direction, 0))
+            if lower is not minimiser.path:
+                start.put(saddle, self._minimum(lower[saddle], at[saddle], turns - 1))
         return start
 
     def _as_start(self, minimiser: Minimiser, least: Tensor, at: Tensor | slice = slice(None)) -> _Start:

@@ -362,7 +362,7 @@ def _held(module: nn.Module, call: Call) -> list[int | str]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Return a key that is equal for modules that compute the same: classes, shapes, hooks and settings."""
+    """Describe a module by its classes, shapes, hooks and settings; modules of one description compute alike."""
 
     def facts(m: nn.Module) -> object:
         own = {k: v for k, v in vars(m).items() if not (k.startswith("_") and isinstance(v, dict))}
@@ -384,7 +384,7 @@ def unexamined(pair: SymmetricPair) -> bool:
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """List the modules that hold queries, keys, values and outputs and lie in no known module.
 
-    They are the innermost ones, and those around them that have such weights of their own besides.
+    These are the innermost such modules, and any module around one of them that has further projections of its own.
     """
     modules = dict(model.named_modules())
     covered = {inner for m in modules.values() if known(m) for inner in m.modules()}

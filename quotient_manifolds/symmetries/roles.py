@@ -15,7 +15,8 @@ from .pairs import SymmetricPair
 
 __all__ = ["Place", "Roles", "layout_pairs", "places", "roles_of"]
 
-#: Words that say nothing about the role, and the meaning of the others. A name without any ("proj") is the output.
+#: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
+#: first kind alone ("proj") means the output.
 _NOISE = frozenset("""
     proj projection lin linear layer attn attention self dense to fc head heads weight in net post pack unify
     kernel base default w c att states
