@@ -1,9 +1,11 @@
 """Does geodesic sharpness rank models by how they generalise? The study's three zoos, and the pilot that came before.
 
-``gather KIND --zoo ZOO`` writes what was measured of a zoo (``python -m reproduction zoo``, ``radii``, and ``sharpness
-sweep``) to tables in ``results/``. ``vision``, the pilot: 24 fine-tunes of the public ``vit_cifar10`` on 2,000 CIFAR-10
-images, each with a random recipe, trained, measured and written to tables; every step resumes where it was stopped, and
-``--shard i/n`` shares the work among processes. ``report`` draws the figures and writes the tables of docs/ from all.
+``gather KIND --zoo ZOO`` writes what was measured of a zoo (``python -m reproduction zoo``, ``radii``, and
+``sharpness sweep``) to tables in ``results/``; ``agreement KIND --zoo ZOO --models 24`` writes only geodesic-inv and
+complete-inv of the first models. ``vision``, the pilot: 24 fine-tunes of the public ``vit_cifar10`` on 2,000 CIFAR-10
+images, each with a random recipe, trained, measured and written to tables; every step resumes where it was stopped,
+and ``--shard i/n`` shares the work among processes. ``report`` draws the figures and writes the tables of docs/ from
+all.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from _common import RESULTS
 
 from reproduction.collection import train_collection
 from reproduction.plots import plot_ablations
-from reproduction.study import plot_partial, plot_radius, rows_of, table
+from reproduction.study import agreement, plot_partial, plot_radius, rows_of, table
 from reproduction.zoo import KINDS
 from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
@@ -39,6 +41,8 @@ MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
     "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
 }  # fmt: skip
+#: What is compared of the first models of a zoo.
+AGREEMENT = ("geodesic-inv", "complete-inv")
 #: Blocks of the laboratory.
 ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
 RK4 = "reproduction.rk4:RungeKuttaBlock"
@@ -76,6 +80,13 @@ def gather(kind: str, zoo: Path) -> None:
     """Write what was measured of a zoo to tables."""
     for name, rows in zip((kind, f"{kind}_shift"), rows_of(zoo), strict=True):
         write_results(RESULTS / f"zoo_{name}.csv", rows)
+
+
+def gather_agreement(kind: str, zoo: Path, models: int) -> None:
+    """Write the fits, geodesic-inv and complete-inv of the first models of a zoo to a table."""
+    sweep = read_config(zoo / "models" / "measure.json")
+    first = replace(sweep, checkpoints=sweep.checkpoints[:models], baselines=False, measures=AGREEMENT)
+    write_results(RESULTS / f"agreement_{kind}.csv", read_rows(zoo / "results", first))
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -146,6 +157,9 @@ def report(docs: Path = DOCS) -> None:
     lines = ["collection,models,train error,test error,gap,standard error of a test error / spread"]
     lines += [f"{kind},{resolution(found, TESTED[kind])}" for kind, found in {"pilot": rows, **own}.items()]
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    compared = {k: list(read_results(p)) for k in KINDS if (p := RESULTS / f"agreement_{k}.csv").is_file()}
+    if compared:
+        (tables / "agreement.md").write_text(agreement(compared, *AGREEMENT), encoding="utf-8")
     if own:
         for target in ("gap", "test-loss"):
             (tables / f"zoos_{target}.md").write_text(table(own, target), encoding="utf-8")
@@ -158,20 +172,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     vision, collected = commands.add_parser("vision"), commands.add_parser("gather")
+    compared = commands.add_parser("agreement")
+    compared.add_argument("--models", type=int, default=24)
     commands.add_parser("report")
     vision.add_argument("--weights", type=Path, required=True, help="state dict of the vision transformer")
     vision.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
     vision.add_argument("--out", type=Path, required=True, help="folder for models and results")
     vision.add_argument("--models", type=int, default=24)
     vision.add_argument("--shard", default="1/1")
-    collected.add_argument("kind", choices=list(KINDS))
-    collected.add_argument("--zoo", type=Path, required=True, help="folder of the zoo")
+    for command in (collected, compared):
+        command.add_argument("kind", choices=list(KINDS))
+        command.add_argument("--zoo", type=Path, required=True, help="folder of the zoo")
     options = parser.parse_args()
     if options.command == "report":
         report()
         return
     if options.command == "gather":
         gather(options.kind, options.zoo)
+        return
+    if options.command == "agreement":
+        gather_agreement(options.kind, options.zoo, options.models)
         return
     torch.set_num_threads(1)
     first, _, last = options.shard.partition("/")

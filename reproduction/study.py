@@ -14,14 +14,14 @@ from sharpness.comparison import CONTROLS, Ranking, compare
 from sharpness.models import load, load_state_dict
 from sharpness.plots.look import COLOURS, MARKERS, figure
 from sharpness.rows import TARGETS, Row, targets
-from sharpness.statistics import kendall_difference
+from sharpness.statistics import Correlation, kendall, kendall_difference
 from sharpness.sweep import Checkpoint, read_config, read_rows
 from sharpness.tables import verdicts
 
 from .power import LEVEL
 from .radii import PRIMARY
 
-__all__ = ["differences", "plot_partial", "plot_radius", "rows_of", "table"]
+__all__ = ["agreement", "differences", "plot_partial", "plot_radius", "rows_of", "table"]
 
 #: The targets that a zoo's measures are compared with.
 OUTCOMES = ("gap", "test-loss")
@@ -99,9 +99,7 @@ def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -
     """
     goal = targets(rows, target)
     fits = {r["checkpoint"]: r for r in rows if r["kind"] == "fit"}
-    tables: dict[str, list[dict[str, float]]] = {}
-    for r in _at_radii(compare(rows, target, resamples=1)):
-        tables.setdefault(r.quantity, []).append(dict(zip(r.models, r.values, strict=True)))
+    tables = _by_level(rows, target)
     found = {}
     for name, by_level in tables.items():
         for level, (one, other) in enumerate(zip(by_level, tables.get(reference, []), strict=False)):
@@ -111,6 +109,51 @@ def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -
                 given = [[fits[m][control] for m in models] for control in CONTROLS]
                 found[name, level] = kendall_difference(*columns, given=given)
     return found
+
+
+def agreement(
+    zoos: Mapping[str, Sequence[Row]], one: str = "geodesic-inv", other: str = "complete-inv", target: str = "gap"
+) -> str:
+    """Tabulate how alike two measures rank the models of zoos, and how each ranks the target.
+
+    Parameters
+    ----------
+    zoos : mapping of str to sequence of mapping
+        Rows by name, at radii chosen by the rule.
+    one, other : str
+        The measures.
+    target : str
+        See :func:`sharpness.rows.targets`.
+
+    Returns
+    -------
+    str
+        A table in markdown: τ with its interval, at every level that both measures reach. Nothing is controlled for.
+    """
+    columns = f"τ of {one} and {other} | τ of {one} with the {target} | of {other} | difference"
+    lines = [f"| zoo | models | radii | {columns} |", "|---" * 7 + "|"]
+    for zoo, rows in zoos.items():
+        goal, values = targets(rows, target), _by_level(rows, target)
+        radii = [sorted({r["rho"] for r in rows if r.get("measure") == name}) for name in (one, other)]
+        for a, b, *rho in zip(values[one], values[other], *radii, strict=False):
+            models = [m for m in goal if m in a and m in b]
+            x, y, z = ([of[m] for m in models] for of in (a, b, goal))
+            found = kendall(x, y), kendall(x, z), kendall(y, z), kendall_difference(y, x, z)
+            cells = [zoo, str(len(models)), f"{rho[0]:g}, {rho[1]:g}", *map(_with_interval, found)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _by_level(rows: Sequence[Row], target: str) -> dict[str, list[dict[str, float]]]:
+    """Return the values of models by measure, one mapping a radius."""
+    tables: dict[str, list[dict[str, float]]] = {}
+    for r in _at_radii(compare(rows, target, resamples=1)):
+        tables.setdefault(r.quantity, []).append(dict(zip(r.models, r.values, strict=True)))
+    return tables
+
+
+def _with_interval(tau: Correlation) -> str:
+    return f"{tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]"
 
 
 def _at_radii(found: Sequence[Ranking]) -> list[Ranking]:
@@ -136,7 +179,7 @@ def table(zoos: Mapping[str, Sequence[Row]], target: str) -> str:
         found = compare(rows, target, level=LEVEL)
         for name, words in verdicts(found).items():
             taus = [r.corrected for r in found if r.quantity == name and r.choice in ("ρ", "–")]
-            intervals = [f"{t.value:+.2f} [{t.low:+.2f}, {t.high:+.2f}]" for t in taus if t is not None]
+            intervals = [_with_interval(t) for t in taus if t is not None]
             cells.setdefault(name, {})[zoo] = f"**{words}**: {'; '.join(intervals)}"
     lines = [f"| given training loss and error | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
     for name in sorted(cells, key=_order):

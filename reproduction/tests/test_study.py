@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from reproduction.power import LEVEL, draw
-from reproduction.study import differences, plot_partial, plot_radius, table
+from reproduction.study import agreement, differences, plot_partial, plot_radius, table
 from sharpness.comparison import compare
 from sharpness.tables import verdicts
 
@@ -54,6 +55,20 @@ def test_a_difference_is_that_of_the_partial_coefficients():
     taus = {(r.quantity, r.rho): r.partial.value for r in compare(zoo(), "gap", resamples=1) if r.choice == "ρ"}
     assert found["geodesic-inv", 0].value == pytest.approx(taus["geodesic-inv", 0.1] - taus["adaptive", 0.1])
     assert found["geodesic-inv", 0].low > 0
+
+
+def test_how_alike_two_measures_rank_the_models():
+    rows = zoo()
+    lines = agreement({"vit": rows}, "geodesic-inv", "adaptive").splitlines()
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
+    assert [row[:3] for row in cells[2:]] == [["vit", "96", "0.1, 0.1"], ["vit", "96", "0.3, 0.3"]]
+    names = ("geodesic-inv", "adaptive")
+    at = [[r["sharpness"] for r in rows if r.get("measure") == m and r["rho"] == 0.3] for m in names]
+    gap = [r["test_error"] - r["train_error"] for r in rows if r["kind"] == "fit"]
+    inv, adaptive = (scipy.stats.kendalltau(v, gap).statistic for v in at)
+    own = scipy.stats.kendalltau(*at).statistic
+    found = [float(c.split()[0]) for c in cells[3][3:]]
+    assert found == pytest.approx([own, inv, adaptive, adaptive - inv], abs=0.0051)
 
 
 def test_the_table_and_the_figures(tmp_path):
