@@ -31,22 +31,17 @@ class Minimiser:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._known: tuple[Tensor, Tensor] | None = None
-        self.value = self.error = torch.full_like(inner(path, path.x), torch.inf)
-        self.go_on_from(path)
+        self._least = 1e-6 * inner(path, path.x)
+        self.value = self.error = torch.full_like(self._least, torch.inf)
         self.renew()
 
     def renew(self) -> None:
         """Compute the preconditioner at the present path."""
         self._preconditioner, self._pairs = Preconditioner(self.path), []
         self.cosine = self._preconditioner.cosine
-
-    def go_on_from(self, path: Path) -> None:
-        """Continue from another path close to the present one, in either precision, with the same preconditioner."""
-        self.path, self._known, self._pairs = path, None, []
-        self._least = 1e-6 * inner(path, path.x)
-        self.value, self.error = self.value.to(self._least), self.error.to(self._least)
 
     def _energy(self) -> tuple[Tensor, Tensor]:
         """Return the energy of the present path and its gradient, which are computed once."""
