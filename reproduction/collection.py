@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ __all__ = ["train_collection"]
 def train_collection(
     model: str, data: DataChoice, folder: str | os.PathLike[str], *, checkpoint: str | None = None, models: int = 24,
     recipes: Sequence[Recipe] | None = None, test: DataChoice | None = None, points: int = 256,
-    shard: tuple[int, int] = (1, 1), half: bool = False, device: str = "cpu", progress: bool = True,
+    shard: tuple[int, int] = (1, 1), autocast: bool = False, half: bool = False, device: str = "cpu",
+    progress: bool = True,
 ) -> Path:  # fmt: skip
     """Train a model many times; a call keeps the models that an interrupted one has finished.
 
@@ -59,6 +61,8 @@ def train_collection(
         Training examples that ``sweep.json`` measures on.
     shard : (int, int)
         (i, n): train the i-th of n parts.
+    autocast : bool
+        Train with passes in bfloat16, see :func:`reproduction.finetune.finetune`.
     half : bool
         Save checkpoints in half precision, at half the size; they are loaded in single precision and then tested.
     device, progress : str, bool
@@ -96,7 +100,7 @@ def train_collection(
     loaded = load(model, checkpoint)
     if recipes is None:
         recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
-    about = {"model": model, "checkpoint": checkpoint, "data": asdict(data)}
+    about = {"model": model, "checkpoint": checkpoint, "data": asdict(data), "autocast": autocast}
     records: list[dict[str, Any]] = [{"recipe": asdict(r), **about} for r in recipes]
     todo = [i for i in shard_of(range(len(recipes)), shard) if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
@@ -114,11 +118,12 @@ def train_collection(
             scale_(net, recipes[i].init_scale)
             if checkpoint is None and loaded.source != "transformers":
                 _save(net, loaded, folder / f"start_{i:02d}", half)
-            loss = _last_epoch_loss(net, training, recipes[i], device)
+            losses = finetune(net, training, recipes[i], autocast=autocast, device=device)
+            last = losses[-max(1, len(losses) // recipes[i].epochs) :]
             _save(net.to("cpu"), loaded, folder / f"model_{i:02d}", half)
             seconds = time.perf_counter() - start
-            record = {**records[i], "last_epoch_loss": loss, "seconds": seconds, "commit": commit(), "device": device}
-            write_json(folder / f"model_{i:02d}.json", record)
+            record = {**records[i], "last_epoch_loss": fmean(last), "seconds": seconds}
+            write_json(folder / f"model_{i:02d}.json", record | {"commit": commit(), "device": device})
             shown.update()
     return config
 
@@ -137,12 +142,6 @@ def commit() -> str | None:
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )  # fmt: skip
     return found.stdout.strip() or None
-
-
-def _last_epoch_loss(net: nn.Module, training: TrainingImages | TrainingTexts, recipe: Recipe, device: str) -> float:
-    losses = finetune(net, training, recipe, device=device)
-    last = losses[-max(1, len(losses) // recipe.epochs) :]
-    return sum(last) / len(last)
 
 
 def _is_done(path: Path, record: Mapping[str, Any]) -> bool:

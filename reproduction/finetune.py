@@ -192,8 +192,9 @@ def scores_of(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def finetune(
-    model: nn.Module, data: TrainingImages | TrainingTexts, recipe: Recipe, *, device: torch.device | str = "cpu"
-) -> list[float]:
+    model: nn.Module, data: TrainingImages | TrainingTexts, recipe: Recipe, *, autocast: bool = False,
+    device: torch.device | str = "cpu",
+) -> list[float]:  # fmt: skip
     """Train a model in place by a recipe.
 
     Parameters
@@ -205,6 +206,8 @@ def finetune(
         Training data.
     recipe : Recipe
         Hyperparameters of the training.
+    autocast : bool
+        Compute passes in bfloat16 where torch considers it safe; weights and steps stay in single precision.
     device : device
         Device for training.
 
@@ -254,9 +257,9 @@ def finetune(
         order = torch.randperm(len(labels), generator=generator)
         for inputs, targets in data.steps(recipe, labels, order, generator):
             moved = {k: v.to(device) for k, v in inputs.items()} if isinstance(inputs, Mapping) else inputs.to(device)
-            loss = F.cross_entropy(
-                scores_of(model, moved), targets.to(device), label_smoothing=recipe.label_smoothing
-            )  # fmt: skip
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+                scores = scores_of(model, moved)
+            loss = F.cross_entropy(scores.float(), targets.to(device), label_smoothing=recipe.label_smoothing)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)

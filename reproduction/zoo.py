@@ -112,7 +112,7 @@ def build(
     recipes = [recipe(kind, i) for i in range(KINDS[kind][0] if models is None else models)]
     config = train_collection(
         parts.model, parts.train, out / "models", checkpoint=parts.checkpoint, recipes=recipes, test=parts.test,
-        points=_POINTS[kind], shard=shard, half=True, device=device, progress=progress,
+        points=_POINTS[kind], shard=shard, autocast=kind == "minilm", half=True, device=device, progress=progress,
     )  # fmt: skip
     failed = []
     base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial")}
