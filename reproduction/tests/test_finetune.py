@@ -121,6 +121,21 @@ def test_label_noise_and_mixup_reach_the_targets(images):
     assert last[0] > 3 * last[1]
 
 
+def test_autocast_passes_are_in_bfloat16_and_weights_are_not(images):
+    training, _ = collection._training(load("tinyvit:tiny"), DataChoice("train", num_examples=40, subset_seed=0))
+    recipe = Recipe(epochs=4, batch=20, lr=1e-3, dropout=0.0)
+    found = {}
+    for autocast in (False, True):
+        model = load("tinyvit:tiny").model
+        *_, linear = (m for m in model.modules() if isinstance(m, torch.nn.Linear))
+        linear.register_forward_hook(lambda m, x, y, key=autocast: found.update({key: y.dtype}))
+        found[autocast, "losses"] = training_loop.finetune(model, training, recipe, autocast=autocast)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (found[False], found[True]) == (torch.float32, torch.bfloat16)
+    assert found[True, "losses"] != found[False, "losses"]
+    assert found[True, "losses"] == pytest.approx(found[False, "losses"], rel=0.02)
+
+
 def test_augmentation_keeps_shape_and_range():
     x = torch.rand(6, 3, 16, 16)
     for name in ("none", "flip", "rand-m9-n2", "rand-m1-n0"):
