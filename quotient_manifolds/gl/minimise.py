@@ -107,7 +107,7 @@ class Minimiser:
                     break
                 secant = (slope / (slope - new_slope)).nan_to_num(0.1).clamp(0.1, 0.5)
                 step = torch.where(fine, step, 0.0 if attempt == 8 else secant * step)
-            stuck = stuck | (moving & (step == 0))  # no step helps; perhaps one with a new preconditioner does
+            stuck = stuck | (moving & (step == 0))  # a new preconditioner may free them
             s, y = step.unsqueeze(-1) * d, new_g - g
             sy = _dot(s, y)
             good = sy > 1e-10 * (_dot(s, s) * _dot(y, y)).sqrt()

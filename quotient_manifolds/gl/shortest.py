@@ -29,8 +29,8 @@ _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
-#: Eigenvalues below this mean a saddle point, and above the next none, even if computed in single precision; with
-#: cosines above the last, other representatives are surely farther away.
+#: An eigenvalue below the first means a saddle point, one above the second none, even in single precision. If every
+#: cosine is above the third, other representatives of the end are not searched: they are farther away.
 _SADDLE, _SURE, _NEAR = -1e-3, 0.05, 0.3
 #: Columns up to which the mirror image is tried by default: it flips one of many, which hardly changes the length.
 _MIRRORED = 16
@@ -147,7 +147,7 @@ class _Search:
         for turn in self._turns(n_starts):
             found.append(self._start(self.y @ turn))
             if n_starts is None:
-                # Where all columns fit well, the paths to other representatives are longer.
+                # Where no column turns far, the paths to other representatives are longer.
                 near = found[0].cosine > _NEAR
                 if len(found) > 1:
                     found[-1].value[near] = torch.inf
