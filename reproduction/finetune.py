@@ -243,7 +243,7 @@ def finetune(
     if recipe.optimizer == "sgd":  # its decay is multiplied by the learning rate, like AdamW's
         optimizer = torch.optim.SGD(trained, recipe.lr, momentum=0.9, weight_decay=decay)
     else:
-        optimizer = torch.optim.AdamW(trained, recipe.lr, weight_decay=decay)
+        optimizer = torch.optim.AdamW(trained, recipe.lr, weight_decay=decay, fused=True)
     warm = max(1, total // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
