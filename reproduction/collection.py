@@ -137,10 +137,13 @@ def scale_(net: nn.Module, factor: float) -> None:
 
 
 def commit() -> str | None:
-    """Return the commit of this code, or None outside a checkout."""
-    found = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    """Return the commit of this code, or None outside a checkout or without git."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git
+        return None
     return found.stdout.strip() or None
 
 

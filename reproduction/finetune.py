@@ -83,7 +83,7 @@ class TrainingImages:
     >>> from sharpness.data.examples import Examples
     >>> from sharpness.models import ImageFormat
     >>> x, y = torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
-    >>> examples = Examples("random", 6, lambda chosen: (x[chosen], y[chosen]))
+    >>> examples = Examples(6, lambda chosen: (x[chosen], y[chosen]))
     >>> data = TrainingImages(examples, range(6), ImageFormat((8, 8), (0.5,), (0.5,), channels=1), classes=3)
     >>> inputs, targets = next(data.steps(Recipe(mixup=0.5), data.labels, torch.arange(6), torch.Generator()))
     >>> inputs.shape, targets.sum(1)
@@ -132,7 +132,7 @@ class TrainingTexts:
     >>> def batch(chosen):
     ...     ids = torch.tensor([texts[i] for i in chosen])
     ...     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor(chosen) % 2}
-    >>> data = TrainingTexts(Examples("texts", 4, batch), range(4), padding=0, classes=2)
+    >>> data = TrainingTexts(Examples(4, batch), range(4), padding=0, classes=2)
     >>> steps = data.steps(Recipe(batch=2), data.labels, torch.arange(4), torch.Generator().manual_seed(0))
     >>> sorted(inputs["input_ids"].shape for inputs, targets in steps)  # the short ones together
     [torch.Size([2, 3]), torch.Size([2, 4])]
@@ -225,7 +225,7 @@ def finetune(
     >>> from sharpness.models import ImageFormat
     >>> _ = torch.manual_seed(0)
     >>> x, y = torch.rand(32, 1, 8, 8), torch.randint(2, (32,))
-    >>> examples = Examples("random", 32, lambda chosen: (x[chosen], y[chosen]))
+    >>> examples = Examples(32, lambda chosen: (x[chosen], y[chosen]))
     >>> data = TrainingImages(examples, range(32), ImageFormat((8, 8), (0.5,), (0.5,), channels=1), classes=2)
     >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
     >>> losses = finetune(net, data, Recipe(lr=1e-2, epochs=30))

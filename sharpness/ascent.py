@@ -197,6 +197,7 @@ def auto_pgd(
     previous = x
     best = (value, x, g)
     gap: float | None = None
+    known = True  # the gradient at the best iterate
     slope: float | None = None
     eta = 2 * ball.radius
     marks = set(checkpoints(steps))
@@ -216,11 +217,10 @@ def auto_pgd(
         value = new_value
         history.append(value)
         if value > best[0]:
-            best = (value, x, g)
-            gap = None
-            if k < steps:
+            best, gap, known = (value, x, g), None, gradient is not None
+            if known:
                 view = ball.view(g, x, None)
-                gap, slope = view.gap if relative_tol > 0 else None, view.slope
+                gap, slope = view.gap, view.slope
         if k in marks:
             stuck = not halved and best[0] == best_at_mark
             halved = raised < 0.75 * (k - last_mark) or stuck
@@ -231,7 +231,7 @@ def auto_pgd(
             last_mark, raised, best_at_mark = k, 0, best[0]
         if callback is not None:
             callback(value, best[0])
-    if gap is None and best[1] is not x:  # else the gradient at the best iterate is not known
+    if gap is None and known:
         gap = ball.view(best[2], best[1], None).gap
     return _finish(work, best, history, gap, base, relative_tol, slope)
 

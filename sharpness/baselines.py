@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .losses import Objective, scores_and_labels
+from .losses import IGNORED, Objective, scores_and_labels
 from .perturb import pointing_to
 
 __all__ = ["critical_sharpness", "distance", "fisher_trace", "margin", "norms", "relative_flatness"]
@@ -86,8 +86,9 @@ def relative_flatness(model: nn.Module, batches: Iterable[Any]) -> float | None:
             layer, features, _ = last[-1]
             w, p = layer.weight.double(), scores.double().softmax(1)
             spread = p @ w.square().sum(1) - (p @ w).square().sum(1)
-            total += float((features.double().square().sum(1) * spread).sum())
-            count += len(scores)
+            counted = found[1] != IGNORED
+            total += float((features.double().square().sum(1) * spread)[counted].sum())
+            count += int(counted.sum())
     finally:
         for hook in hooks:
             hook.remove()
@@ -108,7 +109,8 @@ def margin(model: nn.Module, batches: Iterable[Any], quantile: float = 0.1) -> f
         outcome = scores_and_labels(model, batch)
         if outcome is None:
             return None
-        scores, labels = outcome[0].double(), outcome[1][:, None]
+        counted = outcome[1] != IGNORED
+        scores, labels = outcome[0].double()[counted], outcome[1][counted, None]
         others = scores.scatter(1, labels, -torch.inf).amax(1)
         found.append(scores.gather(1, labels)[:, 0] - others)
     return float(torch.cat(found).quantile(quantile))
@@ -131,6 +133,8 @@ def fisher_trace(model: nn.Module, batches: Iterable[Any]) -> float | None:
             outcome = scores_and_labels(model, example)
             if outcome is None:
                 return None
+            if int(outcome[1][0]) == IGNORED:
+                continue
             logs = outcome[0].log_softmax(1)[0]
             p = logs.detach().exp().cpu()
             many = len(p) > 10

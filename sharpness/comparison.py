@@ -8,6 +8,7 @@ training loss and error, with intervals corrected for multiple comparisons, and 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,7 +131,11 @@ class Curves:
 
 
 def curves(rows: Sequence[Row]) -> list[Curves]:
-    """Collect the curves of all measures with a radius, and of their ablations."""
+    """Collect the curves of all measures with a radius, and of their ablations.
+
+    Radii that fewer than half of a measure's models have (they were too large for the others) are left out; and so are
+    models that lack one of the others.
+    """
     tables: dict[tuple[str, str], dict[str, dict[float, float]]] = {}
     for row in rows:
         if row["kind"] == "sharpness" and row["rho"] > 0:
@@ -138,8 +143,9 @@ def curves(rows: Sequence[Row]) -> list[Curves]:
             table.setdefault(row["checkpoint"], {})[row["rho"]] = row["sharpness"]
     found = []
     for (measure, ablation), table in tables.items():
-        radii = sorted({rho for values in table.values() for rho in values})
-        models = tuple(sorted(m for m, values in table.items() if len(values) == len(radii)))
+        measured = Counter(rho for values in table.values() for rho in values)
+        radii = sorted(rho for rho, count in measured.items() if 2 * count >= len(table))
+        models = tuple(sorted(m for m, values in table.items() if values.keys() >= set(radii)))
         if models:
             grid = np.array([[table[m][rho] for rho in radii] for m in models])
             found.append(Curves(measure, json.loads(ablation), np.array(radii), models, grid))

@@ -145,10 +145,17 @@ def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int 
         basis = np.eye(operator.space.dim, dtype=operator.dtype)
         values = np.linalg.eigvalsh(np.stack([operator.matvec(e) for e in basis]))
     else:
-        values = scipy.sparse.linalg.eigsh(
-            operator, k=count, which="LA", v0=start, tol=tol, return_eigenvectors=False,
-            ncv=min(operator.space.dim, max(2 * count + 1, 12)),
-        )  # fmt: skip
+        try:
+            values = scipy.sparse.linalg.eigsh(
+                operator, k=count, which="LA", v0=start, tol=tol, return_eigenvectors=False,
+                ncv=min(operator.space.dim, max(2 * count + 1, 12)),
+            )  # fmt: skip
+        except scipy.sparse.linalg.ArpackNoConvergence:
+            raise
+        except scipy.sparse.linalg.ArpackError:
+            if operator.matvec(start).any():
+                raise
+            values = np.zeros(count, dtype=operator.dtype)  # only zero has a random vector in its kernel
     return np.sort(values)[::-1][:count]
 
 

@@ -83,7 +83,8 @@ def evaluate(
     progress : bool
         Show a progress bar or, without a terminal, one line per minute.
     group : ProcessGroup, optional
-        Spread the work over these processes of ``torch.distributed``; each of them returns the whole result.
+        Spread the work over these processes of ``torch.distributed``; each of them returns the whole result, but for
+        the worst directions, which stay with the process that found them.
     **search
         Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
 

@@ -21,7 +21,7 @@ __all__ = ["LossFunction", "normalized_logits"]
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]
 #: The label that cross-entropy ignores, in torch and in transformers.
-_IGNORED = -100
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
         loss = F.cross_entropy(normalized_logits(scores) if normalize_logits else scores, labels)
     if not classification:
         return Outcome(loss)
-    return Outcome(loss, int((scores.detach().argmax(1) != labels).sum()), len(labels))
+    counted = labels != IGNORED
+    return Outcome(loss, int(((scores.detach().argmax(1) != labels) & counted).sum()), int(counted.sum()))
 
 
 def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
@@ -301,7 +302,7 @@ def _counted_labels(model: nn.Module, batch: Any) -> int:
         return count_examples(batch)
     if labels.dim() == 2 and _predicts_next_token(model):
         labels = labels[:, 1:]  # no token predicts the first one
-    return int((labels != _IGNORED).sum())
+    return int((labels != IGNORED).sum())
 
 
 def _predicts_next_token(model: nn.Module) -> bool:

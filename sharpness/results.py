@@ -207,8 +207,8 @@ class SharpnessResult:
         found = self._directions.get((batch_index, rho))
         if found is None:
             raise KeyError(
-                f"no direction for batch {batch_index} at rho = {rho}: there was no such measurement, or its direction "
-                "was not kept; pass keep_directions=True"
+                f"no direction for batch {batch_index} at rho = {rho}: there was no such measurement (an average has "
+                "none), another process of the group found it, or it was not kept: pass keep_directions=True"
             )
         return found
 

@@ -90,7 +90,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path = path / "results.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"there are no results at {path}; pass a sweep's folder, its results.jsonl or a .csv")
-    with naming(f"{path} holds no results of a sweep"), path.open(encoding="utf-8", newline="") as file:
+    with naming(f"{path} holds no results of a sweep"), path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
             rows = [_row_of_cells(cells) for cells in csv.DictReader(file)]
         else:

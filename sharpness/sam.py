@@ -102,6 +102,7 @@ class _InnerStep:
     def take(self, rho: float, refresh: int) -> None:
         """Move by a given length along the parameters' gradients; do not move for a gradient without direction."""
         self.undo()
+        self._original = {}
         with torch.autocast(self.parameters[0].device.type, enabled=False):
             moved = self._moved({p: p.grad for p in self.parameters if p.grad is not None}, rho, refresh)
         for p, data in moved.items():
@@ -111,14 +112,19 @@ class _InnerStep:
     def undo(self) -> None:
         """Restore the weights."""
         for p, data in self._original.items():
-            p.data = data
-        self._original = {}
+            # Whoever set the parameter to the copy for a while may set it so again after this: keep the weights.
+            if p not in self._work or p.data_ptr() == self._work[p].data_ptr():
+                p.data = data
+        if not self._work:  # this is a copy of an optimiser, whose weights are restored once
+            self._original = {}
 
     def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
         self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
         if self.certification.open:
             self.certification.see(gradients).check()
         factorise, steps = self.count % refresh == 0 or self.stale, []
+        for p in self._dropped:
+            self._work[p].copy_(p)
         for block in self.blocks:
             block.refresh(factorise)
             steps.append(block.climb(gradients, self._work))
@@ -127,8 +133,6 @@ class _InnerStep:
         norm = float(squares.sum().sqrt())
         if not 0 < norm < math.inf:
             return {}
-        for p in self._dropped:
-            self._work[p].copy_(p)
         for _, move in steps:
             move(rho / norm)
         return self._work
@@ -150,8 +154,9 @@ class GeodesicSAM(Optimizer):
     model : nn.Module
         Its trainable weights must be float32 or wider; use autocast for mixed precision.
     base_optimizer : torch.optim.Optimizer
-        The optimiser that takes the step: any of torch's, or one of :mod:`quotient_manifolds.optim`, with which the
-        whole training run is the same from all equivalent weights. It keeps its own learning rates, decay and schedule.
+        The optimiser that takes the step: any of torch's that needs no closure, or one of
+        :mod:`quotient_manifolds.optim`, with which the whole training run is the same from all equivalent weights. It
+        keeps its own learning rates, decay and schedule.
     rho : float
         ρ, in the metric of the measure.
     measure : str or Measure
@@ -368,7 +373,7 @@ class GeodesicSAM(Optimizer):
             self.base_optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base optimiser's state and the number of steps."""
+        """Return the base optimiser's state as ``"base"``, and the number of steps as ``"count"``."""
         return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -121,10 +121,7 @@ def kendall(
     >>> print(kendall(measure, gap, given=loss))
     partial Kendall τ +0.07 [...], p = ..., n = 6
     """
-    pair, name = _prepared({"x": x, "y": y}, given), "Kendall τ" if given is None else "partial Kendall τ"
-    a, b = pair
-    p = float("nan") if np.ptp(a) == 0 or np.ptp(b) == 0 else float(scipy.stats.kendalltau(a, b).pvalue)
-    return _bootstrapped(name, [_tau(_signs(a), _signs(b))], [(a, b)], [p], resamples, level, seed)[0]
+    return kendall_family({"x": x}, y, given=given, resamples=resamples, level=level, seed=seed)["x"]
 
 
 def kendall_family(
@@ -179,7 +176,7 @@ def kendall_family(
     >>> [sum(not t.low <= 0 <= t.high for t in found) for found in (alone, together)]
     [2, 0]
     """
-    *columns, target = _prepared({**xs, "y": y}, given)
+    *columns, target = _prepared([*xs.items(), ("y", y)], given)
     pairs = [(column, target) for column in columns]
     name = "Kendall τ" if given is None else "partial Kendall τ"
     ps = [float("nan") if np.ptp(a) == 0 else float(scipy.stats.kendalltau(a, b).pvalue) for a, b in pairs]
@@ -195,7 +192,7 @@ def kendall_difference(
 
     Both τ share the models, so their separate intervals say little about the difference.
     """
-    a, b, target = _prepared({"x": x, "other": other, "y": y}, given)
+    a, b, target = _prepared([("x", x), ("other", other), ("y", y)], given)
     one, two = (_tau(_signs(v), _signs(target)) for v in (a, b))
     p = float("nan")
     return _bootstrapped(
@@ -203,10 +200,10 @@ def kendall_difference(
     )[0]  # fmt: skip
 
 
-def _prepared(named: Mapping[str, Numbers], given: Numbers | Sequence[Numbers] | None) -> list[_Array]:
+def _prepared(named: Sequence[tuple[str, Numbers]], given: Numbers | Sequence[Numbers] | None) -> list[_Array]:
     """Check quantities, and return them or, with controls, their residuals."""
     controls: list[Any] = [] if given is None else list(given) if np.ndim(given[0]) else [given]
-    found = _columns(**named, **{f"given {i}": z for i, z in enumerate(controls)})
+    found = _columns([*named, *((f"given {i}", z) for i, z in enumerate(controls))])
     columns, rest = found[: len(named)], found[len(named) :]
     if not rest:
         return columns
@@ -221,17 +218,17 @@ def _normal_scores(x: _Array) -> _Array:
     return found
 
 
-def _columns(**columns: Numbers) -> list[_Array]:
-    found = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
-    sizes = {name: a.shape for name, a in found.items()}
-    if len(set(sizes.values())) > 1 or any(a.ndim != 1 for a in found.values()):
+def _columns(columns: Sequence[tuple[str, Numbers]]) -> list[_Array]:
+    found = [(name, np.asarray(values, dtype=np.float64)) for name, values in columns]
+    sizes = ", ".join(f"{name} {a.shape}" for name, a in found)
+    if len({a.shape for _, a in found}) > 1 or any(a.ndim != 1 for _, a in found):
         raise ValueError(f"the quantities must be lists of one number per model, of equal length; got shapes {sizes}")
-    for name, a in found.items():
+    for name, a in found:
         if len(a) < 3:
             raise ValueError(f"a correlation needs at least 3 models, got {len(a)}")
         if not np.isfinite(a).all():
             raise ValueError(f"{name} has NaN or infinite entries; drop these models first")
-    return list(found.values())
+    return [a for _, a in found]
 
 
 def _signs(x: _Array) -> _Array:

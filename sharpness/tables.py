@@ -129,27 +129,70 @@ def formatted(found: Sequence[Ranking], style: str = "text") -> str:
 
 #: Columns of a fit and of quantities that follow from it.
 _FITS = ("train_loss", "train_error", "test_loss", "test_error")
+#: What the name of a standard error ends in.
+_SPREAD = ", standard error"
 
 
-def per_model(rows: Sequence[Row], style: str = "text", *, short: bool = False, ablations: bool = False) -> str:
-    """Tabulate a sweep with one row per checkpoint.
+def model_records(rows: Sequence[Row], *, short: bool = False) -> list[dict[str, Any]]:
+    """Collect a sweep's numbers, with one record per checkpoint.
 
     Parameters
     ----------
     rows : sequence of mapping
         Of a sweep, see :func:`sharpness.rows.read_results`.
+    short : bool
+        Take one radius for each measure: its default if the sweep has it, else the middle one.
+
+    Returns
+    -------
+    list of dict
+        Losses and errors on training and test data, the gap (test error minus training error), and every measure with
+        its radius, as the mean over its batches; its standard error has a key of its own. What is missing is None, as
+        is the standard error of a measurement on one batch.
+
+    Examples
+    --------
+    >>> fit = {"checkpoint": "run 7", "kind": "fit", "train_error": 0.25, "test_error": 0.375}
+    >>> model_records([fit])
+    [{'model': 'run 7', 'train error': 0.25, 'test error': 0.375, 'gap': 0.125}]
+    """
+    gaps = targets(rows, "gap")
+    measured: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["kind"] == "sharpness":
+            place = (row["measure"], json.dumps(row["ablation"], sort_keys=True), row["rho"])
+            measured.setdefault(place, {})[row["checkpoint"]] = row
+    shown = sorted(_one_radius(measured) if short else measured)
+    fits = {row["checkpoint"]: row for row in rows if row["kind"] == "fit"}
+    known = [name for name in _FITS if any(fit.get(name) is not None for fit in fits.values())]
+    records = []
+    for model in dict.fromkeys(row["checkpoint"] for row in rows):
+        found = {"model": model} | {name.replace("_", " "): fits.get(model, {}).get(name) for name in known}
+        found |= {"gap": gaps.get(model)} if gaps else {}
+        for measure, switches, rho in shown:
+            row = measured[measure, switches, rho].get(model, {})
+            batches = row.get("per_batch") or ()
+            name = label(measure, json.loads(switches)) + (f", ρ = {rho:g}" if rho else "")
+            spread = stdev(batches) / len(batches) ** 0.5 if len(batches) > 1 else None
+            found |= {name: row.get("sharpness"), name + _SPREAD: spread}
+        records.append(found)
+    return records
+
+
+def per_model(rows: Sequence[Row], style: str = "text", *, short: bool = False) -> str:
+    """Tabulate a sweep with one row per checkpoint.
+
+    Parameters
+    ----------
+    rows, short
+        As for :func:`model_records`.
     style : {"text", "markdown", "latex", "csv"}
         As for :func:`formatted`. In CSV the standard errors have separate columns.
-    short : bool
-        Show one radius for each measure: its default if the sweep has it, else the middle one.
-    ablations : bool
-        Show ablations of measures too.
 
     Returns
     -------
     str
-        Losses and errors on training and test data, the gap (test error minus training error), and every measure as
-        mean ± standard error over its batches. A measurement on one batch has no standard error.
+        The numbers of :func:`model_records`, every measure as mean ± standard error over its batches.
 
     Raises
     ------
@@ -165,25 +208,12 @@ def per_model(rows: Sequence[Row], style: str = "text", *, short: bool = False, 
     |---|---|---|---|---|
     | run 7 | 0.25 | 0.375 | 0.125 | 0.2 ± 0.1 |
     """
-    gaps = targets(rows, "gap")
-    measured: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        if row["kind"] == "sharpness" and (ablations or not row["ablation"]):
-            place = (row["measure"], json.dumps(row["ablation"], sort_keys=True), row["rho"])
-            measured.setdefault(place, {})[row["checkpoint"]] = row
-    shown = sorted(_one_radius(measured) if short else measured)
-    fits = {row["checkpoint"]: row for row in rows if row["kind"] == "fit"}
-    known = [name for name in _FITS if any(fit.get(name) is not None for fit in fits.values())]
-    lines = [["model", *(name.replace("_", " ") for name in known), *["gap"] * bool(gaps)]]
-    for measure, switches, rho in shown:
-        name = label(measure, json.loads(switches)) + (f", ρ = {rho:g}" if rho else "")
-        lines[0] += [name, f"{name}, standard error"] if style == "csv" else [name]
-    for model in dict.fromkeys(row["checkpoint"] for row in rows):
-        cells = [str(model), *(_number(fits.get(model, {}).get(name)) for name in known)]
-        cells += [_number(gaps.get(model))] * bool(gaps)
-        for place in shown:
-            cells += _with_spread(measured[place].get(model, {}), split=style == "csv")
-        lines.append(cells)
+    records = model_records(rows, short=short)
+    columns = [c for c in (records or [{"model": None}])[0] if style == "csv" or not c.endswith(_SPREAD)]
+    lines = [columns]
+    for record in records:
+        spreads = {c: "" if style == "csv" else _number(record.get(c + _SPREAD), 2, " ± ") for c in columns}
+        lines.append([str(record["model"]), *(_number(record[c]) + spreads[c] for c in columns[1:])])
     return _laid_out(lines, style)
 
 
@@ -197,15 +227,8 @@ def _one_radius(places: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         yield (*measure, default if default in several else sorted(several)[len(several) // 2])
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _with_spread(row: Row, *, split: bool) -> list[str]:
-    """Write a sharpness with the standard error over its batches, if there are several."""
-    value, batches = _number(row.get("sharpness")), row.get("per_batch") or ()
-    spread = f"{stdev(batches) / len(batches) ** 0.5:.2g}" if len(batches) > 1 else ""
-    return [value, spread] if split else [f"{value} ± {spread}" if spread else value]
+def _number(value: float | None, digits: int = 4, before: str = "") -> str:
+    return "" if value is None else f"{before}{value:.{digits}g}"
 
 
 def _laid_out(lines: Sequence[Sequence[str]], style: str) -> str:

@@ -8,6 +8,8 @@ from torch import nn
 
 from quotient_manifolds.symmetries.blocks import check_model, is_sharded
 
+from .errors import naming
+
 __all__ = ["named_weights", "trainable"]
 
 
@@ -32,7 +34,9 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    found = {name: p for name, p in found.items() if only is None or re.search(only, name)}
+    with naming(f"only={only!r} is not a regular expression"):
+        pattern = re.compile(only or "")
+    found = {name: p for name, p in found.items() if pattern.search(name)}
     if not found:
         raise ValueError(f"only={only!r} matches no trainable parameter's name")
     for name, p in model.named_parameters():

@@ -9,7 +9,6 @@ import pytest
 PUBLIC = [
     "reproduction.convert",
     "reproduction.finetune",
-    "reproduction.granulated",
     "reproduction.pretrain",
     "reproduction.recipes",
     "reproduction.collection",

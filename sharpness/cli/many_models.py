@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from .options import Formatter, add_json, as_json, checked_device, examples, place, shard
@@ -43,7 +42,7 @@ def add_sweep(commands: Any) -> None:
 def _sweep(options: argparse.Namespace) -> int:
     import torch
 
-    from ..distributed import torchrun
+    from ..distributed import World, torchrun
     from ..files import check_folder
     from ..rows import write_results
     from ..sweep import read_config, read_rows, run_sweep
@@ -51,9 +50,13 @@ def _sweep(options: argparse.Namespace) -> int:
     part = shard(options.shard)
     check_folder(options.out, create=False)
     sweep = read_config(options.config)
-    with torchrun(checked_device(sweep.device) if sweep.sharded else torch.device("cpu")) as group:
+    _refuse_results(options.out)
+    device = checked_device(sweep.device)
+    with torchrun(device if sweep.sharded else torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
         failed = run_sweep(sweep, options.out, shard=part, progress=not options.quiet and leader)
+        if not sweep.sharded:  # one exit code, and at one time: torchrun ends all processes when one has failed
+            failed = World(group).gather(failed)
     rows: list[dict[str, Any]] | None = None
     while rows != (
         now := read_rows(options.out, sweep)
@@ -61,7 +64,7 @@ def _sweep(options: argparse.Namespace) -> int:
         rows = now
         write_results(options.out / "results.jsonl", rows)
         write_results(options.out / "results.csv", rows)
-    for job in failed:
+    for job in failed if leader else ():
         what = job.get("measure", job["kind"])
         if isinstance(job.get("rho"), float):  # this radius is too large; the results at other radii are kept
             what = f"{what} at rho = {job['rho']:g}"
@@ -74,6 +77,13 @@ def _sweep(options: argparse.Namespace) -> int:
             f"{len(rows or ())} rows in {options.out / 'results.jsonl'}; show them with: sharpness table {options.out}"
         )
     return 1 if failed else 0
+
+
+def _refuse_results(folder: Path) -> None:
+    """Raise for a folder whose results a sweep would replace, though no sweep wrote them."""
+    for name in ("results.jsonl", "results.csv"):
+        if (folder / name).exists() and not (folder / "jobs").is_dir():
+            raise ValueError(f"{folder / name} is not from a sweep into this folder; choose another --out, or move it")
 
 
 def _add_results(commands: Any, name: str, words: str, description: str, *shown_as: str) -> argparse.ArgumentParser:
@@ -143,11 +153,10 @@ def _table(options: argparse.Namespace) -> int:
 
 def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int) -> str:
     """Return a row for each model."""
-    from ..tables import FEWEST_MODELS, per_model
+    from ..tables import FEWEST_MODELS, model_records, per_model
 
     if options.json:
-        of_models = csv.DictReader(io.StringIO(per_model(rows, "csv", short=options.short)))
-        return as_json(list(of_models))
+        return as_json(model_records(rows, short=options.short))
     text = per_model(rows, options.format, short=options.short)
     remarks = ["Losses and sharpness are in nats; errors and the gap are fractions."]
     measured = [row["per_batch"] for row in rows if row.get("per_batch")]

@@ -13,12 +13,11 @@ __all__ = ["Examples", "choose"]
 
 @dataclass(frozen=True)
 class Examples:
-    """A source of examples: its name for messages, its size, and ``batch``, from positions to a batch on the CPU.
+    """A source of examples: its size, and ``batch``, from positions to a batch on the CPU.
 
     ``classes`` are the names of the classes, in the order of their numbers, where the files give them.
     """
 
-    source: str
     size: int
     batch: Callable[[Sequence[int]], Any] = field(repr=False)
     classes: tuple[str, ...] | None = None
@@ -34,5 +33,5 @@ def choose(size: int, count: int | None = None, seed: int | None = None) -> list
     """
     count = size if count is None else count
     if not 1 <= count <= size:
-        raise ValueError(f"{count} examples were asked for, but there are {size}")
+        raise ValueError(f"{count} examples were asked for, but there are {size}; choose from 1 to {size}")
     return list(range(count)) if seed is None else np.random.default_rng(seed).permutation(size)[:count].tolist()

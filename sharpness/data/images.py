@@ -6,7 +6,7 @@ import gzip
 import io
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -43,14 +43,16 @@ def pixels(image: Any, how: ImageFormat) -> Tensor:
     Image = _image_module()
     image = image.convert("L" if how.channels == 1 else "RGB")
     height, width = how.size
-    if how.crop and image.size != (width, height):
-        scale = max(width / image.size[0], height / image.size[1])
-        wide, high = (max(s, round(scale * k)) for s, k in zip((width, height), image.size, strict=True))
+    wide, high = width, height
+    if how.crop:
+        cover = max(width / image.width, height / image.height)
+        scale = how.shorter_side / min(image.size) if how.shorter_side else cover
+        # Rounded down, as torchvision and transformers do; the small number is for what is whole but for rounding.
+        wide, high = (max(s, int(scale * k + 1e-6)) for s, k in zip((width, height), image.size, strict=True))
+    if image.size != (wide, high):
         image = image.resize((wide, high), getattr(Image.Resampling, how.resample.upper()))
-        left, top = (wide - width) // 2, (high - height) // 2
-        image = image.crop((left, top, left + width, top + height))
-    elif image.size != (width, height):
-        image = image.resize((width, height), getattr(Image.Resampling, how.resample.upper()))
+    left, top = (wide - width) // 2, (high - height) // 2
+    image = image.crop((left, top, left + width, top + height))
     x = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
     x = x.unsqueeze(-1) if x.dim() == 2 else x
     mean, std = (torch.tensor(v, dtype=torch.float32) for v in (how.mean, how.std))
@@ -58,14 +60,27 @@ def pixels(image: Any, how: ImageFormat) -> Tensor:
 
 
 def image_examples(
-    source: str, read: Callable[[int], Tensor], labels: Sequence[int], classes: Sequence[str] | None
-) -> Examples:
-    """Return examples of images, which are read one at a time, with the numbers of their classes."""
+    source: str, read: Callable[[int], Tensor], labels: Sequence[int], classes: Sequence[str] | None,
+    known: Mapping[str, int],
+) -> Examples:  # fmt: skip
+    """Return examples of images, which are read one at a time, with the numbers of their classes.
+
+    ``labels`` are positions in ``classes``; where these are classes of the model (``known``), they have its numbers.
+    """
+    own = {name.lower(): number for name, number in known.items()}
+    numbers = [own.get(name.lower()) for name in classes or ()]
+    if any(n is not None for n in numbers):
+        if None in numbers:
+            raise ValueError(
+                f"{source} has the class {(classes or ())[numbers.index(None)]!r}, which is none of the model's "
+                f"({', '.join(known)}); rename its folder, or remove it"
+            )
+        labels, classes = [int(numbers[label] or 0) for label in labels], sorted(known, key=lambda name: known[name])
 
     def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.stack([read(i) for i in chosen]), torch.tensor([int(labels[i]) for i in chosen])
 
-    return Examples(source, len(labels), batch, None if classes is None else tuple(classes))
+    return Examples(len(labels), batch, None if classes is None else tuple(classes))
 
 
 def _read_image(name: str, data: bytes, how: ImageFormat) -> Tensor:
@@ -79,8 +94,9 @@ def _read_image(name: str, data: bytes, how: ImageFormat) -> Tensor:
 
 
 def _of_classes(
-    source: str, names: Sequence[str], folders: Sequence[str], read: Callable[[str], bytes], how: ImageFormat
-) -> Examples:
+    source: str, names: Sequence[str], folders: Sequence[str], read: Callable[[str], bytes], how: ImageFormat,
+    known: Mapping[str, int],
+) -> Examples:  # fmt: skip
     """Collect images named …/CLASS/NAME; folders are all class folders, to notice empty ones."""
     by_class: dict[str, list[str]] = {folder: [] for folder in folders}
     for name in names:
@@ -90,7 +106,7 @@ def _of_classes(
         raise ValueError(f"the class folder {empty[0]} of {source} holds no image; fill it or remove it")
     if not by_class:
         raise ValueError(f"{source} has no class folders with images (CLASS/NAME.jpg or .png)")
-    # Classes are numbered by sorted folder names, as in torchvision's ImageFolder.
+    # Unless the model says otherwise, classes are numbered by sorted folder names, as in torchvision's ImageFolder.
     classes = sorted(by_class)
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
@@ -99,17 +115,18 @@ def _of_classes(
         lambda i: _read_image(items[i][0], read(items[i][0]), how),
         [label for _, label in items],
         [PurePosixPath(c).name for c in classes],
+        known,
     )
 
 
-def image_folder(folder: Path, how: ImageFormat) -> Examples:
+def image_folder(folder: Path, how: ImageFormat, known: Mapping[str, int]) -> Examples:
     """Open a folder of class folders."""
     classes = sorted(p for p in folder.iterdir() if p.is_dir())
     names = [f"{c.name}/{p.name}" for c in classes for p in c.iterdir() if p.suffix.lower() in _IMAGES]
-    return _of_classes(str(folder), names, [c.name for c in classes], lambda n: (folder / n).read_bytes(), how)
+    return _of_classes(str(folder), names, [c.name for c in classes], lambda n: (folder / n).read_bytes(), how, known)
 
 
-def image_archive(path: Path, inside: str, how: ImageFormat) -> Examples:
+def image_archive(path: Path, inside: str, how: ImageFormat, known: Mapping[str, int]) -> Examples:
     """Open class folders below ``inside`` of a zip."""
     try:
         archive = zipfile.ZipFile(path)
@@ -130,7 +147,7 @@ def image_archive(path: Path, inside: str, how: ImageFormat) -> Examples:
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{name} in {path} cannot be read ({error}); create the archive again") from error
 
-    return _of_classes(f"{path}:{root}" if root else str(path), names, folders, read, how)
+    return _of_classes(f"{path}:{root}" if root else str(path), names, folders, read, how, known)
 
 
 def _idx(path: Path) -> np.ndarray[Any, Any]:
@@ -164,4 +181,4 @@ def idx_images(path: Path, how: ImageFormat) -> Examples:
     Image = _image_module()
 
     classes = [str(i) for i in range(int(labels.max()) + 1)]
-    return image_examples(str(path), lambda i: pixels(Image.fromarray(images[i]), how), labels.tolist(), classes)
+    return image_examples(str(path), lambda i: pixels(Image.fromarray(images[i]), how), labels.tolist(), classes, {})

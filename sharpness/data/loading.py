@@ -23,13 +23,16 @@ from .text import TABLES, TextColumns, read_table, table_of_text
 
 __all__ = ["DataChoice", "check_source", "is_function", "load_examples", "source_files"]
 
+#: Suffixes of files of tensors.
+_TENSORS = {"", ".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
+
 
 def _divided(source: str) -> tuple[Path, str]:
     """Split a source into a path and a name inside it: ``archive.zip:inside``, ``folder:split``."""
     if not isinstance(source, str):
         raise TypeError(f"a source of data is a string, got {type(source).__name__}")
     before, _, inside = source.rpartition(":")
-    if before and not Path(source).exists() and (before.endswith(".zip") or is_datasets_folder(Path(before))):
+    if before and not Path(source).exists() and (before.lower().endswith(".zip") or is_datasets_folder(Path(before))):
         return Path(before), inside
     return Path(source), ""
 
@@ -51,7 +54,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
 
 def check_source(source: str) -> None:
     """Raise unless there is something to read at a source; call it before the work that needs it."""
-    if not is_function(source) and not source_files(source):
+    if not is_function(source) and not _divided(source)[0].exists():
         raise FileNotFoundError(f"there is no data at {source}")
 
 
@@ -65,7 +68,7 @@ def _tensors(path: Path) -> Examples:
         part = {name: t[list(chosen)] for name, t in named.items()}
         return (part["x"], part["y"]) if set(part) == {"x", "y"} else part
 
-    return Examples(str(path), min(lengths.values()), batch)
+    return Examples(min(lengths.values()), batch)
 
 
 def load_examples(
@@ -87,13 +90,18 @@ def load_examples(
     if is_datasets_folder(path):
         return datasets_folder(path, inside, images, text, tokenizer, labels)
     if path.is_dir():
-        return image_folder(path, needed_format(images, source))
-    if path.suffix == ".zip":
-        return image_archive(path, inside, needed_format(images, source))
+        return image_folder(path, needed_format(images, source), labels)
+    if path.suffix.lower() == ".zip":
+        return image_archive(path, inside, needed_format(images, source), labels)
     if path.name.removesuffix(".gz").lower().endswith(("idx3-ubyte", ".idx3")):
         return idx_images(path, needed_format(images, source))
     if path.suffix.lower() in TABLES:
         return table_of_text(path, read_table(path, text.header), text, tokenizer, labels)
+    if path.suffix.lower() not in _TENSORS:
+        raise ValueError(
+            f"{path} is not data by its name: tables end in {', '.join(sorted(TABLES))}, images are in folders of "
+            f"classes or a .zip, and files of tensors end in {', '.join(sorted(filter(None, _TENSORS)))}"
+        )
     return _tensors(path)
 
 

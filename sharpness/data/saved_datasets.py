@@ -45,7 +45,7 @@ def datasets_folder(
         return _texts(found, named, source, columns, tokenizer, known)
 
     how = needed_format(images, source)
-    return image_examples(source, lambda i: pixels(found[i][pictures[0]], how), found[columns.label], named)
+    return image_examples(source, lambda i: pixels(found[i][pictures[0]], how), found[columns.label], named, known)
 
 
 def _texts(

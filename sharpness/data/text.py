@@ -77,10 +77,14 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
     except csv.Error as error:
         raise ValueError(f"{path} is not a readable table ({error})") from error
     names = table.pop(0) if header and table else [str(i) for i in range(max(map(len, table), default=0))]
+    double = [name for name in names if names.count(name) > 1]
+    if double:
+        raise ValueError(f"{path} has two columns {double[0]!r}; rename one of them")
     for number, row in enumerate(table, 1):
-        if len(row) < len(names):
-            raise ValueError(f"row {number} of {path} has {len(row)} columns, not {len(names)}")
-    return [dict(zip(names, line, strict=False)) for line in table]
+        if len(row) != len(names):
+            fix = "" if form or len(row) < len(names) else "; quote values that contain a comma"
+            raise ValueError(f"row {number} of {path} has {len(row)} columns, not {len(names)}{fix}")
+    return [dict(zip(names, line, strict=True)) for line in table]
 
 
 def _json_object(line: str, what: str) -> dict[str, Any]:
@@ -146,4 +150,4 @@ def table_of_text(
             coded = tokenizer(*given, truncation=True, max_length=length, padding=True, return_tensors="pt")
         return {**coded, "labels": torch.tensor([labels[i] for i in chosen])}
 
-    return Examples(str(path), len(rows), batch)
+    return Examples(len(rows), batch)

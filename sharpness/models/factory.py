@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pkgutil
 import sys
@@ -238,7 +239,10 @@ def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
     if own is not None and own.dim() and own.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=own.shape[0])
     _fill(model, checkpoint, state)
-    channels, *size = settings["input_size"]
-    resample = settings.get("interpolation", "bicubic")
-    images = ImageFormat(sides(size), tuple(settings["mean"]), tuple(settings["std"]), channels, True, resample)
+    how = timm.data.resolve_model_data_config(model)
+    channels, *size = how["input_size"]
+    images = ImageFormat(
+        sides(size), tuple(how["mean"]), tuple(how["std"]), channels, how["crop_mode"] != "squash",
+        how["interpolation"], math.floor(min(size) / how["crop_pct"]),
+    )  # fmt: skip
     return LoadedModel(model.eval(), "timm", torch.randn(2, channels, *size), images)

@@ -31,6 +31,11 @@ def load_folder(folder: Path) -> LoadedModel:
     with require_extra(f"reading {folder} needs transformers", "transformers"):
         import transformers
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds a PEFT adapter without the model that it adapts; save the whole model after "
+            "merge_and_unload(), or return it from a function of yours (module:function)"
+        )
     settings = _read_json(path)
     for key, value in settings.items():
         if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
@@ -99,7 +104,8 @@ def _preprocessor(folder: Path, config: Any) -> ImageFormat | None:
         resample = {0: "nearest", 1: "lanczos", 3: "bicubic"}.get(found.get("resample", 2), "bilinear")
         channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)
         mean, std = (found["image_mean"], found["image_std"]) if normalized else ((0.0,), (1.0,))
-        return ImageFormat(size, tuple(mean), tuple(std), channels, crop, resample)
+        shorter = min(sides(found["size"])) if crop and "size" in found and found.get("do_resize", True) else None
+        return ImageFormat(size, tuple(mean), tuple(std), channels, crop, resample, shorter)
 
 
 def _transformers_example(config: Any) -> dict[str, torch.Tensor]:

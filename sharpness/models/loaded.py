@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,11 @@ from torch import nn
 
 from ..errors import naming
 
-__all__ = ["ImageFormat", "LoadedModel", "quiet", "sides"]
+__all__ = ["TOKENIZER", "ImageFormat", "LoadedModel", "files_of", "quiet", "sides"]
+
+#: Files with a tokenizer's vocabulary, and all files of a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm")
+TOKENIZER = (*_VOCABULARIES, "tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class ImageFormat:
     channels : int
         3, or 1 for grey values.
     crop : bool
-        Resize the shorter side to ``size`` and crop the centre (timm's crop_pct of 1), or else resize both sides.
+        Resize the shorter side, and crop the centre to ``size``; or else resize both sides.
+    shorter_side : int or None
+        What the shorter side is resized to before the crop; by default as little as covers ``size``.
     resample : {"bicubic", "bilinear", "nearest", "lanczos"}
         Interpolation for resizing, as in Pillow.
 
@@ -49,6 +55,7 @@ class ImageFormat:
     channels: int = 3
     crop: bool = False
     resample: str = "bicubic"
+    shorter_side: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.mean) not in (1, self.channels) or len(self.std) not in (1, self.channels):
@@ -104,7 +111,7 @@ class LoadedModel:
     def tokenizer(self) -> Any:
         """The tokenizer in a transformers folder; None if there is none, a ValueError if it cannot be read."""
         # Without files transformers makes up a tokenizer with an empty vocabulary.
-        if self.folder is None or not self._files("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm"):
+        if self.folder is None or not files_of(self.folder, _VOCABULARIES):
             return None
         from transformers import AutoTokenizer
 
@@ -113,14 +120,16 @@ class LoadedModel:
 
     def text_key(self) -> str:
         """Hash everything that determines how texts are tokenised: equal keys mean equal tokens."""
-        files = self._files("tokenizer*.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "*.spm")
+        files = [] if self.folder is None else files_of(self.folder, TOKENIZER)
         digest = hashlib.sha256(json.dumps([self.labels, [p.name for p in files]], sort_keys=True).encode())
         for p in files:
             digest.update(p.read_bytes())
         return digest.hexdigest()
 
-    def _files(self, *names: str) -> list[Path]:
-        return [] if self.folder is None else sorted(p for name in names for p in self.folder.glob(name))
+
+def files_of(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """List the files directly in a folder whose names match a pattern."""
+    return sorted({p for pattern in patterns for p in folder.glob(pattern) if p.is_file()})
 
 
 def sides(size: Any) -> tuple[int, int]:

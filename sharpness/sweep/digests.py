@@ -12,8 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..data.loading import is_function, source_files
+from ..models.loaded import TOKENIZER, files_of
 
 __all__ = ["of_data", "of_model", "versions"]
+
+#: What transformers reads of a model in a folder, besides its tokenizer.
+_MODEL = ("config.json", "preprocessor_config.json", "*.safetensors", "*.bin", "*.index.json")
 
 
 def versions() -> dict[str, str]:
@@ -29,10 +33,10 @@ def of_data(source: str) -> str:
 
 
 def of_model(model: str, weights: str | None, head: str | None) -> str:
-    """Digest a model: the files of a folder, including tokenizer and preprocessor, or weights with the code or name."""
+    """Digest a model: weights with the code or name, or a folder's configuration, weights, tokenizer, preprocessor."""
     files: list[tuple[str, Path]] = []
     if Path(model).is_dir():
-        files += [(p.relative_to(model).as_posix(), p) for p in sorted(Path(model).rglob("*")) if p.is_file()]
+        files += [(p.name, p) for p in files_of(Path(model), (*_MODEL, *TOKENIZER))]
     elif Path(model).is_file():  # weights without a folder
         files.append(("weights", Path(model)))
     elif ":" in model:

@@ -13,6 +13,7 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from ..data import DataChoice
+from ..data.loading import check_source
 from ..distributed import World, counter, everybody, shard_
 from ..errors import naming, words_of
 from ..files import check_folder, write_json
@@ -58,8 +59,8 @@ def run_sweep(
 
     Raises
     ------
-    ValueError
-        There is no such shard.
+    ValueError, OSError
+        There is no such shard, no data at a source, or the table of accuracies cannot be used.
 
     Examples
     --------
@@ -76,6 +77,11 @@ def run_sweep(
     [('net', 'baselines', None), ('net', 'sharpness', 0.5)]
     """
     mine = shard_of(sweep.checkpoints, shard)
+    for choice in filter(None, (sweep.data, sweep.train, sweep.test)):
+        check_source(choice.source)
+    if sweep.accuracies is not None:
+        for checkpoint in sweep.checkpoints:
+            sweep.accuracies.of(checkpoint.name)
     done = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device)

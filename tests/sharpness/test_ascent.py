@@ -63,6 +63,18 @@ def test_equals_the_algorithm_written_out(seed, steps):
     torch.testing.assert_close(found.point, point)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_gap_at_the_best_iterate_is_always_known(seed):
+    """Auto-PGD goes back to its best iterate when it halves its steps; then the last iterate is the best one, too."""
+    f, ball = problem(seed), RoundBall(1.5)
+    for start in (torch.zeros(20), 0.1 * torch.randn(20)):
+        for steps in (12, 20):
+            found = auto_pgd(f, start, ball, steps)
+            gap = ball.view(f(found.point, True)[1], found.point, None).gap
+            last = found.history.index(max(found.history)) == steps  # whose gradient is not computed
+            assert (found.fw_gap is None) if last else found.fw_gap == pytest.approx(gap, abs=1e-12)
+
+
 def test_the_best_iterate_and_its_value_belong_together():
     f = problem(1)
     found = auto_pgd(f, torch.zeros(20), RoundBall(2.0), 30, first=f(torch.zeros(20), True))

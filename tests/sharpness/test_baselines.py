@@ -75,6 +75,15 @@ def test_distance_counts_what_both_have():
         distance(net, {"other": torch.zeros(2)})
 
 
+def test_examples_without_a_label_do_not_count():
+    torch.manual_seed(0)
+    net, x, y = Net(), torch.randn(8, 5), torch.tensor([0, 1, 2, 0, -100, -100, -100, 1])
+    seen = y != -100
+    for baseline in (relative_flatness, margin, fisher_trace):
+        assert baseline(net, [(x, y)]) == pytest.approx(baseline(net, [(x[seen], y[seen])]), rel=1e-5)
+        assert baseline(net, [(x, y)]) != pytest.approx(baseline(net, [(x, y.clamp_min(0))]), rel=1e-5)
+
+
 def test_the_margin_is_that_to_the_next_class():
     scores, y = torch.tensor([[3.0, 1.0, 0.0], [0.0, 1.0, 4.0], [2.0, 2.5, 0.0]]), torch.tensor([0, 1, 1])
     found = [margin(nn.Identity(), [(scores[:2], y[:2]), (scores[2:], y[2:])], quantile=q) for q in (0.0, 0.5, 1.0)]

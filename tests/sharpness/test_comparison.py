@@ -45,6 +45,18 @@ def test_a_measure_that_no_model_has_at_every_radius_is_left_out():
     assert {r.choice for r in compare(rows, resamples=5)} == {"–"}
 
 
+def test_a_radius_that_few_models_have_is_left_out_and_the_others_stay():
+    rows = study()
+    rare = [{**r, "rho": 50.0} for r in rows if r.get("rho") == 5.0 and r["checkpoint"] in ("m00", "m01")]
+    found, plain = ({(c.measure, str(c.ablation)): c for c in curves(given)} for given in (rows + rare, rows))
+    assert found.keys() == plain.keys()
+    for key, curve in found.items():
+        assert np.array_equal(curve.rho, plain[key].rho)
+        assert curve.models == plain[key].models
+    lacking = [r for r in rows if (r["checkpoint"], r.get("rho")) != ("m00", 5.0)]
+    assert [len(c.models) for c in curves(lacking) if c.measure == "adaptive"] == [11, 11]
+
+
 def test_common_increases_lie_in_all_ranges():
     found = [c for c in curves(study()) if not c.ablation]
     increases = common_increases(found)

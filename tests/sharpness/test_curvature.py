@@ -81,3 +81,10 @@ def test_eigenvalues_and_trace_of_a_dense_matrix():
         assert np.std(traces) < 0.5 * np.std(
             [float(g @ dense @ g) for g in np.random.default_rng(0).normal(size=(99, len(dense)))]
         )
+
+
+def test_a_loss_without_curvature():
+    """ARPACK refuses the zero matrix."""
+    model, x = nn.Linear(40, 3), torch.randn(9, 40)
+    found = sharpness.hessian(model, [x], lambda f, x: f(x).sum(), measure="euclidean")
+    assert (found.max_eigenvalue, found.trace) == (0.0, 0.0)

@@ -268,3 +268,13 @@ def test_adapters_on_a_quantised_base(bits):
     after = model(**batch).loss
     after.backward()
     assert torch.equal(before, after)
+
+
+def test_labels_that_do_not_count_are_no_errors():
+    scores, y = torch.eye(3).repeat(2, 1), torch.tensor([0, -100, 1, 0, -100, -100])
+    found = Objective()(nn.Identity(), (scores, y))
+    assert (found.wrong, found.counted) == (1, 3)
+    parts = [
+        Objective()(nn.Identity(), part) for _, part in Objective(micro_batch=3).pieces(nn.Identity(), (scores, y))
+    ]
+    assert (sum(p.wrong for p in parts), sum(p.counted for p in parts)) == (1, 3)

@@ -179,6 +179,28 @@ def test_equivalent_starts(make, measure, base):
     assert change < 1e-9 if base != "AdamW" else change > 1e-5
 
 
+def test_entries_beside_dropped_ones_take_the_step_of_the_measure():
+    """In one bias there are entries of pairs, dropped ones, and, if only Q and K are divided out, some of no pair."""
+    model, batch = small(), batch_of(Encoder)
+    pairs = find_symmetric_pairs(model, key_bias="drop")
+    measure = sharpness.get_measure("geodesic-inv", symmetry="qk")
+    before = snapshot(model)
+    sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05, measure=measure, pairs=pairs)
+    loss_of(model, batch).backward()
+    with sam.perturbed():
+        found = snapshot(model)
+        output = model(batch).detach()
+    space = sharpness.WeightSpace(model, measure, pairs=pairs)
+    with space.attached():
+        g = space.gradient(loss_of(model, batch))
+        space.move_to(0.05 * g / g.norm())  # of Q and K it moves another representative
+        torch.testing.assert_close(model(batch).detach(), output, rtol=1e-10, atol=1e-12)
+        expected = snapshot(model)
+    for name in ("encoder.layers.0.self_attn.in_proj_bias", "encoder.layers.0.self_attn.in_proj_weight"):
+        torch.testing.assert_close(found[name][-8:], expected[name][-8:], rtol=1e-10, atol=1e-12)
+        assert not torch.equal(found[name][-8:], before[name][-8:])
+
+
 def test_blocks_that_were_dropped_from_pairs_stay(monkeypatch):
     """A key bias that belongs to no factor moves neither in training nor in a measurement, whatever memory holds."""
     real = torch.empty_like
@@ -347,6 +369,27 @@ def test_exceptions_leave_the_weights(measure):
         sam.step(lambda: seen.append(same(model, before)) or (_ for _ in ()).throw(Stop))
     assert seen == [True]
     assert [p.data_ptr() for p in model.parameters()] == pointers
+
+
+def test_a_measurement_of_perturbed_weights_does_not_lose_the_others():
+    """The measurement puts back what it found, which is the perturbed copy; SAM still knows the weights."""
+    model, batch = small(), batch_of(Encoder)
+    sam, before = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1), snapshot(model)
+    loss_of(model, batch).backward()
+    for measured in (
+        lambda: sharpness.evaluate(model, [(batch, LABELS)], measure="adaptive", rho=0.1, steps=1),
+        lambda: sharpness.gradient_norm(model, [(batch, LABELS)], measure="euclidean"),
+    ):
+        sam.first_step()
+        assert not same(model, before)
+        measured()
+        sam.restore()
+        assert same(model, before)
+    sam.first_step()
+    step = max(float((p.detach() - before[n]).abs().max()) for n, p in model.named_parameters())
+    sam.restore()
+    assert 0 < step < 0.1
+    assert same(model, before)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])

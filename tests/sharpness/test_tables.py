@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sharpness.comparison import compare
-from sharpness.tables import formatted, per_model, verdicts
+from sharpness.tables import formatted, model_records, per_model, verdicts
 from tests.studies import study
 
 
@@ -45,12 +45,14 @@ def test_a_row_for_each_model():
         if row["kind"] == "sharpness" and row["checkpoint"] != "m02":
             row["per_batch"] = [row["sharpness"] - 0.3, row["sharpness"] + 0.3]
     head, _, *lines = per_model(rows, "markdown", short=True).splitlines()
-    assert head.count("|") - 1 == 8  # four of the fit, the gap, two measures at their default radius
-    assert "adaptive, ρ = 0.5 | geodesic-inv, ρ = 0.1 |" in head
+    # Four of the fit, the gap, two measures and their two ablations at one radius each.
+    assert head.count("|") - 1 == 10
+    assert "| adaptive, ρ = 0.5 | geodesic-inv, statistic = average, ρ = 0.1 | geodesic-inv, ρ = 0.1 |" in head
     assert [" ± 0.3 |" in line for line in lines] == [True, True, False]
     text = per_model(rows, "text").splitlines()
     assert len({line.index("m0") for line in text if "m0" in line}) == 1
     assert max(map(len, text)) == len(text[[line[0] for line in text].index("─")])
     assert r"$\pm$" in per_model(rows, "latex")
-    assert "statistic" in per_model(rows, "csv", ablations=True)
-    assert "statistic" not in per_model(rows, "csv")
+    records = model_records(rows)
+    assert records[0]["geodesic-inv, ρ = 0.1, standard error"] == pytest.approx(0.3)
+    assert records[2]["geodesic-inv, ρ = 0.1, standard error"] is None

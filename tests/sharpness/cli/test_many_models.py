@@ -59,7 +59,8 @@ def test_few_models_are_listed_one_by_one(tmp_path, capsys):
     assert [row["model"] for row in csv.DictReader(found.out.splitlines())] == [f"m{i:02d}" for i in range(9)]
     assert cli.main(["table", str(tmp_path / "ten.jsonl"), "--per-model", "--json", "--short"]) == 0
     first = json.loads(capsys.readouterr().out)[0]
-    assert float(first["adaptive, ρ = 0.5"]) > 0
+    assert first["adaptive, ρ = 0.5"] == next(r["sharpness"] for r in rows if r.get("rho") == 0.5)
+    assert first["adaptive, ρ = 0.5, standard error"] is None
     assert "adaptive, ρ = 0.05" not in first
 
 

@@ -30,6 +30,9 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert "torchrun" in capsys.readouterr().out
     assert cli.main(arguments) == 2
     assert "has no radius; leave --rho out" in capsys.readouterr().err
+    own = [a if a != str(out) else str(tmp_path / "data.safetensors") for a in arguments[:-1]]
+    assert cli.main(own) == 2
+    assert "would replace" in capsys.readouterr().err
     assert cli.main([*arguments[:-1]]) == 0
     assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
     written = json.loads(out.read_text())
@@ -145,7 +148,7 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert ["all", "417"] in [line.split() for line in printed.splitlines()]
     assert "rotation" in printed.partition("gradient")[2]
-    assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--json"]) == 0
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--json", "--verify"]) == 0
     assert sum(json.loads(capsys.readouterr().out)["dimensions"].values()) == 417
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--verify", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,11 +1,13 @@
 import gzip
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from sharpness import cli
+from sharpness.data.images import pixels
 from sharpness.data.loading import load_examples
 from sharpness.models import ImageFormat
 from tests.pictures import COLOUR, FORMAT, png
@@ -37,6 +39,31 @@ def test_zip_archives(tmp_path, folder, pictures, inside):
             ValueError, match=r"no images CLASS/NAME below .*; name a folder in it, as .*images.zip:data"
         ):
             load_examples(str(path), images=COLOUR)
+
+
+def test_the_models_own_numbers_of_classes(folder):
+    plain = load_examples(str(folder), images=COLOUR)
+    found = load_examples(str(folder), images=COLOUR, labels={"Dog": 0, "bird": 1, "Cat": 2})
+    assert plain.batch(range(6))[1].tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.batch(range(6))[1].tolist() == [2, 2, 2, 0, 0, 0]
+    assert found.classes == ("Dog", "bird", "Cat")
+    other = load_examples(str(folder), images=COLOUR, labels={"LABEL_0": 0, "LABEL_1": 1})
+    assert other.batch(range(6))[1].tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match="has the class 'dog', which is none of the model's"):
+        load_examples(str(folder), images=COLOUR, labels={"cat": 0, "bird": 1})
+
+
+@pytest.mark.parametrize("shape", [(30, 41), (64, 30), (20, 20), (9, 31)])
+def test_the_shorter_side_before_the_crop_is_that_of_transformers(shape):
+    transformers, image = pytest.importorskip("transformers"), pytest.importorskip("PIL.Image")
+    made = image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8))
+    processor = transformers.BitImageProcessor(
+        size={"shortest_edge": 24}, crop_size=16, resample=3, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    expected = torch.as_tensor(np.asarray(processor(made, return_tensors="np")["pixel_values"][0]))
+    how = ImageFormat((16, 16), (0.5,), (0.5,), 3, True, "bicubic", 24)
+    assert float((pixels(made, how) - expected).abs().mean()) < 5e-3  # transformers rounds grey values otherwise
+    assert float((pixels(made, replace(how, shorter_side=None)) - expected).abs().mean()) > 0.1
 
 
 def test_resizing_and_cropping(tmp_path):

@@ -35,6 +35,26 @@ def test_labels_by_number_and_by_the_models_names(tmp_path):
     assert found.batch([0, 1])["labels"].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.csv",
+            "label,text\n1,good, really good\n",
+            "row 1 of .*a.csv has 3 columns, not 2; quote values that contain",
+        ),
+        ("a.tsv", "label\ttext\n1\tgood\t0\n", "row 1 of .*a.tsv has 3 columns, not 2$"),
+        ("a.csv", "label,text,label\n1,good,0\n", "has two columns 'label'; rename one"),
+        ("a.txt", "label\ttext\n1\tgood\n", "a.txt is not data by its name: tables end in .csv, .jsonl, .tsv"),
+    ],
+)
+def test_tables_with_cells_of_no_column_are_refused(tmp_path, name, text, said):
+    """The first was measured as the text "good"; the second took the wrong column where there was no header."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load_examples(str(tmp_path / name), tokenizer=Words())
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_run_on_a_table(tmp_path, capsys):
     from reproduction.pretrain import wordpiece

@@ -35,7 +35,8 @@ def test_the_image_format_of_a_transformers_folder(tmp_path):
     )  # fmt: skip
     settings |= {"do_center_crop": True, "size": {"shortest_edge": 12}, "crop_size": {"height": 8, "width": 8}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    assert load(str(tmp_path)).images.crop
+    found = load(str(tmp_path)).images
+    assert (found.size, found.crop, found.shorter_side) == ((8, 8), True, 12)
 
 
 @pytest.fixture

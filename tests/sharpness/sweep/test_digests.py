@@ -4,6 +4,8 @@ from pathlib import Path
 import torch
 
 from sharpness.sweep import read_config, run_sweep
+from sharpness.sweep.digests import of_model
+from tests import networks
 from tests.sweeps import MODULE, rows_of
 
 
@@ -47,3 +49,14 @@ def test_two_functions_of_one_module_are_two_sources(place):
         assert run_sweep(read_config(f"{name}.json"), "out", progress=False) == []
         found[name] = [r["sharpness"] for r in rows_of("out", f"{name}.json") if r["kind"] == "sharpness"]
     assert found["small"] != found["large"]
+
+
+def test_only_what_is_read_of_a_folder_counts(tmp_path):
+    networks.vit().save_pretrained(tmp_path / "vit")
+    first = of_model(str(tmp_path / "vit"), None, None)
+    (tmp_path / "vit" / "README.md").write_text("notes")
+    (tmp_path / "vit" / "results").mkdir()
+    (tmp_path / "vit" / "results" / "config.json").write_text("{}")
+    assert of_model(str(tmp_path / "vit"), None, None) == first
+    (tmp_path / "vit" / "preprocessor_config.json").write_text("{}")
+    assert of_model(str(tmp_path / "vit"), None, None) != first

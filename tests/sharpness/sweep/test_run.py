@@ -357,3 +357,25 @@ def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
     (place / "empty" / "cat" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n cut off")
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     assert "the image cat/0.png cannot be read" in capsys.readouterr().err
+
+
+def test_what_all_checkpoints_need_is_looked_at_first(place, capsys):
+    config = json.loads(Path("sweep.json").read_text())
+    (place / "bad.json").write_text(json.dumps(config | {"data": "nowhere.pt"}))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 2
+    assert "there is no data at nowhere.pt" in capsys.readouterr().err
+    (place / "known.csv").write_text("run,accuracy\n0,0.5\n")
+    known = {"file": "known.csv", "name": "run", "test": "accuracy", "match": "number"}
+    without = {k: v for k, v in config.items() if k != "test"}
+    (place / "collection" / "net_7_8.pt").write_bytes((place / "collection" / "net0.pt").read_bytes())
+    (place / "bad.json").write_text(json.dumps(without | {"accuracies": known}))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 2
+    assert "'net_7_8.pt' does not hold exactly one number" in capsys.readouterr().err
+
+
+def test_results_of_something_else_are_not_replaced(place, capsys):
+    Path("mine").mkdir()
+    Path("mine/results.csv").write_text("my own table")
+    assert cli.main(["sweep", "sweep.json", "--out", "mine", "--quiet"]) == 2
+    assert "results.csv is not from a sweep into this folder" in capsys.readouterr().err
+    assert Path("mine/results.csv").read_text() == "my own table"
