@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["default_forward", "tensors", "to_device", "tree_map"]
+__all__ = ["default_forward", "floats", "tensors", "to_device", "tree_map"]
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
@@ -21,6 +21,11 @@ def tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, (list, tuple)):
         for v in batch:
             yield from tensors(v)
+
+
+def floats(batch: Any) -> list[Tensor]:
+    """List the floating-point tensors of a batch, or of what a model returns."""
+    return [t for t in tensors(batch) if t.is_floating_point()]
 
 
 def tree_map(change: Callable[[Tensor], Any], batch: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quotient_manifolds.gl.tangent import draw_gaussians
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, stacks
+from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
@@ -65,7 +66,7 @@ class ShardedSpace(WeightSpace):
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
         if pairs is not None:
-            pairs = [_moved(p, self._shards.modules) for p in pairs]
+            pairs = [in_copy(p, self._shards.modules) for p in pairs]
         super().__init__(self._shards.twin, measure, pairs, classes=classes, only=only, offload=offload)
         self.model, self.world = model, self._shards.world
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
@@ -152,7 +153,7 @@ class ShardedSpace(WeightSpace):
             all_parts.update(of_parts)
         ordered = tuple(pair_squares[p.name] for p in self.pairs)
         of_model = {twin: module for module, twin in shards.modules.items()}
-        pairs = tuple(_moved(p, of_model) for p in self.pairs)
+        pairs = tuple(in_copy(p, of_model) for p in self.pairs)
         return Direction(
             self.measure, tensors, self.norm(xi), pairs, dict(all_squares), ordered, self.classes, dict(all_parts)
         )
@@ -282,12 +283,3 @@ class ShardedSpace(WeightSpace):
     def hessian_product(self, losses: Any, v: Tensor) -> NoReturn:
         """Refuse: FSDP2 has no second derivatives."""
         raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
-
-
-def _moved(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> SymmetricPair:
-    """Return the same pair of another copy of its modules."""
-    try:
-        G, H, null = (tuple(replace(b, module=modules[b.module]) for b in v) for v in (pair.G, pair.H, pair.null))
-    except KeyError:
-        raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
-    return replace(pair, G=G, H=H, null=null)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "BlockStack", "block", "check_model", "is_sharded", "plain_class"]
+__all__ = ["Block", "BlockStack", "ByClass", "block", "check_model", "is_sharded", "plain_class"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_model(model: object) -> None:
@@ -30,6 +33,27 @@ def plain_class(module: nn.Module) -> type:
     return cls if index is None else cls.__mro__[index]
 
 
+class ByClass(dict[str, F]):
+    """Functions for modules of exactly some classes, by their qualified names."""
+
+    def register(self, *classes: type | str) -> Callable[[F], F]:
+        """Return a decorator that registers a function for the classes."""
+
+        def decorate(function: F) -> F:
+            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
+            return function
+
+        return decorate
+
+    def of(self, module: nn.Module) -> F | None:
+        """Look up the function for the exact class of a module."""
+        return self.get(_qualified(plain_class(module)))
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 @dataclass(frozen=True)
 class Block:
     """A strided view of a parameter, as some rows of a stack with h columns; :func:`block` makes one.
@@ -39,7 +63,7 @@ class Block:
     h, 2) for complex columns.
     """
 
-    module: nn.Module = field(repr=False, compare=False)
+    module: nn.Module = field(repr=False)
     attribute: str
     shape: tuple[int, ...]
     offset: int

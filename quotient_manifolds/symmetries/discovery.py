@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batches import tensors
+from ..batches import floats
 from .blocks import BlockStack
 from .certificate import UNCERTIFIED, orbit_residuals
 from .groups import random_elements
@@ -45,6 +45,8 @@ _LOCAL = "flat at the weights, but not further along the orbit"
 
 #: Relative residuals up to this are rounding: symmetries show at most 1e-10 in float64, others at least 1e-4.
 ROUNDING = 1e-7
+#: Inputs with entries beyond this are masks.
+_MASKED = 1e4
 #: Number of cotangents (and randomly shifted inputs) with which a hypothesis is tested.
 SAMPLES = 2
 
@@ -153,6 +155,8 @@ def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
         )
         if not known or any(word in name for word in ("mask", "bias", "pos", "cos", "sin")):
             return value
+        if not float(value.abs().max()) < _MASKED:  # a mask, without a name that says so
+            return value
         noise = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(value.device)
         return value + 0.5 * value.std() * noise
 
@@ -161,7 +165,7 @@ def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
 
 def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
     with Wide():
-        return [t for t in tensors(twin(*call[0], **call[1])) if t.is_floating_point()]
+        return floats(twin(*call[0], **call[1]))
 
 
 def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:

@@ -139,9 +139,7 @@ def model_distance(
     with torch.no_grad():
         for stack in stacks(first):
             mine = [index[id(p)] for p in stack.pairs]
-            x, y = (
-                in_double(torch.stack([p.gather() for p in ps])) for ps in (stack.pairs, [partner[i] for i in mine])
-            )
+            x, y = _gathered(stack.pairs), _gathered(partner[i] for i in mine)
             d = stack.manifold(metric).dist(x, y.to(x.device), on_error="nan")
             # A diagonal group: every column is a separate pair.
             distances.update(zip(mine, d.reshape(len(mine), -1).square().sum(1).sqrt().tolist(), strict=True))
@@ -172,7 +170,7 @@ def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict
             n = first[heads[numbers[0]][position]].n
             inner = _products(X, Y, n)
             a, b = _products(X, X, n).diagonal(), _products(Y, Y, n).diagonal()
-            cost += (a[:, None] + b - 2 * inner) / (a[:, None] * b).sqrt()
+            cost += (a[:, None] + b - 2 * inner) / (a[:, None] * b).sqrt().clamp_min(1e-300)
         for k, j in zip(*linear_sum_assignment(cost.numpy()), strict=True):
             for i, i_other in zip(heads[numbers[k]], heads[numbers[j]], strict=True):
                 partner[i] = second[i_other]

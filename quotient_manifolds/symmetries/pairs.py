@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from ..gl import GLQuotientInv, GLQuotientMix
 from .blocks import Block, BlockStack, block
 from .groups import GL
 
-__all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "pair"]
+__all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "in_copy", "pair"]
 
 MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
 
@@ -242,6 +242,15 @@ def pair_or_reason(
     if {b.key for b in G} & {b.key for b in H}:
         return SymmetricPair(module, kind, None, head=head, part=part, reason=TIED)
     return SymmetricPair(module, kind, group, tuple(G), tuple(H), head=head, part=part, null=tuple(null))
+
+
+def in_copy(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> SymmetricPair:
+    """Return the same pair of a copy of its model; ``modules`` maps the model's modules to those of the copy."""
+    try:
+        G, H, null = (tuple(replace(b, module=modules[b.module]) for b in v) for v in (pair.G, pair.H, pair.null))
+    except KeyError:
+        raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
+    return replace(pair, G=G, H=H, null=null)
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:

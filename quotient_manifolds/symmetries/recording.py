@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Call", "record", "undisturbed"]
+__all__ = ["Call", "copied", "record", "undisturbed"]
 
 #: Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,6 +46,19 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 buffer.detach().copy_(value)
 
 
+def copied(model: nn.Module, run: Callable[[], Any]) -> Any:
+    """Copy a model; ``run`` is a forward pass of it.
+
+    Pruning and weight norm compute weights in each pass, and those with a graph cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError:
+        with undisturbed(model), torch.no_grad():
+            run()
+        return copy.deepcopy(model)
+
+
 def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
     """Run a model and keep the inputs of the first call of each module, without caches of earlier tokens."""
     calls: dict[str, Call] = {}
@@ -61,7 +75,7 @@ def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str,
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a compiled model ignores hooks
             run()
     finally:
         for hook in hooks:

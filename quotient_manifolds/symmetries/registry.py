@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..batches import default_forward
-from .blocks import check_model, plain_class
+from .blocks import ByClass, check_model
 from .discovery import candidates, discover
 from .merging import SHARED, merged, refused, sharing
 from .pairs import SymmetricPair, check_pairs
@@ -18,12 +18,8 @@ from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "plain_path", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
-_HANDLERS: dict[str, Handler] = {}
+_HANDLERS = ByClass[Handler]()
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
@@ -59,13 +55,7 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     0 qk    2 × GL(4), 9+9 rows
     0 vo    2 × GL(4), 9+8 rows
     """
-
-    def decorate(handler: Handler) -> Handler:
-        for cls in classes:
-            _HANDLERS[cls if isinstance(cls, str) else _qualified(cls)] = handler
-        return handler
-
-    return decorate
+    return _HANDLERS.register(*classes)
 
 
 def skip(*classes: type | str) -> None:
@@ -95,7 +85,7 @@ def skip(*classes: type | str) -> None:
 
 def handler_of(module: nn.Module) -> Handler | None:
     """Look up the handler for the exact class of a module."""
-    return _HANDLERS.get(_qualified(plain_class(module)))
+    return _HANDLERS.of(module)
 
 
 class PairList(list[SymmetricPair]):
@@ -120,7 +110,7 @@ def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
     return refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
 
 
-def _usable(pair: SymmetricPair, include_frozen: bool) -> SymmetricPair:
+def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
     """Remove the group from a pair that cannot be used."""
     if pair.group is None:
         return pair
@@ -221,7 +211,11 @@ def find_symmetric_pairs(
         examined.setdefault(path, []).append(replace(p, module=plain_path(path)))
     found = [p for path, module in model.named_modules() for p in (*_of_module(module, path), *examined.get(path, ()))]
     taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
+    names = {p.name for p in found}
     for p in extra:
+        if p.name in names:
+            raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
+        names.add(p.name)
         for b in p.G + p.H:
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that already belongs to pair {taken[b.key]!r}")
@@ -231,9 +225,9 @@ def find_symmetric_pairs(
         whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
-    usable = list(_disjoint([_usable(p, include_frozen) for p in whole]))
-    shared = sharing(usable)
-    return PairList(refused(p, SHARED) if i in shared else p for i, p in enumerate(usable))
+    disjoint = list(_disjoint([usable(p, include_frozen) for p in whole]))
+    shared = sharing(disjoint)
+    return PairList(refused(p, SHARED) if i in shared else p for i, p in enumerate(disjoint))
 
 
 def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairList:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..batches import default_forward, tensors
+from ..batches import default_forward, floats
 from ..gl.gauge import canonical_gauge
 from .blocks import check_model
 from .certificate import Certificate, certify
 from .discovery import change
 from .groups import random_elements
-from .pairs import SymmetricPair, check_pairs
-from .recording import undisturbed
+from .pairs import SymmetricPair, check_pairs, in_copy
+from .recording import copied, undisturbed
 from .registry import find_symmetric_pairs
 from .stacks import PairStack, stacks
 from .wide import Wide, widened
@@ -129,13 +128,7 @@ class Verification:
 
 def _outputs(found: Any) -> list[torch.Tensor]:
     """Collect all floating-point tensors of a model's output, in float64."""
-    return [t.detach().double() for t in tensors(found) if t.is_floating_point()]
-
-
-def _rebound(p: SymmetricPair, copies: Mapping[int, Any]) -> SymmetricPair:
-    """Return the same pair in a copy of its model."""
-    G, H = ([replace(b, module=copies.get(id(b.module), b.module)) for b in blocks] for blocks in (p.G, p.H))
-    return replace(p, G=tuple(G), H=tuple(H), null=())
+    return [t.detach().double() for t in floats(found)]
 
 
 @torch.no_grad()
@@ -179,7 +172,7 @@ def verify(
     Raises
     ------
     ValueError
-        The model returns no floating-point tensor.
+        The model returns no floating-point tensor, or a pair of your own belongs to another model.
 
     Examples
     --------
@@ -201,8 +194,8 @@ def verify(
     """
     check_model(model)
     extra = check_pairs(extra)
-    memo: dict[int, Any] = {}
-    twin = copy.deepcopy(model, memo).double()
+    twin = copied(model, lambda: forward(model, batch)).double()
+    modules = dict(zip(model.modules(), twin.modules(), strict=True))
     batch = widened(batch)
 
     def run() -> Any:
@@ -212,7 +205,7 @@ def verify(
         before = _outputs(run())
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-        pairs = find_symmetric_pairs(twin, extra=[_rebound(p, memo) for p in extra], batch=batch, forward=forward)
+        pairs = find_symmetric_pairs(twin, extra=[in_copy(p, modules) for p in extra], batch=batch, forward=forward)
         certificate = _certificate(stacks(pairs), run, seed)
         changes = _changes(twin, pairs, run, before, condition, seed) if moves else {}
     return Verification(certificate, changes)
@@ -242,7 +235,7 @@ def _certificate(found: Sequence[PairStack], run: Callable[[], Any], seed: int) 
         p.grad = None
     generator = torch.Generator().manual_seed(seed)
     with torch.enable_grad():
-        outputs = [t[t.isfinite()].double() for t in tensors(run()) if t.is_floating_point() and t.requires_grad]
+        outputs = [t[t.isfinite()].double() for t in floats(run()) if t.requires_grad]
         draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in outputs]
         for t, draw in zip(outputs, draws, strict=True):
             try:

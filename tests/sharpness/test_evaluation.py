@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
 from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries.blocks import ByClass
 from tests import networks
 from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
 
@@ -303,7 +304,7 @@ def test_unknown_attention_is_refused_by_geodesic_measures_only():
 
 
 def test_registered_attention_is_measured(monkeypatch):
-    monkeypatch.setattr(symmetries.registry, "_HANDLERS", dict(symmetries.registry._HANDLERS))
+    monkeypatch.setattr(symmetries.registry, "_HANDLERS", ByClass(symmetries.registry._HANDLERS))
 
     @symmetries.register_attention(Mystery)
     def mystery(module, name):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ...linalg import at_least_float32
 from ..blocks import Block, block, check_model
 from ..groups import GL
+from ..merging import merged
 from ..pairs import SymmetricPair
-from ..registry import PairList, find_symmetric_pairs
+from ..registry import PairList, find_symmetric_pairs, usable
 from .kinds import Symmetry
 from .listing import symmetries_of
 from .wiring import State, Wiring, wiring_of
@@ -73,12 +74,12 @@ class CanonicalForm:
         lines.append(f"{'all':<12} {sum(self.dimensions.values()):>9,}")
         if self.wiring is None or not self.wiring.sites:
             lines.append("only heads and key biases: no adapter describes how this network is wired (register_wiring)")
-        reasons = Counter((name.split()[-1], why) for name, why in self.refused.items())
+        reasons = Counter((name.partition(":")[0], why) for name, why in self.refused.items())
         lines += [f"not folded: {times} × {kind} ({why})" for (kind, why), times in reasons.items()]
         return "\n".join(lines)
 
 
-def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[SymmetricPair]:
+def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
     r"""Return the pairs of hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
 
     u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
@@ -86,12 +87,11 @@ def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[Sy
     Parameters
     ----------
     wiring : Wiring or None
-    include_frozen : bool
-        Keep the group of pairs whose parameters are not trainable.
 
     Returns
     -------
     list of SymmetricPair
+        Without a group where parameters are not trainable, or not parameters.
 
     Examples
     --------
@@ -112,14 +112,9 @@ def neuron_pairs(wiring: Wiring | None, include_frozen: bool = False) -> list[Sy
             G = [block(up.module, up.weight, rows, transpose=True)]
         G += [] if up.b is None else [block(up.module, up.bias, rows)]
         H = (block(down.module, down.weight, transpose=down.transposed),)
-        frozen = [b.place for b in (*G, *H) if not b.tensor.requires_grad]
-        if frozen and not include_frozen:
-            reason = f"frozen: {', '.join(frozen)}"
-            found.append(SymmetricPair(n.name, n.kind, None, part="neurons", reason=reason, frozen=True))
-        else:
-            group = GL(size, diagonal=True, positive=n.kind == "relu")
-            found.append(SymmetricPair(n.name, n.kind, group, tuple(G), H, part="neurons"))
-    return found
+        group = GL(size, diagonal=True, positive=n.kind == "relu")
+        found.append(SymmetricPair(n.name, n.kind, group, tuple(G), H, part="neurons"))
+    return [usable(p) for p in merged(found)]
 
 
 @torch.no_grad()
@@ -293,7 +288,7 @@ def apply_random_moves_(
         Seed of the moves.
     classes : bool
         As for :func:`canonical_form`.
-    kinds : collection of str, optional
+    kinds : str or collection of str, optional
         The kinds to move; by default all.
 
     Returns
@@ -316,7 +311,7 @@ def apply_random_moves_(
     """
     form = canonical_form(model, classes=classes)
     state = State({p: value.to(torch.promote_types(value.dtype, torch.float64)) for p, value in form.values.items()})
-    generator = torch.Generator().manual_seed(seed)
+    generator, kinds = torch.Generator().manual_seed(seed), [kinds] if isinstance(kinds, str) else kinds
     moving = [s for s in reversed(form.symmetries) if kinds is None or s.kind in kinds]
     for s in moving:
         like = state.of(s.parameters[0])

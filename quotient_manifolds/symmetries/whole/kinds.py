@@ -335,8 +335,10 @@ def score_bias(name: str, tables: Sequence[Table]) -> Symmetry:
     return Symmetry("score bias", name, p.shape[-1], (p.shape[-1],), [p], [], move, fold)
 
 
-def rotation(name: str, wiring: Wiring) -> Symmetry:
+def rotation(name: str, wiring: Wiring, shifts: Sequence[Tensor] = ()) -> Symmetry:
     """Rotate the whole stream, x → Q x, Q orthogonal, with Q 1 = 1 for LayerNorm; needs all gains folded.
+
+    ``shifts`` are those of norms that could not be folded; they lie in the stream as well.
 
     There is no fold, because the metrics of pairs and of vectors in the stream do not depend on it.
     """
@@ -359,8 +361,11 @@ def rotation(name: str, wiring: Wiring) -> Symmetry:
             w.set_matrix(state, Q @ w.matrix(state))
             if w.b is not None:
                 state[w.b] = Q @ state.of(w.b)
+        for p in shifts:
+            state[p] = Q @ state.of(p)
         for p in tables:
             state[p] = state.of(p) @ Q.mT
 
     moving = [r.W for r in readers.values()] + [p for _, w in wiring.writers for p in w.parameters] + tables
+    moving += shifts
     return Symmetry("rotation", name, k * (k - 1) // 2, (k, k), moving, [], move, lambda state: None)

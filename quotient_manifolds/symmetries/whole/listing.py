@@ -28,9 +28,11 @@ def symmetries_of(
 
     def add(s: Symmetry) -> bool:
         if any(p in tied for p in s.parameters):
-            refused[f"{s.name} {s.kind}"] = "weights that are used in another place too"
+            refused[f"{s.kind}: {s.name}"] = "weights that are used in another place too"
+        elif any(not p.is_leaf for p in s.parameters):
+            refused[f"{s.kind}: {s.name}"] = "weights that are computed"  # by pruning, for example
         elif any(not p.requires_grad for p in s.parameters):
-            refused[f"{s.name} {s.kind}"] = "frozen weights"
+            refused[f"{s.kind}: {s.name}"] = "frozen weights"
         else:
             found.append(s)
             return True
@@ -43,23 +45,24 @@ def symmetries_of(
             return True
         return not any(p in tied or not p.requires_grad for p in kinds.shift(site).parameters)
 
-    for name, scale, affine in w.scales:
-        add(kinds.layer_scale(name, scale, affine))
+    # A constant added by a writer, or a rotation, passes through no scale.
+    scaled = {affine.W for name, scale, affine in w.scales if not add(kinds.layer_scale(name, scale, affine))}
     folded = [
         site.norm.gain is None
         or (bool(site.readers) and not site.raw and not site.carried and foldable(site) and add(kinds.gain(site)))
         for site in w.sites
     ]
+    shifted: list[Site] = []
     for site in w.sites:
         open_ends = [r for r in site.readers if r.b is None and not r.blind]
         if site.norm.shift is None or site.raw or not site.readers:
             continue
         if open_ends and not site.norm.centring:
-            refused[f"{site.name} shift"] = "a reader without a bias"
+            refused[f"shift: {site.name}"] = "a reader without a bias"
         elif site.carried is not None and site.carried.b is None:
-            refused[f"{site.name} shift"] = "the next writer has no bias"
-        else:
-            add(kinds.shift(site))
+            refused[f"shift: {site.name}"] = "the next writer has no bias"
+        elif add(kinds.shift(site)):
+            shifted.append(site)
     parts: dict[Tensor, int] = {}
     for site in w.sites:
         for r in site.readers:
@@ -70,32 +73,30 @@ def symmetries_of(
         add(kinds.qk_gain(name, q, k))
     for name, tables in w.score_tables:
         add(kinds.score_bias(name, tables))
-    for s in _biases(w, pairs):
+    for s in _biases(w, shifted, pairs):
         if s is not None:
             add(s)
     for name, source, targets in w.common:
         add(kinds.common(name, source, targets, w.centred))
     if w.centred and w.sites:
         for name, affine in w.writers:
-            add(kinds.writer(name, affine))
+            if affine.W in scaled:
+                refused[f"writer: {name}"] = "its layer scale is not folded"
+            else:
+                add(kinds.writer(name, affine))
         for name, table in w.tables:
             add(kinds.writer_table(name, table))
     if classes:
         for name, affine in w.classifiers:
             add(kinds.writer(name, affine, "classes", parts.get(affine.W, 0)))
-    if w.closed and w.sites and not w.reads_stream_raw and all(folded):
-        add(kinds.rotation("the stream", w))
+    if w.closed and w.sites and not w.reads_stream_raw and all(folded) and not scaled:
+        left = [s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted]
+        add(kinds.rotation("the stream", w, left))
     return found, refused
 
 
-def _biases(w: Wiring, pairs: Sequence[SymmetricPair]) -> list[Symmetry | None]:
-    norms = {
-        r.W: s.norm
-        for s in w.sites
-        for r in s.readers
-        if s.norm.centring and s.norm.shift is not None
-        if r.b is None and not r.blind
-    }
+def _biases(w: Wiring, shifted: Sequence[Site], pairs: Sequence[SymmetricPair]) -> list[Symmetry | None]:
+    norms = {r.W: s.norm for s in shifted if s.norm.centring for r in s.readers if r.b is None and not r.blind}
     found = [kinds.key_bias(p, norms) for p in pairs]
     if w.sites:  # else nobody vouches that attention weights sum to 1
         found += [kinds.value_bias(p, norms) for p in pairs]

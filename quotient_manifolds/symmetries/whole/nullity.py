@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...batches import default_forward, tensors
+from ...batches import default_forward, floats
 from ..wide import Wide
 
 __all__ = ["Nullity", "nullity"]
@@ -101,7 +101,7 @@ def nullity(
     rows: list[Tensor] = []
     for batch in inputs:
         with Wide():
-            out = next(t for t in tensors(forward(model, batch)) if t.is_floating_point())
+            out = floats(forward(model, batch))[0]
         out = (out.log_softmax(-1) if classes else out).flatten()
         eye = torch.eye(out.numel(), dtype=out.dtype, device=out.device)
         for piece in eye.split(256):
@@ -115,6 +115,8 @@ def nullity(
             rows.append(torch.cat(parts, 1).detach())
     J = torch.cat(rows)
     used = (J != 0).any(0)
+    if not used.any():
+        raise ValueError("no output depends on a trainable weight on these inputs")
     J = J[:, used]
     if J.shape[0] < J.shape[1]:
         raise ValueError(f"{J.shape[0]} outputs cannot distinguish {J.shape[1]} parameters; pass more inputs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...batches import default_forward, tensors
+from ...batches import default_forward, floats
+from ..certificate import certify
 from ..discovery import change
 from ..pairs import check_pairs
-from ..recording import undisturbed
+from ..recording import copied, undisturbed
+from ..stacks import stacks
 from ..verify import apply_random_symmetry_
 from ..wide import Wide, widened
 from .canonical import apply_random_moves_, canonicalize_
@@ -90,7 +91,7 @@ def verify_whole(
     seed : int
         Seed of the cotangent and the moves.
     forward : callable
-        ``forward(model, batch)`` → outputs.
+        ``forward(model, batch)`` → outputs, of which the first one that is not a single number is compared.
     classes : bool
         The outputs are used only through a softmax over their last dimension.
 
@@ -108,13 +109,14 @@ def verify_whole(
     >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
     True
     """
-    twin = copy.deepcopy(model).double().requires_grad_()
+    twin = copied(model, lambda: forward(model, batch)).double().requires_grad_()
     wide = widened(batch)
 
     def outputs() -> list[Tensor]:
         with Wide():
-            found = [t for t in tensors(forward(twin, wide)) if t.is_floating_point()]
-        return [t.log_softmax(-1) for t in found[:1]] if classes else found
+            found = [t for t in floats(forward(twin, wide)) if t.dim()]
+        # The first output that is not a loss; others, such as hidden states, need not be invariant.
+        return [t.log_softmax(-1) if classes else t for t in found[:1]]
 
     with undisturbed(twin):
         form = canonicalize_(twin, classes=classes)
@@ -125,8 +127,9 @@ def verify_whole(
         gradients = torch.autograd.grad(at, parameters, draws, allow_unused=True)
         known: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         residuals: dict[str, float] = {}
-        for s in form.symmetries:
-            residuals[s.kind] = max(residuals.get(s.kind, 0.0), _residual(s, known))
+        found = [(p.kind, r) for p, r in certify(stacks(form.pairs), known).residuals.items()]
+        for kind, residual in [*found, *((s.kind, _residual(s, known)) for s in form.symmetries)]:
+            residuals[kind] = max(residuals.get(kind, 0.0), residual)
         before, weights = [t.detach() for t in at], {p: p.detach().clone() for p in parameters}
         changes = {}
         for kind in form.dimensions:
@@ -136,7 +139,7 @@ def verify_whole(
                     apply_random_symmetry_(twin, seed=seed, pairs=mine)
                 else:
                     apply_random_moves_(twin, seed=seed, classes=classes, kinds=[kind])
-                changes[kind] = change(before, [t for t in outputs() if t.is_floating_point()])
+                changes[kind] = change(before, outputs())
                 for p, value in weights.items():
                     p.copy_(value)
     return WholeVerification(residuals, changes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..blocks import plain_class
+from ..blocks import ByClass
 
 __all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "register_wiring", "wiring_of"]
 
@@ -323,11 +323,7 @@ class Wiring:
 
 
 Adapter = Callable[[nn.Module], Wiring]
-_ADAPTERS: dict[str, Adapter] = {}
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+_ADAPTERS = ByClass[Adapter]()
 
 
 def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
@@ -356,13 +352,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     >>> count(Probe(nn.LayerNorm(4), nn.Linear(4, 3)))
     {'gain': 4, 'shift': 4, 'reader': 3, 'rotation': 3}
     """
-
-    def decorate(adapter: Adapter) -> Adapter:
-        for cls in classes:
-            _ADAPTERS[cls if isinstance(cls, str) else _qualified(cls)] = adapter
-        return adapter
-
-    return decorate
+    return _ADAPTERS.register(*classes)
 
 
 def wiring_of(model: nn.Module) -> Wiring | None:
@@ -387,7 +377,7 @@ def wiring_of(model: nn.Module) -> Wiring | None:
     """
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         model = next(model.children())
-    adapter = _ADAPTERS.get(_qualified(plain_class(model)))
+    adapter = _ADAPTERS.of(model)
     try:
         return None if adapter is None else adapter(model)
     except AttributeError:  # replaced layers, options that the adapter does not cover

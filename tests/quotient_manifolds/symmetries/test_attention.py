@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import Projection, attention_pairs, find_symmetric_pairs, registry, verify
+from quotient_manifolds.symmetries.blocks import ByClass
 
 from ... import networks
 
@@ -139,7 +140,7 @@ def test_quantised_weights_are_refused_layer_by_layer(bits, known, monkeypatch):
     model, batch = networks.quantised_bert(bits)
     model.bert.encoder.layer[1].requires_grad_(True)
     if not known:
-        monkeypatch.setattr(registry, "_HANDLERS", {})
+        monkeypatch.setattr(registry, "_HANDLERS", ByClass())
     found = find_symmetric_pairs(model, batch=None if known else batch)
     for p in found:
         assert p.reason.startswith("quantised: the weight has dtype") == ("layer.0." in p.module), p.reason

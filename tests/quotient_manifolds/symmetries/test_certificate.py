@@ -21,6 +21,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
+from quotient_manifolds.symmetries.blocks import ByClass
 from tests import networks
 from tests.architectures import IDS, transformers_model
 
@@ -167,7 +168,7 @@ def test_ways_to_wrap_a_projection(way, table, monkeypatch):
         pytest.skip("transformers 5.9 names the projections so")
     setattr(attention, name, change(getattr(attention, name)))
     if not table:
-        monkeypatch.setattr(registry, "_HANDLERS", {})
+        monkeypatch.setattr(registry, "_HANDLERS", ByClass())
     found = find_symmetric_pairs(model, batch=None if table else batch)
     usable, refused = [p for p in found if p.group], [p for p in found if not p.group]
     reasons = {"own": "its own forward", "computed": "is computed", "replaced": "replaced, pruned or parametrised"}

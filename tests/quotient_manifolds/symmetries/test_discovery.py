@@ -20,6 +20,7 @@ from quotient_manifolds.symmetries import (
     registry,
     stacks,
 )
+from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED
 from quotient_manifolds.symmetries.discovery import _UNREACHED as UNREACHED
 from quotient_manifolds.symmetries.roles import places, roles_of
@@ -53,7 +54,7 @@ KNOWN_MODELS = [
 @pytest.fixture
 def nobody(monkeypatch):
     """Forget every class."""
-    monkeypatch.setattr(registry, "_HANDLERS", {})
+    monkeypatch.setattr(registry, "_HANDLERS", ByClass())
 
 
 def nullities(module, call, kinds):
@@ -169,7 +170,7 @@ def test_what_is_known_is_what_is_found(library, name, monkeypatch):
     """Every line of the table of classes, against the examination."""
     model, batch = zoo.MODELS[library](name)
     known = find_symmetric_pairs(model)
-    monkeypatch.setattr(registry, "_HANDLERS", {})
+    monkeypatch.setattr(registry, "_HANDLERS", ByClass())
     assert same(known, find_symmetric_pairs(model, batch=batch, forward=wide))
 
 

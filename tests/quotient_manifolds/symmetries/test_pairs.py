@@ -1,6 +1,7 @@
 """Pairs: what makes one, and those of one's own."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import sharpness
 from quotient_manifolds.optim import QuotientAdam
 from quotient_manifolds.symmetries import (
     GL,
+    NotASymmetryError,
     Projection,
     SymmetricPair,
     apply_random_symmetry_,
@@ -28,7 +30,9 @@ def test_tied_and_doubled_blocks_are_errors():
         SymmetricPair("tied", "qk", GL(2), q, q)
     k = Projection(layer).input_blocks(1, 2, 0, 2)
     pair = SymmetricPair("twice", "qk", GL(2), q, k)
-    with pytest.raises(ValueError, match="belongs to pair"):
+    with pytest.raises(ValueError, match="belongs to pair 'twice'"):
+        find_symmetric_pairs(layer, extra=[pair, replace(pair, module="again")])
+    with pytest.raises(ValueError, match="two pairs are called 'twice'; give each of yours another name"):
         find_symmetric_pairs(layer, extra=[pair, pair])
     assert find_symmetric_pairs(layer, extra=[pair])[0] == pair
     with pytest.raises(ValueError, match="acts on"):
@@ -123,3 +127,33 @@ def test_factors_outside_networks():
     assert not torch.allclose(*ends["adamw"], atol=1e-2)
     with pytest.raises(ValueError, match=r"matrices \(n, h\) and \(m, h\) with the same h"):
         factor_pair(nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 4)))
+
+
+def test_pairs_of_different_modules_are_different_pairs():
+    """A dict by pair had one entry for both; the true symmetry's residual hid that of the false one."""
+
+    def layers(middle):
+        net = nn.Sequential(nn.Linear(5, 3), middle, nn.Linear(3, 4)).double()
+        G = [block(net[0], "weight", transpose=True), block(net[0], "bias")]
+        return net, pair(G, [block(net[2], "weight")], GL(3))
+
+    torch.manual_seed(0)
+    (wrong, first), (right, second) = layers(nn.ReLU()), layers(nn.Identity())
+    assert first != second
+    assert len({first, second}) == 2
+    both, x = nn.Sequential(wrong, nn.Linear(4, 5).double(), right), torch.randn(9, 5, dtype=torch.float64)
+    y = torch.randint(4, (9,))
+    named = [replace(first, module="first"), replace(second, module="second")]
+    assert verify(both, x, extra=named).failures == ["first"]
+    for pairs in (named, [first, second]):
+        with pytest.raises(NotASymmetryError):
+            sharpness.evaluate(both, [(x, y)], rho=0.1, steps=1, pairs=pairs)
+    copied = copy.deepcopy(named)
+    assert copied[0].G[0].module is not named[0].G[0].module
+
+
+def test_a_pair_of_another_model_cannot_be_verified():
+    layer = nn.Linear(4, 3)
+    G, H = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(3, 2))
+    with pytest.raises(ValueError, match="the pair 'factors' belongs to another model"):
+        verify(layer, torch.randn(2, 4), extra=[factor_pair(G, H)])

@@ -20,6 +20,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
+from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.registry import _HANDLERS, PairList
 
 from ... import networks
@@ -80,7 +81,7 @@ def test_find_is_fast_on_a_large_model():
 
 
 def test_a_skipped_class_counts_without_symmetry(monkeypatch):
-    monkeypatch.setattr(registry, "_HANDLERS", dict(_HANDLERS))
+    monkeypatch.setattr(registry, "_HANDLERS", ByClass(_HANDLERS))
     skip(Mystery)
     model = Mystery()
     assert [p.reason for p in find_symmetric_pairs(model)] == ["skipped on request"]

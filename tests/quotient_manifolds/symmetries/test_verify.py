@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from quotient_manifolds.symmetries import (
     GL,
@@ -101,3 +102,12 @@ def test_a_forward_pass_that_autograd_cannot_follow_is_verified_by_moves():
     assert found.ok
     assert found.certificate.residuals == {}
     assert found.changes
+
+
+def test_a_pruned_model_is_verified():
+    """Its weights have a graph after a pass, and tensors with a graph cannot be copied."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    prune.l1_unstructured(layer.linear1, "weight", 0.3)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(1, 3, 8)
+    layer(x)
+    assert verify(layer, x).ok

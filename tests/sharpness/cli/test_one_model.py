@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quotient_manifolds.symmetries import registry
+from quotient_manifolds.symmetries.blocks import ByClass
 from sharpness import cli, evaluate
 from tests import networks, spread, whole_networks
 
@@ -94,7 +95,7 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "tests.spread:batches; data is given by --data; see sharpness symmetries --help" in said
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "_HANDLERS", {})
+        patch.setattr(registry, "_HANDLERS", ByClass())
         assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
     said = capsys.readouterr().err.strip()
     assert "--measure adaptive" in said

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.whole import (
@@ -11,6 +12,7 @@ from quotient_manifolds.symmetries.whole import (
     canonical_form,
     canonicalize_,
     neuron_pairs,
+    verify_whole,
     wiring_of,
 )  # fmt: skip
 from tests.whole_networks import FAMILIES, build, forward, inputs
@@ -45,6 +47,24 @@ def test_the_function_stays_and_equivalent_weights_meet(family):
     canonicalize_(model)
     for p, q in zip(model.parameters(), once, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_function_stays_whatever_is_frozen(family):
+    """Each symmetry needs others that were folded before: a writer its layer scale, a rotation all shifts."""
+    generator = torch.Generator().manual_seed(FAMILIES.index(family))
+    (batch,) = inputs(family)
+    for _ in range(3):
+        model = build(family)
+        before = forward(model, batch)
+        for p in model.parameters():
+            p.requires_grad_(bool(torch.rand((), generator=generator) < 0.75))
+        kept = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+        canonicalize_(model)
+        assert difference(forward(model, batch), before) < 1e-11
+        apply_random_moves_(model)
+        assert difference(forward(model, batch), before) < 1e-10
+        assert all(torch.equal(p, value) for p, value in kept)
 
 
 def test_single_precision():
@@ -137,3 +157,49 @@ def test_a_saved_canonical_checkpoint_loads_in_its_own_library(tmp_path):
     model.save_pretrained(tmp_path)
     again = ViTForImageClassification.from_pretrained(tmp_path).eval()
     assert difference(forward(again, batch), before) < 1e-5
+
+
+def test_without_a_shift_there_is_no_bias_in_the_weights():
+    """Frozen norms with a shift of 0, and queries, keys, values without biases: the weights became NaN."""
+    model = build("vit")
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.bias.data.zero_()
+            module.requires_grad_(False)
+    for layer in model.vit.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(layer.attention, name).bias = None
+    (batch,) = inputs("vit")
+    before = forward(model, batch)
+    canonicalize_(model)
+    assert difference(forward(model, batch), before) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_pruned_weights_are_left_alone(name):
+    """A pruned weight is computed by each forward pass; what is written into it is lost."""
+    model = build("vit")
+    prune.l1_unstructured(model.vit.layers[0].mlp.fc1, name, 0.3)
+    (batch,) = inputs("vit")
+    with torch.enable_grad():
+        before = forward(model, batch)
+    form = canonicalize_(model)
+    assert "weights that are computed" in form.refused.values()
+    with torch.enable_grad():
+        assert difference(forward(model, batch), before) < 1e-12
+    assert verify_whole(model, batch, forward=forward).ok
+
+
+def test_a_layer_that_is_used_twice_counts_once():
+    def built(shared):
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        if shared:
+            encoder.layers[1] = encoder.layers[0]
+        return encoder
+
+    groups = [[p.group for p in neuron_pairs(wiring_of(built(shared)))] for shared in (True, False)]
+    assert [sum(g.dimension for g in found if g is not None) for found in groups] == [16, 32]
+    weights = build("vit")
+    parametrizations.weight_norm(weights.vit.layers[0].mlp.fc1)
+    for p in neuron_pairs(wiring_of(weights)):
+        assert p.group is None or "layers.0" not in p.module

@@ -18,7 +18,7 @@ def test_ties_close_doors():
     assert untied["gain"] - tied["gain"] == 1
     assert (untied["rotation"], tied["rotation"]) == (1, 0)
     assert not none
-    assert {"ln_f gain", "ln_f shift", "wte writer", "wpe embeddings"} <= set(refused)
+    assert {"gain: ln_f", "shift: ln_f", "writer: wte", "embeddings: wpe"} <= set(refused)
 
 
 def test_rms_norms_see_the_mean():

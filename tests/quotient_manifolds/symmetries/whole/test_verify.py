@@ -42,3 +42,15 @@ def test_the_model_stays():
     assert verify_whole(model, batch, forward=forward, classes=True).ok
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert model.training
+
+
+def test_losses_and_hidden_states_are_not_what_is_compared():
+    """With labels the first output is a loss, and T5 returns its encoder's states, which gains change."""
+    for family, classes in (("bert", True), ("t5", False)):
+        model, batch = build(family), next(inputs(family))
+        report = verify_whole(model, batch, classes=classes)
+        assert report.ok, report
+        assert {"qk", "vo"} <= set(report.residuals)
+    model, batch = build("bert"), next(inputs("bert"))
+    labels = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
+    assert max(verify_whole(model, batch | {"labels": labels}, classes=True).changes.values()) > 0
