@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
-from .linalg import holds, in_own_precision, real_dtype
+from .linalg import holds, in_own_precision
 
 __all__ = ["QuotientManifold", "TangentSpace"]
 
@@ -97,8 +97,9 @@ class QuotientManifold(geoopt.Manifold):
     Abstract; a subclass implements :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`,
     :meth:`canonical`, ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
 
-    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, whose vectors would silently escape
-    the scaling. ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and ``origin``: call them on the base.
+    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, ``geodesic``, ``exit_time`` and
+    ``parallel_transport``, whose vectors would silently escape the scaling. ``Scaled`` does not pass on ``pack_point``,
+    ``unpack_tensor`` and ``origin``: call them on the base.
 
     Examples
     --------
@@ -303,7 +304,7 @@ class QuotientManifold(geoopt.Manifold):
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussians of unit variance per real coordinate, on the generator's device, and move them to ``like``."""
     device = like.device if generator is None else generator.device
-    real = real_dtype(like.dtype)
+    real = like.dtype.to_real()
     if not like.is_complex():
         return torch.randn(shape, dtype=real, device=device, generator=generator).to(like.device)
     parts = torch.randn((*shape, 2), dtype=real, device=device, generator=generator)

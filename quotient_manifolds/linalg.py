@@ -25,7 +25,6 @@ __all__ = [
     "lifted_spectrum",
     "own_precision",
     "pack",
-    "real_dtype",
     "sylvester",
     "symmetric_part_doubled",
     "trace_product",
@@ -81,11 +80,6 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def in_double(X: Tensor) -> Tensor:
     """Widen to double precision; real stays real and complex stays complex."""
     return X.to(torch.complex128 if X.is_complex() else torch.float64)
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the real dtype of the same precision."""
-    return dtype.to_real()
 
 
 def pack(G: Tensor, H: Tensor) -> Tensor:

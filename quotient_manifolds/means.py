@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import as_count, check_same, check_tensors
-from .linalg import in_double, real_dtype
+from .linalg import in_double
 
 __all__ = ["ConvergenceError", "FrechetMean", "PrincipalGeodesics", "frechet_mean", "principal_geodesics"]
 
@@ -110,7 +110,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     Parameters
     ----------
     manifold : QuotientManifold
-        A manifold of this package, or any with ``logmap``, ``expmap``, ``inner`` and ``to_matrix``.
+        A manifold of this package, or any with ``logmap``, ``expmap``, ``inner``, ``norm`` and ``to_matrix``.
     points : Tensor
         (k, …, rows, h).
     weights : Tensor, optional
@@ -127,7 +127,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     Raises
     ------
     ConvergenceError
-        The mean logarithm is still longer than 1e-9, or a logarithm was not found.
+        The mean logarithm is still longer than 1e-9 (mix: of the size of the products), or a logarithm was not found.
     ValueError
         There are no points, or the weights are negative, all zero, or too few or too many.
 
@@ -145,21 +145,24 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     wide, count = in_double(points), as_count("n_starts", n_starts, "frechet_mean")
     with torch.no_grad():
         products = sum(w * manifold.to_matrix(x) for w, x in zip(weights, wide, strict=True))
+        # A point as a vector has the length √(2h) times its size, which is 1 for a metric that no scaling changes.
+        sizes = manifold.norm(wide, wide).square() / (2 * wide.shape[-1])
+        tolerance = _TOLERANCE * torch.einsum("k,k...->...", weights, sizes).sqrt()
         batch = wide.shape[1:-2]
         far = torch.stack([(manifold.to_matrix(x) - products).abs().square().flatten(len(batch)).sum(-1) for x in wide])
         best: FrechetMean | None = None
         for index in far.argsort(0)[:count]:
             start = wide.gather(0, index[None, ..., None, None].expand(1, *wide.shape[1:]))[0]
-            found = _descend(manifold, start, wide, weights)
+            found = _descend(manifold, start, wide, weights, tolerance)
             if best is None:
                 best = found
                 continue
-            better = (found.certificate <= _TOLERANCE) & (
-                (best.certificate > _TOLERANCE) | (found.variance < best.variance * (1 - 1e-9))
+            better = (found.certificate <= tolerance) & (
+                (best.certificate > tolerance) | (found.variance < best.variance * (1 - 1e-9))
             )
             best = FrechetMean(*(torch.where(_like(better, a), b, a) for a, b in zip(best, found, strict=True)))
     assert best is not None
-    if not bool((best.certificate <= _TOLERANCE).all()):
+    if not bool((best.certificate <= tolerance).all()):
         raise ConvergenceError(
             f"mean: the mean logarithm still has length {best.certificate.max().item():.1e} after {_STEPS} steps; "
             "increase n_starts, or pass points that are closer together",
@@ -186,7 +189,7 @@ def _like(flags: Tensor, value: Tensor) -> Tensor:
     return flags.reshape(flags.shape + (1,) * (value.dim() - flags.dim()))
 
 
-def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor) -> FrechetMean:
+def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor, tolerance: Tensor) -> FrechetMean:
     """Go from one start to where the mean logarithm vanishes, or as close as the steps lead."""
     m, shape = start, points.shape[1:-2]
     unknown = torch.full(shape, torch.inf, dtype=weights.dtype, device=start.device)
@@ -206,7 +209,7 @@ def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor) -> F
         rule = torch.where(turn.isfinite() & (turn > 0), turn, 1).clamp(0.2, 5)
         best = FrechetMean(*(torch.where(_like(nearer, a), a, b) for a, b in zip(now, best, strict=True)))
         way, step = torch.where(_like(nearer, way), direction, way), torch.where(nearer, rule, step / 2)
-        if bool(((best.certificate <= _TOLERANCE) | (step < 1e-3)).all()):
+        if bool(((best.certificate <= tolerance) | (step < 1e-3)).all()):
             break
         m = manifold.expmap(best.point, _like(step, way) * way)
     return best
@@ -272,7 +275,7 @@ def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tens
         scores = vectors * values.sqrt().unsqueeze(-2)
         unit = vectors / values.sqrt().clamp_min(torch.finfo(values.dtype).tiny ** 0.5).unsqueeze(-2)
         directions = torch.einsum("...kc,k...ij->c...ij", unit.to(u.dtype), u)
-    real = real_dtype(points.dtype)
+    real = points.dtype.to_real()
     return PrincipalGeodesics(
         m.to(points.dtype), directions.to(points.dtype), (values / len(points)).movedim(-1, 0).to(real),
         scores.movedim((-2, -1), (0, 1)).to(real),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, standard_normal
 from .checks import as_shape, check_dtype, check_tensors, check_vector, fault
-from .gl.geodesic import GeodesicExitError
+from .gl.geodesic import raise_on_exit
+from .gl.geodesic_ode import as_times, column
 from .gl.metrics import METRICS, Motion
 from .linalg import holds
 
@@ -144,20 +145,14 @@ class RescaleQuotient(QuotientManifold):
         check_vector(self, x, u)
         self.tangent_space_at(x)
         B = (u / x).mean(dim=-2, keepdim=True)
-        t = torch.as_tensor(t, dtype=x.dtype, device=x.device)
-        t = t.reshape(*t.shape, *(1,) * B.dim())
+        t = column(as_times(t, x), B)
         if self.metric == "inv":
             point = x * (B * t).exp()
             return point, point * B
         square = 1 + 2 * B * t
         if not holds(square > 0):
-            past = torch.where(square > 0, torch.full_like(square, torch.inf), (-1 / (2 * B)).abs().expand_as(square))
-            time = past.min().item()
-            raise GeodesicExitError(
-                f"{self}: the geodesic leaves the manifold at t = {time:.6g} < {t.abs().max().item():.6g}, where β "
-                "changes sign; use a shorter tangent vector, or retr",
-                time,
-            )
+            times = torch.where(square > 0, torch.inf, -1 / (2 * B))
+            raise_on_exit(times, t.abs().max().item())
         root = square.sqrt()
         return x * root, x * B / root
 

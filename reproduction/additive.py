@@ -15,7 +15,7 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, TangentSpace
 from quotient_manifolds.base import standard_normal
 from quotient_manifolds.gl.local_metric import LocalMetric
 from quotient_manifolds.gl.metrics import Gram, Pair
-from quotient_manifolds.linalg import hermitian_power, in_double, pack, real_dtype, weighted_sylvester
+from quotient_manifolds.linalg import hermitian_power, in_double, pack, weighted_sylvester
 from sharpness.blocks import PairBlock
 
 __all__ = ["AdditiveBlock", "AdditiveTangentSpace"]
@@ -66,7 +66,7 @@ class AdditiveTangentSpace(TangentSpace):
     ) -> None:
         if not epsilon > 0:
             raise ValueError(f"the additive relaxation must be positive, got {epsilon}")
-        real = real_dtype(x.dtype if dtype is None else dtype)
+        real = (x.dtype if dtype is None else dtype).to_real()
         cast = real.to_complex() if x.is_complex() else real
         self.manifold, self.x = manifold, x.to(cast)
         grams = []
@@ -107,10 +107,6 @@ class AdditiveTangentSpace(TangentSpace):
     def acceleration(self, u: Tensor) -> Tensor:
         """Evaluate the geodesic equation with the relaxed inverses; shape of u."""
         return pack(*self._local.acceleration(self.split(u)))
-
-    def pullback(self, u: Tensor, egrad: Tensor) -> Tensor:
-        """Pull a Euclidean gradient at ``retr(u)`` back to one with respect to u; shape of u."""
-        return pack(*self._local.pullback(self.split(u), self.split(egrad)))
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw a horizontal vector, standard Gaussian in coordinates."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..linalg import holds, own_precision, pack, real_dtype
+from ..checks import as_count, check_dtype, check_same, check_tensors
+from ..linalg import holds, own_precision, pack
 
 __all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix"]
 
@@ -88,7 +89,7 @@ class Gauge:
 
     def to(self, dtype: torch.dtype) -> Gauge:
         """Round to another precision; real stays real and complex stays complex."""
-        real = real_dtype(dtype)
+        real = dtype.to_real()
         cast = real.to_complex() if self.x.is_complex() else real
         return Gauge(self.x.to(cast), self.n, self.sigma.to(real), self.A.to(cast), self.A_inv.to(cast))
 
@@ -127,8 +128,9 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
     >>> torch.allclose(one.x, other.x, atol=1e-5)
     True
     """
-    _check_matrix("G", G)
-    _check_matrix("H", H)
+    check_tensors("a pair", G=G, H=H)
+    check_same("a pair", G, H, "G", "H")
+    check_dtype("a pair", G)
     if min(G.dim(), H.dim()) < 2 or G.shape[-1] != H.shape[-1] or G.shape[-1] > min(G.shape[-2], H.shape[-2]):
         raise ValueError(
             f"a pair has shapes (…, n, h) and (…, m, h) with h ≤ min(n, m), got {tuple(G.shape)} and {tuple(H.shape)}"
@@ -180,9 +182,9 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
     >>> GLQuotientMix(3, 3).to_matrix(x).diagonal().abs()
     tensor([4., 1., 0.])
     """
-    _check_matrix("X", X)
-    if not isinstance(h, int) or isinstance(h, bool):
-        raise TypeError(f"h must be a whole number, got {h!r}")
+    check_tensors("from_matrix", X=X)
+    check_dtype("from_matrix", X)
+    h = as_count("h", h, "from_matrix")
     if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
         raise ValueError(f"a matrix of shape {tuple(X.shape)} has no point of rank {h}")
     if not holds(X.isfinite()):
@@ -192,13 +194,6 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
     if not holds(sigma[..., -1] > RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]):
         raise ValueError(f"the matrix has rank below {h}, so it is not the product of any point of the manifold")
     return pack(U[..., :h], Vh.mH[..., :h]) * sigma.sqrt().unsqueeze(-2)
-
-
-def _check_matrix(name: str, X: Tensor) -> None:
-    if not isinstance(X, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(X).__name__}")
-    if X.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-        raise ValueError(f"{name} of shape {tuple(X.shape)} has dtype {X.dtype} without linear algebra; convert it")
 
 
 def _inverse(s: Tensor) -> Tensor:

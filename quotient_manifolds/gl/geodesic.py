@@ -51,7 +51,7 @@ class GeodesicExitError(ValueError):
     Attributes
     ----------
     time : float
-        First time at which a geodesic reaches the manifold's boundary.
+        First time at which a geodesic reaches the manifold's boundary; negative if it is followed backwards.
     times : Tensor or None
         That time for every item of a batch, inf where there is none.
 
@@ -100,10 +100,6 @@ class Whitened:
         root, scale = (row_power(self.sigma, self.present, p) for p in (0.5, self.metric.scale_exponent))
         return (X * root + self.lacking[0], Y * root + self.lacking[1]), (xi * scale, eta * scale)
 
-    def backward(self) -> Whitened:
-        """Reverse the vector."""
-        return replace(self, xi=-self.xi, eta=-self.eta)
-
     def certainly_inside(self, until: float) -> bool:
         """Tell whether ρ < σ_h/√2, which keeps the geodesic on the manifold, holds for all items with a margin."""
         rho = (torch.linalg.matrix_norm(self.xi).square() + torch.linalg.matrix_norm(self.eta).square()).sqrt()
@@ -116,12 +112,15 @@ def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair,
     t = as_times(t, start.X)
     if start.metric.complete:
         return start.undo(*_inv_geodesic(start.X, start.xi, t), *_inv_geodesic(start.Y, start.eta, t))
-    found = _mix_geodesic(start, t.reshape(-1), relative_tol or _default_tolerance(start.X))
-    return start.undo(*(r.reshape(*t.shape, *r.shape[1:]) for r in found))
+    times = t.reshape(-1) if t.numel() else t.new_zeros(1)
+    found = _mix_geodesic(start, times, relative_tol or _default_tolerance(start.X))
+    return start.undo(*(r[: t.numel()].reshape(*t.shape, *r.shape[1:]) for r in found))
 
 
 def exit_time(start: Whitened, until: float = 1.0) -> Tensor:
     """Return the time in (0, until] at which every geodesic leaves the manifold, inf where it stays; (…)."""
+    if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0 < until < torch.inf:
+        raise ValueError(f"until must be a positive number, got {until!r}")
     with torch.no_grad():
         if start.metric.complete or start.certainly_inside(until):
             return torch.full_like(torch.linalg.matrix_norm(start.xi), torch.inf)
@@ -256,11 +255,12 @@ def _default_tolerance(x: Tensor) -> float:
     return 1e-12 if torch.finfo(x.dtype).bits == 64 else 2e-6
 
 
-def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> State:
+def _mix_geodesic(start: Whitened, t: Tensor, tol: float, direction: int = 1) -> State:
     """Integrate the equation of :class:`Reduced` to the times t, (k,), of either sign: X(t), ξ(t), Y(t), η(t)."""
     if bool((t < 0).any()):
         forward = _mix_geodesic(start, t.clamp_min(0), tol)
-        back = _mix_geodesic(start.backward(), (-t).clamp_min(0), tol)
+        reverse = replace(start, xi=-start.xi, eta=-start.eta)
+        back = _mix_geodesic(reverse, (-t).clamp_min(0), tol, -1)
         negative = column(t, forward[0][0]) < 0
         signs = (1, -1, 1, -1)
         return tuple(torch.where(negative, s * b, f) for s, b, f in zip(signs, back, forward, strict=True))
@@ -270,7 +270,7 @@ def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> State:
         waypoints = [_Waypoint.start(problem, start.sigma)]
     else:
         waypoints, times = _follow(problem, start.sigma, last, tol)
-        raise_on_exit(times, last.item())
+        raise_on_exit(direction * times, last.item())
     # For every requested time, the last way-point before it.
     goal = column(t, waypoints[0].time)
     passed = torch.stack([w.time.detach() for w in waypoints])
@@ -291,13 +291,14 @@ def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> State:
 
 
 def raise_on_exit(times: Tensor, until: float) -> None:
-    """Raise a GeodesicExitError if one of the exit times is finite."""
+    """Raise a GeodesicExitError if one of the exit times, which may be negative, is finite."""
     leaving = int(times.isfinite().sum())
     if leaving:
-        first = times.min().item()
+        first = times.flatten()[times.abs().argmin()].item()
         raise GeodesicExitError(
-            f"the mix geodesic leaves the manifold at t = {first:.6g} < {until:.6g}, where the rank of G Hᴴ falls "
-            f"({leaving} of {times.numel()} in the batch do); use a shorter tangent vector, or retr",
+            f"the mix geodesic leaves the manifold at t = {first:.6g}, before {until if first > 0 else -until:.6g}, "
+            f"where the rank of G Hᴴ falls ({leaving} of {times.numel()} in the batch do); use a shorter tangent "
+            "vector, or retr",
             first,
             times,
         )

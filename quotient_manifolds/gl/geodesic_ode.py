@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..linalg import real_dtype
 from .metrics import MIX, Motion
 
 __all__ = [
@@ -84,7 +83,7 @@ def as_times(t: Any, like: Tensor) -> Tensor:
     """Return times as a real tensor with the precision and device of another tensor."""
     if not isinstance(t, Tensor) and not np.issubdtype(np.asarray(t).dtype, np.number):
         raise TypeError(f"times must be numbers, got {t!r}")
-    return torch.as_tensor(t, dtype=real_dtype(like.dtype), device=like.device)
+    return torch.as_tensor(t, dtype=like.dtype.to_real(), device=like.device)
 
 
 def column(t: Tensor, like: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ def integrate(f: Callable[[Tensor, Tensor], Tensor], y: Tensor, end: float, tol:
     with torch.device("cpu"):  # only mix geodesics and parallel transport need it; it builds its tables when imported
         from torchdiffeq import odeint
 
-    t = torch.tensor([0.0, end], dtype=real_dtype(y.dtype), device=y.device)
+    t = torch.tensor([0.0, end], dtype=y.dtype.to_real(), device=y.device)
     # step_t: a step ends exactly at the last time, the solver's dense output is only of fourth order.
     options = {"norm": _worst_item, "step_t": t[1:], "max_num_steps": _MAX_STEPS}
     method = "dopri8" if tol < 1e-8 else "dopri5"

@@ -92,12 +92,6 @@ class LocalMetric:
         (e, a, b), (f, c, d) = self.metric.adjoint(G, H), self.metric.adjoint(H, G)
         return (identity + 0.5 * e, 0.5 * a, 0.5 * b), (identity + 0.5 * f, 0.5 * c, 0.5 * d)
 
-    def pullback(self, u: Pair, p: Pair) -> Pair:
-        r"""Compute :math:`P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P`."""
-        parts = zip(self.factors, u, p, self.adjoints(*self.pulls(u, p)), strict=True)
-        P, Q = (q @ e + X @ a + v @ b for X, v, q, (e, a, b) in parts)
-        return P, Q
-
 
 def canonical_metric(metric: Metric, gauge: Gauge, sigma_hat: Tensor, present: Tensor) -> LocalMetric:
     """Use that all Gram matrices are diagonal; nothing moves along absent directions."""

@@ -105,6 +105,8 @@ class _Distance(torch.autograd.Function):
     def forward(ctx: Any, manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Tensor:
         u = logmap(manifold, x, y, n_starts, on_error)
         space = manifold.tangent_space_at(x)
+        lost = u.isnan().flatten(-2).any(-1)
+        u = torch.where(lost[..., None, None], 0, u)  # whose length has the derivative 0
         d = space.norm(u)
         if any(ctx.needs_input_grad):
             end, velocity = space.geodesic(u)
@@ -115,7 +117,7 @@ class _Distance(torch.autograd.Function):
             B = torch.linalg.lstsq(space.split(end)[0], space.split(y)[0]).solution
             at_y = manifold.pack_point(torch.linalg.solve(B.mH, P, left=False), R @ B)
             ctx.save_for_backward(-space.to_covector(u * unit), at_y)
-        return d
+        return torch.where(lost, torch.nan, d)
 
     @staticmethod
     @once_differentiable

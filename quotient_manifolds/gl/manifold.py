@@ -205,7 +205,6 @@ class GLQuotient(QuotientManifold):
         result = logarithm.distance(self, in_double(x), in_double(y), n_starts, on_error).to(x.real.dtype)
         return result[..., None, None] if keepdim else result
 
-    @_scaled(ScalingInfo.NotCompatible)
     def align(self, x: Tensor, y: Tensor, *, relative_tol: float = 1e-7) -> Tensor:
         """Return the representative of y's orbit that is nearest to x in the metric at x (a local minimum).
 
@@ -215,14 +214,12 @@ class GLQuotient(QuotientManifold):
         with torch.no_grad():
             return alignment.align(self, in_double(x), in_double(y), relative_tol).to(x.dtype)
 
-    @_scaled(ScalingInfo.NotCompatible)
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any, *, n_starts: int | None = None) -> Tensor:
         """Interpolate from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …), differentiable in t."""
         check_tensors(self, x=x, y=y)
         x, y = x.detach(), y.detach()
         return self.geodesic(x, self.logmap(x, y, n_starts=n_starts), t)[0]
 
-    @_scaled(ScalingInfo.NotCompatible)
     def mean(self, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> Tensor:
         """Return the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
         return means.frechet_mean(self, points, weights, n_starts=n_starts).point
@@ -232,7 +229,8 @@ class GLQuotient(QuotientManifold):
         """Transport v in parallel along the geodesic from x with velocity u; return the end point and the vector there.
 
         The connection is that of the quotient, so inner products are preserved. It raises like :meth:`geodesic`, is
-        computed in double precision and returned in the dtype of x. :meth:`transp` is the cheaper projection.
+        computed in double precision and returned in the dtype of x, without derivatives. :meth:`transp` is the cheaper
+        projection, which has them.
         """
         check_vector(self, x, u)
         check_vector(self, x, v, "v")

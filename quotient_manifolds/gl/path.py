@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..linalg import real_dtype, trace_product
+from ..linalg import trace_product
 from .metrics import Gram, Metric, Pair
 
 __all__ = ["Path", "combine", "energy", "flat", "hermitian", "inner", "moved_end", "unflat", "weights"]
@@ -55,7 +55,7 @@ class Path:
 
     def rule(self) -> list[Tensor]:
         """Return weights, φ, integrals, φ(0), fit and times as tensors."""
-        dtype, device = real_dtype(self.x.dtype), self.x.device
+        dtype, device = self.x.dtype.to_real(), self.x.device
         return [torch.as_tensor(a, dtype=dtype, device=device) for a in _rule(self.c.shape[1] + 1)]
 
     def states(self) -> tuple[Tensor, list[Tensor]]:

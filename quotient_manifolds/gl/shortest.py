@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..linalg import real_dtype
 from .alignment import GLManifold
 from .bent import first_path, polar
 from .gauge import Gauge, canonical_gauge
@@ -57,7 +56,7 @@ class Shortest:
     @classmethod
     def nothing(cls, x: Tensor) -> Shortest:
         """Return a result without any geodesic yet."""
-        unknown = torch.full(x.shape[:1], torch.inf, dtype=real_dtype(x.dtype), device=x.device)
+        unknown = torch.full(x.shape[:1], torch.inf, dtype=x.dtype.to_real(), device=x.device)
         nan = torch.full_like(x, torch.nan)
         return cls(nan, nan.clone(), nan.clone(), unknown, *(unknown.clone() for _ in range(4)))
 
@@ -218,7 +217,7 @@ class _Search:
         if path.c.dtype != dtype:
             path = replace(path, x=self.x[at], y=self._representative(at, path.y.to(dtype)), c=path.c.to(dtype))
         value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
-        real = real_dtype(dtype)
+        real = dtype.to_real()
         return _Start(path, value.to(real), least.to(real), minimiser.cosine.to(real))
 
     # -- refinement ----------------------------------------------------------------------------------------------------

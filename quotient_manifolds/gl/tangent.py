@@ -178,16 +178,6 @@ class GLTangentSpace(TangentSpace):
         r"""Compute :math:`-Γ(u, u)` for the velocity :math:`u = (\dot G, \dot H)`; paper, Eq. 12 and App. B."""
         return self.from_gauge(*self._local.acceleration(self.to_gauge(u)))
 
-    def pullback(self, u: Tensor, egrad: Tensor) -> Tensor:
-        r"""Pull a Euclidean gradient at ``retr(u)`` back to one with respect to u.
-
-        .. math:: \nabla_u \ell(R_x(u)) = P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P,
-                  \qquad P = \nabla \ell \text{ at } R_x(u)
-
-        Both are (…, n + m, h); :meth:`egrad2rgrad` turns the result into a tangent vector.
-        """
-        return self._dual_from_gauge(*self._local.pullback(self.to_gauge(u), self._dual_to_gauge(egrad)))
-
     def along_gradient(self, egrad: Tensor) -> tuple[Tensor, Callable[[float], Tensor]]:
         """Return the squared length (…) of a gradient, and t ↦ ``retr(t * egrad2rgrad(egrad))``, at half the cost.
 
@@ -251,9 +241,10 @@ class GLTangentSpace(TangentSpace):
     def pullback_coordinates(
         self, c: Tensor, egrad: Tensor, factor: float = 1.0, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return the coordinates of the horizontal part of ``pullback(from_coordinates(c), egrad)``, times a factor.
+        r"""Pull a Euclidean gradient at ``retr(u)``, u = ``from_coordinates(c)``, back to coordinates, times a factor.
 
-        In canonical gauge, in fewer passes over c.
+        They are those of the horizontal part of :math:`P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P`, with the
+        gradient P, in canonical gauge.
         """
         out = torch.empty_like(c) if out is None else out
         self._coordinates.pull_back(self.split(c), self.split(egrad), factor, self.split(out))

@@ -47,6 +47,7 @@ def _derivatives(metric: Metric, x: Pair, u: Pair, v: Pair) -> tuple[Pair, Pair]
     return here.acceleration(u), (da + G @ L, db - H @ L.mH)
 
 
+@torch.no_grad()
 def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Transport v along the geodesic with velocity u for unit time; return the end point and the transported vector."""
     raise_on_exit(space.exit_time(u), 1.0)

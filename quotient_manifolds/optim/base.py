@@ -184,7 +184,7 @@ class QuotientOptimizer(Optimizer):
 
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
         """Return the factor that scales the gradient's norm, in the metric for pairs, to ``max_grad_norm``."""
-        bound = self.defaults["max_grad_norm"]
+        bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is None:
             return None
         squares = [s.squared_norm() for s in steps]
@@ -192,7 +192,7 @@ class QuotientOptimizer(Optimizer):
             if p in self._rests:
                 g = g.masked_fill(self._covered[p].to(g.device), 0)
             if self._is_other(p):
-                squares.append(wide(g).square().sum())
+                squares.append(torch.linalg.vector_norm(wide(g)).square())
         norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
         return (bound / (norm + 1e-12)).clamp_max(1.0)
 
@@ -213,10 +213,15 @@ class QuotientOptimizer(Optimizer):
         adamw_(self.state, group, params, gradients)
 
     def _step_rest(self, group: Mapping[str, Any], p: Tensor, gradient: Tensor) -> None:
-        """Update the entries outside pairs of a parameter that belongs to pairs in part."""
+        """Update the entries outside pairs of a parameter that belongs to pairs in part.
+
+        They have the rate of parameters outside pairs, as a share of the group's (so that schedules apply), and decay
+        as those do.
+        """
+        own = {"lr": group.get("rest", 1.0) * float(group["lr"]), "weight_decay": (p.dim() > 1) * group["weight_decay"]}
         stand_in = p.to(at_least_float32(p.dtype), copy=True)
         self.state[stand_in] = self.state[p]
-        self._step_others(group, [stand_in], [gradient.to(stand_in.dtype)])
+        self._step_others({**group, **own}, [stand_in], [gradient.to(stand_in.dtype)])
         del self.state[stand_in]
         rest = self._rests[p].to(p.device)
         p[rest] = stand_in[rest].to(p.dtype)

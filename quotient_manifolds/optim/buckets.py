@@ -356,7 +356,7 @@ def is_flipped(pair: SymmetricPair) -> bool:
     if not any(full):
         raise ValueError(
             f"pair {pair.name!r}: both factors lack full column rank ({pair.n} and {pair.m} rows, {x.shape[-1]} "
-            "columns), so that some directions can never get a gradient; initialise one of them with a full-rank "
-            "matrix, lower the rank, or leave the pair out"
+            "columns), where the quotient has no metric; initialise one of them with a full-rank matrix, lower the "
+            "rank, or leave the pair out"
         )
     return not full[1]

@@ -188,7 +188,8 @@ def _create(
         if id(w) in mine:
             scale = mine[id(w)]
             of_scale = {"scale": scale if scale > 0 else 1.0} if muon else {}
-            paired.setdefault(scale, {"params": [], "lr": lr, **of_scale})["params"].append(w)
+            own = {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0, **of_scale}
+            paired.setdefault(scale, own)["params"].append(w)
         else:
             others[0 if w.dim() > 1 and not name.endswith("bias") else 1]["params"].append(w)
     groups = [g for g in (*paired.values(), *others) if g["params"]]

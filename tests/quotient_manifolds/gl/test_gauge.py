@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -44,3 +45,11 @@ def test_from_matrix(dtype):
         from_matrix(W, 6)
     with pytest.raises(ValueError, match="rank below 2"):
         from_matrix(torch.ones(3, 3), 2)
+
+
+def test_factors_of_two_precisions_and_numbers_of_numpy():
+    with pytest.raises(ValueError, match=r"a pair: G of shape \(4, 2\) has dtype torch.float32 but H"):
+        canonical_gauge(torch.randn(4, 2, dtype=torch.float32), torch.randn(3, 2, dtype=torch.float64))
+    assert from_matrix(torch.randn(4, 3), np.int64(2)).shape == (7, 2)
+    with pytest.raises(ValueError, match="from_matrix: h must be a positive integer"):
+        from_matrix(torch.randn(4, 3), True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.optimize import brentq
 
-from quotient_manifolds import GeodesicExitError, GLQuotientInv, GLQuotientMix
+from quotient_manifolds import GeodesicExitError, GLQuotientInv, GLQuotientMix, RescaleQuotient
 from tests import oracle
 from tests.geodesics import METRICS, field, metric, problem
 
@@ -153,3 +153,23 @@ def test_expmap_and_transport_of_geoopt_agree():
         torch.testing.assert_close(y, manifold.expmap(x, u))
         torch.testing.assert_close(w, manifold.transp(x, y, v))
         torch.testing.assert_close(manifold.transp_follow_expmap(x, u, v), w)
+
+
+def test_no_times_and_times_that_mean_nothing():
+    for manifold in (GLQuotientInv(4, 3), GLQuotientMix(4, 3)):
+        x = manifold.random(7, 2)
+        u = manifold.proju(x, 0.1 * torch.randn(7, 2))
+        points, velocities = manifold.geodesic(x, u, torch.zeros(0))
+        assert points.shape == velocities.shape == (0, 7, 2)
+        for until in (torch.inf, -1.0, 0, True, torch.ones(2)):
+            with pytest.raises(ValueError, match="until must be a positive number"):
+                manifold.tangent_space_at(x).exit_time(u, until)
+
+
+def test_an_exit_backwards_has_a_negative_time():
+    for manifold, shape in ((GLQuotientMix(1, 1), (2, 1)), (RescaleQuotient("mix"), (2, 1))):
+        x = torch.ones(shape)
+        for direction in (1, -1):
+            with pytest.raises(GeodesicExitError, match=f"at t = {'-' * (direction < 0)}0.5, before") as caught:
+                manifold.geodesic(x, -direction * x, [0.1 * direction, float(direction)])
+            assert caught.value.time == pytest.approx(0.5 * direction, rel=1e-6)

@@ -5,6 +5,7 @@ import torch
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
 from tests.extent import EXHAUSTIVE
 from tests.geodesics import METRICS, field, metric, problem
+from tests.points import MANIFOLDS, metrics
 
 
 @metric
@@ -248,3 +249,20 @@ def test_a_distance_says_that_it_differentiates_once():
     (g,) = torch.autograd.grad(d, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
+
+
+@metrics
+def test_derivatives_where_some_pairs_have_no_distance(metric):
+    manifold = MANIFOLDS[metric](2, 2)
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 2)
+    y = x + 0.02 * torch.randn(3, 4, 2)
+    y[1, :2] = y[1, :2] @ torch.diag(torch.tensor([1.0, -1.0]))  # another component
+    sound = torch.tensor([0, 2])
+    whole, part = (v.clone().requires_grad_() for v in (x, x[sound]))
+    d = manifold.dist(whole, y, on_error="nan")
+    assert d.isnan().tolist() == [False, True, False]
+    d.nan_to_num().sum().backward()
+    manifold.dist(part, y[sound]).sum().backward()
+    assert not whole.grad[1].any()
+    torch.testing.assert_close(whole.grad[sound], part.grad, rtol=1e-8, atol=1e-10)

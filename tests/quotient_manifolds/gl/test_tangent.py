@@ -120,17 +120,6 @@ def test_derivatives_where_singular_values_coincide(metric):
     assert torch.autograd.gradcheck(lambda a: manifold.retr(a, manifold.proju(a, u)), (x,))
 
 
-@metrics
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_pullback_is_the_derivative_of_the_retraction(metric, dtype):
-    manifold = MANIFOLDS[metric](5, 4)
-    space = manifold.tangent_space_at(manifold.random(2, 9, 3, dtype=dtype))
-    u = torch.randn(2, 9, 3, dtype=dtype, requires_grad=True)
-    P = torch.randn(2, 9, 3, dtype=dtype)
-    (expected,) = torch.autograd.grad((P.conj() * space.retr(u)).real.sum(), u)
-    close(space.pullback(u.detach(), P), expected, 1e-12)
-
-
 @given(cases())
 def test_random_vectors_depend_on_the_orbit_alone(case):
     manifold, x, A, _, _ = case

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from quotient_manifolds import GeodesicExitError
+from quotient_manifolds import GeodesicExitError, GLQuotientInv
 from tests.geodesics import field, metric, problem
 
 
@@ -46,3 +46,11 @@ def test_transport_beyond_the_boundary():
     with pytest.raises(GeodesicExitError) as caught:
         manifold.parallel_transport(x, u, u)
     assert caught.value.time == pytest.approx(0.625, rel=1e-6)
+
+
+def test_a_transported_vector_has_no_derivative():
+    """It had wrong ones, and NaN."""
+    manifold = GLQuotientInv(4, 3)
+    x = manifold.random(7, 2).requires_grad_()
+    u = manifold.proju(x.detach(), 0.1 * torch.randn(7, 2)).requires_grad_()
+    assert not any(found.requires_grad for found in manifold.parallel_transport(x, u, u))

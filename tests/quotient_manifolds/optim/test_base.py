@@ -24,6 +24,7 @@ from quotient_manifolds.symmetries import (
     GL,
     adapter_pairs,
     block,
+    factor_pair,
     find_symmetric_pairs,
     pair,
 )
@@ -430,3 +431,29 @@ def test_adapters_that_are_switched_off_are_not_certified_at_every_step(monkeypa
     train(model, optimizer, 1, schedule=False)
     assert len(seen) == 2
     assert not optimizer._certification.open
+
+
+def test_a_loaded_state_clips_as_the_saved_one():
+    def built(**options):
+        torch.manual_seed(0)
+        G, H = (nn.Parameter(torch.randn(5, 2)) for _ in range(2))
+        return G, H, QuotientSGD([G, H], [factor_pair(G, H)], lr=0.1, **options)
+
+    G, H, first = built(max_grad_norm=0.1)
+    other_G, other_H, second = built()
+    second.load_state_dict(first.state_dict())
+    for a, b, optimizer in ((G, H, first), (other_G, other_H, second)):
+        (100 * a @ b.mT).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(G, other_G)
+    assert torch.equal(H, other_H)
+
+
+def test_clipping_beside_complex_parameters():
+    G, H = (nn.Parameter(torch.randn(5, 2)) for _ in range(2))
+    other = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+    optimizer = QuotientAdam([G, H, other], [factor_pair(G, H)], lr=0.1, max_grad_norm=1.0)
+    ((G @ H.mT).square().sum() + other.abs().square().sum()).backward()
+    before = other.detach().clone()
+    optimizer.step()
+    assert not torch.equal(other, before)

@@ -8,9 +8,11 @@ from torch import nn
 
 from quotient_manifolds.optim import (
     create_quotient_lora_optimizer,
+    create_quotient_optimizer,
 )
 from quotient_manifolds.symmetries import (
     adapter_pairs,
+    find_symmetric_pairs,
 )
 
 from ...networks import shake
@@ -173,3 +175,24 @@ def test_other_adapters_are_named():
     model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
     with pytest.raises(ValueError, match="its adapters are of the kind IA3, whose weights form no such pair"):
         create_quotient_lora_optimizer(model, lr=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_entries_outside_pairs_have_the_rate_of_other_parameters(optimizer):
+    """If V and O alone are pairs, Q and K share a parameter with V: they had the rate of the pairs, and decayed."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    pairs = [p for p in find_symmetric_pairs(layer) if p.kind == "vo"]
+    rates = {"lr": 0.02, "other_params_lr": 1e-4}
+    made = create_quotient_optimizer(layer, pairs=pairs, optimizer=optimizer, weight_decay=0.5, **rates)
+    weight, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
+    bias.data.fill_(1.0)
+    before = weight.detach().clone(), bias.detach().clone(), layer.linear1.weight.detach().clone()
+    (layer(torch.randn(4, 5, 8)) * torch.randn(4, 5, 8)).sum().backward()
+    key_bias = bias.grad[8:16].clone()
+    made.step()
+    for old, new in zip(before, (weight, bias, layer.linear1.weight), strict=True):
+        moved = (new.detach() - old)[: 8 if new.dim() == 1 else 16].abs()
+        assert 0.5e-4 < float(moved.max()) < 1.3e-4
+    assert not key_bias.isnan().any()
+    assert float((weight.detach() - before[0])[16:].abs().max()) > 1e-3
