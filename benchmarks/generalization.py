@@ -23,7 +23,7 @@ from _common import RESULTS
 
 from reproduction.collection import train_collection
 from reproduction.plots import plot_ablations
-from reproduction.study import agreement, plot_partial, plot_radius, rows_of, table
+from reproduction.study import agreement, differences, plot_partial, plot_radius, rows_of, table
 from reproduction.zoo import KINDS
 from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
@@ -164,6 +164,12 @@ def report(docs: Path = DOCS) -> None:
         for target in ("gap", "test-loss"):
             (tables / f"zoos_{target}.md").write_text(table(own, target), encoding="utf-8")
             plot_radius(own, target, images / f"zoos_radius_{target}.png")
+            lines = ["| zoo | measure | level | partial τ minus that of adaptive |", "|---" * 4 + "|"]
+            for kind, found in own.items():
+                for (name, level), tau in differences(found, target).items():
+                    between = f"{tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]"
+                    lines.append(f"| {kind} | {name} | {level + 1} | {between} |")
+            (tables / f"zoos_{target}_differences.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
         (tables / "zoos_shift.md").write_text(table(shifted, "test-error"), encoding="utf-8")
         plot_partial(own, images / "zoos_partial.png")
 

@@ -63,6 +63,12 @@ def _finetune(options: argparse.Namespace) -> int:
     if options.test is not None:
         check_source(options.test)
     given: dict[str, Any] = {"lr": options.lr, "epochs": options.epochs, "batch": options.batch}
+    most = 1 if options.vary == "seed" else 2
+    for name in ("lr", "epochs"):
+        if len(given[name] or ()) > most:
+            raise ValueError(
+                f"--{name} takes {'one value' if most == 1 else 'a range of two values'}, got {given[name]}"
+            )
     if options.vary == "seed":
         one = {k: v[0] if isinstance(v, list) else v for k, v in given.items() if v is not None}
         recipes = [Recipe(seed=seed, **one) for seed in range(options.models)]

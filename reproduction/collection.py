@@ -22,9 +22,12 @@ from torch import nn
 
 from sharpness.data import DataChoice
 from sharpness.data.examples import choose
+from sharpness.data.images import needed_format
 from sharpness.data.loading import load_examples
+from sharpness.errors import naming
 from sharpness.files import atomic_write, check_folder, write_json
 from sharpness.models import ImageFormat, LoadedModel, load
+from sharpness.models.loaded import quiet
 from sharpness.progress import bar
 from sharpness.sweep.run import shard_of
 
@@ -76,7 +79,8 @@ def train_collection(
     Raises
     ------
     ValueError, OSError
-        The model or the data cannot be used, or the folder has models of other recipes or data.
+        The model or the data cannot be used, or the folder has models of other recipes or data, or was made for other
+        test data.
 
     Examples
     --------
@@ -104,6 +108,8 @@ def train_collection(
     records: list[dict[str, Any]] = [{"recipe": asdict(r), **about} for r in recipes]
     todo = [i for i in shard_of(range(len(recipes)), shard) if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
+    if test is not None and config.is_file() and json.loads(config.read_text()).get("test") != _plain(test):
+        raise ValueError(f"{config} was written for other test data; delete it, or use another folder")
     if not todo and config.is_file():
         return config
     training, names = _training(loaded, data)
@@ -169,7 +175,8 @@ def _save(net: Any, loaded: LoadedModel, path: Path, half: bool) -> None:
     if loaded.source == "transformers":
 
         def write(own: Path) -> None:
-            net.save_pretrained(own, state_dict=weights)  # the configuration records the precision of the model
+            with quiet():
+                net.save_pretrained(own, state_dict=weights)  # the configuration records the precision of the model
             assert loaded.folder is not None
             if loaded.tokenizer is not None:
                 loaded.tokenizer.save_pretrained(own)
@@ -187,20 +194,11 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
     """Load the pre-trained body of a transformers folder with a new head of sequence classification."""
     import transformers
 
-    said = transformers.utils.logging
-    before = said.get_verbosity()
-    said.set_verbosity_error()  # the new head is intended
-    try:
+    with quiet(), naming(f"{loaded.folder} has no variant that classifies texts"):
         net = transformers.AutoModelForSequenceClassification.from_pretrained(
             loaded.folder, local_files_only=True, trust_remote_code=False, ignore_mismatched_sizes=True,
             num_labels=len(names), label2id=dict(names), id2label={v: k for k, v in names.items()},
         )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(
-            f"{loaded.folder} has no variant that classifies texts ({' '.join(str(error).split())[:200]})"
-        ) from error
-    finally:
-        said.set_verbosity(before)
     if isinstance(loaded.model, type(net)):  # the model came with a head, which was reused
         body = {id(m) for m in net.base_model.modules()}
         for m in net.modules():
@@ -226,11 +224,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
             )
         texts.classes = len(found)
         return texts, {by_number.get(i, str(i)): i for i in found}
-    how = data.image_format(loaded.images)
-    if how is None:
-        raise ValueError(
-            f"{data.source} holds images, but the model does not say which format it expects; pass size, mean and std"
-        )
+    how = needed_format(data.image_format(loaded.images), data.source)
     plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
     examples = load_examples(data.source, images=plain, text=data.columns)
     if examples.classes is None:
@@ -249,11 +243,6 @@ def _config(
     loaded: LoadedModel, model: str, checkpoint: str | None, data: DataChoice, test: DataChoice | None, points: int
 ) -> dict[str, Any]:
     """Collect what ``sharpness sweep`` needs to measure the collection."""
-
-    def plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
-        found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}
-        return {k: v for k, v in found.items() if k != "columns" and v not in (None, {})}
-
     # Measure training examples: the first of the same random choice or, if all were used, any.
     measured = {"num_examples": points if data.num_examples is None else min(points, data.num_examples)}
     measured["batch_size"] = min(256, measured["num_examples"])
@@ -262,7 +251,7 @@ def _config(
     folders = loaded.source == "transformers"
     checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
     config: dict[str, Any] = {
-        "checkpoints": checkpoints, "data": plain(data, **measured), "train": plain(data),
+        "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data),
         "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
         "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
                 "adaptive": [0.05, 0.1, 0.2, 0.5]},
@@ -271,5 +260,12 @@ def _config(
     if start is not None:
         config["initial"] = os.path.abspath(start)
     if test is not None:
-        config["test"] = plain(test)
+        config["test"] = _plain(test)
     return config
+
+
+def _plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
+    """Describe data as an entry of a sweep's configuration."""
+    found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return {k: v for k, v in plain.items() if k != "columns" and v not in (None, {})}

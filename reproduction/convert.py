@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sharpness.extras import require_extra
+from sharpness.models.loaded import quiet
 
 from .folders import atomic_write_folder
 
@@ -207,7 +208,8 @@ def bert_from_tensorflow(
     tokenizer = BertTokenizer(_vocabulary(paths[1]), do_lower_case=not cased, model_max_length=length)
 
     def write(own: Path) -> None:
-        model.eval().save_pretrained(own)
+        with quiet():
+            model.eval().save_pretrained(own)
         tokenizer.save_pretrained(own)
 
     atomic_write_folder(folder, write)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from sharpness.extras import require_extra
+from sharpness.models.loaded import quiet
 from sharpness.progress import bar
 
 from .folders import atomic_write_folder, check_replaceable
@@ -143,7 +144,8 @@ def pretrain(
     losses = _train(model, tokenizer, coded, steps, batch, lr, seed, progress)
 
     def write(own: Path) -> None:
-        model.eval().save_pretrained(own)
+        with quiet():
+            model.eval().save_pretrained(own)
         tokenizer.save_pretrained(own)
 
     atomic_write_folder(folder, write)

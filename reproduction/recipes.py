@@ -155,8 +155,11 @@ def random_recipe(
     >>> recipes[7] == random_recipe(7, epochs=(2, 4))
     True
     """
-    if not 0 < min(lr) <= max(lr) <= 1e3 or min(epochs) < 1:
-        raise ValueError(f"learning rates must lie between 0 and 1e3 and epochs be at least 1, got {lr} and {epochs}")
+    if not (0 < lr[0] <= lr[1] <= 1e3 and 1 <= epochs[0] <= epochs[1]):
+        raise ValueError(
+            "ranges go from the smaller value to the larger; learning rates lie between 0 and 1e3, epochs are at least "
+            f"1: got {lr} and {epochs}"
+        )
     rng = np.random.default_rng(seed)
     rate = float(np.exp(rng.uniform(*np.log(lr))))
     decay = float(10 ** rng.uniform(-4, -0.2))

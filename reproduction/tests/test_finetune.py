@@ -105,6 +105,23 @@ def test_the_same_models_however_often_it_was_stopped_and_split(images, monkeypa
         assert i == 0 or not torch.equal(one["cls_token"], load_state_dict("whole/model_00.safetensors")["cls_token"])
 
 
+def test_what_does_not_fit_is_refused(images, capsys):
+    data, recipe = DataChoice("train", num_examples=20, subset_seed=0), [Recipe(epochs=1, batch=20)]
+    train_collection("tinyvit:tiny", data, "c", recipes=recipe, progress=False)
+    train_collection("tinyvit:tiny", data, "c", recipes=recipe, progress=False)
+    with pytest.raises(ValueError, match="was written for other test data"):
+        train_collection("tinyvit:tiny", data, "c", recipes=recipe, test=DataChoice("train"), progress=False)
+    for ranges in ({"epochs": (6, 2)}, {"lr": (1e-3, 1e-5)}):
+        with pytest.raises(ValueError, match="ranges go from the smaller value to the larger"):
+            random_recipe(0, **ranges)
+    command = ["finetune", "tinyvit:tiny", "train", "--out", "d", "--quiet", "--lr", "1e-5", "1e-4"]
+    assert cli.main([*command, "1e-3"]) == 2
+    assert cli.main([*command, "--vary", "seed"]) == 2
+    said = capsys.readouterr().err
+    assert "--lr takes a range of two values" in said
+    assert "--lr takes one value" in said
+
+
 def test_label_noise_and_mixup_reach_the_targets(images):
     data = DataChoice("train", num_examples=40, subset_seed=0)
     training, _ = collection._training(load("tinyvit:tiny"), data)

@@ -308,7 +308,7 @@ def _run(options: argparse.Namespace) -> int:
                         ascent=options.ascent, restarts=options.restarts, seed=options.seed,
                         keep_directions=options.figures is not None, progress=not options.quiet and leader, **common,
                     )  # fmt: skip
-            found.append(result.to_dict())
+            found.append({"quantity": measure, **result.to_dict()})
             if leader:
                 if not options.json:
                     print(result, *_spread(result), "\n", sep="\n", end="", flush=True)

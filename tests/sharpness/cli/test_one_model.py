@@ -38,6 +38,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
     assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
     written = json.loads(out.read_text())
     found = written["results"][0]
+    assert found["quantity"] == "adaptive"
     batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
     result = evaluate(model, batches, measure="adaptive", rho=0.1)
     assert found["sharpness"]["0.1"] == float(result)
