@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,10 @@ from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
 from sharpness.files import write_json
 from sharpness.plots import plot_sweep
-from sharpness.rows import Row, read_results, write_results
+from sharpness.rows import Row, read_results, targets, write_results
 from sharpness.statistics import kendall
 from sharpness.sweep import read_config, read_rows, run_sweep
-from sharpness.tables import formatted
+from sharpness.tables import FEWEST_MODELS, formatted
 
 DOCS = RESULTS.parent.parent / "docs"
 #: Test examples of each collection.
@@ -83,10 +84,18 @@ def gather(kind: str, zoo: Path) -> None:
 
 
 def gather_agreement(kind: str, zoo: Path, models: int) -> None:
-    """Write the fits, geodesic-inv and complete-inv of the first models of a zoo to a table."""
-    sweep = read_config(zoo / "models" / "measure.json")
+    """Write the fits, geodesic-inv and complete-inv of the first models of a zoo to a table.
+
+    Rows of other models stay in it, so that a zoo can be trained and measured in parts.
+    """
+    path, sweep = RESULTS / f"agreement_{kind}.csv", read_config(zoo / "models" / "measure.json")
     first = replace(sweep, checkpoints=sweep.checkpoints[:models], baselines=False, measures=AGREEMENT)
-    write_results(RESULTS / f"agreement_{kind}.csv", read_rows(zoo / "results", first))
+    found = read_rows(zoo / "results", first)
+    count = Counter(r["checkpoint"] for r in found)
+    full = [r for r in found if count[r["checkpoint"]] == max(count.values())]
+    before = read_results(path) if path.is_file() else []
+    names = {r["checkpoint"] for r in full}
+    write_results(path, [*(r for r in before if r["checkpoint"] not in names), *full])
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -158,6 +167,7 @@ def report(docs: Path = DOCS) -> None:
     lines += [f"{kind},{resolution(found, TESTED[kind])}" for kind, found in {"pilot": rows, **own}.items()]
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     compared = {k: list(read_results(p)) for k in KINDS if (p := RESULTS / f"agreement_{k}.csv").is_file()}
+    compared = {k: rows for k, rows in compared.items() if len(targets(rows)) >= FEWEST_MODELS}
     if compared:
         (tables / "agreement.md").write_text(agreement(compared, *AGREEMENT), encoding="utf-8")
     if own:

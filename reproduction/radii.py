@@ -131,7 +131,9 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
     return [rho for rho in radii if rho is not None]
 
 
-def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool = True) -> Path:
+def choose_radii(
+    zoo: Path, *, measures: Sequence[str] = PRIMARY, rows: Sequence[Row] = (), progress: bool = True
+) -> Path:
     """Write the configurations that measure a zoo: ``models/measure.json``, with radii by the rule, and Hessians.
 
     Parameters
@@ -139,6 +141,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     zoo : Path
         A zoo from :func:`reproduction.zoo.build`.
     measures : sequence of str
+    rows : sequence of mapping
+        Measurements of other models of this zoo, whose radii are taken over.
     progress : bool
         Show a progress bar.
 
@@ -157,22 +161,23 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     sweep = read_config(zoo / "models" / "sweep.json")
     base = json.loads((zoo / "models" / "sweep.json").read_text())
     radii = json.loads(path.read_text())["rho"] if path.is_file() else {}
-    rows = read_rows(zoo / "results")
-    tested = {r["checkpoint"] for r in rows if r["kind"] == "fit"}
-    missing = [c.name for c in sweep.checkpoints if c.name not in tested]
-    if missing:
+    for r in rows:
+        if r["kind"] == "sharpness" and r["rho"] > 0:
+            radii[r["measure"]] = sorted({*radii.get(r["measure"], ()), r["rho"]})
+    fits = [r for r in read_rows(zoo / "results") if r["kind"] == "fit"]
+    missing = [c.name for c in sweep.checkpoints if c.name not in {r["checkpoint"] for r in fits}]
+    if missing and not set(measures) <= set(radii):
         raise ValueError(
             f"{len(missing)} of {len(sweep.checkpoints)} models of {zoo} have no training loss yet ({missing[0]}, …); "
             "finish `python -m reproduction zoo` first, because the radii depend on the whole zoo"
         )
-    chosen = set(median_models(rows))
-    models = [c for c in sweep.checkpoints if c.name in chosen]
     with bar(len(measures), "radii", "measure", progress=progress) as shown:
         for measure in measures:
             if measure not in radii:
+                models = [c for c in sweep.checkpoints if c.name in median_models(fits)]
                 radii[measure] = radius_of_levels(sweep, models, measure)
-                own = {"measures": [m for m in radii if radii[m]] + ["gradient-norm"], "rho": radii}
-                write_json(path, base | own | {"relative_tol": 1e-3})
+            own = {"measures": [m for m in radii if radii[m]] + ["gradient-norm"], "rho": radii}
+            write_json(path, base | own | {"relative_tol": 1e-3})
             shown.update()
     few = base["data"]["num_examples"] // 4
     local = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}

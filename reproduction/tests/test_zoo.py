@@ -124,6 +124,10 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys):
     found = json.loads(config.read_text())
     assert set(found["rho"]) == {"adaptive"} < set(PRIMARY)
     assert "gradient-norm" in found["measures"]
+    known = [{"kind": "sharpness", "measure": "euclidean", "rho": rho} for rho in (0.5, 0.25)]
+    both = json.loads(choose_radii(Path("zoo"), measures=("euclidean",), rows=known, progress=False).read_text())
+    assert both["rho"] == found["rho"] | {"euclidean": [0.25, 0.5]}
+    config.write_text(json.dumps(found))
     sweep = read_config(config)
     names = median_models(read_rows("zoo/results"))
     assert run_sweep(sweep, "zoo/results", progress=False) == []
