@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from _common import RESULTS
-from lora_quality_report import interval
+from lora_quality_report import interval, width
 from lora_text import METHODS, SEEDS, best
 
 from sharpness.plots.look import figure
 
 NAMES = {"ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
+RANKS = (4, 16, 64)
 COLOURS = dict(zip(METHODS, ("#666666", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#999933"),
                    strict=True))  # fmt: skip
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Lines of a table, after an empty one."""
+    head = list(head)
+    yield ""
+    for cells in (head, ["---"] * len(head), *body):
+        yield "| " + " | ".join(cells) + " |"
 
 
 def losses(frame: pd.DataFrame, **where: Any) -> pd.Series:
@@ -59,73 +69,79 @@ def steps_to(rows: list[dict[str, Any]], level: float) -> float:
     return float(np.median(found)) if found else np.nan
 
 
-def finals(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> None:
-    """Print the table of the final runs of a task."""
+def finals(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> Iterator[str]:
+    """The final runs of a task."""
     final = frame[(frame.task == task) & (frame.part == "final")]
-    print("| method | rate | rank 4 | accuracy | against AdamW | rank 16, the same rate | against AdamW "
-          "| rank 64, the same rate | against AdamW | steps to AdamW's last loss |\n|" + "---|" * 10)  # fmt: skip
     of = [r for r in rows if (r["task"], r["part"], r["rank"]) == (task, "final", 4)]
     reference = [v for r in of if r["method"] == "AdamW" for v in r["losses"][-16:]]
-    for method in METHODS:
-        if not ((frame.task == task) & (frame.method == method)).any():
-            continue
+    body = []
+    for method in (m for m in METHODS if (final.method == m).any()):
         cells = [method, f"{best(rows, task, method):g}"]
-        for rank in (4, 16, 64):
+        for rank in RANKS:
             own, base = (losses(final, method=m, rank=rank) for m in (method, "AdamW"))
-            cells.append(cell(own))
-            if rank == 4:
-                accuracy = final[(final.method == method) & (final["rank"] == 4)].accuracy.dropna()
-                cells.append(cell(100 * accuracy, 1))
-            cells.append("" if method == "AdamW" else paired(own, base))
+            cells += [cell(own), "" if method == "AdamW" else paired(own, base)]
+        accuracy = final[(final.method == method) & (final["rank"] == 4)].accuracy.dropna()
+        cells.insert(2, cell(100 * accuracy, 1))
         mine = [r for r in of if r["method"] == method]
         cells.append(f"{steps_to(mine, float(np.mean(reference))):.0f}" if reference and mine else "")
-        print("| " + " | ".join(cells) + " |")
+        body.append(cells)
+    head = ["method", "rate", "accuracy, rank 4", "test loss, rank 4", "against AdamW", "rank 16, the same rate",
+            "against AdamW", "rank 64, the same rate", "against AdamW", "steps to AdamW's loss, rank 4"]  # fmt: skip
+    yield from table(head, body)
 
 
-def rates(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> None:
-    """Print the loss on the grid, and half a decade from the best rate at other ranks."""
-    tune = frame[(frame.task == task) & (frame.part == "tune")]
+def rates(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> Iterator[str]:
+    """The loss on the grid, how far the rate may be off, and the best rates at other ranks."""
+    own = frame[frame.task == task]
+    tune = own[own.part == "tune"]
     grid = sorted(tune.lr.unique())
-    print("\n| method, rank 4, one seed | " + " | ".join(f"{lr:g}" for lr in grid) + " |\n|" + "---|" * (len(grid) + 1))
-    for method, own in tune.groupby("method", sort=False):
-        by_rate = own.drop_duplicates("lr").set_index("lr").test_loss.astype(float)
+    near = own[own.part.isin(["transfer", "final"]) & (own.seed == SEEDS[0])]
+    body = []
+    for method, mine in tune.groupby("method", sort=False):
+        by_rate = mine.drop_duplicates("lr").set_index("lr").test_loss.astype(float)
         found = [by_rate.get(lr) for lr in grid]
-        cells = ["" if v is None else "diverged" if np.isnan(v) else f"{v:.3f}" for v in found]
-        print(f"| {method} | " + " | ".join(cells) + " |")
-    moved = frame[(frame.task == task) & frame.part.isin(["transfer", "final"]) & (frame.seed == SEEDS[0])]
-    if (moved.part == "transfer").any():
-        print("\n| best rate at this rank over that of rank 4 (one seed) | rank 16 | rank 64 |\n|---|---|---|")
-        for method, own in moved.groupby("method", sort=False):
-            cells = []
-            for rank in (16, 64):
-                at = own[own["rank"] == rank].dropna(subset="test_loss")
-                cells.append(
-                    f"{at.loc[at.test_loss.idxmin()].lr / best(rows, task, method):.2g}" if len(at) > 2 else ""
-                )
-            print(f"| {method} | " + " | ".join(cells) + " |")
+        cells = [str(method), *("" if v is None else "diverged" if np.isnan(v) else f"{v:.3f}" for v in found)]
+        by_rate = by_rate.fillna(99.0).sort_index()
+        cells.append(f"{width(list(by_rate.index), list(by_rate), 0.05):.2f}")
+        for rank in RANKS[1:]:
+            at = near[(near.method == method) & (near["rank"] == rank)]
+            sound = at.dropna(subset="test_loss")
+            ratio = f"{sound.loc[sound.test_loss.idxmin()].lr / best(rows, task, method):.2g}" if len(at) > 2 else ""
+            cells.append(ratio)
+        body.append(cells)
+    head = ["test loss at rank 4, one seed, at the rate", *(f"{lr:g}" for lr in grid), "decades within 5 %",
+            "best rate, rank 16 over 4", "rank 64 over 4"]  # fmt: skip
+    yield from table(head, body)
 
 
-def starts(frame: pd.DataFrame) -> None:
-    """Print how far runs from equivalent factors end from each other."""
+def starts(frame: pd.DataFrame) -> Iterator[str]:
+    """How far runs from equivalent factors end from each other."""
     moved = frame[frame.part == "moved"]
-    if not len(moved):
-        return
-    print("\n| AG News from equivalent factors, cond(M) = 30 | test loss there | its distance to the plain start |")
-    print("|---|---|---|")
     final = frame[(frame.part == "final") & (frame["rank"] == 4) & (frame.task == "ag_news")]
+    body = []
     for method in moved.method.unique():
         there, plain = losses(moved, method=method), losses(final, method=method)
         distance = (there - plain).abs().dropna()
-        print(f"| {method} | {cell(there)} | {distance.mean():.4f} |")
+        body.append([method, cell(there), f"{distance.mean():.4f}"])
+    yield from table(["AG News, equivalent factors", "test loss", "distance to that of the plain start"], body)
+
+
+def costs(frame: pd.DataFrame) -> Iterator[str]:
+    """Time of the optimiser's own steps."""
+    own = frame[frame.part.isin(["tune", "final"])]
+    shown = [m for m in METHODS if (own.method == m).any()]
+    medians = own.groupby(["method", "rank"]).optimizer_ms.median()
+    body = [[m, *(f"{medians[m, r]:.0f}" if (m, r) in medians else "" for r in RANKS)] for m in shown]
+    yield from table(["the optimiser's step alone, ms", *(f"rank {r}" for r in RANKS)], body)
 
 
 def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
     """Test loss against the rate, and at the rate of rank 4 against the rank."""
-    tasks = [t for t in NAMES if ((frame.task == t) & (frame.part == "tune")).any()]
+    tasks = [t for t in NAMES if ((frame.task == t) & (frame.part == "final")).any()]
     with figure(path, (4.6 * len(tasks), 8), 2, len(tasks)) as (_, axes):
         for column, task in zip(np.asarray(axes).reshape(2, -1).T, tasks, strict=True):
             own = frame[frame.task == task]
-            for method in own.method.unique():
+            for method in (m for m in METHODS if (own.method == m).any()):
                 wide = 2.4 if method.startswith("Quotient") else 1.2
                 look = {"color": COLOURS[method], "label": method, "linewidth": wide}
                 tune = own[(own.method == method) & (own.part == "tune")].sort_values("lr")
@@ -133,27 +149,32 @@ def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
                 means = own[(own.method == method) & (own.part == "final")].groupby("rank").test_loss.mean()
                 if len(means):
                     column[1].plot([str(r) for r in means.index], means, marker="o", markersize=4, **look)
-            low = float(own.test_loss.min())
+            final = own[own.part == "final"].groupby(["method", "rank"]).test_loss.mean()
+            low, high = float(own.test_loss.min()), float(final.max())
+            around = (low - 0.02, min(high, low + 0.4) + 0.02)
             column[0].set(xscale="log", xlabel="learning rate, rank 4", ylabel="test loss", title=NAMES[task],
-                          ylim=(low - 0.02, low + 0.4))  # fmt: skip
-            column[1].set(xlabel="rank, at the rate of rank 4", ylabel="test loss", ylim=(low - 0.02, low + 0.4))
+                          ylim=around)  # fmt: skip
+            column[1].set(xlabel="rank, at the rate of rank 4", ylabel="test loss", ylim=around)
             column[0].legend(fontsize="x-small")
 
 
 def main() -> None:
+    docs = RESULTS.parent.parent / "docs"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=RESULTS / "lora_text.jsonl")
-    parser.add_argument("--figure", type=Path, default=RESULTS.parent.parent / "docs" / "images" / "lora_text.png")
+    parser.add_argument("--figure", type=Path, default=docs / "images" / "lora_text.png")
+    parser.add_argument("--tables", type=Path, default=docs / "tables" / "lora_text.md")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = [json.loads(line) for line in options.runs.read_text().splitlines()]
     frame = pd.DataFrame(rows).drop(columns="losses")
-    print(f"{len(rows)} runs, {frame.seconds.sum() / 3600:.1f} h of training.")
+    lines = [f"{len(rows)} runs, {frame.seconds.sum() / 3600:.1f} hours of training."]
     for task, title in NAMES.items():
-        if (frame.task == task).any():
-            print(f"\n**{title}**\n")
-            finals(rows, frame, task)
-            rates(rows, frame, task)
-    starts(frame)
+        if ((frame.task == task) & (frame.part == "final")).any():
+            lines += ["", f"**{title}**", *finals(rows, frame, task), *rates(rows, frame, task)]
+    if (frame.part == "moved").any():
+        lines += starts(frame)
+    lines += costs(frame)
+    options.tables.write_text("\n".join(lines) + "\n")
     draw(rows, frame, options.figure)
 
 

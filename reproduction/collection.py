@@ -122,7 +122,7 @@ def train_collection(
             torch.manual_seed(recipes[i].seed)
             net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
             scale_(net, recipes[i].init_scale)
-            if checkpoint is None and loaded.source != "transformers":
+            if checkpoint is None and loaded.folder is None:
                 _save(net, loaded, folder / f"start_{i:02d}", half)
             losses = finetune(net, training, recipes[i], autocast=autocast, device=device)
             last = losses[-max(1, len(losses) // recipes[i].epochs) :]
@@ -172,7 +172,7 @@ def _save(net: Any, loaded: LoadedModel, path: Path, half: bool) -> None:
     weights = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in net.state_dict().items()}
     if half:
         weights = {k: v.half() if v.is_floating_point() else v for k, v in weights.items()}
-    if loaded.source == "transformers":
+    if loaded.folder is not None:
 
         def write(own: Path) -> None:
             with quiet():
@@ -248,7 +248,7 @@ def _config(
     measured["batch_size"] = min(256, measured["num_examples"])
     if data.num_examples is None and data.subset_seed is None:
         measured["subset_seed"] = 0
-    folders = loaded.source == "transformers"
+    folders = loaded.folder is not None
     checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
     config: dict[str, Any] = {
         "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data),

@@ -58,10 +58,6 @@ class World:
         """Tell whether a unit of work falls to this process."""
         return unit % self.size == self.rank
 
-    def share(self, count: int) -> range:
-        """List which of ``count`` units fall to this process."""
-        return range(self.rank, count, self.size)
-
     def gather(self, mine: list[T]) -> list[T]:
         """Collect the results of all processes on every process."""
         return [item for part in self._exchange(mine) for item in part]

@@ -96,10 +96,9 @@ class Measure:
             value = getattr(self, attribute)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ValueError(f"measure {self.name!r}: {attribute} must be a number, got {value!r}")
-        if not self.metric_scale > 0:
-            raise ValueError(f"measure {self.name!r}: metric_scale must be positive, got {self.metric_scale}")
-        if not self.relaxation >= 0:
-            raise ValueError(f"measure {self.name!r}: relaxation must not be negative, got {self.relaxation}")
+            if value < 0 or (value == 0 and attribute != "relaxation"):
+                how = "must not be negative" if attribute == "relaxation" else "must be positive"
+                raise ValueError(f"measure {self.name!r}: {attribute} {how}, got {value}")
         if not isinstance(self.pair_block, str) or ":" not in self.pair_block:
             raise ValueError(f"measure {self.name!r}: pair_block must be 'module:class', got {self.pair_block!r}")
         if self.divides and self.ball_norm != 2:

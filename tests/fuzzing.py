@@ -885,13 +885,13 @@ def judge(job, code, error, out, err, loads, world):
     if code == 0 and job.argv[0] == "run":
         if "nan" in out.split():
             yield "nan", "-", next(v for v in out.splitlines() if "nan" in v)[:100]
-        for words in [not_the_users(m, world / job.argv[1]) for m in loads if m.source == "transformers"]:
+        for words in [not_the_users(m, world / job.argv[1]) for m in loads if m.folder]:
             if words:
                 yield "not the user's", "-", words
 
 
 def load_batches(source, device="cpu", **choice):
-    return data.DataChoice(source, **choice).load(models.LoadedModel(tiny(), "function"), device)
+    return data.DataChoice(source, **choice).load(models.LoadedModel(tiny()), device)
 
 
 def chunks(cases, count=20):

@@ -136,7 +136,7 @@ class DataChoice:
 
     >>> import sharpness, tempfile, torch
     >>> from sharpness.models import LoadedModel
-    >>> mine = LoadedModel(torch.nn.Linear(4, 2), "function")
+    >>> mine = LoadedModel(torch.nn.Linear(4, 2))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
     ...     batches = DataChoice(f"{folder}/data.pt", batch_size=4, num_examples=6, subset_seed=0).load(mine)

@@ -55,8 +55,8 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     torch.save({"weight": torch.tensor([0.5])}, f"{folder}/checkpoint.pt")
     ...     loaded = load("torch.nn:PReLU", f"{folder}/checkpoint.pt")
-    >>> loaded.source, loaded.model.weight.item()
-    ('function', 0.5)
+    >>> loaded.model.weight.item()
+    0.5
     """
     folder = Path(name)
     if folder.is_file():
@@ -191,7 +191,7 @@ def _from_function(name: str, checkpoint: str | None) -> LoadedModel:
         raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
     _fill(model, checkpoint, _read(checkpoint))
     images = getattr(model, "image_format", None)
-    return LoadedModel(model.eval(), "function", images=images if isinstance(images, ImageFormat) else None)
+    return LoadedModel(model.eval(), images=images if isinstance(images, ImageFormat) else None)
 
 
 def _open_clip(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
@@ -207,7 +207,7 @@ def _open_clip(name: str, checkpoint: str | None, head: str | None) -> LoadedMod
         _fill(model, checkpoint, state)
         length, words = getattr(model, "context_length", 77), getattr(model, "vocab_size", 49408)
         example["text"] = torch.randint(1, words - 1, (2, length))
-        return LoadedModel(model.eval(), "open_clip", example, images)
+        return LoadedModel(model.eval(), example, images)
     given = {k: v.float() for k, v in (state or {}).items() if v.is_floating_point()}
     if "classification_head.weight" in given and f"{name}-quickgelu" in open_clip.list_models():
         raise ValueError(
@@ -224,7 +224,7 @@ def _open_clip(name: str, checkpoint: str | None, head: str | None) -> LoadedMod
         raise ValueError(f"{head or checkpoint} has no matrix {prefix}weight (classes × features) for the head")
     top = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     _fill(top, head or checkpoint, {"weight": weight} if bias is None else {"weight": weight, "bias": bias})
-    return LoadedModel(ClipClassifier(visual, top).eval(), "open_clip", example["image"], images)
+    return LoadedModel(ClipClassifier(visual, top).eval(), example["image"], images)
 
 
 def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
@@ -245,4 +245,4 @@ def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
         sides(size), tuple(how["mean"]), tuple(how["std"]), channels, how["crop_mode"] != "squash",
         how["interpolation"], math.floor(min(size) / how["crop_pct"]),
     )  # fmt: skip
-    return LoadedModel(model.eval(), "timm", torch.randn(2, channels, *size), images)
+    return LoadedModel(model.eval(), torch.randn(2, channels, *size), images)

@@ -65,7 +65,7 @@ def load_folder(folder: Path) -> LoadedModel:
     with naming(f"{path} cannot be used"):
         labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
         example = _transformers_example(model.config)
-    return LoadedModel(model.eval(), "transformers", example, _preprocessor(folder, model.config), folder, labels)
+    return LoadedModel(model.eval(), example, _preprocessor(folder, model.config), folder, labels)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

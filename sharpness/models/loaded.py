@@ -79,8 +79,6 @@ class LoadedModel:
     ----------
     model : nn.Module
         In evaluation mode.
-    source : str
-        ``"transformers"``, ``"open_clip"``, ``"timm"`` or ``"function"``.
     example : dict, Tensor or None
         Random inputs: ``model(**example)`` or ``model(example)``; None for a function's model.
     images : ImageFormat or None
@@ -95,13 +93,12 @@ class LoadedModel:
     :func:`load` gives one; a model of one's own can be put in one by hand, to read data for it:
 
     >>> from torch import nn
-    >>> mine = LoadedModel(nn.Identity(), "function", images=ImageFormat((28, 28), (0.5,), (0.5,), channels=1))
+    >>> mine = LoadedModel(nn.Identity(), images=ImageFormat((28, 28), (0.5,), (0.5,), channels=1))
     >>> mine.images.size, mine.tokenizer is None
     ((28, 28), True)
     """
 
     model: nn.Module
-    source: str
     example: Any = None
     images: ImageFormat | None = None
     folder: Path | None = None

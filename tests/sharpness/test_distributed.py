@@ -50,7 +50,6 @@ def test_a_process_that_fails_ends_the_run(failure, tmp_path):
 
 def test_world_of_one():
     world = World()
-    assert list(world.share(3)) == [0, 1, 2]
     assert world.owns(7)
     assert world.gather([1, 2]) == [1, 2]
     with pytest.raises(ValueError, match="as it was"), world.failing_together():
@@ -83,4 +82,3 @@ def test_units_go_round():
         world.rank, world.size = rank, 3
     for unit in range(10):
         assert sum(w.owns(unit) for w in worlds) == 1
-    assert sorted(u for w in worlds for u in w.share(10)) == list(range(10))

@@ -45,6 +45,9 @@ def test_symmetry_of_one_kind(trained):
         ("geodesic-inv", {"ball_norm": 3}, "ball_norm must be one of"),
         ("geodesic-inv", {"geodesic": "third-order"}, "geodesic must be one of"),
         ("geodesic-inv", {"relaxation": -1.0}, "relaxation must not be negative"),
+        ("geodesic-inv", {"metric_scale": 0.0}, "metric_scale must be positive"),
+        ("adaptive", {"rho": -1.0}, "rho must be positive"),
+        ("adaptive", {"rho": math.nan}, "rho must be a number"),
         ("geodesic-inv", {"pair_block": "nowhere"}, "pair_block must be 'module:class'"),
     ],
 )

@@ -9,7 +9,7 @@ from tests.pictures import COLOUR, FORMAT, Words
 
 
 def test_batches(folder):
-    mine = LoadedModel(torch.nn.Identity(), "function", images=COLOUR)
+    mine = LoadedModel(torch.nn.Identity(), images=COLOUR)
     batches = DataChoice(str(folder), batch_size=2, num_examples=5, subset_seed=3).load(mine)
     order = choose(6, 5, 3)
     assert [len(y) for _, y in batches] == [2, 2, 1]
@@ -66,4 +66,4 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match=r"row 2 of .* has no column 'text'; it has label"):
         load_examples(str(lines), tokenizer=Words())
     with pytest.raises(ValueError, match="which chooses its examples itself"):
-        DataChoice("module:function", num_examples=3).load(LoadedModel(torch.nn.Identity(), "function"))
+        DataChoice("module:function", num_examples=3).load(LoadedModel(torch.nn.Identity()))
