@@ -14,9 +14,13 @@ __all__ = ["preserve_model_state"]
 
 T = TypeVar("T")
 
-#: Where it is set, bitsandbytes packs a layer's 4-bit weights for inference in the first pass that needs no gradient of
-#: its input: after that nothing can be differentiated through the layer, and its old weights no longer fit.
-_PACKS = "support_avx512bf16_for_cpu"
+#: Attributes of modules that are False during a measurement. With the first, bitsandbytes packs a layer's 4-bit weights
+#: for inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through
+#: the layer, and its old weights no longer fit. With the second, gradients are sparse and have no derivatives.
+_SWITCHES: dict[str, type | tuple[type, ...]] = {
+    "support_avx512bf16_for_cpu": nn.Module,
+    "sparse": (nn.Embedding, nn.EmbeddingBag),
+}
 
 
 class _FastPath:
@@ -65,7 +69,10 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.modes = {m: m.training for m in model.modules()}
-        self.packs = {m: vars(m)[_PACKS] for m in self.modes if _PACKS in vars(m)}
+        self.switches = [
+            (m, name, vars(m)[name]) for name, kind in _SWITCHES.items() for m in self.modes
+            if isinstance(m, kind) and name in vars(m)
+        ]  # fmt: skip
         self.data = [(p, p.data, p.grad) for p in model.parameters()]
         self.buffers = [(m, dict(m._buffers)) for m in self.modes if not isinstance(m, torch.jit.ScriptModule)]
         self.contents = [(b, b.detach().clone()) for b in model.buffers()]
@@ -84,8 +91,8 @@ class _State:
         # Not model.eval(): some layers merge weights when they are told to.
         for module in self.modes:
             module.training = False
-        for module in self.packs:
-            setattr(module, _PACKS, False)
+        for module, name, _ in self.switches:
+            setattr(module, name, False)
 
     def restore(self) -> None:
         """Restore everything; a second call is harmless."""
@@ -93,8 +100,8 @@ class _State:
             p.data, p.grad = data, grad
         for module, training in self.modes.items():
             module.training = training
-        for module, packs in self.packs.items():
-            setattr(module, _PACKS, packs)
+        for module, name, value in self.switches:
+            setattr(module, name, value)
         for module, found in self.buffers:
             for name in set(module._buffers) - set(found):
                 del module._buffers[name]

@@ -104,7 +104,8 @@ class _InnerStep:
         self.undo()
         self._original = {}
         with torch.autocast(self.parameters[0].device.type, enabled=False):
-            moved = self._moved({p: p.grad for p in self.parameters if p.grad is not None}, rho, refresh)
+            found = {p: p.grad for p in self.parameters if p.grad is not None}
+            moved = self._moved({p: g.to_dense() if g.is_sparse else g for p, g in found.items()}, rho, refresh)
         for p, data in moved.items():
             self._original[p] = p.data
             p.data = data

@@ -146,7 +146,14 @@ def test_gradient_checkpointing(reentrant):
 def test_sparse_gradients_and_gradient_penalties():
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
     batch = (torch.randint(5, (6, 2)), torch.randint(3, (6,)))
-    assert float(sharpness.evaluate(model, [batch], measure="adaptive", rho=0.3)) > 0
+    dense = copy.deepcopy(model)
+    dense[0].sparse = False
+    for found in (
+        lambda m: float(sharpness.evaluate(m, [batch], measure="adaptive", rho=0.3)),
+        lambda m: float(sharpness.hessian(m, [batch], measure="adaptive").max_eigenvalue),
+    ):
+        assert found(model) == pytest.approx(found(dense), rel=1e-5)
+    assert model[0].sparse
 
     def penalty(model, batch):
         x = batch[0].clone().requires_grad_()

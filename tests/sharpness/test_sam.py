@@ -223,6 +223,18 @@ def test_blocks_that_were_dropped_from_pairs_stay(monkeypatch):
         assert all(torch.equal(p, b) for p, b in zip(dropped, before, strict=True))
 
 
+def test_sparse_gradients():
+    batch, ends = torch.randint(5, (6, 2)), []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 3))
+        sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.5, measure="adaptive")
+        for _ in range(2):
+            sam.step(closure_of(sam, model, batch))
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1])
+
+
 def test_refresh_does_not_change_the_result():
     ends = []
     for refresh in (1, 7, 1000):
