@@ -46,9 +46,7 @@ def _bert(model: Any) -> Wiring:
     layout = rectified(_BERT, model.config.hidden_act)
     if hasattr(base, "embeddings_project") or model.config.is_decoder:
         return Wiring(closed=False)
-    if (
-        type(base).__name__ == "RobertaModel"
-    ):  # padding alone has the position of its own index, all other tokens later ones
+    if type(base).__name__ == "RobertaModel":  # padding alone has its own index as position, other tokens later ones
         pad, (words, positions, types) = model.config.pad_token_id, layout.tables
         others = (f"{positions}[{pad + 1}:]", f"{words}[:{pad}]+{words}[{pad + 1}:]")
         of_padding = (f"{positions}[{pad}:{pad + 1}]", f"{words}[{pad}:{pad + 1}]")
