@@ -25,6 +25,7 @@ __all__ = [
     "lifted_spectrum",
     "own_precision",
     "pack",
+    "rank_tolerance",
     "sylvester",
     "symmetric_part_doubled",
     "trace_product",
@@ -102,6 +103,11 @@ def column_rank_ratio(X: Tensor) -> Tensor:
     """Return σ_min(X) / σ_max(X), 0 for a zero matrix; X is (…, n, h) with n ≥ h."""
     s = torch.linalg.svdvals(X)
     return torch.where(s[..., 0] > 0, s[..., -1] / s[..., 0], 0)
+
+
+def rank_tolerance(X: Tensor) -> float:
+    """Return the smallest σ_min/σ_max that is not rounding, for X (…, n, h)."""
+    return max(X.shape[-2:]) * torch.finfo(X.dtype).eps
 
 
 def hermitian_power(S: Tensor, exponent: float) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import as_count, check_same, check_tensors
+from .checks import as_count, check_tensors
 from .linalg import in_double
 
 __all__ = ["ConvergenceError", "FrechetMean", "PrincipalGeodesics", "frechet_mean", "principal_geodesics"]
@@ -79,7 +79,7 @@ class PrincipalGeodesics(NamedTuple):
     mean : Tensor
         The point at which the tangent space is taken, (…, rows, h).
     directions : Tensor
-        Orthonormal tangent vectors, (count, …, rows, h).
+        Orthonormal tangent vectors, (count, …, rows, h); 0 where the points do not vary, to within rounding.
     variances : Tensor
         Mean squared components along them, descending, (count, …).
     scores : Tensor
@@ -141,13 +141,11 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     >>> bool(found.certificate < 1e-8)
     True
     """
-    weights = _checked(manifold, points, weights)
+    weights = checked_weights(manifold, points, weights)
     wide, count = in_double(points), as_count("n_starts", n_starts, "frechet_mean")
     with torch.no_grad():
         products = sum(w * manifold.to_matrix(x) for w, x in zip(weights, wide, strict=True))
-        # A point as a vector has the length √(2h) times its size, which is 1 for a metric that no scaling changes.
-        sizes = manifold.norm(wide, wide).square() / (2 * wide.shape[-1])
-        tolerance = _TOLERANCE * torch.einsum("k,k...->...", weights, sizes).sqrt()
+        tolerance = _TOLERANCE * torch.einsum("k,k...->...", weights, _size(manifold, wide).square()).sqrt()
         batch = wide.shape[1:-2]
         far = torch.stack([(manifold.to_matrix(x) - products).abs().square().flatten(len(batch)).sum(-1) for x in wide])
         best: FrechetMean | None = None
@@ -171,7 +169,7 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     return best._replace(point=best.point.to(points.dtype))
 
 
-def _checked(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
+def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
     """Check the arguments, and return weights of sum 1."""
     check_tensors(manifold, points=points)
     if points.dim() < 3 or len(points) == 0:
@@ -179,10 +177,18 @@ def _checked(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return torch.full((len(points),), 1 / len(points), dtype=torch.float64, device=points.device)
     check_tensors(manifold, weights=weights)
-    check_same(manifold, points[:0].real, weights, "the points", "the tensor of weights")
-    if weights.shape != points.shape[:1] or not bool((weights >= 0).all()) or not bool(weights.sum() > 0):
-        raise ValueError(f"{manifold}: {len(points)} points need as many weights, none negative and not all zero")
+    usable = weights.shape == points.shape[:1] and weights.device == points.device and not weights.is_complex()
+    if not (usable and bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
+        raise ValueError(
+            f"{manifold}: {len(points)} points need as many weights on their device, finite, none negative and not all "
+            "zero"
+        )
     return in_double(weights) / weights.sum()
+
+
+def _size(manifold: Any, x: Tensor) -> Tensor:
+    """Return the size of points, of which a point as a vector has √(2h) times the length; 1 if scaling is isometric."""
+    return manifold.norm(x, x) / (2 * x.shape[-1]) ** 0.5
 
 
 def _like(flags: Tensor, value: Tensor) -> Tensor:
@@ -263,7 +269,7 @@ def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tens
     >>> bool(found.variances[1] < 1e-12 * found.variances[0])
     True
     """
-    _checked(manifold, points, None)
+    checked_weights(manifold, points, None)
     if not 1 <= as_count("count", count, "principal_geodesics") < len(points):
         raise ValueError(f"{manifold}: {len(points)} points have at most {len(points) - 1} directions, got {count}")
     m = in_double(frechet_mean(manifold, points).point if mean is None else mean)
@@ -271,9 +277,11 @@ def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tens
         u = manifold.logmap(m.expand(points.shape), in_double(points))
         K = torch.stack([manifold.inner(m, u, v.expand_as(u)) for v in u], -1).movedim(0, -2)
         values, vectors = torch.linalg.eigh((K + K.mT) / 2)
-        values, vectors = values.flip(-1)[..., :count].clamp_min(0), vectors.flip(-1)[..., :count]
+        values, vectors = values.flip(-1)[..., :count], vectors.flip(-1)[..., :count]
+        rounding = torch.maximum(1e-10 * values[..., 0], _TOLERANCE**2 * _size(manifold, m).square()).unsqueeze(-1)
+        values = torch.where(values > rounding, values, 0)
         scores = vectors * values.sqrt().unsqueeze(-2)
-        unit = vectors / values.sqrt().clamp_min(torch.finfo(values.dtype).tiny ** 0.5).unsqueeze(-2)
+        unit = vectors * torch.where(values > 0, values.rsqrt(), 0).unsqueeze(-2)
         directions = torch.einsum("...kc,k...ij->c...ij", unit.to(u.dtype), u)
     real = points.dtype.to_real()
     return PrincipalGeodesics(

@@ -13,7 +13,8 @@ from .checks import as_shape, check_dtype, check_tensors, check_vector, fault
 from .gl.geodesic import raise_on_exit
 from .gl.geodesic_ode import as_times, column
 from .gl.metrics import METRICS, Motion
-from .linalg import holds
+from .linalg import holds, in_double
+from .means import checked_weights
 
 __all__ = ["RescaleQuotient"]
 
@@ -160,28 +161,26 @@ class RescaleQuotient(QuotientManifold):
         """Interpolate along the geodesic from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …)."""
         return self.geodesic(x, self.logmap(x, y), t)[0]
 
-    def mean(self, points: Tensor) -> Tensor:
+    def mean(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the Fréchet mean over the first dimension: the geometric (inv) or arithmetic (mix) mean of β.
 
         It is given at the representative of the first of the points, (k, …, 2, d). Their products must agree in sign.
+        The weights, (k,), are divided by their sum; equal by default.
         """
-        check_tensors(self, points=points)
-        if points.dim() < 3 or len(points) == 0:
-            raise ValueError(f"{self}: points of a mean are (k, …, 2, d) with k ≥ 1, got {tuple(points.shape)}")
+        weights = checked_weights(self, points, weights).to(points.dtype)
         first = points[0]
-        return self.expmap(first, self.logmap(first.expand_as(points), points).mean(0))
+        return self.expmap(first, torch.einsum("k,k...->...", weights, self.logmap(first.expand_as(points), points)))
 
     def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
         check_vector(self, x, y, "y")
         for point in (x, y):
             self.tangent_space_at(point)  # the checks
-        ratio = self.to_matrix(y) / self.to_matrix(x)
-        if not holds(ratio > 0):
+        if not holds((x.sign() * y.sign()).prod(-2) > 0):
             raise ValueError(
                 f"{self}: no geodesic joins points of shape {tuple(x.shape)} whose products u ⊙ v differ in sign; "
                 "they lie in different components"
             )
-        return ratio
+        return (in_double(y) / in_double(x)).prod(-2)  # products of four single-precision numbers may overflow
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         r"""Return the horizontal u with expmap(x, u) on the orbit of y: B = ½ log(β₁/β₀) or ½(β₁/β₀ − 1).
@@ -193,13 +192,14 @@ class RescaleQuotient(QuotientManifold):
         """
         ratio = self._ratio(x, y)
         B = ratio.log() / 2 if self.metric == "inv" else (ratio - 1) / 2
-        return x * B.unsqueeze(-2)
+        return (x * B.unsqueeze(-2)).to(x.dtype)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises like :meth:`logmap`."""
         ratio = self._ratio(x, y)
-        step = ratio.log() if self.metric == "inv" else self.to_matrix(y) - self.to_matrix(x)
+        step = ratio.log() if self.metric == "inv" else in_double(y).prod(-2) - in_double(x).prod(-2)
         result = torch.linalg.vector_norm(step, dim=-1) / 2**0.5  # whose derivative at 0 is 0, not NaN
+        result = result.to(x.dtype)
         return result[..., None, None] if keepdim else result
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
@@ -230,9 +230,8 @@ class RescaleQuotient(QuotientManifold):
     def canonical(self, x: Tensor) -> Tensor:
         """Return the representative with u = √abs(β) and v = sign(β) √abs(β); (…, 2, d)."""
         self.tangent_space_at(x)
-        beta = self.to_matrix(x)
-        root = beta.abs().sqrt()
-        return torch.stack([root, root * beta.sign()], dim=-2)
+        root = x.abs().sqrt().prod(-2)
+        return torch.stack([root, root * x.sign().prod(-2)], dim=-2)
 
     def origin(self, *size: Any, dtype: Any = None, device: Any = None, seed: int | None = 42) -> Tensor:
         """Return u = v = 1, of shape ``size``; ``seed``, part of geoopt's interface, is ignored."""

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from sharpness.data import DataChoice
-from sharpness.data.examples import choose
 from sharpness.data.images import needed_format
 from sharpness.data.loading import load_examples
 from sharpness.errors import naming
@@ -212,7 +211,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
     if data.is_text:
         examples = data.open(loaded)
         texts = TrainingTexts(
-            examples, choose(len(examples), data.num_examples, data.subset_seed), loaded.tokenizer.pad_token_id or 0, 0
+            examples, examples.choose(data.num_examples, data.subset_seed), loaded.tokenizer.pad_token_id or 0, 0
         )
         named = data.columns.label_map or dict(zip(examples.classes or (), range(10**6), strict=False)) or loaded.labels
         # Several spellings may denote one class, but a class has one name in the configuration.
@@ -229,7 +228,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
     examples = load_examples(data.source, images=plain, text=data.columns)
     if examples.classes is None:
         raise ValueError(f"{data.source} holds neither a table of text nor images with classes, which collections need")
-    chosen = choose(len(examples), data.num_examples, data.subset_seed)
+    chosen = examples.choose(data.num_examples, data.subset_seed)
     images = TrainingImages(examples, chosen, how, len(examples.classes))
     with torch.no_grad():
         width = scores_of(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]

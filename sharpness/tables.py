@@ -242,7 +242,8 @@ def _laid_out(lines: Sequence[Sequence[str]], style: str) -> str:
         rows = ["| " + " | ".join(cells) + " |" for cells in lines]
         return "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]) + "\n"
     if style == "latex":
-        words = str.maketrans({"%": r"\%", "_": r"\_", "&": r"\&", "τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$",
+        words = str.maketrans({**{c: "\\" + c for c in "%_&$#{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+                               "^": r"\textasciicircum{}", "τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$",
                                "–": "--", "±": r"$\pm$"})  # fmt: skip
         rows = [" & ".join(cell.translate(words) for cell in cells) + r" \\" for cells in lines]
         begin = f"\\begin{{tabular}}{{ll{'r' * (len(head) - 2)}}}"

@@ -44,13 +44,14 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
     # Growth of the point along the line, in a unit of time.
     rate = (there.sigma.log() - here.sigma.log()).mean(-1)[:, None, None] / 2
     rate = rate if small.metric.complete else torch.zeros_like(rate)
-    a, b = here.x, there.x * torch.exp(-rate)
+    unit = torch.exp(here.sigma.log().mean(-1) / 2)[:, None, None]  # scaling is an isometry up to a factor
+    a, b = here.x / unit, there.x * torch.exp(-rate) / unit
     turned = (here.sigma.sum(-1) > (there.sigma * torch.exp(-2 * rate[:, 0])).sum(-1))[:, None, None]
     apart = _apart(here, there)
     b = torch.where(apart[:, None, None], a, b)
     found = shortest(small, torch.where(turned, b, a), torch.where(turned, a, b), n_starts)
     found.residual[apart] = torch.inf
-    u = torch.where(turned, _returned(small, found, a), found.u) + rate * a
+    u = (torch.where(turned, _returned(small, found, a), found.u) + rate * a) * unit
     if not bool((found.residual <= SOLVED).all()):
         if on_error == "raise":
             raise ConvergenceError(_reason(small.metric, found, apart), found.residual.reshape(shape[:-2]))
@@ -95,7 +96,10 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
         )
     worst = found.residual[failed].max().item()
     missing = f"{worst:.1e} of the length is missing" if isfinite(worst) else "no geodesic was found"
-    return f'logmap: {missing} {count}; increase n_starts, or pass on_error="nan"'
+    return (
+        f"logmap: {missing} {count}; where the singular values of G Hᴴ spread over 1e4 or more, points that are far "
+        'apart are out of reach; otherwise increase n_starts, or pass on_error="nan"'
+    )
 
 
 class _Distance(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from .. import means
 from ..base import QuotientManifold, standard_normal
 from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
-from ..linalg import column_rank_ratio, holds, in_double, in_own_precision, pack
+from ..linalg import column_rank_ratio, holds, in_double, in_own_precision, pack, rank_tolerance
 from . import alignment, logarithm, transport
 from .gauge import Gauge, canonical_gauge
 from .metrics import INV, MIX, Metric
@@ -188,7 +188,7 @@ class GLQuotient(QuotientManifold):
         """
         _check_search(self, x, y, n_starts, on_error)
         with torch.no_grad():
-            return logarithm.logmap(self, in_double(x), in_double(y), n_starts, on_error).to(x.dtype)
+            return logarithm.logmap(self, self._in_double(x), self._in_double(y), n_starts, on_error).to(x.dtype)
 
     @_scaled(ScalingInfo(1))
     def dist(
@@ -202,7 +202,7 @@ class GLQuotient(QuotientManifold):
         Once differentiable in both points; at distance 0 the derivative is defined as 0.
         """
         _check_search(self, x, y, n_starts, on_error)
-        result = logarithm.distance(self, in_double(x), in_double(y), n_starts, on_error).to(x.real.dtype)
+        result = logarithm.distance(self, self._in_double(x), self._in_double(y), n_starts, on_error).to(x.real.dtype)
         return result[..., None, None] if keepdim else result
 
     def align(self, x: Tensor, y: Tensor, *, relative_tol: float = 1e-7) -> Tensor:
@@ -212,7 +212,7 @@ class GLQuotient(QuotientManifold):
         """
         check_vector(self, x, y, "y")
         with torch.no_grad():
-            return alignment.align(self, in_double(x), in_double(y), relative_tol).to(x.dtype)
+            return alignment.align(self, self._in_double(x), self._in_double(y), relative_tol).to(x.dtype)
 
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any, *, n_starts: int | None = None) -> Tensor:
         """Interpolate from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …), differentiable in t."""
@@ -234,9 +234,14 @@ class GLQuotient(QuotientManifold):
         """
         check_vector(self, x, u)
         check_vector(self, x, v, "v")
-        x_wide, u_wide, v_wide = map(in_double, (x, u, v))
+        x_wide, u_wide, v_wide = self._in_double(x), in_double(u), in_double(v)
         end, carried = transport.parallel_transport(self, self._gl_space(x_wide, u_wide), u_wide, v_wide)
         return end.to(x.dtype), carried.to(x.dtype)
+
+    def _in_double(self, x: Tensor) -> Tensor:
+        """Check a point in its own precision, whose rounding would count as rank in double precision, and widen it."""
+        self.tangent_space_at(x.detach())
+        return in_double(x)
 
     # -- geoopt's checks ---------------------------------------------------------------------------------------------
 
@@ -267,7 +272,7 @@ class GLQuotient(QuotientManifold):
             return False, reason
         for name, X in zip("GH", self.unpack_tensor(x.detach()), strict=True):
             ratio = column_rank_ratio(X)
-            if not holds(ratio > _rank_tolerance(X)):
+            if not holds(ratio > rank_tolerance(X)):
                 return False, (
                     f"{self}: factor {name} of the point of shape {tuple(x.shape)} does not have full column rank "
                     f"(smallest to largest singular value {ratio.min().item():.1e}); if it lost rank during "
@@ -285,14 +290,10 @@ def _check_search(manifold: GLQuotient, x: Tensor, y: Tensor, n_starts: int | No
         raise ValueError(f'{manifold}: on_error must be "raise" or "nan", got {on_error!r}')
 
 
-def _rank_tolerance(X: Tensor) -> float:
-    return max(X.shape[-2:]) * torch.finfo(X.dtype).eps
-
-
 def _lifted(X: Tensor) -> Tensor:
     """Raise the singular values of a factor until it has full rank."""
     U, s, Vh = torch.linalg.svd(X, full_matrices=False)
-    floor = 4 * _rank_tolerance(X) * torch.where(s[..., :1] > 0, s[..., :1], 1)
+    floor = 4 * rank_tolerance(X) * torch.where(s[..., :1] > 0, s[..., :1], 1)
     return torch.where((s < floor).any(-1)[..., None, None], (U * s.clamp_min(floor).unsqueeze(-2)) @ Vh, X)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -18,6 +19,9 @@ from .metrics import Gram, Metric, Pair
 from .tangent import GLTangentSpace
 
 __all__ = ["parallel_transport"]
+
+#: Length of an inv geodesic that is integrated at once.
+_LEG = 12.0
 
 
 def _local(metric: Metric, X: Pair, M: Tensor, N: Tensor) -> LocalMetric:
@@ -49,8 +53,25 @@ def _derivatives(metric: Metric, x: Pair, u: Pair, v: Pair) -> tuple[Pair, Pair]
 
 @torch.no_grad()
 def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Transport v along the geodesic with velocity u for unit time; return the end point and the transported vector."""
+    """Transport v along the geodesic with velocity u for unit time; return the end point and the transported vector.
+
+    Long inv geodesics, along which singular values change by orders of magnitude, are cut into legs, each of which
+    begins in its own canonical gauge; in mix such changes end with the manifold.
+    """
     raise_on_exit(space.exit_time(u), 1.0)
+    longest = float(space.norm(u).max()) if space.metric.complete and u.numel() else 0.0
+    legs, x = max(1, math.ceil(longest / _LEG)), space.x
+    u = u / legs
+    for leg in range(legs):
+        if leg:
+            space = manifold.tangent_space_at(x)
+            u, v = space.proju(u), space.proju(v)  # horizontal up to the error of the integration
+        x, u, v = _leg(manifold, space, u, v)
+    return x, v
+
+
+def _leg(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Integrate for unit time; return the end point, the velocity there, and the transported vector."""
     shape = torch.broadcast_shapes(space.x.shape, u.shape, v.shape)
     parts = (space.gauge.x, pack(*space.to_gauge(u)), pack(*space.to_gauge(v)))
     small, restricted, back = restrict_to_span(manifold, *(a.expand(shape) for a in parts))
@@ -71,5 +92,5 @@ def parallel_transport(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v
         return flat((velocity, *(torch.cat(k, dim=-2) for k in ends)))
 
     end = unflat(integrate(derivative, flat(restricted), 1.0, 1e-11))
-    x1, v1 = (space.from_gauge(*space.split(back(k))) for k in (end[0], end[2]))
-    return x1, v1
+    x1, u1, v1 = (space.from_gauge(*space.split(back(k))) for k in end)
+    return x1, u1, v1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
-from ..linalg import in_double
-from .pairs import SymmetricPair
-from .registry import find_symmetric_pairs
+from ..gl import GLQuotientInv, GLQuotientMix
+from ..linalg import column_rank_ratio, in_double, rank_tolerance
+from .pairs import SymmetricPair, check_pairs
+from .peft_lora import adapter_names, is_lora
+from .registry import find_symmetric_pairs, plain_path
 from .stacks import stacks
 
 __all__ = ["ModelDistance", "PairDistance", "model_distance"]
@@ -27,7 +30,7 @@ class PairDistance:
     head, other_head : int or None
         Number of the head in the first model, and of the head in the second that it is compared with.
     distance : float
-        Distance in the metric; NaN where no geodesic was found.
+        Distance in the metric; NaN where no geodesic was found or a factor lacks full column rank, as LoRA's B = 0.
 
     Examples
     --------
@@ -53,6 +56,8 @@ class ModelDistance:
     metric : str
     pairs : tuple of PairDistance
         In the order of the first model's pairs.
+    skipped : dict of str to str
+        Names of what was not compared, with the reason.
 
     Examples
     --------
@@ -64,6 +69,7 @@ class ModelDistance:
 
     metric: str
     pairs: tuple[PairDistance, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -91,27 +97,30 @@ def model_distance(
 ) -> ModelDistance:
     r"""Compute the distance of two models of one architecture, pair by pair, modulo the GL(h) of every pair.
 
+    Whether weights are frozen does not matter. Layers with LoRA are compared by their active adapters, (s B, Aᵀ) with
+    PEFT's scale s, and not by the frozen weights beneath.
+
     Parameters
     ----------
     one, other : nn.Module
-        Models with the same pairs; parameters outside the pairs are not compared.
+        Models with the same pairs; parameters outside the pairs are not compared, see ``skipped``.
     metric : {"inv", "mix"}
     match : {"none", "heads"}
         Which heads are compared: those of the same number or, for models trained independently, those of the assignment
         within every module that minimises the sum of :math:`\|X_i - Y_j\|^2 / (\|X_i\| \|Y_j\|)`, where X and Y are the
-        products G Hᴴ of the heads; pairs of one head stay together.
+        products G Hᴴ of the heads; pairs of one head stay together, and so do queries that share their keys.
     pairs : tuple of two iterables of SymmetricPair, optional
-        The pairs of both models; by default those that ``find_symmetric_pairs`` finds.
+        The pairs of both models; by default those that ``find_symmetric_pairs(…, include_frozen=True)`` finds.
 
     Returns
     -------
     ModelDistance
-        ``pairs``, ``total``, and ``table(kind)`` for a heat map (``sharpness.plots.plot_distances``).
+        ``pairs``, ``total``, ``skipped``, and ``table(kind)`` for a heat map (``sharpness.plots.plot_distances``).
 
     Raises
     ------
     ValueError
-        The models' pairs differ in name or shape, or ``metric`` or ``match`` has another value.
+        There are no pairs, the models' pairs differ in name or shape, or ``metric`` or ``match`` has another value.
 
     Examples
     --------
@@ -127,28 +136,52 @@ def model_distance(
     """
     if metric not in ("inv", "mix") or match not in ("none", "heads"):
         raise ValueError(f'metric must be "inv" or "mix", match "none" or "heads", got {metric!r} and {match!r}')
-    found = pairs or (find_symmetric_pairs(one), find_symmetric_pairs(other))
-    first, second = ([p for p in side if p.group is not None] for side in found)
-    if [(p.name, p.n, p.m, p.group) for p in first] != [(p.name, p.n, p.m, p.group) for p in second]:
-        raise ValueError(
-            "the models have different pairs; compare two models of one architecture with the same layers frozen"
-        )
+    found = pairs or [find_symmetric_pairs(model, include_frozen=True) for model in (one, other)]
+    both = [check_pairs(side) for side in found]
+    skipped = {p.name: p.reason for side in both for p in side if p.group is None}
+    first, second = ([p for p in side if p.group is not None] for side in both)
+    if not first and not second:
+        reasons = "; ".join(dict.fromkeys(skipped.values())) or "attention of no known kind, and no LoRA"
+        raise ValueError(f"the models have no pairs that can be compared: {reasons}")
+    mine, others = ([(p.module, p.kind, p.head, p.n, p.m, p.group) for p in side] for side in (first, second))
+    if mine != others:
+        at = next(i for i, (a, b) in enumerate(zip_longest(mine, others)) if a != b)
+        name = (first[at:] or second[at:])[0].name
+        why = f" ({skipped[name]})" if name in skipped else ""
+        raise ValueError(f"the models have different pairs, beginning with {name!r}{why}; compare models of one kind")
     partner = _assignment(first, second) if match == "heads" else dict(enumerate(second))
-    index = {id(p): i for i, p in enumerate(first)}
+    index, scales = {id(p): i for i, p in enumerate(first)}, [_scales(model) for model in (one, other)]
     distances: dict[int, float] = {}
     with torch.no_grad():
         for stack in stacks(first):
-            mine = [index[id(p)] for p in stack.pairs]
-            x, y = _gathered(stack.pairs), _gathered(partner[i] for i in mine)
-            d = stack.manifold(metric).dist(x, y.to(x.device), on_error="nan")
+            numbers = [index[id(p)] for p in stack.pairs]
+            x, y = _gathered(stack.pairs, scales[0]), _gathered([partner[i] for i in numbers], scales[1])
+            d = _distances(stack.manifold(metric), x, y.to(x.device))
             # A diagonal group: every column is a separate pair.
-            distances.update(zip(mine, d.reshape(len(mine), -1).square().sum(1).sqrt().tolist(), strict=True))
+            total = d.reshape(len(numbers), -1).square().sum(1).sqrt()
+            distances.update(zip(numbers, total.tolist(), strict=True))
     return ModelDistance(
         metric,
         tuple(
             PairDistance(p.name, p.module, p.kind, p.head, partner[i].head, distances[i]) for i, p in enumerate(first)
         ),
+        skipped,
     )
+
+
+def _distances(manifold: GLQuotientInv | GLQuotientMix, x: Tensor, y: Tensor) -> Tensor:
+    """Return distances in double precision, (…); NaN where a factor lacks full column rank or no geodesic is found."""
+    factors = [X for z in (x, y) for X in manifold.unpack_tensor(z)]
+    full = torch.stack([column_rank_ratio(X) > rank_tolerance(X) for X in factors]).all(0)
+    d = torch.full(full.shape, torch.nan, dtype=torch.float64, device=x.device)
+    d[full] = manifold.dist(in_double(x[full]), in_double(y[full]), on_error="nan")
+    return d
+
+
+def _scales(model: nn.Module) -> dict[tuple[str, str], float]:
+    """Return the factor of every LoRA adapter's product, by layer and name."""
+    layers = [(plain_path(path), m) for path, m in model.named_modules() if is_lora(m)]
+    return {(path, name): float(m.scaling[name]) for path, m in layers for name in adapter_names(m)}
 
 
 def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict[int, SymmetricPair]:
@@ -166,7 +199,7 @@ def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict
         if any(k != kinds[0] for k in kinds):
             continue
         for position in range(len(kinds[0])):
-            X, Y = (_gathered(side[heads[k][position]] for k in numbers) for side in (first, second))
+            X, Y = (in_double(_gathered([side[heads[k][position]] for k in numbers])) for side in (first, second))
             n = first[heads[numbers[0]][position]].n
             inner = _products(X, Y, n)
             a, b = _products(X, X, n).diagonal(), _products(Y, Y, n).diagonal()
@@ -177,8 +210,12 @@ def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict
     return partner
 
 
-def _gathered(pairs: Iterable[SymmetricPair]) -> Tensor:
-    return torch.stack([in_double(p.gather().detach()) for p in pairs])
+def _gathered(pairs: Sequence[SymmetricPair], scales: Mapping[tuple[str, str], float] | None = None) -> Tensor:
+    """Stack points in their own precision; the first factors of adapters are multiplied by their scales."""
+    found = torch.stack([p.gather().detach() for p in pairs])
+    for x, p in zip(found, pairs, strict=True):
+        x[..., : p.n, :] *= (scales or {}).get((p.module, p.part), 1.0)
+    return found
 
 
 def _products(X: Tensor, Y: Tensor, n: int) -> Tensor:

@@ -124,11 +124,21 @@ def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
 
 
 def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
-    """Leave out LoRA pairs whose factors are rows of attention pairs, so that no number belongs to two pairs."""
-    taken = {id(b.tensor) for p in pairs if p.group is not None and p.kind != "lora" for b in p.G + p.H}
+    """Leave out pairs so that no number belongs to two: LoRA's factors are also rows of attention pairs.
+
+    They belong to attention pairs that are trainable as a whole; otherwise they are pairs of their own.
+    """
+    sides: dict[bool, set[int]] = {True: set(), False: set()}
     for p in pairs:
-        if p.kind == "lora" and p.group is not None and any(id(b.tensor) in taken for b in p.G + p.H):
+        if p.group is not None and (p.kind == "lora" or all(b.tensor.requires_grad for b in p.G + p.H)):
+            sides[p.kind == "lora"].update(id(b.tensor) for b in p.G + p.H)
+    trained, adapters = sides[False], sides[True]
+    for p in pairs:
+        tensors = {id(b.tensor) for b in p.G + p.H} if p.group is not None else set()
+        if p.kind == "lora" and tensors & trained:
             yield refused(p, "its factors belong to the attention pairs of the trainable base weights")
+        elif p.kind != "lora" and tensors & adapters and not tensors <= trained:
+            yield refused(p, "its base weights are frozen, and its adapters are pairs of their own", frozen=True)
         else:
             yield p
 

@@ -139,6 +139,9 @@ def _table(options: argparse.Namespace) -> int:
 
     if options.out is not None:
         check_file(options.out)
+        read = {Path(options.results, name).resolve() for name in ("", "results.jsonl", "results.csv")}
+        if options.out.resolve() in read:
+            raise ValueError(f"--out {options.out} would replace the results, which are read; choose another file")
     if not 0 < options.level < 1:
         raise ValueError(f"--level must lie between 0 and 1, got {options.level}")
     rows = read_results(options.results)

@@ -116,7 +116,8 @@ def _canonicalize(options: argparse.Namespace) -> int:
     with quiet():
         model.save_pretrained(options.out)
     for path in Path(options.model).iterdir():  # tokenizer, image processor
-        if path.suffix in (".json", ".txt", ".model") and not Path(options.out, path.name).exists():
+        index = path.name.endswith(".index.json")  # of weights in several files
+        if path.suffix in (".json", ".txt", ".model") and not index and not Path(options.out, path.name).exists():
             shutil.copy(path, options.out)
     return 0
 
@@ -210,7 +211,8 @@ def add_run(commands: Any) -> None:
         metavar="DATA",
         help="images: a folder with a folder for each class, a zip of that (FILE.zip:FOLDER/INSIDE), or an idx file "
         "such as MNIST's with its labels beside it; text: a .tsv, .csv or .jsonl table; a folder saved by datasets "
-        "(FOLDER:SPLIT); a .safetensors file with tensors x and y, or with inputs and labels of a transformers model; "
+        "(FOLDER:SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of a model of "
+        "transformers; "
         "or module:function, a function of yours that returns batches",
     )
     run.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
@@ -288,10 +290,12 @@ def _run(options: argparse.Namespace) -> int:
     device = checked_device(options.device)
     with torchrun(device) as group:
         loaded = load(options.model, options.checkpoint, head=options.head)
+        if options.checkpoint is None and loaded.folder is None and ":" not in options.model:
+            raise ValueError(f"{options.model} names an architecture without weights; give them with --checkpoint")
         model = loaded.model.to(device)
         batches = data_choice(options).load(loaded, device)
-        source = _source(options)
         leader = group is None or int(os.environ["RANK"]) == 0
+        source = _source(options) if leader and (options.out is not None or options.json) else {}
         if leader and not options.quiet:
             print(_about(model, batches), file=sys.stderr, flush=True)
         found = []

@@ -133,6 +133,8 @@ def _label_map(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(
                 f"labels are mapped by NAME=NUMBER,…, but {entry!r} does not have this form"
             )
+        if name in names:
+            raise argparse.ArgumentTypeError(f"the label {name!r} is mapped twice")
         names[name] = int(number)
     return names
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Examples", "choose"]
+__all__ = ["Examples", "choose", "class_number"]
 
 
 @dataclass(frozen=True)
 class Examples:
     """A source of examples: its size, and ``batch``, from positions to a batch on the CPU.
 
-    ``classes`` are the names of the classes, in the order of their numbers, where the files give them.
+    ``classes`` are the names of the classes, in the order of their numbers, where the files give them; ``sorted`` says
+    that the examples stand in the order of their classes.
     """
 
     size: int
     batch: Callable[[Sequence[int]], Any] = field(repr=False)
     classes: tuple[str, ...] | None = None
+    sorted: bool = False
+
+    def choose(self, count: int | None = None, seed: int | None = None) -> list[int]:
+        """Choose as :func:`choose`; of sorted examples always at random, because the first ones are of one class."""
+        return choose(len(self), count, 0 if seed is None and self.sorted else seed)
 
     def __len__(self) -> int:
         return self.size
@@ -35,3 +41,11 @@ def choose(size: int, count: int | None = None, seed: int | None = None) -> list
     if not 1 <= count <= size:
         raise ValueError(f"{count} examples were asked for, but there are {size}; choose from 1 to {size}")
     return list(range(count)) if seed is None else np.random.default_rng(seed).permutation(size)[:count].tolist()
+
+
+def class_number(name: str, known: Mapping[str, int]) -> int | None:
+    """Return the number of a class by its name: as it is or, if that is unique, whatever the case; None if unknown."""
+    if name in known:
+        return known[name]
+    alike = [number for other, number in known.items() if other.lower() == name.lower()]
+    return alike[0] if len(alike) == 1 else None

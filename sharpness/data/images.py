@@ -7,6 +7,7 @@ import io
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..extras import require_extra
 from ..models import ImageFormat
-from .examples import Examples
+from .examples import Examples, class_number
 
 __all__ = ["idx_images", "image_archive", "image_examples", "image_folder", "labels_beside", "needed_format", "pixels"]
 
@@ -41,14 +42,17 @@ def needed_format(known: ImageFormat | None, source: str) -> ImageFormat:
 def pixels(image: Any, how: ImageFormat) -> Tensor:
     """Resize, crop and normalise an image of Pillow: (channels, height, width), float32 on the CPU."""
     Image = _image_module()
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+        image = Image.fromarray((np.asarray(image, dtype=np.float64) / 257).round().clip(0, 255).astype(np.uint8))
     image = image.convert("L" if how.channels == 1 else "RGB")
     height, width = how.size
     wide, high = width, height
     if how.crop:
-        cover = max(width / image.width, height / image.height)
-        scale = how.shorter_side / min(image.size) if how.shorter_side else cover
+        scale = max(width / image.width, height / image.height)
+        scale = how.resize / min(image.size) if isinstance(how.resize, int) else scale
         # Rounded down, as torchvision and transformers do; the small number is for what is whole but for rounding.
-        wide, high = (max(s, int(scale * k + 1e-6)) for s, k in zip((width, height), image.size, strict=True))
+        given = how.resize[::-1] if isinstance(how.resize, tuple) else [int(scale * k + 1e-6) for k in image.size]
+        wide, high = max(width, given[0]), max(height, given[1])
     if image.size != (wide, high):
         image = image.resize((wide, high), getattr(Image.Resampling, how.resample.upper()))
     left, top = (wide - width) // 2, (high - height) // 2
@@ -67,8 +71,10 @@ def image_examples(
 
     ``labels`` are positions in ``classes``; where these are classes of the model (``known``), they have its numbers.
     """
-    own = {name.lower(): number for name, number in known.items()}
-    numbers = [own.get(name.lower()) for name in classes or ()]
+    numbers = [class_number(name, known) for name in classes or ()]
+    wrong = next((label for label in labels if label < 0), None)
+    if wrong is not None:
+        raise ValueError(f"{source} has the label {wrong}, which is no class; use a split with labels")
     if any(n is not None for n in numbers):
         if None in numbers:
             raise ValueError(
@@ -110,13 +116,14 @@ def _of_classes(
     classes = sorted(by_class)
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
-    return image_examples(
+    found = image_examples(
         source,
         lambda i: _read_image(items[i][0], read(items[i][0]), how),
         [label for _, label in items],
         [PurePosixPath(c).name for c in classes],
         known,
     )
+    return replace(found, sorted=True)
 
 
 def image_folder(folder: Path, how: ImageFormat, known: Mapping[str, int]) -> Examples:

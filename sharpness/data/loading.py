@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quotient_manifolds.batches import tree_map
@@ -16,7 +17,7 @@ from quotient_manifolds.batches import tree_map
 from ..errors import naming
 from ..models import ImageFormat, LoadedModel, load_state_dict
 from ..models.factory import call
-from .examples import Examples, choose
+from .examples import Examples
 from .images import idx_images, image_archive, image_folder, labels_beside, needed_format
 from .saved_datasets import datasets_folder, is_datasets_folder
 from .text import TABLES, TextColumns, read_table, table_of_text
@@ -39,7 +40,8 @@ def _divided(source: str) -> tuple[Path, str]:
 
 def is_function(source: str, base: Path = Path()) -> bool:
     """Tell whether a source is ``module:function`` rather than a file below ``base``, or a part of one."""
-    return ":" in source and not _divided(str(base / source))[1] and not (base / source).exists()
+    path = base / source
+    return ":" in source and _divided(str(path))[0] == path and not path.exists()
 
 
 def source_files(source: str) -> list[tuple[str, Path]]:
@@ -120,9 +122,10 @@ class DataChoice:
           examples: with the names x and y batches are pairs, else dicts for a transformers model;
         - ``module:function``, a function without arguments that returns an iterable of batches.
     batch_size : int
-        Examples per batch; the last batch may have fewer.
+        Examples per batch at most. Batches are as equal as possible, since each counts as much as the others.
     batches, num_examples, subset_seed : int or None
-        Number of batches; number of examples, the first ones or, with ``subset_seed``, as many at random.
+        Number of batches; number of examples, the first ones or, with ``subset_seed``, as many at random. Folders of
+        classes are always read in random order, by default with the seed 0.
     columns : TextColumns
         Columns of a table of text.
     image_size : int or None
@@ -141,7 +144,7 @@ class DataChoice:
     ...     torch.save({"x": torch.randn(10, 4), "y": torch.arange(10) % 2}, f"{folder}/data.pt")
     ...     batches = DataChoice(f"{folder}/data.pt", batch_size=4, num_examples=6, subset_seed=0).load(mine)
     >>> [len(y) for _, y in batches]
-    [4, 2]
+    [3, 3]
     >>> result = sharpness.evaluate(mine.model, batches, measure="adaptive", rho=0.1)
     """
 
@@ -195,9 +198,10 @@ class DataChoice:
             batches = call(self.source)
         else:
             examples = self.open(loaded)
-            chosen = choose(len(examples), self.num_examples, self.subset_seed)
-            starts = range(0, len(chosen), self.batch_size)
-            batches = (examples.batch(chosen[i : i + self.batch_size]) for i in starts)
+            chosen = examples.choose(self.num_examples, self.subset_seed)
+            chosen = chosen[: None if self.batches is None else self.batches * self.batch_size]
+            parts = np.array_split(chosen, -(-len(chosen) // self.batch_size))
+            batches = (examples.batch(part.tolist()) for part in parts)
         result = [tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, self.batches)]
         if not result:
             raise ValueError(f"{self.source} gave no batch")
@@ -224,7 +228,12 @@ class DataChoice:
         if self.image_size is None and self.mean is None and self.std is None:
             return known
         base = known or ImageFormat((224, 224), (0.5,), (0.5,), 1)
-        size = base.size if self.image_size is None else (self.image_size, self.image_size)
+        size, resize = base.size, base.resize
+        if self.image_size is not None:  # the same part of the image, at another size
+            size, factor = (self.image_size, self.image_size), self.image_size / min(base.size)
+            both = (resize, resize) if isinstance(resize, int) else resize
+            scaled = both and (round(both[0] * factor), round(both[1] * factor))
+            resize = scaled[0] if scaled and isinstance(resize, int) else scaled
         mean, std = self.mean or base.mean, self.std or base.std
         channels = max(len(mean), len(std), base.channels)
-        return dataclasses.replace(base, size=size, mean=mean, std=std, channels=channels)
+        return dataclasses.replace(base, size=size, resize=resize, mean=mean, std=std, channels=channels)

@@ -56,7 +56,7 @@ def _texts(
     if not named:
         return table_of_text(source, rows, columns, tokenizer, known)
     for row in rows:
-        number = int(row[columns.label])
+        number = int(row.get(columns.label, -1))
         if not 0 <= number < len(named):
             raise ValueError(
                 f"{source} has the label {number}, which is not among its classes; use a split with labels"

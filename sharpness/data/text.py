@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import naming
-from .examples import Examples
+from .examples import Examples, class_number
 
 __all__ = ["TABLES", "TextColumns", "read_table", "read_texts", "strings", "table_of_text"]
 
@@ -71,7 +71,8 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
         lines = enumerate(text.split("\n"), 1)
         return [strings(_json_object(line, f"line {number} of {path}")) for number, line in lines if line.strip()]
     # Quotation marks are text in a .tsv.
-    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix.lower() == ".tsv" else {}
+    tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    form = tabs if path.suffix.lower() == ".tsv" else {"strict": True}
     try:
         table = [line for line in csv.reader(io.StringIO(text, newline=""), **form) if line]
     except csv.Error as error:
@@ -82,7 +83,7 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
         raise ValueError(f"{path} has two columns {double[0]!r}; rename one of them")
     for number, row in enumerate(table, 1):
         if len(row) != len(names):
-            fix = "" if form or len(row) < len(names) else "; quote values that contain a comma"
+            fix = "" if form is tabs or len(row) < len(names) else "; quote values that contain a comma"
             raise ValueError(f"row {number} of {path} has {len(row)} columns, not {len(names)}{fix}")
     return [dict(zip(names, line, strict=True)) for line in table]
 
@@ -98,8 +99,8 @@ def _json_object(line: str, what: str) -> dict[str, Any]:
 
 
 def strings(row: Mapping[str, Any]) -> dict[str, str]:
-    """Write values that are not strings as JSON."""
-    return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
+    """Write values that are not strings as JSON; leave out those that are missing."""
+    return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
 
 
 def read_texts(path: str | os.PathLike[str], columns: Sequence[str], header: bool = True) -> list[str]:
@@ -117,9 +118,10 @@ def _check_columns(rows: Sequence[Mapping[str, str]], columns: Sequence[str], pa
 
 
 def _class_number(label: str, columns: TextColumns, known: Mapping[str, int], path: Path | str) -> int:
-    names = {k.lower(): v for k, v in (columns.label_map or known).items()}
-    if label.lower() in names:
-        return names[label.lower()]
+    names = columns.label_map or known
+    number = class_number(label, names)
+    if number is not None:
+        return number
     if not columns.label_map and label.lstrip("-").isdigit():
         return int(label)
     raise ValueError(

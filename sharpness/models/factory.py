@@ -70,6 +70,8 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
             raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
         return load_folder(folder)
     if ":" in name:
+        if head is not None:
+            raise ValueError(f"a separate head is only for open_clip's image towers; leave it out with {name}")
         return _from_function(name, checkpoint)
     missing = []
     for library, extra, build in (("open_clip", "clip", _open_clip), ("timm", "timm", _timm)):
@@ -78,7 +80,7 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
         except ImportError:
             missing.append(f"; {library} is not installed: pip install 'quotient-manifolds[{extra}]'")
             continue
-        if name in module.list_models():
+        if (name.split(".")[0] if library == "timm" else name) in module.list_models():
             return build(name, checkpoint, head)
     if "/" in name or os.sep in name:
         raise FileNotFoundError(f"there is no folder {name!r}")
@@ -235,7 +237,8 @@ def _timm(name: str, checkpoint: str | None, head: str | None) -> LoadedModel:
     state = _read(checkpoint)
     model = timm.create_model(name, pretrained=False)
     settings = model.default_cfg
-    own = (state or {}).get(f"{settings.get('classifier')}.weight")
+    top = settings.get("classifier")
+    own = (state or {}).get(f"{top[0] if isinstance(top, (list, tuple)) else top}.weight")
     if own is not None and own.dim() and own.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=own.shape[0])
     _fill(model, checkpoint, state)

@@ -98,14 +98,30 @@ def _preprocessor(folder: Path, config: Any) -> ImageFormat | None:
     normalized = found.get("do_normalize", True)
     if not {"size", "crop_size"} & set(found) or (normalized and "image_mean" not in found):
         return None  # for sound, for example
+    kind = str(found.get("image_processor_type", found.get("feature_extractor_type", "")))
+    other = [k for k in ("rescale_offset", "do_flip_channel_order", "crop_pct") if found.get(k)]
+    if abs(255 * found.get("rescale_factor", 1 / 255) - 1) > 1e-6 or found.get("do_rescale") is False:
+        other.append("rescale_factor" if found.get("do_rescale", True) else "do_rescale")
+    convnext = kind.startswith("ConvNext")
+    if [k for k in other if not (convnext and k == "crop_pct")] or kind.startswith("Levit"):
+        raise ValueError(
+            f"{path} prepares images in a way that is not known here ({', '.join(other) or kind}); prepare them "
+            "yourself, and pass a file of tensors"
+        )
     with naming(f"{path} does not say how images are preprocessed"):
         crop = bool(found.get("do_center_crop"))
         size = sides(found.get("crop_size" if crop else "size", found.get("size")))
         resample = {0: "nearest", 1: "lanczos", 3: "bicubic"}.get(found.get("resample", 2), "bilinear")
         channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)
         mean, std = (found["image_mean"], found["image_std"]) if normalized else ((0.0,), (1.0,))
-        shorter = min(sides(found["size"])) if crop and "size" in found and found.get("do_resize", True) else None
-        return ImageFormat(size, tuple(mean), tuple(std), channels, crop, resample, shorter)
+        resize: int | tuple[int, int] | None = None
+        if crop and "size" in found and found.get("do_resize", True):
+            given = found["size"]
+            both = "height" in given if isinstance(given, dict) else kind.startswith("DeiT")
+            resize = sides(given) if both else min(sides(given))
+        elif convnext and min(size) < 384:  # its own rule
+            crop, resize = True, int(min(size) / found.get("crop_pct", 224 / 256))
+        return ImageFormat(size, tuple(mean), tuple(std), channels, crop, resample, resize)
 
 
 def _transformers_example(config: Any) -> dict[str, torch.Tensor]:

@@ -35,9 +35,10 @@ class ImageFormat:
     channels : int
         3, or 1 for grey values.
     crop : bool
-        Resize the shorter side, and crop the centre to ``size``; or else resize both sides.
-    shorter_side : int or None
-        What the shorter side is resized to before the crop; by default as little as covers ``size``.
+        Crop the centre to ``size`` after resizing; or else resize both sides to ``size``.
+    resize : int, (int, int) or None
+        What the shorter side, or height and width, are resized to before the crop; by default as little as covers
+        ``size``.
     resample : {"bicubic", "bilinear", "nearest", "lanczos"}
         Interpolation for resizing, as in Pillow.
 
@@ -55,7 +56,7 @@ class ImageFormat:
     channels: int = 3
     crop: bool = False
     resample: str = "bicubic"
-    shorter_side: int | None = None
+    resize: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if len(self.mean) not in (1, self.channels) or len(self.std) not in (1, self.channels):
@@ -113,7 +114,11 @@ class LoadedModel:
         from transformers import AutoTokenizer
 
         with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            found = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        if positions and found.model_max_length > 1e6:  # the tokenizer does not say
+            found.model_max_length = positions
+        return found
 
     def text_key(self) -> str:
         """Hash everything that determines how texts are tokenised: equal keys mean equal tokens."""

@@ -74,7 +74,12 @@ def scatter(axes: Any, row: Ranking, goal: Mapping[str, float], title: str) -> N
     if len(row.models) <= _NAMED:
         for model, value in zip(row.models, row.values, strict=True):
             axes.annotate(
-                Path(str(model)).name, (value, goal[model]), (4, 3), textcoords="offset points", fontsize="x-small"
+                Path(str(model)).name,
+                (value, goal[model]),
+                (4, 3),
+                textcoords="offset points",
+                fontsize="x-small",
+                parse_math=False,
             )
     tau, said = row.tau, "too few to correlate"
     if len(row.models) >= FEWEST_MODELS:

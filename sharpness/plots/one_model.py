@@ -93,7 +93,8 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     places: dict[str, list[int]] = {}
     for i, (_, kind, _) in enumerate(columns):
         places.setdefault(kind, []).append(i)
-    names = {"qk": "Q–K, by head", "vo": "V–O, by head", "lora": "LoRA", "weights": "weights"}
+    apart = "\n" if max(map(len, places.values())) < 5 else ", "  # narrow columns
+    names = {"qk": f"Q–K{apart}by head", "vo": f"V–O{apart}by head", "lora": "LoRA", "weights": "weights"}
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
         heads = [(i, head) for i, (rest, _, head) in enumerate(columns) if not rest]

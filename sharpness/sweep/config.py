@@ -212,7 +212,7 @@ def _checkpoints(entries: str | _Checkpoint | list[str | _Checkpoint], base: Pat
     found: list[Checkpoint] = []
     for entry in entries if isinstance(entries, list) else [entries]:
         entry = _Checkpoint(entry) if isinstance(entry, str) else entry
-        paths = sorted(glob.glob(str(base / entry.path)))
+        paths = sorted(str(base / found) for found in glob.glob(entry.path, root_dir=base))
         if not paths:
             raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
         head = None if entry.head is None else str(base / entry.head)

@@ -106,3 +106,23 @@ def test_a_mean_of_scaled_points_is_the_scaled_mean(scale):
     points = torch.stack([manifold.expmap(x, manifold.proju(x, 0.1 * torch.randn(7, 2))) for _ in range(4)])
     one, other = (manifold.mean(c**0.5 * points) for c in (1.0, scale))
     torch.testing.assert_close(manifold.to_matrix(other) / scale, manifold.to_matrix(one), rtol=1e-7, atol=1e-8)
+
+
+def test_directions_in_which_nothing_varies_are_zero():
+    manifold = GLQuotientInv(5, 4)
+    x = manifold.random(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u = manifold.proju(x, torch.ones_like(x))
+    line = manifold.geodesic(x, 0.1 * u, torch.linspace(-1, 1, 5, dtype=x.dtype))[0]
+    for points, count in ((line, 1), (x.expand(3, 9, 2), 0)):
+        found = principal_geodesics(manifold, points, 2)
+        lengths = [float(manifold.norm(found.mean, v)) for v in found.directions]
+        assert lengths == pytest.approx([1.0] * count + [0.0] * (2 - count), abs=1e-9)
+        assert int((found.variances > 0).sum()) == int((found.scores.abs().amax(0) > 0).sum()) == count
+
+
+def test_whole_numbers_are_weights():
+    manifold = RescaleQuotient("inv")
+    points = torch.rand(2, 2, 3) + 0.5
+    expected = manifold.mean(torch.stack([points[0], *3 * [points[1]]]))
+    found = manifold.mean(points, torch.tensor([1, 3]))
+    torch.testing.assert_close(manifold.to_matrix(found), manifold.to_matrix(expected))

@@ -156,3 +156,15 @@ def test_a_scaled_geodesic_is_refused_as_that_of_the_others():
     scaled = geoopt.Scaled(RescaleQuotient("inv"), 2.0)
     with pytest.raises(NotImplementedError, match="geodesic"):
         scaled.geodesic(torch.ones(2, 3), torch.ones(2, 3), 0.5)
+
+
+@pytest.mark.parametrize("size", [1e-18, 1.0, 1e15])
+def test_products_beyond_single_precision(size):
+    x, y = (size * torch.tensor([[0.5, 0.7, 1.2], [1.5, 0.9, 0.8]]).float().roll(k, 1) for k in (0, 1))
+    for manifold in (RescaleQuotient("inv"), RescaleQuotient("mix")):
+        assert manifold.dist(x, y).dtype == manifold.logmap(x, y).dtype == torch.float32
+        torch.testing.assert_close(
+            manifold.dist(x, y).double(), manifold.dist(x.double(), y.double()), rtol=1e-5, atol=0
+        )
+    assert RescaleQuotient("inv").canonical(x).isfinite().all()
+    assert (RescaleQuotient("inv").canonical(x) != 0).all()

@@ -18,6 +18,12 @@ def test_tables(style):
         formatted([], "html")
 
 
+def test_names_in_latex():
+    rows = [{**r, "checkpoint": r["checkpoint"] + r" $a_1^#\{x}~&%"} for r in study(models=2)]
+    printed = per_model(rows, "latex")
+    assert r"m00 \$a\_1\textasciicircum{}\#\textbackslash{}\{x\}\textasciitilde{}\&\%" in printed
+
+
 def test_a_verdict_needs_all_radii_and_one_side():
     one = next(r for r in compare(study(), resamples=20) if r.corrected is not None and r.choice == "ρ")
 

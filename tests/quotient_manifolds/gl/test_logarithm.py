@@ -266,3 +266,23 @@ def test_derivatives_where_some_pairs_have_no_distance(metric):
     manifold.dist(part, y[sound]).sum().backward()
     assert not whole.grad[1].any()
     torch.testing.assert_close(whole.grad[sound], part.grad, rtol=1e-8, atol=1e-10)
+
+
+@metric
+@pytest.mark.parametrize("size", [1e-12, 1e10])
+def test_the_size_of_the_points_does_not_limit_the_search(name, size):
+    manifold, x, u = problem(name)
+    y = manifold.retr(x, 0.3 * u)
+    unit = size**2 if name == "mix" else 1.0
+    torch.testing.assert_close(manifold.dist(size * x, size * y), unit * manifold.dist(x, y), rtol=1e-8, atol=0)
+
+
+def test_rank_by_rounding_is_refused_before_anything_is_widened():
+    generator = torch.Generator().manual_seed(0)
+    manifold, G = GLQuotientInv(5, 4), torch.randn(5, 1, generator=generator) @ torch.randn(1, 2, generator=generator)
+    x = torch.cat([G, torch.randn(4, 2, generator=generator)])
+    y = manifold.random(9, 2)
+    for call in (manifold.dist, manifold.logmap, manifold.align, lambda x, y: manifold.parallel_transport(x, y, y)):
+        for points in ((x, y), (y, x))[: 1 if "lambda" in call.__name__ else 2]:
+            with pytest.raises(ValueError, match="does not have full column rank"):
+                call(*points)

@@ -54,3 +54,15 @@ def test_a_transported_vector_has_no_derivative():
     x = manifold.random(7, 2).requires_grad_()
     u = manifold.proju(x.detach(), 0.1 * torch.randn(7, 2)).requires_grad_()
     assert not any(found.requires_grad for found in manifold.parallel_transport(x, u, u))
+
+
+def test_long_geodesics_are_cut_into_legs():
+    manifold = GLQuotientInv(5, 4)
+    generator = torch.Generator().manual_seed(0)
+    x = manifold.random(9, 2, dtype=torch.float64, generator=generator)
+    u, v, w = (manifold.proju(x, torch.randn(9, 2, dtype=x.dtype, generator=generator)) for _ in range(3))
+    u = 30 * u / manifold.norm(x, u)
+    (end, a), (_, b) = (manifold.parallel_transport(x, u, k) for k in (v, w))
+    expected = manifold.to_matrix(manifold.expmap(x, u))
+    torch.testing.assert_close(manifold.to_matrix(end), expected, rtol=1e-7, atol=1e-7 * float(expected.norm()))
+    assert float(manifold.inner(end, a, b)) == pytest.approx(float(manifold.inner(x, v, w)), rel=1e-6)

@@ -1,9 +1,13 @@
 import copy
+import math
 
+import peft
 import pytest
 import torch
 
+from quotient_manifolds import GLQuotientMix
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, model_distance
+from tests import networks
 
 
 def encoder(heads=2):
@@ -49,3 +53,65 @@ def test_models_that_cannot_be_compared():
         model_distance(encoder(2), encoder(3))
     with pytest.raises(ValueError, match='"inv" or "mix"'):
         model_distance(encoder(), encoder(), metric="flat")
+
+
+def test_frozen_models_have_the_same_distance():
+    one, other = encoder(), encoder()
+    expected = model_distance(one, other)
+    for p in (*one.parameters(), *other.self_attn.parameters()):
+        p.requires_grad_(False)
+    assert model_distance(one, other) == expected
+    assert expected.total > 1
+
+
+def test_nothing_to_compare_is_no_distance_of_zero():
+    with pytest.raises(ValueError, match="no pairs that can be compared: attention of no known kind"):
+        model_distance(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    one = encoder()
+    pairs = [p for p in find_symmetric_pairs(one) if p.kind == "qk"]
+    with pytest.raises(ValueError, match="beginning with 'self_attn qk head 0'"):
+        model_distance(one, one, pairs=(pairs, pairs[1:]))
+
+
+def test_a_pair_without_full_rank_is_one_nan():
+    one, other = encoder(), encoder()
+    with torch.no_grad():
+        other.self_attn.out_proj.weight[:, :6] = 0
+    found = {(p.kind, p.head): p.distance for p in model_distance(one, other).pairs}
+    assert [place for place, d in found.items() if math.isnan(d)] == [("vo", 0)]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+class TestAdapters:
+    @staticmethod
+    def model(seed, name="default", **options):
+        torch.manual_seed(0)
+        base = networks.bert()
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, target_modules=["query", "value"], **options)
+        return peft.get_peft_model(base, config, name)
+
+    def test_loaded_adapters_are_frozen_and_have_names(self):
+        one, other = self.model(1, init_lora_weights=False), self.model(2, "other", init_lora_weights=False)
+        expected = model_distance(one, other)
+        assert {p.kind for p in expected.pairs} == {"lora"}
+        assert expected.total > 1
+        assert "its adapters are pairs of their own" in next(iter(expected.skipped.values()))
+        one.requires_grad_(False)
+        other.requires_grad_(False)
+        assert model_distance(one, other).pairs == expected.pairs
+        merged = [m.merge_and_unload() for m in (one, other)]
+        assert {p.kind for p in model_distance(*merged).pairs} == {"qk", "vo"}
+
+    def test_the_scale_belongs_to_the_product(self):
+        one, other = (self.model(1, init_lora_weights=False, lora_alpha=alpha) for alpha in (4, 16))
+        layer = next(m for m in one.modules() if getattr(m, "lora_A", None))
+        B, A = layer.lora_B["default"].weight.detach(), layer.lora_A["default"].weight.detach()
+        manifold = GLQuotientMix(*B.shape[:1], A.shape[1])
+        points = [manifold.pack_point(scale * B, A.mT.contiguous()) for scale in (2.0, 8.0)]
+        found = model_distance(one, other, metric="mix").pairs[0].distance
+        assert found == pytest.approx(float(manifold.dist(*points)), rel=1e-7)
+        assert model_distance(one, copy.deepcopy(one)).total < 1e-6
+
+    def test_fresh_ones_have_no_distance(self):
+        assert all(math.isnan(p.distance) for p in model_distance(self.model(1), self.model(2)).pairs)

@@ -37,6 +37,16 @@ def test_commands(tmp_path, capsys):
     assert "there are no results at" in capsys.readouterr().err
 
 
+def test_results_are_not_replaced_by_their_table(tmp_path, capsys):
+    (tmp_path / "sweep").mkdir()
+    write_results(tmp_path / "r.csv", study())
+    write_results(tmp_path / "sweep" / "results.jsonl", study())
+    for read, out in (("r.csv", "r.csv"), ("sweep", "sweep/results.csv"), ("sweep", "sweep/../sweep/results.jsonl")):
+        assert cli.main(["table", str(tmp_path / read), "--short", "--out", str(tmp_path / out)]) == 2
+        assert "would replace the results" in capsys.readouterr().err
+    assert cli.main(["table", str(tmp_path / "r.csv"), "--short"]) == 0
+
+
 def test_few_models_are_listed_one_by_one(tmp_path, capsys):
     """Nine models give no ranking, whatever is asked for; ten do."""
     rows = study(models=10)

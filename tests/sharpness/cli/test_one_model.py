@@ -81,6 +81,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
         ("tests.spread:batches", "tests.spread:batches", "returned list, not a torch module"),
         ("tests.spread:model", "nowhere.safetensors", "there is no data at nowhere.safetensors"),
         ("no-such-model", "tests.spread:batches", "nor module:function"),
+        ("test_vit", "tests.spread:batches", "names an architecture without weights; give them with --checkpoint"),
     ],
 )
 def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):

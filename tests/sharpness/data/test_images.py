@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sharpness import cli
-from sharpness.data.images import pixels
+from sharpness.data.images import image_examples, pixels
 from sharpness.data.loading import load_examples
 from sharpness.models import ImageFormat
 from tests.pictures import COLOUR, FORMAT, png
@@ -63,7 +63,7 @@ def test_the_shorter_side_before_the_crop_is_that_of_transformers(shape):
     expected = torch.as_tensor(np.asarray(processor(made, return_tensors="np")["pixel_values"][0]))
     how = ImageFormat((16, 16), (0.5,), (0.5,), 3, True, "bicubic", 24)
     assert float((pixels(made, how) - expected).abs().mean()) < 5e-3  # transformers rounds grey values otherwise
-    assert float((pixels(made, replace(how, shorter_side=None)) - expected).abs().mean()) > 0.1
+    assert float((pixels(made, replace(how, resize=None)) - expected).abs().mean()) > 0.1
 
 
 def test_resizing_and_cropping(tmp_path):
@@ -121,3 +121,21 @@ def test_run_on_images(folder, tmp_path, capsys, monkeypatch):
     assert "pass size, mean and std" in capsys.readouterr().err
     assert cli.main([*command, "--image-size", "8", "--mean", "0.5", "0.5", "0.5", "--std", "1"]) == 0
     assert "adaptive sharpness of Sequential" in capsys.readouterr().out
+
+
+def test_names_that_differ_in_case_and_labels_that_are_none(tmp_path):
+    for name in "aA":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(png(np.zeros((8, 8), dtype=np.uint8)))
+    found = load_examples(str(tmp_path), images=FORMAT, labels={"a": 0, "A": 1})
+    assert found.classes == ("a", "A")
+    assert found.batch([0, 1])[1].tolist() == [1, 0]  # A comes before a
+    with pytest.raises(ValueError, match="has the label -1, which is no class"):
+        image_examples("a split", lambda i: torch.zeros(1), [0, 1, -1], ["a", "b"], {"a": 0, "b": 1})
+
+
+def test_pictures_of_16_bits():
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    made = pytest.importorskip("PIL.Image").fromarray(ramp)
+    found = pixels(made, ImageFormat((8, 8), (0.0,), (1.0,), channels=1))
+    assert np.allclose(found[0].numpy(), ramp / 65535, atol=3e-3)

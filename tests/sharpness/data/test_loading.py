@@ -1,10 +1,13 @@
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sharpness.data import DataChoice, TextColumns
 from sharpness.data.examples import choose
+from sharpness.data.images import pixels
 from sharpness.data.loading import load_examples
-from sharpness.models import LoadedModel
+from sharpness.models import ImageFormat, LoadedModel
 from tests.pictures import COLOUR, FORMAT, Words
 
 
@@ -14,6 +17,37 @@ def test_batches(folder):
     order = choose(6, 5, 3)
     assert [len(y) for _, y in batches] == [2, 2, 1]
     assert torch.cat([y for _, y in batches]).tolist() == [i // 3 for i in order]
+
+
+def test_batches_are_equal_and_classes_are_mixed(folder, tmp_path):
+    """A last batch of one example would count as much as the others, and the first images are all of one class."""
+    torch.save({"x": torch.arange(40.0)[:, None], "y": torch.arange(40)}, tmp_path / "data.pt")
+    mine, path = LoadedModel(torch.nn.Identity(), images=COLOUR), str(tmp_path / "data.pt")
+    batches = DataChoice(path, batch_size=39).load(mine)
+    assert [len(y) for _, y in batches] == [20, 20]
+    assert torch.cat([y for _, y in batches]).tolist() == list(range(40))
+    assert [len(y) for _, y in DataChoice(path, batch_size=16, batches=2).load(mine)] == [16, 16]
+    ((_, found),) = DataChoice(str(folder), num_examples=4).load(mine)
+    assert found.tolist() == [i // 3 for i in choose(6, 4, 0)]
+    assert set(found.tolist()) == {0, 1}
+
+
+def test_the_top_of_a_zip_is_no_function(tmp_path):
+    (tmp_path / "a.zip").write_bytes(b"no zip")
+    with pytest.raises(ValueError, match="is not a readable zip archive"):
+        DataChoice(f"{tmp_path}/a.zip:").load(LoadedModel(torch.nn.Identity(), images=COLOUR))
+
+
+@pytest.mark.parametrize("resize", [12, (12, 12), None])
+def test_another_size_shows_the_same_part_of_the_image(resize):
+    image = Image.fromarray(np.tile(np.linspace(0, 255, 60).astype(np.uint8), (60, 1)))
+    known = ImageFormat((8, 8), (0.0,), (1.0,), channels=1, crop=True, resample="bilinear", resize=resize)
+    ends = []
+    for how in (known, DataChoice("x", image_size=32).image_format(known)):
+        x = pixels(image, how)
+        assert x.shape[1:] == how.size
+        ends.append([float(x[..., 0].mean()), float(x[..., -1].mean())])
+    assert ends[0] == pytest.approx(ends[1], abs=0.08)
 
 
 def test_what_is_wrong_is_named(folder, tmp_path):

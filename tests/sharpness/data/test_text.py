@@ -35,6 +35,14 @@ def test_labels_by_number_and_by_the_models_names(tmp_path):
     assert found.batch([0, 1])["labels"].tolist() == [1, 2]
 
 
+def test_labels_that_differ_in_case(tmp_path):
+    path = tmp_path / "data.tsv"
+    path.write_text("text\tlabel\na\tx\nb\tX\n")
+    for columns, known in ((TextColumns(), {"X": 0, "x": 1}), (TextColumns(label_map={"X": 0, "x": 1}), {})):
+        found = load_examples(str(path), text=columns, tokenizer=Words(), labels=known)
+        assert found.batch([0, 1])["labels"].tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -45,6 +53,8 @@ def test_labels_by_number_and_by_the_models_names(tmp_path):
         ),
         ("a.tsv", "label\ttext\n1\tgood\t0\n", "row 1 of .*a.tsv has 3 columns, not 2$"),
         ("a.csv", "label,text,label\n1,good,0\n", "has two columns 'label'; rename one"),
+        ("a.csv", 'text,label\n"bad,0\n"nice,1\ngood,1\n', "a.csv is not a readable table"),
+        ("a.jsonl", '{"label": 1, "text": null}\n', "row 1 of .*a.jsonl has no column 'text'"),
         ("a.txt", "label\ttext\n1\tgood\n", "a.txt is not data by its name: tables end in .csv, .jsonl, .tsv"),
     ],
 )

@@ -64,6 +64,18 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_names_with_a_tag_and_heads_of_two(tmp_path):
+    import timm
+
+    assert load("vit_tiny_patch16_224.augreg_in21k").images.mean == (0.5, 0.5, 0.5)
+    model = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=7)
+    torch.save(model.state_dict(), tmp_path / "ten.pt")
+    assert load("deit_tiny_distilled_patch16_224", str(tmp_path / "ten.pt")).model.num_classes == 7
+    with pytest.raises(ValueError, match="a separate head is only for open_clip"):
+        load("torch.nn:PReLU", head="head.pt")
+
+
 def test_a_path_that_is_not_there_is_called_so():
     with pytest.raises(FileNotFoundError, match=r"there is no folder './brt'"):
         load("./brt")

@@ -1,10 +1,15 @@
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sharpness import cli
+from sharpness.data.images import pixels
 from sharpness.models import load
+from sharpness.models.huggingface import _preprocessor
 from tests import architectures, networks
 
 
@@ -36,7 +41,38 @@ def test_the_image_format_of_a_transformers_folder(tmp_path):
     settings |= {"do_center_crop": True, "size": {"shortest_edge": 12}, "crop_size": {"height": 8, "width": 8}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     found = load(str(tmp_path)).images
-    assert (found.size, found.crop, found.shorter_side) == ((8, 8), True, 12)
+    assert (found.size, found.crop, found.resize) == ((8, 8), True, 12)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "settings", "shape"),
+    [
+        ("DeiTImageProcessor", {"size": 18, "crop_size": 16, "do_center_crop": True}, (30, 41)),
+        ("ConvNextImageProcessor", {"size": {"shortest_edge": 16}, "crop_pct": 0.8}, (30, 41)),
+        ("ViTImageProcessor", {"size": {"height": 16, "width": 16}}, (41, 30)),
+    ],
+)
+def test_images_are_prepared_as_by_transformers(name, settings, shape, tmp_path):
+    import transformers
+
+    settings = {**settings, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "image_processor_type": name}))
+    made = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8))
+    processor = getattr(transformers, name).from_pretrained(tmp_path)
+    expected = torch.as_tensor(np.asarray(processor(made, return_tensors="np")["pixel_values"][0]))
+    how = _preprocessor(tmp_path, SimpleNamespace(num_channels=3))
+    assert float((pixels(made, how) - expected).abs().mean()) < 6e-3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changes", [{"do_flip_channel_order": True}, {"rescale_factor": 1.0}, {"crop_pct": 0.9}])
+def test_images_that_need_more_are_refused(changes, tmp_path):
+    networks.vit().save_pretrained(tmp_path)
+    settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5], "image_std": [0.25], **changes}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=f"in a way that is not known here \\({next(iter(changes))}\\)"):
+        load(str(tmp_path))
 
 
 @pytest.fixture

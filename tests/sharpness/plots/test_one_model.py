@@ -32,7 +32,7 @@ def test_layers():
     assert [t.get_text() for t in axes.get_yticklabels()] == ["a.0", "head"]
     assert [t.get_text() for t in axes.get_xticklabels()] == ["0", "1", "0"]
     (kinds,) = axes.child_axes
-    assert [t.get_text() for t in kinds.get_xticklabels()] == ["Q–K, by head", "V–O, by head", "weights"]
+    assert [t.get_text() for t in kinds.get_xticklabels()] == ["Q–K\nby head", "V–O\nby head", "weights"]
 
 
 def test_spectra():

@@ -63,6 +63,15 @@ def test_mistakes_in_the_configuration(place, capsys, change, message):
     assert err.count("\n") == 1
 
 
+def test_a_folder_with_brackets_in_its_name(place):
+    """They mean something in patterns."""
+    (place / "a [1]").mkdir()
+    for path in [*place.iterdir()]:
+        if path.name != "a [1]":
+            path.rename(place / "a [1]" / path.name)
+    assert len(read_config(place / "a [1]" / "sweep.json").checkpoints) > 1
+
+
 def test_yaml_and_mistakes_in_it(place, capsys):
     pytest.importorskip("yaml")
     Path("sweep.yaml").write_text(

@@ -302,9 +302,9 @@ def test_bert_folders_good_and_bad(place, capsys):
     assert rows_of("b", "berts.json")[0]["sharpness"] > 0
     assert set(said) == {"wordless,", "narrow,", "nameless,", "pickled,"}
     assert "the model has no tokenizer: put one into its folder" in said["wordless,"]
-    assert "'good', which is not the name of a class (label_0, label_1); say what labels mean" in said["narrow,"]
+    assert "'good', which is not the name of a class (LABEL_0, LABEL_1); say what labels mean" in said["narrow,"]
     assert (
-        "'good', which is not the name of a class (label_0, label_1, label_2); say what labels mean"
+        "'good', which is not the name of a class (LABEL_0, LABEL_1, LABEL_2); say what labels mean"
         in said["nameless,"]
     )
     assert "berts/pickled holds pickled objects other than tensors" in said["pickled,"]
