@@ -30,7 +30,6 @@ def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
     return {
         "AdamW": lambda m: torch.optim.AdamW(trainable(m), 1e-4),
         "Riemannian (peft)": lambda m: create_riemannian_optimizer(m, torch.optim.AdamW, lr=1e-4),
-        "quotient, scalar": lambda m: create_quotient_lora_optimizer(m, lr=1e-4, second_moment="scalar"),
         "quotient, matrix": lambda m: create_quotient_lora_optimizer(m, lr=1e-4),
     }
 

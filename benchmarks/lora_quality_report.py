@@ -11,10 +11,11 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 from _common import RESULTS
-from lora_quality import METHODS, RATES, best
+from lora_quality import DROPPED, METHODS, RATES, best
 
 from sharpness.plots.look import figure
 
+SHOWN = (*METHODS, DROPPED)
 NAMES = {"mnist": "MNIST", "corrupted": "corrupted CIFAR-10", "sst2": "SST-2"}
 
 
@@ -46,7 +47,7 @@ def main() -> None:
             "| method | best lr | rank 4: test loss | accuracy | against AdamW, paired | rank 16: test loss | accuracy "
             "| against AdamW, paired | within 1 % / 5 % of best, decades of lr |\n|---|---|---|---|---|---|---|---|---|"
         )
-        for method in METHODS:
+        for method in SHOWN:
             lr = best(rows, task, method)
             cells = [method, f"{lr:g}"]
             for rank in (4, 16):
@@ -72,8 +73,8 @@ def main() -> None:
 def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
     """Test loss against the learning rate, and training curves at each method's best rate."""
     tasks = [t for t in NAMES if (frame.task == t).any()]
-    colours = dict(zip(METHODS, ("#666666", "#E69F00", "#009E73", "#56B4E9", "#0072B2"), strict=True))
-    markers = dict(zip(METHODS, "xs^Do", strict=True))
+    colours = dict(zip(SHOWN, ("#666666", "#E69F00", "#009E73", "#0072B2", "#56B4E9"), strict=True))
+    markers = dict(zip(SHOWN, "xs^oD", strict=True))
     with figure(path, (4.6 * len(tasks), 8), 2, len(tasks)) as (_, axes):
         _draw(rows, frame, tasks, colours, markers, axes)
 

@@ -67,7 +67,6 @@ def main() -> None:
         "AdamW, torch's default": torch.optim.AdamW(params, 1e-5),
         "QuotientMuon": QuotientMuon(params, pairs, 1e-5),
         "QuotientAdam": QuotientAdam(params, pairs, 1e-5),
-        "QuotientAdam, scalar": QuotientAdam(params, pairs, 1e-5, second_moment="scalar"),
         "QuotientSGD": QuotientSGD(params, pairs, 1e-5, 0.9),
     }
     spent: dict[str, list[float]] = {name: [] for name in made}

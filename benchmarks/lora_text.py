@@ -74,7 +74,6 @@ METHODS: dict[str, Callable[[nn.Module, float], Made]] = {
     "LoRA-Muon": lora_muon,
     "LoRA+ (peft)": lora_plus,
     "Riemannian (peft)": riemannian,
-    "QuotientAdam, scalar": quotient(second_moment="scalar"),
 }
 TASKS = ("ag_news", "sst2", "mnli")
 
@@ -243,11 +242,9 @@ def tuning(task: str, rows: list[dict[str, Any]], methods: list[str]) -> Iterato
 def units(tasks: list[str], rows: list[dict[str, Any]], methods: list[str]) -> Iterator[Unit]:
     """What is to be run, in order."""
     for task in tasks:
-        own = [m for m in methods if task == "ag_news" or "scalar" not in m]  # which has its say on one task
-        yield from tuning(task, rows, own)
+        yield from tuning(task, rows, methods)
         for rank in (4, 16, 64):
-            yield from ((task, "final", m, best(rows, task, m), rank, s) for s in SEEDS for m in own)
-    methods = [m for m in methods if "scalar" not in m]
+            yield from ((task, "final", m, best(rows, task, m), rank, s) for s in SEEDS for m in methods)
     if "ag_news" in tasks:
         yield from (("ag_news", "moved", m, best(rows, "ag_news", m), 4, s) for s in SEEDS[:3] for m in methods)
     for task in tasks:

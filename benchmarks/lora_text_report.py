@@ -18,7 +18,8 @@ from sharpness.plots.look import figure
 
 NAMES = {"ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
 RANKS = (4, 16, 64)
-COLOURS = dict(zip(METHODS, ("#666666", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#999933"),
+SHOWN = (*METHODS, "QuotientAdam, scalar")  # measured before it was dropped
+COLOURS = dict(zip(SHOWN, ("#666666", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#999933"),
                    strict=True))  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def finals(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> Iterat
     of = [r for r in rows if (r["task"], r["part"], r["rank"]) == (task, "final", 4)]
     reference = [v for r in of if r["method"] == "AdamW" for v in r["losses"][-16:]]
     body = []
-    for method in (m for m in METHODS if (final.method == m).any()):
+    for method in (m for m in SHOWN if (final.method == m).any()):
         cells = [method, f"{best(rows, task, method):g}"]
         for rank in RANKS:
             own, base = (losses(final, method=m, rank=rank) for m in (method, "AdamW"))
@@ -129,7 +130,7 @@ def starts(frame: pd.DataFrame) -> Iterator[str]:
 def costs(frame: pd.DataFrame) -> Iterator[str]:
     """Time of the optimiser's own steps."""
     own = frame[frame.part.isin(["tune", "final"])]
-    shown = [m for m in METHODS if (own.method == m).any()]
+    shown = [m for m in SHOWN if (own.method == m).any()]
     medians = own.groupby(["method", "rank"]).optimizer_ms.median()
     body = [[m, *(f"{medians[m, r]:.0f}" if (m, r) in medians else "" for r in RANKS)] for m in shown]
     yield from table(["the optimiser's step alone, ms", *(f"rank {r}" for r in RANKS)], body)
@@ -141,7 +142,7 @@ def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
     with figure(path, (4.6 * len(tasks), 8), 2, len(tasks)) as (_, axes):
         for column, task in zip(np.asarray(axes).reshape(2, -1).T, tasks, strict=True):
             own = frame[frame.task == task]
-            for method in (m for m in METHODS if (own.method == m).any()):
+            for method in (m for m in SHOWN if (own.method == m).any()):
                 wide = 2.4 if method.startswith("Quotient") else 1.2
                 look = {"color": COLOURS[method], "label": method, "linewidth": wide}
                 tune = own[(own.method == method) & (own.part == "tune")].sort_values("lr")

@@ -79,16 +79,14 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-ADAMS = [("adam", metric, second) for metric in ("mix", "inv") for second in ("matrix", "scalar")]
+ADAMS = [("adam", "mix"), ("adam", "inv")]
 
-KINDS = [*ADAMS, ("muon", "mix", None), ("sgd", "mix", None), ("sgd", "inv", None), ("nesterov", "mix", None)]
+KINDS = [*ADAMS, ("muon", "mix"), ("sgd", "mix"), ("sgd", "inv"), ("nesterov", "mix")]
 
 
-def optimizer_of(model, kind, metric="mix", second="matrix", lr=1e-2, **options):
+def optimizer_of(model, kind, metric="mix", lr=1e-2, **options):
     if kind == "adam":
-        return QuotientAdam(
-            trainable(model), find_symmetric_pairs(model), lr, metric=metric, second_moment=second, **options
-        )
+        return QuotientAdam(trainable(model), find_symmetric_pairs(model), lr, metric=metric, **options)
     if kind == "muon":
         return QuotientMuon(trainable(model), find_symmetric_pairs(model), 5 * lr, **options)
     return QuotientSGD(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairStep, Part, trace
+from .buckets import PairStep, Part
 from .newton_schulz import inverse_root
 from .others import check_adam_options
 
@@ -37,11 +37,6 @@ class QuotientAdam(QuotientOptimizer):
 
     where hats divide by 1 - βᵗ. Then m and C are transported to the new point. C is an h × h matrix, and r has one
     number per row. Both are the same for all representatives up to a rotation of the basis, which d undoes.
-    ``second_moment="scalar"`` replaces both by one number for each factor, the mean square of the entries:
-
-    .. math::
-        c \leftarrow β_2 c + (1 - β_2)\, \frac{\|\bar g\|_F^2}{nh}, \qquad d = \frac{\hat m}{\sqrt{\hat c} + ε}
-
     A step changes the product by about η in each of its directions, so for LoRA the learning rates of AdamW carry over.
 
     Parameters
@@ -62,7 +57,6 @@ class QuotientAdam(QuotientOptimizer):
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     metric : {"mix", "inv"}
         W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
-    second_moment : {"matrix", "scalar"}
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
         transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
@@ -112,55 +106,42 @@ class QuotientAdam(QuotientOptimizer):
         weight_decay: float = 0.0,
         *,
         metric: str = "mix",
-        second_moment: str = "matrix",
         max_grad_norm: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "metric": metric,
-            "second_moment": second_moment, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
+            "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         super()._check_options(group)
-        if group["second_moment"] not in ("matrix", "scalar"):
-            raise ValueError(f'second_moment must be "matrix" or "scalar", got {group["second_moment"]!r}')
         check_adam_options(group)
 
     def _state_names(self, group: Mapping[str, Any]) -> set[str]:
-        own = {"scalar"} if group["second_moment"] == "scalar" else {"matrix", "rows G", "rows H"}
-        return {*super()._state_names(group), "step", *own}
+        return {*super()._state_names(group), "step", "matrix", "rows G", "rows H"}
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         (beta1, beta2), eps = group["betas"], group["eps"]
-        lr, weight_decay, scalar = float(group["lr"]), group["weight_decay"], group["second_moment"] == "scalar"
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
         K_inv = s.preconditioner.inverse_roots
         if not s.bucket.state:
-            self._make_room(scalar, s, K_inv)
+            self._make_room(s, K_inv)
         count = s.read("step") + 1
         correction1, correction2 = ((1 - beta**count).view(-1, *[1] * (K_inv.dim() - 1)) for beta in (beta1, beta2))
-        grams = _mean_over_rows(s)
         # C is stored as a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        V = K_inv @ grams @ K_inv.mH if scalar else torch.lerp(s.read("matrix"), grams, 1 - beta2)
-        if scalar:
-            C = torch.lerp(s.read("scalar"), trace(V) / V.shape[-1], 1 - beta2)
-            A = K_inv.mH @ K_inv / ((C[..., None, None] / correction2).sqrt() + eps)
-        else:
-            C = V
-            V = K_inv @ (C / correction2) @ K_inv.mH
-            least = _LEAST * torch.linalg.matrix_norm(V, keepdim=True)
-            root = inverse_root(V + least * torch.eye(V.shape[-1], dtype=V.dtype, device=V.device))
-            A = K_inv.mH @ root @ K_inv
-            halfway = s.scaled(K_inv.mH @ root, 1.0)
-        A = A / correction1
+        C = torch.lerp(s.read("matrix"), _mean_over_rows(s), 1 - beta2)
+        V = K_inv @ (C / correction2) @ K_inv.mH
+        least = _LEAST * torch.linalg.matrix_norm(V, keepdim=True)
+        root = inverse_root(V + least * torch.eye(V.shape[-1], dtype=V.dtype, device=V.device))
+        A = K_inv.mH @ root @ K_inv / correction1
+        halfway = s.scaled(K_inv.mH @ root, 1.0)
 
         def direction(part: Part) -> Tensor:
             g = s.gradient(part)
             m = s.state("moment", part).mul_(s.keep(beta1, 1.0)).add_(g, alpha=1 - beta1)
-            if scalar:
-                return m
             size = torch.linalg.vector_norm(s.times(g, part, halfway), dim=-1, keepdim=True)
             r = s.state("rows", part)
             r.mul_(s.keep(beta2, 1.0)).addcmul_(size, size, value=(1 - beta2) / g.shape[-1])
@@ -172,22 +153,16 @@ class QuotientAdam(QuotientOptimizer):
             m = s.state("moment", part)
             m.copy_(s.times(m, part, T))
         s.write("step", count)
-        if scalar:
-            s.write("scalar", C)
-        else:
-            T = T.to(C.dtype)
-            s.write("matrix", T.mH @ C @ T)
+        T = T.to(C.dtype)
+        s.write("matrix", T.mH @ C @ T)
 
-    def _make_room(self, scalar: bool, s: PairStep, like: Tensor) -> None:
+    def _make_room(self, s: PairStep, like: Tensor) -> None:
         """Initialise the state of a bucket with zeros."""
         count, state = len(s.bucket.stack), s.bucket.state
         s.make_room("moment")
+        s.make_room("rows", columns=1)
         state["step"] = like.real.new_zeros(count)
-        if scalar:
-            state["scalar"] = like.real.new_zeros(count, *like.shape[1:-2])
-        else:
-            s.make_room("rows", columns=1)
-            state["matrix"] = like.new_zeros(count, *like.shape[1:])
+        state["matrix"] = like.new_zeros(count, *like.shape[1:])
 
 
 def _mean_over_rows(s: PairStep) -> Tensor:

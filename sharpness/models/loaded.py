@@ -113,11 +113,11 @@ class LoadedModel:
             return None
         from transformers import AutoTokenizer
 
+        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
             found = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        if positions and found.model_max_length > 1e6:  # the tokenizer does not say
-            found.model_max_length = positions
+            if positions and found.model_max_length > 1e6:  # it does not say
+                found.model_max_length = positions
         return found
 
     def text_key(self) -> str:

@@ -49,8 +49,6 @@ def test_bad_input():
         QuotientAdam(params[1:], find_symmetric_pairs(model))
     with pytest.raises(ValueError, match='metric must be "mix" or "inv"'):
         QuotientAdam(params, find_symmetric_pairs(model), metric="flat")
-    with pytest.raises(ValueError, match="second_moment must be"):
-        QuotientAdam(params, find_symmetric_pairs(model), second_moment="rows")
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
         QuotientSGD(params, find_symmetric_pairs(model), max_grad_norm=0)
     with torch.no_grad():
