@@ -256,9 +256,7 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     """
     twin, call = _alone(module, call)
     roles = _roles(twin)
-    samples = functools.cache(
-        lambda: list(_samples(twin, call))
-    )  # a module that is refused for its classes need not run
+    samples = functools.cache(lambda: list(_samples(twin, call)))  # for a module that is refused it need not run
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
     qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
@@ -271,9 +269,8 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
 
 def _known_sizes(module: nn.Module) -> list[int]:
     """List the head sizes that a module stores under common names."""
-    found = [
-        getattr(m, name, None) for m in module.modules() for name in ("head_dim", "head_size", "attention_head_size")
-    ]
+    names = ("head_dim", "head_size", "attention_head_size")
+    found = [getattr(m, name, None) for m in module.modules() for name in names]
     return [size for size in found if isinstance(size, int)]
 
 
