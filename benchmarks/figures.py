@@ -15,6 +15,7 @@ import convergence
 import geodesic_ablation
 import logarithm
 import lora_quality_report
+import lora_text_report
 import pandas as pd
 import sam
 from _common import RESULTS
@@ -39,6 +40,8 @@ def main(folder: Path = IMAGES) -> None:
     logarithm.draw(rows("logarithm.json"), folder)
     lora = rows("lora_quality.jsonl")
     lora_quality_report.draw(lora, pd.DataFrame(lora).drop(columns="losses"), folder / "lora_quality.png")
+    texts = rows("lora_text.jsonl")
+    lora_text_report.draw(texts, pd.DataFrame(texts).drop(columns="losses"), folder / "lora_text.png")
     sam.report(rows("sam.jsonl"), folder / "sam.png")
 
 
