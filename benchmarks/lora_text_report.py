@@ -143,7 +143,7 @@ def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
         for column, task in zip(np.asarray(axes).reshape(2, -1).T, tasks, strict=True):
             own = frame[frame.task == task]
             for method in (m for m in SHOWN if (own.method == m).any()):
-                wide = 2.4 if method.startswith("Quotient") else 1.2
+                wide = 2.4 if method in ("QuotientMuon", "QuotientAdam") else 1.2
                 look = {"color": COLOURS[method], "label": method, "linewidth": wide}
                 tune = own[(own.method == method) & (own.part == "tune")].sort_values("lr")
                 column[0].plot(tune.lr, tune.test_loss, marker="o", markersize=4, **look)
@@ -156,7 +156,7 @@ def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
             column[0].set(xscale="log", xlabel="learning rate, rank 4", ylabel="test loss", title=NAMES[task],
                           ylim=around)  # fmt: skip
             column[1].set(xlabel="rank, at the rate of rank 4", ylabel="test loss", ylim=around)
-            column[0].legend(fontsize="x-small")
+        axes[1][0].legend(fontsize="x-small", loc="upper left")
 
 
 def main() -> None:
