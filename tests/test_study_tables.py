@@ -17,15 +17,20 @@ def study(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    sys.modules.pop("_common", None)
+    for name in ("_common", "_lora_rivals", "lora_quality", "lora_quality_report", "lora_text", "lora_text_report"):
+        sys.modules.pop(name, None)
 
 
-def test_tables_and_figures_regenerate(study, tmp_path):
+def test_tables_and_figures_regenerate(study, tmp_path, monkeypatch):
     study.report(tmp_path)
+    lora = importlib.import_module("lora_text_report")
+    files = ["--tables", tmp_path / "tables" / "lora_text.md", "--figure", tmp_path / "images" / "lora_text.png"]
+    monkeypatch.setattr(sys, "argv", ["lora_text_report.py", *map(str, files)])
+    lora.main()
     committed = sorted(p.name for p in (ROOT / "docs" / "tables").iterdir() if p.name != "architectures.csv")
     assert sorted(p.name for p in (tmp_path / "tables").iterdir()) == committed
     for name in committed:
         assert (tmp_path / "tables" / name).read_text() == (ROOT / "docs" / "tables" / name).read_text(), name
     for path in (tmp_path / "images").iterdir():
         assert (ROOT / "docs" / "images" / path.name).is_file(), path.name
-    assert len(list((tmp_path / "images").iterdir())) == 4
+    assert len(list((tmp_path / "images").iterdir())) == 5
