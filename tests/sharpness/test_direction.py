@@ -63,3 +63,17 @@ def test_perturbed_follows_the_geodesic_of_a_frozen_model_and_of_a_copy():
         with sharpness.perturbed(m, result.direction(0)), torch.no_grad():
             loss = float(F.cross_entropy(m(batch[0]).logits, batch[1]))
         assert loss == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_direction_of_a_model_with_adapters_moves_a_copy():
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["query", "value"], "init_lora_weights": False}
+    model = peft.get_peft_model(networks.bert(), peft.LoraConfig(r=2, **options)).eval()
+    batch = networks.text()
+    result = sharpness.evaluate(model, [batch], rho=0.1, steps=3, keep_directions=True, progress=False)
+    moved = copy.deepcopy(model)
+    with sharpness.perturbed(moved, result.direction(0)), torch.no_grad():
+        loss = float(moved(**batch).loss)
+    assert loss == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+    assert float(model(**batch).loss) == pytest.approx(result.batches[0].base_loss, rel=1e-12)

@@ -56,6 +56,11 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
 def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(Path(__file__).parent.parent)
+
+    def refuse(*_):
+        raise AssertionError("hashed for nothing: neither --out nor --json is given")
+
+    monkeypatch.setattr("sharpness.sweep.digests.of_model", refuse)
     arguments = [
         "run",
         "tests.spread:model",
@@ -146,7 +151,8 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
 
     torch.set_default_dtype(torch.float32)
     model = whole_networks.build("vit").float()
-    model.save_pretrained(tmp_path / "vit")
+    model.save_pretrained(tmp_path / "vit", max_shard_size="5KB")
+    assert (tmp_path / "vit" / "model.safetensors.index.json").exists()
     assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--verify"]) == 0
     printed = capsys.readouterr().out
     assert ["all", "417"] in [line.split() for line in printed.splitlines()]
@@ -159,6 +165,7 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     assert len(found["changes"]) == len(found["pairs"])
     assert found["failures"] == []
     assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 0
+    assert {p.name for p in (tmp_path / "folded").iterdir()} == {"config.json", "model.safetensors"}  # no old index
     folded = ViTForImageClassification.from_pretrained(tmp_path / "folded").eval()
     batch = {"pixel_values": next(whole_networks.inputs("vit"))["pixel_values"].float()}
     torch.testing.assert_close(folded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)

@@ -87,6 +87,9 @@ def test_run_on_a_table(tmp_path, capsys):
     wordpiece(["a", "b", "c"], 20, length=16).save_pretrained(folder)
     assert cli.main(command) == 0
     assert "geodesic-inv sharpness of BertForSequenceClassification: 1 batch" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--label-map", "pos=1,neg=0,pos=2"])
+    assert "the label 'pos' is mapped twice" in capsys.readouterr().err
     assert cli.main([*command, "--label-map", "pos=7,neg=0"]) == 2
     err = capsys.readouterr().err
     assert "the labels go from 0 to 7, but BertForSequenceClassification has fewer classes" in err

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from sharpness.data import DataChoice
 from sharpness.models import load
+from tests import networks
 from tests.small_clip import name_small_models
 
 
@@ -59,3 +61,17 @@ def test_timm_with_another_number_of_classes(tmp_path):
     assert loaded.model.head.weight.shape[0] == 7
     assert loaded.images.size == (224, 224)
     assert len(loaded.images.mean) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("own", "longest"), [(None, 16), (12, 12)])
+def test_texts_are_cut_where_the_positions_of_the_model_end(own, longest, tmp_path):
+    """Unless the tokenizer says where; transformers gives one that does not say 1e30 tokens."""
+    from reproduction.pretrain import wordpiece
+
+    networks.bert(layers=1).save_pretrained(tmp_path)
+    wordpiece(["a", "b"], 20, length=own).save_pretrained(tmp_path)
+    (tmp_path / "long.tsv").write_text("text\tlabel\n" + "a " * 30 + "\t0\n")
+    loaded = load(str(tmp_path), None)
+    batch = DataChoice(str(tmp_path / "long.tsv")).load(loaded, torch.device("cpu"))[0]
+    assert batch["input_ids"].shape == (1, longest)
