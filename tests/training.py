@@ -79,14 +79,12 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-ADAMS = [("adam", "mix"), ("adam", "inv")]
-
-KINDS = [*ADAMS, ("muon", "mix"), ("sgd", "mix"), ("sgd", "inv"), ("nesterov", "mix")]
+KINDS = ["adam", "muon", "sgd", "nesterov"]
 
 
-def optimizer_of(model, kind, metric="mix", lr=1e-2, **options):
+def optimizer_of(model, kind, lr=1e-2, **options):
     if kind == "adam":
-        return QuotientAdam(trainable(model), find_symmetric_pairs(model), lr, metric=metric, **options)
+        return QuotientAdam(trainable(model), find_symmetric_pairs(model), lr, **options)
     if kind == "muon":
         return QuotientMuon(trainable(model), find_symmetric_pairs(model), 5 * lr, **options)
     return QuotientSGD(
@@ -94,7 +92,6 @@ def optimizer_of(model, kind, metric="mix", lr=1e-2, **options):
         find_symmetric_pairs(model),
         10 * lr,
         0.9,
-        metric=metric,
         nesterov=kind == "nesterov",
         **options,
     )

@@ -18,13 +18,15 @@ __all__ = ["QuotientAdam"]
 
 #: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
 _LEAST = 1e-3
+#: Rank at which an entry of d is a full step: that of peft's LoraConfig, where rates of AdamW are known.
+_RANK = 8
 
 
 class QuotientAdam(QuotientOptimizer):
     r"""Adam for pairs (G, H), independent of which equivalent factors it starts from; AdamW for all other parameters.
 
-    For each factor, here G, with K the root of its metric's weight, :math:`W = K K^H`, see
-    :mod:`quotient_manifolds.optim.preconditioner`:
+    For each factor, here G, with K the root of its metric's weight, :math:`W_G = s^2 H^H H = K K^H` and for H
+    :math:`s^2 G^H G + (H^H H)^{-1}` (:mod:`quotient_manifolds.optim.preconditioner`):
 
     .. math::
         \bar g &= \nabla_G K^{-H} \\
@@ -33,11 +35,13 @@ class QuotientAdam(QuotientOptimizer):
         R &= (\hat C + 10^{-3} \|\hat C\|_F\, I)^{-1/2}, \qquad
         r_i \leftarrow β_2 r_i + (1 - β_2)\, \tfrac1h \| (\bar g R)_i \|^2 \\
         d_i &= \frac{(\hat m R)_i}{\sqrt{\hat r_i} + ε}, \qquad
-        G \leftarrow \sqrt{1 - ηλ}\, G - η\, d K^{-1}
+        G \leftarrow \sqrt{1 - ηλ}\, G - η \sqrt{8/h}\, d K^{-1}
 
     where hats divide by 1 - βᵗ. Then m and C are transported to the new point. C is an h × h matrix, and r has one
     number per row. Both are the same for all representatives up to a rotation of the basis, which d undoes.
-    A step changes the product by about η in each of its directions, so for LoRA the learning rates of AdamW carry over.
+    An entry of d is at most about 1, so through each factor a step changes the weight that the network sees, s times
+    the product, by at most about :math:`η \sqrt{8n}` in the Frobenius norm, whatever the rank h and the scale s: one
+    learning rate serves for all. Those of AdamW at peft's defaults, rank and alpha 8, carry over.
 
     Parameters
     ----------
@@ -55,8 +59,8 @@ class QuotientAdam(QuotientOptimizer):
         ε.
     weight_decay : float
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
-    metric : {"mix", "inv"}
-        W_G is the Gram matrix of H (mix), or the inverse of that of G (inv).
+    scale : float
+        s, by which the network multiplies the product: α/r for LoRA, set by :func:`create_quotient_lora_optimizer`.
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
         transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
@@ -105,13 +109,13 @@ class QuotientAdam(QuotientOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        metric: str = "mix",
+        scale: float = 1.0,
         max_grad_norm: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "metric": metric,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "scale": scale,
             "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
@@ -148,7 +152,7 @@ class QuotientAdam(QuotientOptimizer):
             second = correction2[part.pairs].squeeze(-3).to(r.dtype)
             return m / ((r / second).sqrt() + eps)
 
-        T = s.advance_(direction, A, lr, weight_decay)
+        T = s.advance_(direction, A * (_RANK / s.bucket.stack.group.h) ** 0.5, lr, weight_decay)
         for part in s.parts:
             m = s.state("moment", part)
             m.copy_(s.times(m, part, T))

@@ -65,8 +65,8 @@ class QuotientOptimizer(Optimizer):
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise for an option of a parameter group that is out of range."""
-        if group.get("metric", "mix") not in ("inv", "mix"):
-            raise ValueError(f'metric must be "mix" or "inv", got {group["metric"]!r}')
+        if not (is_number(group["scale"]) and 0 < group["scale"] < 1e30):
+            raise ValueError(f"scale must be a positive number, got {group['scale']!r}")
         for name in ("lr", "weight_decay"):
             if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
                 raise ValueError(f"{name} must be a number of at least 0, got {group[name]!r}")
@@ -198,7 +198,7 @@ class QuotientOptimizer(Optimizer):
 
     def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
         """Return the metric of a parameter group at points with these Gram matrices."""
-        return Preconditioner(group["metric"], M, N)
+        return Preconditioner(M, N, group["scale"])
 
     def _state_names(self, group: Mapping[str, Any]) -> set[str]:
         """List the names in the state of a bucket that has taken a step."""

@@ -39,9 +39,9 @@ def create_quotient_lora_optimizer(
         With adapters; plain, DDP-wrapped or compiled.
     lr : float
         Learning rate. For ``"adam"``, AdamW's learning rates carry over; for ``"muon"`` it is the size of a step of the
-        adapted weights in the spectral norm, for which .02 is a starting point.
+        adapted weights in the spectral norm, for which .02 is a starting point. One rate serves for all ranks and α.
     optimizer : {"adam", "muon"}
-        :class:`QuotientAdam`, or :class:`QuotientMuon` with α/r of every adapter as its ``scale``.
+        :class:`QuotientAdam` or :class:`QuotientMuon`, with α/r of every adapter as its ``scale``.
     adapter_names : sequence of str, optional
         The adapters to train; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
@@ -174,7 +174,7 @@ def _create(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
     muon, mine = optimizer == "muon", dict[int, float]()
-    scales = _scales(model) if muon else {}
+    scales = _scales(model)
     for p in pairs:
         if p.group is not None:
             scale = next((scales[b.tensor] for b in p.H if b.tensor in scales), 1.0)
@@ -187,8 +187,7 @@ def _create(
             continue
         if id(w) in mine:
             scale = mine[id(w)]
-            of_scale = {"scale": scale if scale > 0 else 1.0} if muon else {}
-            own = {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0, **of_scale}
+            own = {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0, "scale": scale if scale > 0 else 1.0}
             paired.setdefault(scale, own)["params"].append(w)
         else:
             others[0 if w.dim() > 1 and not name.endswith("bias") else 1]["params"].append(w)

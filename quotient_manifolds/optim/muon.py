@@ -12,7 +12,7 @@ from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
 from .buckets import PairStep, Part, trace
 from .newton_schulz import inverse_root
-from .others import check_adam_options, is_number
+from .others import check_adam_options
 from .preconditioner import Preconditioner
 from .sgd import check_momentum
 
@@ -25,21 +25,21 @@ _LEAST = 1e-3
 class QuotientMuon(QuotientOptimizer):
     r"""Muon for pairs (G, H), independent of which equivalent factors it starts from; AdamW for all other parameters.
 
-    For each factor, here G, with :math:`W_G = H^H H = K K^H`, the metric's weight, and polar(X) = U Vᴴ for
+    For each factor, here G, with :math:`W_G = s^2 H^H H = K K^H`, the metric's weight, and polar(X) = U Vᴴ for
     :math:`X = U Σ V^H`:
 
     .. math::
         m \leftarrow μ m + \nabla_G, \qquad u = \nabla_G + μ m, \qquad
-        G \leftarrow \sqrt{1 - ηλ}\, G - \frac{η}{2s}\, \mathrm{polar}(u K^{-H})\, K^{-1}
+        G \leftarrow \sqrt{1 - ηλ}\, G - \frac{η}{2}\, \mathrm{polar}(u K^{-H})\, K^{-1}
 
-    Among all steps with :math:`\|ξ_G H^H\|_2 \le η/2s` and :math:`\|G ξ_H^H\|_2 \le η/2s` this is the one that descends
-    fastest along u. To first order, the weight that the network sees, s times the product, thus changes by at most η in
+    Among all steps with :math:`\|s ξ_G H^H\|_2 \le η/2` and :math:`\|s G ξ_H^H\|_2 \le η/2` this one descends fastest
+    along u. To first order, the weight that the network sees, s times the product, thus changes by at most η in
     any direction, whatever the rank and scale of an adapter. Nothing depends on the representative, and there is no
     second moment: the state is one number per weight.
 
     Parameters
     ----------
-    params, pairs, max_grad_norm, maximize, foreach
+    params, pairs, scale, max_grad_norm, maximize, foreach
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
@@ -49,8 +49,6 @@ class QuotientMuon(QuotientOptimizer):
         Step along ∇ + μ m; otherwise along m.
     weight_decay : float
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
-    scale : float
-        s, by which the network multiplies the product: α/r for LoRA, set by :func:`create_quotient_lora_optimizer`.
     betas, eps
         Options of AdamW, for parameters outside pairs; put those into a group of their own, with their own learning
         rate.
@@ -66,10 +64,10 @@ class QuotientMuon(QuotientOptimizer):
     et al. 2026) with Nesterov's momentum and the adapter's scale. It differs where the product lacks full rank, as at G
     = 0, where LoRA starts, and where batches have fewer examples than the adapter has dimensions:
 
-    .. math:: W_H = G^H G + δ (H^H H)^{-1}, \qquad δ = (η/2s)^2 + 10^{-6} \|G H^H\|_F^2
+    .. math:: W_H = s^2 G^H G + δ (H^H H)^{-1}, \qquad δ = (η/2)^2 + 10^{-6} \|s G H^H\|_F^2
 
-    depends only on the orbit. H rotates by at most one radian, and the second-order term :math:`ξ_G ξ_H^H` changes the
-    product by at most η/2s; H does not move while G = 0.
+    depends only on the orbit. H rotates by at most one radian, and the second-order term :math:`s ξ_G ξ_H^H` is at most
+    η/2; H does not move while G = 0.
 
     No singular value or eigenvalue is computed: a Newton-Schulz iteration finds the inverse root of the h × h matrix in
     :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}` (Amsel et al. 2025). It makes singular values of :math:`u K^{-H}` below
@@ -116,13 +114,11 @@ class QuotientMuon(QuotientOptimizer):
         super()._check_options(group)
         check_momentum(group)
         check_adam_options(group)
-        if not (is_number(group["scale"]) and 0 < group["scale"] < 1e30):
-            raise ValueError(f"scale must be a positive number, got {group['scale']!r}")
 
     def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
-        step = float(group["lr"]) / (2 * group["scale"])
-        floor = _LEAST**2 * trace(M @ N)[..., None, None] + step**2
-        return Preconditioner("mix", M, N, torch.where(floor > 0, floor, 1))  # 0 for a learning rate of 0 at G = 0
+        scale, step = group["scale"], float(group["lr"]) / 2
+        floor = (_LEAST * scale) ** 2 * trace(M @ N)[..., None, None] + step**2
+        return Preconditioner(M, N, scale, torch.where(floor > 0, floor, 1))  # 0 for a learning rate of 0 at G = 0
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         momentum, lr = group["momentum"], float(group["lr"])
@@ -137,7 +133,7 @@ class QuotientMuon(QuotientOptimizer):
 
         K_inv = s.preconditioner.inverse_roots
         A = K_inv.mH @ inverse_root(K_inv @ s.grams(direction) @ K_inv.mH) @ K_inv
-        step, keep = s.scaled(A, -lr / (2 * group["scale"])), s.keep(momentum, 1.0)
+        step, keep = s.scaled(A, -lr / 2), s.keep(momentum, 1.0)
         for part in s.parts:
             s.move_(part, direction(part), step, lr * group["weight_decay"])
             s.state("moment", part).mul_(keep).add_(s.gradient(part))

@@ -1,14 +1,16 @@
-r"""The metrics of the optimisers: their floor, and the transport of moments.
+r"""The metric of the optimisers: its floor, and the transport of moments.
 
-Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`, σ the singular values of
-:math:`G H^H`. Both metrics break down at :math:`G = 0`, where LoRA starts. Here M is replaced by
+Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`; s is what the network multiplies the
+product by, and σ are the singular values of :math:`s G H^H`. The mix metric of :math:`(sG, H)` measures a step by the
+change of that matrix, with the weights :math:`s^2 N` for G and :math:`s^2 M` for H. It breaks down at :math:`G = 0`,
+where LoRA starts. Here the weight of H is replaced by
 
-.. math:: \hat M = M + N^{-1},
+.. math:: \hat M = s^2 M + N^{-1},
 
 which an element A of the group transforms into :math:`A^{-H} \hat M A^{-1}`, like M, so the floor depends only on the
 orbit. In the gauge in which H has orthonormal columns it replaces every :math:`σ_i^2` by :math:`σ_i^2 + 1`. Where σ is
-small, a step of length η thus moves G by about η in both metrics, as AdamW would, and H in proportion to σ. The
-second-order term in the change of the product, :math:`ξ_G ξ_H^H`, is of the order of η², however small σ is.
+small, a step of length η thus moves sG by about η, and H in proportion to σ. The second-order term in the change of the
+product, :math:`s ξ_G ξ_H^H`, is of the order of η², however small σ is. Nothing depends on s if :math:`sG` stays.
 
 N is not changed, because the *anchor* H has full column rank. Where it has not (peft's embeddings start with A = 0),
 the two factors swap roles.
@@ -50,18 +52,17 @@ class _Factorised:
 class Preconditioner:
     r"""The metric at a stack of points: what turns a gradient into a step.
 
-    The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (N, \hat M)` for mix
-    and :math:`(\hat M^{-1}, N^{-1})` for inv. With :math:`W = K K^H`, a covector ∇ has the coordinates
-    :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d are those of the vector :math:`d K^{-1}`. Moving G
-    along the orbit rotates the basis; nothing that is computed in it and mapped back depends on the rotation. M and N,
-    (…, h, h), are the Gram matrices of G and H, where H has full column rank; ``floor``, a number or (…, 1, 1),
-    multiplies :math:`N^{-1}` in :math:`\hat M`.
+    The metric is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (s^2 N, \hat M)`. With
+    :math:`W = K K^H`, a covector ∇ has the coordinates :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d
+    are those of the vector :math:`d K^{-1}`. Moving G along the orbit rotates the basis; nothing that is computed in it
+    and mapped back depends on the rotation. M and N, (…, h, h), are the Gram matrices of G and H, where H has full
+    column rank; ``scale`` is s; ``floor``, a number or (…, 1, 1), multiplies :math:`N^{-1}` in :math:`\hat M`.
     """
 
-    def __init__(self, metric: str, M: Tensor, N: Tensor, floor: Tensor | float = 1.0) -> None:
-        self._metric = metric
+    def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | float = 1.0) -> None:
+        self._scale = scale
         self._N = _Factorised(N)
-        self._M = _Factorised(M + floor * self._N.inverse)
+        self._M = _Factorised(scale**2 * M + floor * self._N.inverse)
 
     def is_sound(self) -> Tensor:
         """Tell where H has full column rank, and everything is finite; (…)."""
@@ -70,20 +71,15 @@ class Preconditioner:
     @property
     def inverse_roots(self) -> Tensor:
         """K⁻¹ of G and of H, (…, 2, h, h)."""
-        roots = (self._N.L_inv, self._M.L_inv) if self._metric == "mix" else (self._M.L.mH, self._N.L.mH)
-        return torch.stack(roots, dim=-3)
+        return torch.stack([self._N.L_inv / self._scale, self._M.L_inv], dim=-3)
 
     def transport_covectors(self, to: Preconditioner, across: Tensor) -> Tensor:
         r"""Return (T_G, T_H), (…, 2, h, h): at another point covectors become :math:`\nabla_G T_G, \nabla_H T_H`.
 
         The coordinates of a covector are projected from the span of the old basis onto that of the new one. The bases
-        are those of the column spaces of H and of :math:`(G;\; H N^{-1})`, whose Gram matrix is :math:`\hat M` for the
+        are those of the column spaces of H and of :math:`(sG;\; H N^{-1})`, whose Gram matrix is :math:`\hat M` for the
         floor 1. ``across`` has :math:`G^H G'` and :math:`H^H H'`, (…, 2, h, h).
         """
         across_G, across_H = across.unbind(-3)
-        across_G = across_G + self._N.inverse @ across_H @ to._N.inverse
-        if self._metric == "mix":
-            T = self._N.inverse @ across_H, self._M.inverse @ across_G
-        else:
-            T = across_G @ to._M.inverse, across_H @ to._N.inverse
-        return torch.stack(T, dim=-3)
+        across_G = self._scale**2 * across_G + self._N.inverse @ across_H @ to._N.inverse
+        return torch.stack([self._N.inverse @ across_H, self._M.inverse @ across_G], dim=-3)

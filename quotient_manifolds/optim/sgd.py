@@ -22,12 +22,12 @@ class QuotientSGD(QuotientOptimizer):
 
     .. math:: m \leftarrow μ m + \nabla_G, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, m W_G^{-1}
 
-    with the metric's weight :math:`W_G = H^H H` (mix) or :math:`(G^H G + (H^H H)^{-1})^{-1}` (inv), and H likewise; the
-    covector m is transported. The run is the same from all equivalent factors.
+    with the metric's weight :math:`W_G = s^2 H^H H`, and :math:`W_H = s^2 G^H G + (H^H H)^{-1}`; the covector m is
+    transported. The run is the same from all equivalent factors.
 
     Parameters
     ----------
-    params, pairs, metric, max_grad_norm, maximize, foreach
+    params, pairs, scale, max_grad_norm, maximize, foreach
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η.
@@ -74,13 +74,13 @@ class QuotientSGD(QuotientOptimizer):
         weight_decay: float = 0.0,
         *,
         nesterov: bool = False,
-        metric: str = "mix",
+        scale: float = 1.0,
         max_grad_norm: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
         defaults = {
-            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "metric": metric,
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
             "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)

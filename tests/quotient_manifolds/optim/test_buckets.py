@@ -47,8 +47,6 @@ def test_bad_input():
         QuotientAdam([{"params": params[:1]}, {"params": params[1:]}], find_symmetric_pairs(model))
     with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
         QuotientAdam(params[1:], find_symmetric_pairs(model))
-    with pytest.raises(ValueError, match='metric must be "mix" or "inv"'):
-        QuotientAdam(params, find_symmetric_pairs(model), metric="flat")
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
         QuotientSGD(params, find_symmetric_pairs(model), max_grad_norm=0)
     with torch.no_grad():
@@ -170,7 +168,7 @@ def test_numbers_of_a_bucket_lie_on_its_device():
     bucket = buckets.PairBucket(found[:1], [0], False, 0)
     for p in trainable(model):
         p.grad = torch.empty_like(p)
-    step = bucket.begin(lambda M, N: Preconditioner("mix", M, N), {p: p.grad for p in trainable(model)})
+    step = bucket.begin(lambda M, N: Preconditioner(M, N), {p: p.grad for p in trainable(model)})
     step.ok, step.clip = torch.tensor(True), torch.tensor(0.5)
     part = step.parts[0]
     for t in (step.keep(0.9, 1.0), step.gradient(part), step.scaled(step.preconditioner.inverse_roots, 0.1)):

@@ -145,7 +145,7 @@ def test_no_step_is_long_where_the_product_lacks_rank(bounded, monkeypatch):
 
         def metric(self, group, M, N):
             floor = 1e-6 * trace(M @ N)[..., None, None]
-            return Preconditioner("mix", M, N, torch.where(floor > 0, floor, 1))
+            return Preconditioner(M, N, group["scale"], torch.where(floor > 0, floor, 1))
 
         monkeypatch.setattr(QuotientMuon, "_metric", metric)
     model = lora(full_rank=False, lora_alpha=4)
