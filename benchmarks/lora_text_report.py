@@ -18,9 +18,9 @@ from sharpness.plots.look import figure
 
 NAMES = {"ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
 RANKS = (4, 16, 64)
-SHOWN = (*METHODS, "QuotientAdam, scalar")  # measured before it was dropped
-COLOURS = dict(zip(SHOWN, ("#666666", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#999933"),
-                   strict=True))  # fmt: skip
+SHOWN = (*METHODS, "QuotientAdam, any rank alike", "QuotientAdam, scalar")  # the last two: before they were replaced
+COLOURS = dict(zip(SHOWN, ("#666666", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#88CCEE",
+                           "#999933"), strict=True))  # fmt: skip
 
 
 def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
