@@ -82,14 +82,15 @@ def trainable(model):
 KINDS = ["adam", "muon", "sgd", "nesterov"]
 
 
-def optimizer_of(model, kind, lr=1e-2, **options):
+def optimizer_of(model, kind, lr=1e-2, pairs=None, **options):
+    pairs = find_symmetric_pairs(model) if pairs is None else pairs
     if kind == "adam":
-        return QuotientAdam(trainable(model), find_symmetric_pairs(model), lr, **options)
+        return QuotientAdam(trainable(model), pairs, lr, **options)
     if kind == "muon":
-        return QuotientMuon(trainable(model), find_symmetric_pairs(model), 5 * lr, **options)
+        return QuotientMuon(trainable(model), pairs, 5 * lr, **options)
     return QuotientSGD(
         trainable(model),
-        find_symmetric_pairs(model),
+        pairs,
         10 * lr,
         0.9,
         nesterov=kind == "nesterov",

@@ -59,8 +59,6 @@ class QuotientAdam(QuotientOptimizer):
         ε.
     weight_decay : float
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
-    scale : float
-        s, by which the network multiplies the product: α/r for LoRA, set by :func:`create_quotient_lora_optimizer`.
     max_grad_norm : float, optional
         Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
         transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
@@ -109,13 +107,12 @@ class QuotientAdam(QuotientOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        scale: float = 1.0,
         max_grad_norm: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "scale": scale,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)

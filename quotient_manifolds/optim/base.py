@@ -65,8 +65,6 @@ class QuotientOptimizer(Optimizer):
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise for an option of a parameter group that is out of range."""
-        if not (is_number(group["scale"]) and 0 < group["scale"] < 1e30):
-            raise ValueError(f"scale must be a positive number, got {group['scale']!r}")
         for name in ("lr", "weight_decay"):
             if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
                 raise ValueError(f"{name} must be a number of at least 0, got {group[name]!r}")
@@ -96,17 +94,17 @@ class QuotientOptimizer(Optimizer):
         found, given = list(self._pairs), check_pairs(pairs)
         known = {b.key for p in found for b in p.G + p.H}
         paired = {b.tensor for p in (*found, *given) if p.group is not None for b in p.G + p.H}
-        chosen: dict[tuple[int, bool], list[SymmetricPair]] = {}
+        chosen: dict[tuple[int, bool, float], list[SymmetricPair]] = {}
         for pair in given:
             keys = {b.key for b in pair.G + pair.H}
             group = None if keys & known else group_of(pair, home, paired)
             if group is not None:
                 known |= keys
-                chosen.setdefault((group, is_flipped(pair)), []).append(pair)
+                chosen.setdefault((group, is_flipped(pair), pair.scale), []).append(pair)
                 found.append(pair)
         self._pairs = found
         position = {id(p): i for i, p in enumerate(found)}
-        for (group, flipped), members in chosen.items():
+        for (group, flipped, _), members in chosen.items():
             for stack in stacks(members):
                 self._buckets.append(PairBucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._certification = Certification(b.stack for b in self._buckets)
@@ -137,7 +135,7 @@ class QuotientOptimizer(Optimizer):
             ok = all_finite(gradients, found_inf) if gradients else False
             if ok is False:
                 return loss
-            begun = [b.begin(partial(self._metric, self.param_groups[b.group]), gradients) for b in self._buckets]
+            begun = [b.begin(partial(self._metric, b), gradients) for b in self._buckets]
             steps = [s for s in begun if s is not None]
             sound = check_anchors(steps)
             self._certify(gradients)
@@ -196,9 +194,9 @@ class QuotientOptimizer(Optimizer):
         norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
         return (bound / (norm + 1e-12)).clamp_max(1.0)
 
-    def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
-        """Return the metric of a parameter group at points with these Gram matrices."""
-        return Preconditioner(M, N, group["scale"])
+    def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
+        """Return the metric of a bucket at points with these Gram matrices."""
+        return Preconditioner(M, N, bucket.scale)
 
     def _state_names(self, group: Mapping[str, Any]) -> set[str]:
         """List the names in the state of a bucket that has taken a step."""

@@ -93,15 +93,16 @@ def of_part(A: Tensor, part: Part) -> Tensor:
 
 
 class PairBucket:
-    """Pairs of equal shape in one parameter group, oriented so that H is the anchor: of full column rank.
+    """Pairs of equal shape and scale in one parameter group, oriented so that H is the anchor: of full column rank.
 
     ``members`` are their positions among the optimiser's pairs, ``flipped`` says whether G and H have swapped roles,
-    and ``state`` holds tensors whose first dimension runs over the pairs.
+    ``state`` holds tensors whose first dimension runs over the pairs, and ``scale`` is positive: 1 for an adapter's 0.
     """
 
     def __init__(self, pairs: Sequence[SymmetricPair], members: Sequence[int], flipped: bool, group: int) -> None:
         self.stack = PairStack([replace(p, G=p.H, H=p.G) if flipped else p for p in pairs])
         self.members, self.flipped, self.group = list(members), flipped, group
+        self.scale = abs(pairs[0].scale) or 1.0
         self.state: dict[str, Tensor] = {}
         self._layouts: dict[tuple[int, ...], tuple[tuple[Part, ...], Tensor | None]] = {}
 

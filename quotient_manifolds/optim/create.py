@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
-from ..symmetries.peft_lora import adapter_names as names_of
-from ..symmetries.peft_lora import is_lora
 from .adam import QuotientAdam
 from .base import QuotientOptimizer
 from .muon import QuotientMuon
@@ -41,7 +39,7 @@ def create_quotient_lora_optimizer(
         Learning rate. For ``"adam"``, AdamW's learning rates carry over; for ``"muon"`` it is the size of a step of the
         adapted weights in the spectral norm, for which .02 is a starting point. One rate serves for all ranks and α.
     optimizer : {"adam", "muon"}
-        :class:`QuotientAdam` or :class:`QuotientMuon`, with α/r of every adapter as its ``scale``.
+        :class:`QuotientAdam` or :class:`QuotientMuon`.
     adapter_names : sequence of str, optional
         The adapters to train; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
@@ -150,17 +148,6 @@ def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
     return {id(b.tensor) for p in pairs for b in p.G + p.H}
 
 
-def _scales(model: nn.Module) -> dict[Tensor, float]:
-    """Return the factor α/r of the product, by the parameter A of every adapter in a model."""
-    found = {}
-    layers: list[Any] = [m for m in model.modules() if is_lora(m)]
-    for layer in layers:
-        for name in names_of(layer):
-            A = layer.lora_A[name].weight if name in layer.lora_A else layer.lora_embedding_A[name]
-            found[A] = float(layer.scaling[name])
-    return found
-
-
 def _create(
     model: nn.Module,
     pairs: Sequence[SymmetricPair],
@@ -170,26 +157,18 @@ def _create(
     optimizer: str,
     options: dict[str, Any],
 ) -> QuotientOptimizer:
-    """Make parameter groups: pairs (of one scale each), other matrices, and vectors and biases, which do not decay."""
+    """Make parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
-    muon, mine = optimizer == "muon", dict[int, float]()
-    scales = _scales(model)
-    for p in pairs:
-        if p.group is not None:
-            scale = next((scales[b.tensor] for b in p.H if b.tensor in scales), 1.0)
-            mine.update(dict.fromkeys(_parameters([p]), scale))
-    rate = other_lr if other_lr is not None else lr / (_MUON_OVER_ADAMW if muon else 1)
-    others: list[dict[str, Any]] = [{"params": [], "lr": rate}, {"params": [], "lr": rate, "weight_decay": 0.0}]
-    paired: dict[float, dict[str, Any]] = {}
+    mine = _parameters(p for p in pairs if p.group is not None)
+    rate = other_lr if other_lr is not None else lr / (_MUON_OVER_ADAMW if optimizer == "muon" else 1)
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0},
+        {"params": [], "lr": rate}, {"params": [], "lr": rate, "weight_decay": 0.0},
+    ]  # fmt: skip
     for name, w in model.named_parameters():
         if not w.requires_grad or id(w) in left:
             continue
-        if id(w) in mine:
-            scale = mine[id(w)]
-            own = {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0, "scale": scale if scale > 0 else 1.0}
-            paired.setdefault(scale, own)["params"].append(w)
-        else:
-            others[0 if w.dim() > 1 and not name.endswith("bias") else 1]["params"].append(w)
-    groups = [g for g in (*paired.values(), *others) if g["params"]]
-    return OPTIMIZERS[optimizer](groups, pairs, lr, **options)
+        kind = 0 if id(w) in mine else 1 if w.dim() > 1 and not name.endswith("bias") else 2
+        groups[kind]["params"].append(w)
+    return OPTIMIZERS[optimizer]([g for g in groups if g["params"]], pairs, lr, **options)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairStep, Part, trace
+from .buckets import PairBucket, PairStep, Part, trace
 from .newton_schulz import inverse_root
 from .others import check_adam_options
 from .preconditioner import Preconditioner
@@ -39,7 +39,7 @@ class QuotientMuon(QuotientOptimizer):
 
     Parameters
     ----------
-    params, pairs, scale, max_grad_norm, maximize, foreach
+    params, pairs, max_grad_norm, maximize, foreach
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
@@ -97,7 +97,6 @@ class QuotientMuon(QuotientOptimizer):
         weight_decay: float = 0.0,
         *,
         nesterov: bool = True,
-        scale: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         max_grad_norm: float | None = None,
@@ -105,8 +104,8 @@ class QuotientMuon(QuotientOptimizer):
         foreach: bool | None = None,
     ) -> None:
         defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "scale": scale,
-            "betas": betas, "eps": eps, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "betas": betas,
+            "eps": eps, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
 
@@ -115,10 +114,11 @@ class QuotientMuon(QuotientOptimizer):
         check_momentum(group)
         check_adam_options(group)
 
-    def _metric(self, group: Mapping[str, Any], M: Tensor, N: Tensor) -> Preconditioner:
-        scale, step = group["scale"], float(group["lr"]) / 2
-        floor = (_LEAST * scale) ** 2 * trace(M @ N)[..., None, None] + step**2
-        return Preconditioner(M, N, scale, torch.where(floor > 0, floor, 1))  # 0 for a learning rate of 0 at G = 0
+    def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
+        step = float(self.param_groups[bucket.group]["lr"]) / 2
+        floor = (_LEAST * bucket.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
+        # 0 for a learning rate of 0 at G = 0
+        return Preconditioner(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         momentum, lr = group["momentum"], float(group["lr"])

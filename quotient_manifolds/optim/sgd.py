@@ -27,7 +27,7 @@ class QuotientSGD(QuotientOptimizer):
 
     Parameters
     ----------
-    params, pairs, scale, max_grad_norm, maximize, foreach
+    params, pairs, max_grad_norm, maximize, foreach
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η.
@@ -74,13 +74,12 @@ class QuotientSGD(QuotientOptimizer):
         weight_decay: float = 0.0,
         *,
         nesterov: bool = False,
-        scale: float = 1.0,
         max_grad_norm: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
         defaults = {
-            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)

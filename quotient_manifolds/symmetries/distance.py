@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..gl import GLQuotientInv, GLQuotientMix
 from ..linalg import column_rank_ratio, in_double, rank_tolerance
 from .pairs import SymmetricPair, check_pairs
-from .peft_lora import adapter_names, is_lora
-from .registry import find_symmetric_pairs, plain_path
+from .registry import find_symmetric_pairs
 from .stacks import stacks
 
 __all__ = ["ModelDistance", "PairDistance", "model_distance"]
@@ -150,12 +149,12 @@ def model_distance(
         why = f" ({skipped[name]})" if name in skipped else ""
         raise ValueError(f"the models have different pairs, beginning with {name!r}{why}; compare models of one kind")
     partner = _assignment(first, second) if match == "heads" else dict(enumerate(second))
-    index, scales = {id(p): i for i, p in enumerate(first)}, [_scales(model) for model in (one, other)]
+    index = {id(p): i for i, p in enumerate(first)}
     distances: dict[int, float] = {}
     with torch.no_grad():
         for stack in stacks(first):
             numbers = [index[id(p)] for p in stack.pairs]
-            x, y = _gathered(stack.pairs, scales[0]), _gathered([partner[i] for i in numbers], scales[1])
+            x, y = _gathered(stack.pairs), _gathered([partner[i] for i in numbers])
             d = _distances(stack.manifold(metric), x, y.to(x.device))
             # A diagonal group: every column is a separate pair.
             total = d.reshape(len(numbers), -1).square().sum(1).sqrt()
@@ -176,12 +175,6 @@ def _distances(manifold: GLQuotientInv | GLQuotientMix, x: Tensor, y: Tensor) ->
     d = torch.full(full.shape, torch.nan, dtype=torch.float64, device=x.device)
     d[full] = manifold.dist(in_double(x[full]), in_double(y[full]), on_error="nan")
     return d
-
-
-def _scales(model: nn.Module) -> dict[tuple[str, str], float]:
-    """Return the factor of every LoRA adapter's product, by layer and name."""
-    layers = [(plain_path(path), m) for path, m in model.named_modules() if is_lora(m)]
-    return {(path, name): float(m.scaling[name]) for path, m in layers for name in adapter_names(m)}
 
 
 def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict[int, SymmetricPair]:
@@ -210,11 +203,11 @@ def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict
     return partner
 
 
-def _gathered(pairs: Sequence[SymmetricPair], scales: Mapping[tuple[str, str], float] | None = None) -> Tensor:
-    """Stack points in their own precision; the first factors of adapters are multiplied by their scales."""
+def _gathered(pairs: Sequence[SymmetricPair]) -> Tensor:
+    """Stack points in their own precision; first factors are multiplied by the scale of their product."""
     found = torch.stack([p.gather().detach() for p in pairs])
     for x, p in zip(found, pairs, strict=True):
-        x[..., : p.n, :] *= (scales or {}).get((p.module, p.part), 1.0)
+        x[..., : p.n, :] *= p.scale
     return found
 
 

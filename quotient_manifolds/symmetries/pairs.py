@@ -21,7 +21,7 @@ TIED = "both factors contain the same weights; only an orthogonal group is left"
 
 @dataclass(frozen=True)
 class SymmetricPair:
-    """Weights (G, H) that a network sees only through G Hᴴ, or the reason why they have no symmetry.
+    """Weights (G, H) that a network sees only through s G Hᴴ, or the reason why they have no symmetry.
 
     Attributes
     ----------
@@ -44,6 +44,8 @@ class SymmetricPair:
     null : tuple of Block
         Blocks of H that the network does not see at all: the key bias, which adds the same number to all scores of a
         query. A block that was removed from H (``find_symmetric_pairs(key_bias="drop")``) is left out of every measure.
+    scale : float
+        s: α/r for LoRA as it was when the pair was found, otherwise 1. Optimisers and distances count it.
 
     Raises
     ------
@@ -73,6 +75,7 @@ class SymmetricPair:
     reason: str = ""
     frozen: bool = False
     null: tuple[Block, ...] = field(default=(), repr=False)
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("G", "H", "null"):

@@ -88,7 +88,8 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
         else:
             G, H = block(*B), block(*A, transpose=True)
             if G.size[1] == H.size[1]:
-                yield SymmetricPair(name, "lora", GL(G.size[1]), (G,), (H,), part=adapter)
+                scale = float(module.scaling[adapter])
+                yield SymmetricPair(name, "lora", GL(G.size[1]), (G,), (H,), part=adapter, scale=scale)
                 continue
             reason = "a grouped convolution"
         yield SymmetricPair(name, "lora", None, part=adapter, reason=reason)

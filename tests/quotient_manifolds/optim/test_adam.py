@@ -1,6 +1,7 @@
 """Adam against moments in explicit orthonormal bases, and on every kind of pair."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,8 +83,8 @@ def test_adam_against_explicit_frames(scale, start):
     with torch.no_grad():
         up.weight.copy_(G)
         down.weight.copy_(H.T)
-    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h))
-    optimizer = QuotientAdam([up.weight, down.weight], [p], 0.02, scale=scale)
+    p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h)), scale=scale)
+    optimizer = QuotientAdam([up.weight, down.weight], [p], 0.02)
     oracle = ExplicitAdam(scale, G, H, 0.02)
     for _ in range(12):
         optimizer.zero_grad()
@@ -100,8 +101,8 @@ def test_adam_against_explicit_frames(scale, start):
 def test_the_first_step_is_as_long_at_any_rank_and_scale(h, scale):
     torch.manual_seed(0)
     up, down = nn.Linear(h, 40, bias=False), nn.Linear(30, h, bias=False)
-    p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h))
-    optimizer = QuotientAdam([up.weight, down.weight], [p], 1e-3, scale=scale)
+    p = replace(pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(h)), scale=scale)
+    optimizer = QuotientAdam([up.weight, down.weight], [p], 1e-3)
     G, H = p.gather().detach().split([40, 30])
     (scale * up.weight @ down.weight - torch.randn(40, 30)).square().sum().backward()
     optimizer.step()

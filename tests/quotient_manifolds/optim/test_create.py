@@ -130,7 +130,7 @@ def test_adapters_switched_and_added_later():
             p.requires_grad_(True)
     optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
     alone = lora()
-    train(alone, optimizer_of(alone, "adam", scale=2.0), 4, schedule=False)  # α = 8, r = 4
+    train(alone, optimizer_of(alone, "adam"), 4, schedule=False)
     still = [p.gather().detach() for p in adapter_pairs(model, ["second"])]
     train(model, optimizer, 4, schedule=False)
     for p, q in zip(adapter_pairs(model, ["default"]), adapter_pairs(alone), strict=True):
