@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +25,7 @@ from sharpness.data.images import needed_format
 from sharpness.data.loading import load_examples
 from sharpness.errors import naming
 from sharpness.files import atomic_write, check_folder, write_json
-from sharpness.models import ImageFormat, LoadedModel, load
+from sharpness.models import LoadedModel, load
 from sharpness.models.loaded import quiet
 from sharpness.progress import bar
 from sharpness.sweep.run import shard_of
@@ -224,7 +224,7 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
         texts.classes = len(found)
         return texts, {by_number.get(i, str(i)): i for i in found}
     how = needed_format(data.image_format(loaded.images), data.source)
-    plain = ImageFormat(how.size, (0.0,), (1.0,), how.channels, how.crop, how.resample)
+    plain = replace(how, mean=(0.0,), std=(1.0,))
     examples = load_examples(data.source, images=plain, text=data.columns)
     if examples.classes is None:
         raise ValueError(f"{data.source} holds neither a table of text nor images with classes, which collections need")

@@ -7,20 +7,24 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import sharpness
 from sharpness.batch_loss import RadiusError
 from sharpness.files import write_json
 from sharpness.models import load
 from sharpness.progress import bar
+from sharpness.results import LEAVES
 from sharpness.rows import Row
-from sharpness.sweep import Checkpoint, Sweep, read_config, read_rows
+from sharpness.sweep import Checkpoint, Sweep, read_config, read_failures, read_rows
 
-__all__ = ["LEVELS", "PRIMARY", "choose_radii", "median_models", "radius_at", "radius_of_levels"]
+__all__ = ["LEVELS", "PRIMARY", "choose_radii", "median_models", "radius_at", "radius_of_levels", "tested"]
 
 #: Increases of the loss, in nats.
 LEVELS = (0.1, 0.5)
 HESSIANS = ["riemannian-hessian", "euclidean-hessian"]
+#: Of the searches, for radii as for the measurements.
+TOLERANCE = 1e-3
 PRIMARY = ("euclidean", "adaptive", "geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
 
 
@@ -48,6 +52,40 @@ def median_models(rows: Sequence[Row]) -> list[str]:
         raise ValueError(f"only {len(losses)} models have a training loss, but radii are found on three")
     names = sorted(losses, key=lambda m: (losses[m], m))
     return [names[(len(names) - 1) * k // 4] for k in (1, 2, 3)]
+
+
+def tested(zoo: Path) -> tuple[list[Row], dict[str, str]]:
+    """Read the fits of a zoo's models that count, and why others do not, by checkpoint.
+
+    The plan leaves out models whose losses are not finite, and those whose training error is no better than that of
+    always naming the most frequent class.
+
+    Parameters
+    ----------
+    zoo : Path
+        A zoo from :func:`reproduction.zoo.build`.
+
+    Returns
+    -------
+    tuple of list of dict and dict of str to str
+        Models that were not tested are in neither.
+    """
+    sweep = read_config(zoo / "models" / "results.json")
+    failed = [f for f in read_failures(zoo / "results", sweep) if f["kind"] == "fit"]
+    out = {f["checkpoint"]: "its losses are not finite" for f in failed if "the model has diverged" in f["error"]}
+    fits = [r for r in read_rows(zoo / "results", sweep) if r["kind"] == "fit"]
+    guess = guess_error(sweep)
+    out |= {r["checkpoint"]: "it has learned nothing" for r in fits if not r["train_error"] < guess}
+    return [r for r in fits if r["checkpoint"] not in out], out
+
+
+def guess_error(sweep: Sweep) -> float:
+    """Compute the training error of always naming the most frequent class of a sweep's training data."""
+    first, data = sweep.checkpoints[0], sweep.train or sweep.data
+    examples = data.open(load(first.model, first.weights, head=first.head))
+    batch = examples.batch(examples.choose(data.num_examples, data.subset_seed))
+    labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+    return 1 - float(labels.bincount().max()) / len(labels)
 
 
 def radius_at(level: float, increase: Callable[[float], float], start: float, *, most: int = 10) -> float | None:
@@ -107,22 +145,26 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
     Returns
     -------
     list of float
-        Radii for :data:`LEVELS`, in their order.
+        Radii for :data:`LEVELS`, in their order; none at which the ball leaves the manifold of one of the models.
     """
     loaded = [load(c.model, c.weights, head=c.head) for c in models]
     batches = [sweep.data.load(found, sweep.device) for found in loaded]
     for found in loaded:
         found.model.to(sweep.device).eval()
     known: dict[float, float] = {}
+    settings: dict[str, Any] = {**sweep.settings, "relative_tol": TOLERANCE}
 
     def increase(rho: float) -> float:
         if rho not in known:
             results = [
                 sharpness.evaluate(
-                    found.model, b, measure=measure, rho=rho, keep_directions=False, progress=False, **sweep.settings
+                    found.model, b, measure=measure, rho=rho, keep_directions=False, progress=False, **settings
                 )
                 for found, b in zip(loaded, batches, strict=True)
             ]  # fmt: skip
+            far = max(r.reach or 0.0 for r in results)
+            if far > LEAVES:
+                raise RadiusError(f"at ρ = {rho:g} the ball leaves the manifold: ρ/σ_h = {far:.2g}")
             known[rho] = median(float(r) for r in results)
         return known[rho]
 
@@ -164,8 +206,8 @@ def choose_radii(
     for r in rows:
         if r["kind"] == "sharpness" and r["rho"] > 0:
             radii[r["measure"]] = sorted({*radii.get(r["measure"], ()), r["rho"]})
-    fits = [r for r in read_rows(zoo / "results") if r["kind"] == "fit"]
-    missing = [c.name for c in sweep.checkpoints if c.name not in {r["checkpoint"] for r in fits}]
+    fits, left_out = tested(zoo)
+    missing = [c.name for c in sweep.checkpoints if c.name not in {*left_out, *(r["checkpoint"] for r in fits)}]
     if missing and not set(measures) <= set(radii):
         raise ValueError(
             f"{len(missing)} of {len(sweep.checkpoints)} models of {zoo} have no training loss yet ({missing[0]}, …); "
@@ -177,7 +219,7 @@ def choose_radii(
                 models = [c for c in sweep.checkpoints if c.name in median_models(fits)]
                 radii[measure] = radius_of_levels(sweep, models, measure)
             own = {"measures": [m for m in radii if radii[m]] + ["gradient-norm"], "rho": radii}
-            write_json(path, base | own | {"relative_tol": 1e-3})
+            write_json(path, base | own | {"relative_tol": TOLERANCE})
             shown.update()
     few = base["data"]["num_examples"] // 4
     local = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sharpness.sweep import Checkpoint, read_config, read_rows
 from sharpness.tables import verdicts
 
 from .power import LEVEL
-from .radii import PRIMARY
+from .radii import PRIMARY, tested
 
 __all__ = ["agreement", "differences", "plot_partial", "plot_radius", "rows_of", "table"]
 
@@ -39,6 +40,7 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     Returns
     -------
     tuple of list of dict
+        Without the models that the plan leaves out (:func:`reproduction.radii.tested`), of which a warning tells.
     """
     configs = [path for name in ("measure", "hessian") if (path := zoo / "models" / f"{name}.json").is_file()]
     if not configs:
@@ -50,7 +52,14 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for row in found:
         if row["kind"] == "baselines":
             row |= {k: v[row["checkpoint"]] for k, v in more.items() if row["checkpoint"] in v}
-    return found, read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
+    _, left_out = tested(zoo)
+    if left_out:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        warnings.warn(f"{len(left_out)} models are left out ({why})", stacklevel=2)
+    shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
+    return [r for r in found if r["checkpoint"] not in left_out], [
+        r for r in shifted if r["checkpoint"] not in left_out
+    ]
 
 
 def from_starts(models: Path) -> dict[str, float]:
@@ -71,6 +80,7 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, float]:
     Peng, Mahoney 2021). It sees linear layers and convolutions, not the packed projections of torch's attention.
     """
     if importlib.util.find_spec("weightwatcher") is None:
+        warnings.warn("α is left out: pip install weightwatcher", stacklevel=2)
         return {}
     watcher = importlib.import_module("weightwatcher").WeightWatcher
     found = {}
@@ -107,7 +117,7 @@ def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -
             if name != reference:
                 columns = ([values[m] for m in models] for values in (one, other, goal))
                 given = [[fits[m][control] for m in models] for control in CONTROLS]
-                found[name, level] = kendall_difference(*columns, given=given)
+                found[name, level] = kendall_difference(*columns, given=given, resamples=10_000)
     return found
 
 
@@ -133,13 +143,14 @@ def agreement(
     columns = f"τ of {one} and {other} | τ of {one} with the {target} | of {other} | difference"
     lines = [f"| zoo | models | radii | {columns} |", "|---" * 7 + "|"]
     for zoo, rows in zoos.items():
-        goal, values = targets(rows, target), _by_level(rows, target)
-        radii = [sorted({r["rho"] for r in rows if r.get("measure") == name}) for name in (one, other)]
-        for a, b, *rho in zip(values[one], values[other], *radii, strict=False):
+        goal = targets(rows, target)
+        levels = [[r for r in _at_radii(compare(rows, target, resamples=1)) if r.quantity == m] for m in (one, other)]
+        for pair in zip(*levels, strict=False):
+            a, b = (dict(zip(r.models, r.values, strict=True)) for r in pair)
             models = [m for m in goal if m in a and m in b]
             x, y, z = ([of[m] for m in models] for of in (a, b, goal))
             found = kendall(x, y), kendall(x, z), kendall(y, z), kendall_difference(y, x, z)
-            cells = [zoo, str(len(models)), f"{rho[0]:g}, {rho[1]:g}", *map(_with_interval, found)]
+            cells = [zoo, str(len(models)), f"{pair[0].rho:g}, {pair[1].rho:g}", *map(_with_interval, found)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

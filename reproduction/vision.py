@@ -53,7 +53,7 @@ def vit_cifar10() -> SmallViT:
 
 
 def scratch_vit() -> SmallViT:
-    """Build a pre-norm network of 4 layers of width 64 on patches of 8 pixels (148,810 parameters), untrained."""
+    """Build a pre-norm network of 4 layers of width 64 on patches of 8 pixels (148,170 parameters), untrained."""
     net = SmallViT(width=64, depth=4, heads=4, hidden=128, patch=8, norm_first=True)
     nn.init.normal_(net.cls_token, std=0.02)
     nn.init.normal_(net.pos_embed, std=0.02)

@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "scratch": (96, {"lr": (3e-4, 3e-3), "epochs": (10, 40), "batch": (32, 64, 128), "noise": 0.5, "dropout": 0.3,
                      "scale": 2.0, "optimizers": ("adamw", "sgd")}),
 }  # fmt: skip
+#: Seed of the first recipe; 0 to 23 were those of the pilot.
+_SEEDS = {"vit": 100, "minilm": 1000, "scratch": 2000}
 #: Number of training images.
 _IMAGES = {"vit": 2000, "scratch": 4000}
 #: Number of training examples on which sharpness is measured.
@@ -71,7 +73,7 @@ def recipe(kind: str, number: int) -> Recipe:
     >>> sorted({recipe("scratch", i).optimizer for i in range(9)})
     ['adamw', 'sgd']
     """
-    return random_recipe(1000 * list(KINDS).index(kind) + number, **KINDS[kind][1])
+    return random_recipe(_SEEDS[kind] + number, **KINDS[kind][1])
 
 
 def build(

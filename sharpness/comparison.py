@@ -80,6 +80,10 @@ class Ranking:
     values: tuple[float, ...]
 
 
+#: Share of the models that a radius of a measure, and a member of a family, must at least have.
+FEWEST_SHARED = 0.9
+
+
 def label(measure: str, ablation: Mapping[str, Any]) -> str:
     """Return the name of a measure with its changed fields."""
     switches = (f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())
@@ -133,8 +137,8 @@ class Curves:
 def curves(rows: Sequence[Row]) -> list[Curves]:
     """Collect the curves of all measures with a radius, and of their ablations.
 
-    Radii that fewer than half of a measure's models have (they were too large for the others) are left out; and so are
-    models that lack one of the others.
+    Radii that fewer than nine tenths of a measure's models have (they were too large for the others) are left out; and
+    so are models that lack one of the others.
     """
     tables: dict[tuple[str, str], dict[str, dict[float, float]]] = {}
     for row in rows:
@@ -144,7 +148,7 @@ def curves(rows: Sequence[Row]) -> list[Curves]:
     found = []
     for (measure, ablation), table in tables.items():
         measured = Counter(rho for values in table.values() for rho in values)
-        radii = sorted(rho for rho, count in measured.items() if 2 * count >= len(table))
+        radii = sorted(rho for rho, count in measured.items() if count >= FEWEST_SHARED * len(table))
         models = tuple(sorted(m for m, values in table.items() if values.keys() >= set(radii)))
         if models:
             grid = np.array([[table[m][rho] for rho in radii] for m in models])
@@ -196,9 +200,18 @@ class _Judge:
         return [[c[m] for m in models] for c in self.controls if all(m in c for m in models)]
 
     def corrected(self, family: Sequence[Ranking], level: float) -> list[Ranking]:
-        """Add the simultaneous intervals of a family."""
-        members = [r for r in family if r.partial is not None]
-        shared = set(self.goal).intersection(*(r.models for r in members))
+        """Add the simultaneous intervals of a family, over the models that all members have.
+
+        A member with which fewer than nine tenths of the models were left is not judged: it would decide which models
+        the others are judged on.
+        """
+        members = list[Ranking]()
+        shared = set(self.goal)
+        candidates = sorted((r for r in family if r.partial is not None), key=lambda r: -len(r.models))
+        for r in candidates:
+            if len(shared.intersection(r.models)) >= FEWEST_SHARED * len(candidates[0].models):
+                members.append(r)
+                shared.intersection_update(r.models)
         models = [m for m in self.goal if m in shared]
         if not members or len(models) < 3:
             return list(family)

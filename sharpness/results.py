@@ -15,7 +15,10 @@ from .measures import Measure
 from .parts import PARTS
 from .search import Search
 
-__all__ = ["BatchResult", "SharpnessResult"]
+__all__ = ["LEAVES", "BatchResult", "SharpnessResult"]
+
+#: Largest ρ/σ_h at which the ball of the mix metric stays on the manifold.
+LEAVES = 2**-0.5
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,13 @@ class SharpnessResult:
         directions = {key: d for key, d in self._directions.items() if key[1] == rho}
         batches = tuple(b for b in self.batches if b.rho == rho)
         return replace(self, rhos=(rho,), batches=batches, _directions=directions)
+
+    @property
+    def reach(self) -> float | None:
+        """The largest ρ over σ_h for the mix metric, whose ball leaves the manifold beyond 0.71; None for others."""
+        if self.measure.pair_metric != "mix" or not self.min_singular_value:
+            return None
+        return float(max(self.rhos) * self.measure.metric_scale**-0.5 / self.min_singular_value)
 
     def _only_rho(self) -> float:
         if len(self.rhos) > 1:
@@ -346,10 +356,10 @@ def _moved(result: SharpnessResult) -> list[str]:
 
 def _remarks(result: SharpnessResult) -> list[str]:
     lines, batches = _moved(result), result.batches
-    if result.measure.pair_metric == "mix" and result.min_singular_value:
-        top = max(result.rhos) * result.measure.metric_scale**-0.5 / result.min_singular_value
+    top = result.reach
+    if top is not None:
         lines.append(f"largest rho over the smallest singular value of a pair: {top:.3g}")
-        if top > 2**-0.5:
+        if top > LEAVES:
             lines.append(
                 "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
                 "breakdown of its retraction, not the network"

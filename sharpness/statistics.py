@@ -29,7 +29,8 @@ class Correlation:
     value : float
         The coefficient; NaN if one of the quantities is constant.
     p : float
-        Two-sided p-value of the hypothesis of no association; NaN if no test is defined.
+        Two-sided p-value of the hypothesis of no association, for as many models fewer as there are controls; NaN if no
+        test is defined.
     low, high : float
         Percentile bootstrap interval over models; simultaneous if it belongs to a family.
     models : int
@@ -176,10 +177,11 @@ def kendall_family(
     >>> [sum(not t.low <= 0 <= t.high for t in found) for found in (alone, together)]
     [2, 0]
     """
-    *columns, target = _prepared([*xs.items(), ("y", y)], given)
+    controls = _controls(given)
+    *columns, target = _prepared([*xs.items(), ("y", y)], controls)
     pairs = [(column, target) for column in columns]
-    name = "Kendall τ" if given is None else "partial Kendall τ"
-    ps = [float("nan") if np.ptp(a) == 0 else float(scipy.stats.kendalltau(a, b).pvalue) for a, b in pairs]
+    name = "partial Kendall τ" if controls else "Kendall τ"
+    ps = [_p_value(a, b, len(controls)) for a, b in pairs]
     statistics = [_tau(_signs(a), _signs(b)) for a, b in pairs]
     return dict(zip(xs, _bootstrapped(name, statistics, pairs, ps, resamples, level, seed), strict=True))
 
@@ -192,7 +194,7 @@ def kendall_difference(
 
     Both τ share the models, so their separate intervals say little about the difference.
     """
-    a, b, target = _prepared([("x", x), ("other", other), ("y", y)], given)
+    a, b, target = _prepared([("x", x), ("other", other), ("y", y)], _controls(given))
     one, two = (_tau(_signs(v), _signs(target)) for v in (a, b))
     p = float("nan")
     return _bootstrapped(
@@ -200,9 +202,26 @@ def kendall_difference(
     )[0]  # fmt: skip
 
 
-def _prepared(named: Sequence[tuple[str, Numbers]], given: Numbers | Sequence[Numbers] | None) -> list[_Array]:
+def _controls(given: Numbers | Sequence[Numbers] | None) -> list[Any]:
+    """List the controls: none, one, or several."""
+    if given is None or not len(given):
+        return []
+    return list(given) if np.ndim(given[0]) else [given]
+
+
+def _p_value(a: _Array, b: _Array, controls: int) -> float:
+    """Test τ = 0; of residuals by its normal approximation for as many models fewer as there are controls."""
+    if np.ptp(a) == 0:
+        return float("nan")
+    found = scipy.stats.kendalltau(a, b)
+    n = len(a) - controls
+    if not controls or n < 2:
+        return float(found.pvalue) if not controls else float("nan")
+    return float(2 * scipy.stats.norm.sf(abs(found.statistic) / (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5))
+
+
+def _prepared(named: Sequence[tuple[str, Numbers]], controls: Sequence[Any]) -> list[_Array]:
     """Check quantities, and return them or, with controls, their residuals."""
-    controls: list[Any] = [] if given is None else list(given) if np.ndim(given[0]) else [given]
     found = _columns([*named, *((f"given {i}", z) for i, z in enumerate(controls))])
     columns, rest = found[: len(named)], found[len(named) :]
     if not rest:

@@ -41,7 +41,8 @@ def verdicts(found: Sequence[Ranking], bound: float = 0.3) -> dict[str, str]:
     -------
     dict of str to str
         By quantity: ``"yes, +"`` or ``"yes, −"`` if the corrected intervals at all radii exclude 0 on the same side;
-        ``"nothing of size"`` if all of them lie within ±bound; ``"unresolved"`` otherwise.
+        ``"nothing of size"`` if all of them lie within ±bound; ``"unresolved"`` otherwise, and for fewer than ten
+        models.
 
     Examples
     --------
@@ -63,6 +64,8 @@ def verdicts(found: Sequence[Ranking], bound: float = 0.3) -> dict[str, str]:
 
 
 def _verdict(taus: Sequence[Correlation], bound: float) -> str:
+    if min(t.models for t in taus) < FEWEST_MODELS:
+        return "unresolved"
     if all(t.low > 0 for t in taus) or all(t.high < 0 for t in taus):
         return "yes, +" if taus[0].value > 0 else "yes, −"
     return "nothing of size" if all(-bound < t.low and t.high < bound for t in taus) else "unresolved"
@@ -81,6 +84,10 @@ def _cells(row: Ranking) -> list[str]:
     def interval(tau: Correlation) -> str:
         return "" if np.isnan(tau.value) else f"[{tau.low:+.2f}, {tau.high:+.2f}]"
 
+    def judged(tau: Correlation) -> str:
+        fewer = tau.models != row.tau.models  # the models that its whole family has
+        return f"{tau.value:+.2f} {interval(tau)}, {tau.models} models" if fewer else interval(tau)
+
     partial, difference = row.partial, row.difference
     return [
         row.quantity if ":" in row.quantity else row.quantity.replace("_", " "),
@@ -93,7 +100,7 @@ def _cells(row: Ranking) -> list[str]:
         number(row.tau.p, ".2g"),
         number(None if partial is None else partial.value, "+.2f"),
         number(None if partial is None else partial.p, ".2g"),
-        "" if row.corrected is None else interval(row.corrected),
+        "" if row.corrected is None else judged(row.corrected),
         "" if difference is None else f"{difference.value:+.2f} {interval(difference)}",
     ]
 

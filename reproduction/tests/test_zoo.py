@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -13,15 +14,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from reproduction import cli, study, zoo
-from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at
+import sharpness
+from reproduction import cli, radii, study, zoo
+from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import cli as measuring
 from sharpness.baselines import distance
 from sharpness.batch_loss import RadiusError
+from sharpness.data import DataChoice
 from sharpness.models import load, load_state_dict
-from sharpness.sweep import read_config, read_rows, run_sweep
+from sharpness.sweep import Checkpoint, Sweep, read_config, read_rows, run_sweep
+from tests import networks
 from tests.sweeps import repeated
 
 
@@ -118,7 +123,41 @@ def test_starts_differ_and_are_those_of_the_models(place):
     assert set(far) == {"model_00.safetensors", "model_01.safetensors"}
 
 
-def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys):
+def test_models_that_the_plan_leaves_out(place, monkeypatch):
+    """A model that had diverged made the radii of its zoo unobtainable; nothing looked for those without skill."""
+    torch.set_num_threads(1)
+    build("zoo")
+    assert radii.guess_error(read_config("zoo/models/sweep.json")) >= 1 / 2  # of three classes, one has at most 6 of 12
+    fits = {r["checkpoint"]: r["train_error"] for r in read_rows("zoo/results") if r["kind"] == "fit"}
+    monkeypatch.setattr(radii, "guess_error", lambda sweep: min(fits.values()))
+    assert radii.tested(Path("zoo"))[1] == dict.fromkeys(fits, "it has learned nothing")
+    monkeypatch.setattr(radii, "guess_error", lambda sweep: 1.1)
+    assert radii.tested(Path("zoo"))[1] == {}
+    path = Path("zoo/models/model_01.safetensors")
+    save_file({k: v * torch.nan for k, v in load_file(path).items()}, path)
+    assert [f["checkpoint"] for f in build("zoo")] == ["model_01.safetensors"] * 2  # of test and shifted data
+    found, out = radii.tested(Path("zoo"))
+    assert [r["checkpoint"] for r in found] == ["model_00.safetensors", "model_02.safetensors"]
+    assert out == {"model_01.safetensors": "its losses are not finite"}
+
+
+def test_no_radius_at_which_the_ball_leaves_the_manifold(tmp_path):
+    """The second-order geodesics of the mix metric stay finite there."""
+    torch.set_default_dtype(torch.float32)
+    model, (x, y) = networks.vit(layers=1), networks.images(12)
+    model.save_pretrained(tmp_path / "vit")
+    torch.save({"x": x, "y": y}, tmp_path / "data.pt")
+    checkpoint = Checkpoint("vit", str(tmp_path / "vit"))
+    sweep = Sweep((checkpoint,), DataChoice(str(tmp_path / "data.pt")), settings={"steps": 3})
+    sigma = sharpness.evaluate(model, [(x, y)], measure="geodesic-mix", rho=1e-3, progress=False).min_singular_value
+    found = radius_of_levels(sweep, [checkpoint], "geodesic-mix")
+    assert all(rho <= sigma / 2**0.5 for rho in found)
+    assert len(found) < 2
+    assert len(radius_of_levels(sweep, [checkpoint], "geodesic-inv")) == 2
+
+
+def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypatch):
+    monkeypatch.setattr(radii, "guess_error", lambda sweep: 1.1)  # these models have learned little
     assert cli.main(["zoo", "scratch", "--data", "data", "--out", "zoo", "--quiet"]) == 0
     config = choose_radii(Path("zoo"), measures=("adaptive",), progress=False)
     found = json.loads(config.read_text())
@@ -129,18 +168,20 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys):
     assert both["rho"] == found["rho"] | {"euclidean": [0.25, 0.5]}
     config.write_text(json.dumps(found))
     sweep = read_config(config)
-    names = median_models(read_rows("zoo/results"))
+    names = median_models(radii.tested(Path("zoo"))[0])
     assert run_sweep(sweep, "zoo/results", progress=False) == []
     rows = read_rows("zoo/results", sweep)
     assert [r["kind"] for r in rows].count("fit") == 3  # those that testing made: they are not made again
-    for measure, radii in found["rho"].items():
-        for level, rho in zip((0.1, 0.5), radii, strict=False):
+    for measure, by_level in found["rho"].items():
+        for level, rho in zip((0.1, 0.5), by_level, strict=False):
             values = [r["sharpness"] for r in rows if r.get("measure") == measure and r["rho"] == rho]
             chosen = [r["sharpness"] for r in rows if r.get("rho") == rho and r["checkpoint"] in names]
             assert len(values) == 3
             assert np.median(chosen) == pytest.approx(level, rel=0.2)
     assert measuring.main(["sweep", str(config), "--out", "zoo/results", "--quiet"]) == 0
-    own, shifted = study.rows_of(Path("zoo"))
+    monkeypatch.setitem(sys.modules, "weightwatcher", None)
+    with pytest.warns(UserWarning, match="α is left out"):
+        own, shifted = study.rows_of(Path("zoo"))
     assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
     assert {r["kind"] for r in shifted} == {"fit"}
     starts = study.from_starts(Path("zoo/models"))
@@ -180,6 +221,7 @@ def test_recipes_of_the_zoos_vary_in_everything():
         }[kind]  # fmt: skip
     seeds = [r.seed for recipes in found.values() for r in recipes]
     assert len(set(seeds)) == len(seeds)
+    assert not {r.seed for r in found["vit"]} & set(range(24))  # those of the pilot
     assert max(r.lr for r in found["scratch"] if r.optimizer == "adamw") <= 3e-3
     assert min(r.lr for r in found["scratch"] if r.optimizer == "sgd") >= 3e-2
 

@@ -57,6 +57,7 @@ def _sweep(options: argparse.Namespace) -> int:
         failed = run_sweep(sweep, options.out, shard=part, progress=not options.quiet and leader)
         if not sweep.sharded:  # one exit code, and at one time: torchrun ends all processes when one has failed
             failed = World(group).gather(failed)
+    before = _places(options.out / "results.jsonl")
     rows: list[dict[str, Any]] | None = None
     while rows != (
         now := read_rows(options.out, sweep)
@@ -64,6 +65,13 @@ def _sweep(options: argparse.Namespace) -> int:
         rows = now
         write_results(options.out / "results.jsonl", rows)
         write_results(options.out / "results.csv", rows)
+    gone = before - _places(options.out / "results.jsonl")
+    if gone and leader:
+        print(
+            f"sharpness: {options.out / 'results.jsonl'} has the rows of {options.config} alone now; {len(gone)} rows "
+            f"of another configuration are in {options.out / 'jobs'} only; give each configuration a folder of its own",
+            file=sys.stderr,
+        )
     for job in failed if leader else ():
         what = job.get("measure", job["kind"])
         if isinstance(job.get("rho"), float):  # this radius is too large; the results at other radii are kept
@@ -77,6 +85,17 @@ def _sweep(options: argparse.Namespace) -> int:
             f"{len(rows or ())} rows in {options.out / 'results.jsonl'}; show them with: sharpness table {options.out}"
         )
     return 1 if failed else 0
+
+
+def _places(path: Path) -> set[str]:
+    """List what the rows of a file are of: checkpoint, measure and radius."""
+    from ..rows import read_results
+
+    try:
+        rows = read_results(path) if path.is_file() else []
+    except ValueError:  # empty, or broken; it is written anew
+        rows = []
+    return {str([row.get(k) for k in ("checkpoint", "kind", "measure", "ablation", "rho")]) for row in rows}
 
 
 def _refuse_results(folder: Path) -> None:
@@ -186,7 +205,7 @@ def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     found = compare(rows, options.target, level=options.level)
     said = verdicts(found)  # these look at every radius, whatever is printed
     if options.short:
-        found = [r for r in found if r.choice != "ρ" or ":" in r.quantity]
+        found = [r for r in found if r.choice != "ρ" or "," in r.quantity]  # all of ablations
     if options.json:
         return as_json({"rankings": found, "verdicts": said})
     text = formatted(found, options.format)

@@ -103,8 +103,8 @@ def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: s
                 same = middle[row.quantity]
                 title = f"median loss increase {same.loss_increase:.2g} (ρ = {same.rho:.2g})"
                 scatter(grid[1, j], same, goal, title)
-        for axes in grid[-1]:
-            axes.set_xlabel("sharpness")
+        for axes, row in zip(grid[-1], best, strict=True):
+            axes.set_xlabel("" if row.rho is None else "sharpness")
         for axes in grid[:, 0]:
             axes.set_ylabel(TARGETS[target])
 

@@ -9,6 +9,6 @@ folder, and may be killed.
 from .accuracies import Accuracies
 from .config import read_config
 from .plan import Checkpoint, Sweep
-from .run import read_rows, run_sweep
+from .run import read_failures, read_rows, run_sweep
 
-__all__ = ["Accuracies", "Checkpoint", "Sweep", "read_config", "read_rows", "run_sweep"]
+__all__ = ["Accuracies", "Checkpoint", "Sweep", "read_config", "read_failures", "read_rows", "run_sweep"]

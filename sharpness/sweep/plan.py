@@ -127,6 +127,9 @@ class Sweep:
     device: str = "cpu"
     sharded: bool = False
 
+    def __post_init__(self) -> None:
+        self.measured()
+
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results."""
         where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
@@ -138,19 +141,36 @@ class Sweep:
         if self.baselines:
             start = None if self.initial is None else _digest(self.initial)
             yield {**where, "kind": "baselines", "data": as_data(self.data), "initial": start}
+        for name, ablation, rho in self.measured():
+            code = {"code": of_data(ablation["pair_block"])} if "pair_block" in ablation else {}
+            yield {
+                **where, **code, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
+                "data": as_data(self.data), "settings": {**fields_of(Settings()), **self.settings},
+            }  # fmt: skip
+
+    def measured(self) -> list[tuple[str, dict[str, Any], list[float]]]:
+        """List the measures with the fields that are changed, and their radii, each once.
+
+        Raises a ValueError if two entries of ``ablations`` share some radii of a measure, but not all.
+        """
+        found: list[tuple[str, dict[str, Any], list[float]]] = []
         for name in self.measures:
             for ablation in self.ablations:
                 if not applies(name, ablation) or name not in ablation.get("measures", (name,)):
                     continue
-                measure = switched(name, ablation)
-                local = name in LOCAL
                 radii = {**self.rho, **radii_by_measure(ablation.get("rho", {}), self.measures)}
-                rho = [] if local else list(radii.get(name) or filter(None, [measure.rho]))
-                code = {"code": of_data(ablation["pair_block"])} if "pair_block" in ablation else {}
-                yield {
-                    **where, **code, "kind": "sharpness", "measure": name, "rho": rho, "ablation": switches(ablation),
-                    "data": as_data(self.data), "settings": {**fields_of(Settings()), **self.settings},
-                }  # fmt: skip
+                default = filter(None, [switched(name, ablation).rho])
+                rho = [] if name in LOCAL else list(radii.get(name) or default)
+                changed = switches(ablation)
+                others = [set(r) for n, c, r in found if (n, c) == (name, changed)]
+                common = next((set(rho) & r for r in others if set(rho) & r and set(rho) != r), None)
+                if common:
+                    raise ValueError(
+                        f"two entries of ablations measure {name} at rho = {min(common):g}; give all radii in one"
+                    )
+                if set(rho) not in others:
+                    found.append((name, changed, rho))
+        return found
 
 
 def switches(ablation: Mapping[str, Any]) -> dict[str, Any]:

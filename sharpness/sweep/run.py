@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +27,7 @@ from .plan import Checkpoint, Job, Sweep, as_data, job_key
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["read_rows", "run_sweep"]
+__all__ = ["read_failures", "read_rows", "run_sweep"]
 
 T = TypeVar("T")
 
@@ -140,17 +140,28 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     >>> row["checkpoint"], row["kind"], row["test_error"] == row["train_error"]
     ('net', 'fit', True)
     """
-    done = Path(folder) / "jobs"
+    found = _records(Path(folder) / "jobs", sweep)
+    rows = [{**row, "job": name, **record["versions"]} for name, record in found for row in record.get("rows", ())]
+    return sorted(rows, key=_place)
+
+
+def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
+    """Read what failed when it was last tried: the job and, under ``"error"``, why; of single radii, with that ``rho``.
+
+    ``folder`` and ``sweep`` are those of :func:`read_rows`.
+    """
+    return [failure for _, record in _records(Path(folder) / "jobs", sweep) for failure in _left_out(record)]
+
+
+def _records(done: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the records of jobs, by their keys."""
     if not done.is_dir():
-        raise FileNotFoundError(f"{folder} holds no results of a sweep (a folder 'jobs')")
+        raise FileNotFoundError(f"{done.parent} holds no results of a sweep (a folder 'jobs')")
     paths: Iterable[Path] = sorted(done.glob("*.json"))
     if sweep is not None:
         paths = [done / f"{job_key(job)}.json" for c in sweep.checkpoints for job in sweep.jobs(c)]
-    rows: list[dict[str, Any]] = []
     for path in paths:
-        found = _read(path)
-        rows += [{**row, "job": path.stem, **found["versions"]} for row in found.get("rows", ())]
-    return sorted(rows, key=_place)
+        yield path.stem, _read(path)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import scipy.stats
 from sharpness.comparison import common_increases, compare, curves
 from sharpness.rows import targets
 from sharpness.statistics import kendall_difference
+from sharpness.tables import formatted, verdicts
 from tests.studies import study
 
 
@@ -94,6 +95,34 @@ def test_corrected_intervals_are_of_what_has_a_radius_and_of_what_has_none():
     assert all(r.corrected is None for r in found if r.quantity in ("train_loss", "train_error") or "," in r.quantity)
     with pytest.raises(ValueError, match="level must lie between 0 and 1"):
         compare(study(), level=1.5)
+
+
+def test_what_few_models_have_does_not_decide_which_models_count():
+    """The others were judged on these five models alone, and the five were enough for a verdict."""
+    rng = np.random.default_rng(0)
+    gap, loss, noise = rng.uniform(size=(3, 60))
+    rows = [{"checkpoint": i, "kind": "fit", "train_loss": loss[i], "test_loss": gap[i] + loss[i]} for i in range(60)]
+    rows += [{"checkpoint": i, "kind": "baselines", "margin": gap[i], "distance": noise[i]} for i in range(60)]
+    plain = {r.quantity: r for r in compare(rows, "loss-gap", resamples=50)}
+    for few in (5, 57):
+        of = [{**r, "fisher_trace": noise[r["checkpoint"]] if r["checkpoint"] < few else None} for r in rows]
+        found = {r.quantity: r for r in compare(of, "loss-gap", resamples=50)}
+        assert found["margin"].partial == plain["margin"].partial
+        assert found["fisher_trace"].tau.models == few
+        assert found["margin"].corrected.models == (60 if few == 5 else 57)
+        assert (found["fisher_trace"].corrected is None) == (few == 5)
+        assert verdicts(list(found.values()))["margin"] == "yes, +"
+    assert "fisher_trace" in verdicts(list(found.values()))
+    shown = formatted([found["margin"]], "csv")
+    assert f'"{found["margin"].corrected.value:+.2f} [' in shown
+    assert ", 57 models" in shown
+
+
+def test_a_radius_that_many_models_lack_costs_the_others_nothing():
+    rows = [r for r in study() if r.get("rho") != 5.0 or int(r["checkpoint"][1:]) % 2]
+    assert {(c.measure, len(c.models), c.rho[-1] < 5) for c in curves(rows) if c.measure == "adaptive"} == {
+        ("adaptive", len({r["checkpoint"] for r in rows}), True)
+    }
 
 
 def test_too_few_models_with_a_target():

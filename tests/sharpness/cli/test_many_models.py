@@ -18,6 +18,7 @@ def test_commands(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert any(line.split()[:3] == ["quantity", "radius", "ρ"] for line in printed.splitlines())
     assert "adaptive               ρ" not in printed
+    assert "adaptive, statistic = average" in printed
     assert "Does it predict anything beyond training loss and error?" in printed
     assert cli.main(["table", str(tmp_path / "r.csv"), "--short", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

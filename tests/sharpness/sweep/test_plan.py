@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from sharpness import cli
 from sharpness.sweep import read_config, run_sweep
 from tests.sweeps import rows_of
 
@@ -20,3 +21,26 @@ def test_an_ablation_with_radii_and_measures_of_its_own(place):
     Path("own.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="'geometric', which is not among measures"):
         read_config("own.json")
+
+
+def test_entries_that_measure_the_same(place):
+    """They were measured twice, or gave results that no command read."""
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive", "euclidean"], "rho": [0.1, 0.2]}
+    Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {"rho": {"adaptive": [0.3]}}, {}]}))
+    plan = read_config("own.json").measured()
+    assert plan == [("adaptive", {}, [0.1, 0.2]), ("adaptive", {}, [0.3]), ("euclidean", {}, [0.1, 0.2])]
+    Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {"rho": {"adaptive": [0.2, 0.3]}}]}))
+    with pytest.raises(ValueError, match=r"two entries of ablations measure adaptive at rho = 0\.2; give all radii"):
+        read_config("own.json")
+
+
+def test_a_second_configuration_in_one_folder_is_told_of(place, capsys):
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive"], "rho": [0.1]}
+    Path("one.json").write_text(json.dumps(config))
+    Path("more.json").write_text(json.dumps({**config, "rho": [0.1, 0.2]}))
+    Path("other.json").write_text(json.dumps({**config, "measures": ["euclidean"]}))
+    for name, said in (("one", ""), ("more", ""), ("other", "16 rows of another configuration are in out/jobs only")):
+        assert cli.main(["sweep", f"{name}.json", "--out", "out", "--quiet"]) == 0
+        err = capsys.readouterr().err
+        assert said in err
+        assert bool(err) == bool(said)
