@@ -146,9 +146,39 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
 
 
 def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str, Any]]:
-    """Read what failed when it was last tried: the job and, under ``"error"``, why; of single radii, with that ``rho``.
+    """Read what failed when it was last tried.
 
-    ``folder`` and ``sweep`` are those of :func:`read_rows`.
+    Parameters
+    ----------
+    folder : str or path
+        As of :func:`read_rows`.
+    sweep : Sweep
+        As of :func:`read_rows`.
+
+    Returns
+    -------
+    list of dict
+        Of every failure the job and, under ``"error"``, why; where a single radius failed, with that ``"rho"``.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where ``folder`` is not an output folder.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import torch
+    >>> from sharpness.data import DataChoice
+    >>> from sharpness.sweep import Checkpoint, Sweep
+    >>> net = Checkpoint("net", "torch.nn:PReLU")
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     torch.save({"x": torch.full((4, 4), torch.nan), "y": torch.arange(4)}, f"{place}/data.pt")
+    ...     sweep = Sweep((net,), DataChoice(f"{place}/data.pt"), measures=("gradient-norm",), baselines=False)
+    ...     failed = run_sweep(sweep, place, progress=False)
+    ...     failures = read_failures(place, sweep)
+    >>> len(failures), failures[0]["checkpoint"], failures[0]["error"]
+    (1, 'net', 'the loss of batch 0 is nan; a sharpness needs a finite loss to start from')
     """
     return [failure for _, record in _records(Path(folder) / "jobs", sweep) for failure in _left_out(record)]
 
