@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import scipy.stats
 import torch
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,3 +46,9 @@ def write(name: str, rows: Any, **more: Any) -> None:
     )
     for row in rows:
         print(row)
+
+
+def interval(values: Any) -> tuple[float, float]:
+    """Mean and half-width of its 95 % t-interval."""
+    v = np.asarray(values, dtype=float)
+    return float(v.mean()), float(scipy.stats.t.ppf(0.975, len(v) - 1) * v.std(ddof=1) / len(v) ** 0.5)

@@ -14,7 +14,6 @@ import adapters
 import convergence
 import geodesic_ablation
 import logarithm
-import lora_quality_report
 import lora_text_report
 import pandas as pd
 import sam
@@ -38,8 +37,6 @@ def main(folder: Path = IMAGES) -> None:
     adapters.draw(rows("adapters.json"), folder / "adapters.png")
     geodesic_ablation.draw(rows("geodesic_ablation.json"), folder / "geodesic_ablation.png")
     logarithm.draw(rows("logarithm.json"), folder)
-    lora = rows("lora_quality.jsonl")
-    lora_quality_report.draw(lora, pd.DataFrame(lora).drop(columns="losses"), folder / "lora_quality.png")
     texts = rows("lora_text.jsonl")
     lora_text_report.draw(texts, pd.DataFrame(texts).drop(columns="losses"), folder / "lora_text.png")
     sam.report(rows("sam.jsonl"), folder / "sam.png")

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from _common import RESULTS
-from lora_quality_report import interval, width
+from _common import RESULTS, interval
 from lora_text import METHODS, SEEDS, best
 
 from sharpness.plots.look import figure
@@ -37,6 +36,13 @@ def losses(frame: pd.DataFrame, **where: Any) -> pd.Series:
         frame = frame[frame[key] == value]
     found = frame.set_index("seed").test_loss.astype(float)
     return found[~found.index.duplicated()].fillna(np.inf)
+
+
+def width(rates: list[float], losses: list[float], slack: float) -> float:
+    """Decades of learning rate whose loss, interpolated linearly in log lr, is within ``slack`` of the best."""
+    grid = np.linspace(np.log10(rates[0]), np.log10(rates[-1]), 2001)
+    found = np.interp(grid, np.log10(rates), losses)
+    return float((found <= (1 + slack) * min(losses)).mean() * (grid[-1] - grid[0]))
 
 
 def cell(values: pd.Series, places: int = 3) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import _vit_cifar10
 import torch
-from _common import RESULTS
+from _common import RESULTS, interval
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -100,7 +100,6 @@ def report(rows: list[dict[str, Any]], path: Path) -> None:
 
 def _report(rows: list[dict[str, Any]], grid: Any) -> None:
     import numpy as np
-    from lora_quality_report import interval
 
     head = ["method", "ρ", "test error", "paired with AdamW", "test loss", *FINAL, "cost"]
     for (above, below), noise in zip(grid.T, NOISES, strict=True):

@@ -87,51 +87,6 @@ def _finetune(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_pretrain(commands: Any) -> None:
-    """Add ``python -m reproduction pretrain``."""
-    pretraining = commands.add_parser(
-        "pretrain",
-        help="pre-train a small BERT on texts of your own",
-        description="Train a WordPiece vocabulary and a small BERT by masked-language modelling on the texts of "
-        "tables, and write a transformers folder, which `python -m reproduction finetune` takes.",
-        formatter_class=Formatter,
-    )
-    pretraining.add_argument("texts", type=place, nargs="+", metavar="TABLE", help=".tsv, .csv or .jsonl files")
-    pretraining.add_argument("--text", default="text", help="columns of the texts, as premise,hypothesis")
-    pretraining.add_argument("--no-header", action="store_true", help="the tables have no header line")
-    pretraining.add_argument("--width", type=count, default=128, help="hidden width")
-    pretraining.add_argument("--depth", type=count, default=4, help="layers")
-    pretraining.add_argument("--heads", type=count, default=4, help="attention heads")
-    pretraining.add_argument("--vocabulary", type=count, default=8000, help="entries of the vocabulary")
-    pretraining.add_argument("--max-length", type=count, default=64, help="longest input in tokens")
-    pretraining.add_argument("--steps", type=count, default=9000, help="steps of training")
-    pretraining.add_argument("--batch", type=count, default=64, help="texts per step")
-    pretraining.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    pretraining.add_argument("--seed", type=seed, default=0, help="seed of weights, order and masks")
-    pretraining.add_argument("--out", type=place, required=True, help="folder for model and tokenizer")
-    pretraining.add_argument("--quiet", action="store_true", help="no progress bar")
-    pretraining.set_defaults(run=_pretrain)
-
-
-def _pretrain(options: argparse.Namespace) -> int:
-    from reproduction.folders import check_replaceable
-    from reproduction.pretrain import pretrain
-    from sharpness.data.text import read_texts
-
-    check_replaceable(options.out)
-
-    texts = [t for path in options.texts for t in read_texts(path, options.text.split(","), not options.no_header)]
-    losses = pretrain(
-        texts, options.out, width=options.width, depth=options.depth, heads=options.heads,
-        vocabulary=options.vocabulary, length=options.max_length, steps=options.steps, batch=options.batch,
-        lr=options.lr, seed=options.seed, progress=not options.quiet,
-    )  # fmt: skip
-    if not options.quiet:
-        tail = losses[-max(1, len(losses) // 20) :]
-        print(f"{len(texts)} texts, loss of masked words {sum(tail) / len(tail):.3f}; the model is in {options.out}")
-    return 0
-
-
 def add_convert(commands: Any) -> None:
     """Add ``python -m reproduction convert``."""
     convert = commands.add_parser(
@@ -323,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
         description="The paper's studies and ours: analytic networks, fine-tuned models, converted checkpoints.",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_finetune, add_pretrain, add_convert, add_toy, add_diagonal, add_zoo, add_radii, add_power):
+    for add in (add_finetune, add_convert, add_toy, add_diagonal, add_zoo, add_radii, add_power):
         add(commands)
     return top
 

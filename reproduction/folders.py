@@ -12,14 +12,14 @@ from pathlib import Path
 
 from sharpness.files import flush, kind_of, naming_file
 
-__all__ = ["atomic_write_folder", "check_replaceable"]
+__all__ = ["atomic_write_folder"]
 
 #: File in every such folder with the names of everything that was written there.
 _MARKER = ".written-by-sharpness.json"
 
 
-def check_replaceable(path: str | os.PathLike[str]) -> Path:
-    """Raise unless :func:`atomic_write_folder` may write there; call it before the work whose result it will hold."""
+def _check_replaceable(path: str | os.PathLike[str]) -> Path:
+    """Raise unless :func:`atomic_write_folder` may write there."""
     path = Path(path)
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder {str(path.parent)!r} for {path.name!r}; create it first")
@@ -45,7 +45,7 @@ def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], ob
     There must be nothing yet, an empty folder, or one that this function wrote and nobody has changed since. Such a
     folder is replaced: it is kept under another name until the new one is in place.
     """
-    path = Path(os.path.abspath(check_replaceable(path)))
+    path = Path(os.path.abspath(_check_replaceable(path)))
     with naming_file(path), tempfile.TemporaryDirectory(prefix=".sharpness-", dir=path.parent) as place:
         new, old = Path(place) / "new", Path(place) / "old"
         write(new)
@@ -55,7 +55,7 @@ def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], ob
         (new / _MARKER).write_text(json.dumps(_contents(new)), encoding="utf-8")
         flush(new / _MARKER)
         flush(new)
-        check_replaceable(path)  # the path may have changed, since writing can take hours
+        _check_replaceable(path)  # the path may have changed, since writing can take hours
         try:
             if path.exists():
                 path.rename(old)

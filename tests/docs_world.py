@@ -27,7 +27,7 @@ def _table(path, count, header="sentence\tlabel\n"):
 def _bert(folder):
     from transformers import BertConfig, BertForSequenceClassification
 
-    from reproduction.pretrain import wordpiece
+    from tests.texts import wordpiece
 
     config = BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=60,

@@ -68,7 +68,6 @@ table done
 demo --condition 0 --quiet --out out.png
 demo --quiet --out missing/out.png
 finetune bert dev.tsv --text sentence --models 1 --epochs 1 --batch 8 --points 4 --num-examples 8 --out out
-pretrain dev.tsv --text sentence --width 8 --depth 1 --heads 2 --vocabulary 40 --steps 1 --batch 2 --quiet --out out
 """ + """
 plot done --out out
 toy --quiet --out out
@@ -106,7 +105,7 @@ def batches():
     return [(torch.ones(4, 4), torch.arange(4) % 3)]
 """
 KINDS = {"int": INT, "count": INT, "seed": INT, "float": FLOAT}
-LABORATORY = ("finetune", "pretrain", "toy", "diagonal", "convert")
+LABORATORY = ("finetune", "toy", "diagonal", "convert")
 # fmt: on
 
 
@@ -636,7 +635,7 @@ def calls(rng, world):
         (models.load_state_dict, {"path": "xy.pt"}),
         (load_batches, {"source": "xy.pt", "batch_size": 4, "batches": 1, "num_examples": 8, "subset_seed": 0,
                         "device": "cpu"}),
-        (text.read_texts, {"path": "dev.tsv", "columns": ["sentence"], "header": True}),
+        (text.read_table, {"path": "dev.tsv", "header": True}),
         (sweep.read_config, {"path": "sweep.json"}),
         (models.ImageFormat, {"size": (8, 8), "mean": (0.5,), "std": (0.5,), "channels": 3, "crop": False,
                               "resample": "bicubic"}),

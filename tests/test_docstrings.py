@@ -9,7 +9,6 @@ import pytest
 PUBLIC = [
     "reproduction.convert",
     "reproduction.finetune",
-    "reproduction.pretrain",
     "reproduction.recipes",
     "reproduction.collection",
     "quotient_manifolds",

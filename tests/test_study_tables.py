@@ -17,7 +17,7 @@ def study(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    for name in ("_common", "_lora_rivals", "lora_quality", "lora_quality_report", "lora_text", "lora_text_report"):
+    for name in ("_common", "_lora_rivals", "lora_text", "lora_text_report"):
         sys.modules.pop(name, None)
 
 

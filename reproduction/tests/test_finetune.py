@@ -13,7 +13,6 @@ from reproduction import cli, collection
 from reproduction import finetune as training_loop
 from reproduction.collection import train_collection
 from reproduction.finetune import set_dropout_
-from reproduction.pretrain import pretrain
 from reproduction.recipes import Recipe, random_recipe
 from reproduction.vision import SmallViT, vit_cifar10
 from sharpness import cli as measuring
@@ -21,6 +20,7 @@ from sharpness.data import DataChoice, TextColumns
 from sharpness.models import load, load_state_dict
 from sharpness.sweep import read_config, run_sweep
 from tests.sweeps import repeated
+from tests.texts import bert_folder
 
 MODULE = """
 import torch
@@ -194,7 +194,7 @@ SENTENCES = ["a good film", "a bad film", "good good fun", "bad sad mess", "this
 def test_a_collection_of_texts(tmp_path, capsys):
     torch.set_default_dtype(torch.float32)
     texts = SENTENCES * 20
-    pretrain(texts, tmp_path / "bert", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=5, progress=False)
+    bert_folder(texts, tmp_path / "bert")
     lines = [json.dumps({"text": t, "label": "good" if "good" in t else "bad"}) for t in texts]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -208,7 +208,7 @@ def test_a_collection_of_texts(tmp_path, capsys):
     assert models[0].tokenizer is not None
     classifiers = [m.model.classifier.weight for m in models]
     assert not torch.allclose(*classifiers, atol=1e-2)  # heads and orders of their own
-    body = load(str(tmp_path / "bert")).model.bert.embeddings.word_embeddings.weight
+    body = load(str(tmp_path / "bert")).model.embeddings.word_embeddings.weight
     near = models[0].model.bert.embeddings.word_embeddings.weight
     assert torch.cosine_similarity(near.flatten(), body.flatten(), dim=0) > 0.5  # fine-tuned, not trained anew
     config = json.loads((out / "sweep.json").read_text())
@@ -223,8 +223,7 @@ def test_a_collection_of_texts(tmp_path, capsys):
 
 def test_labels_that_are_no_classes(tmp_path):
     torch.set_default_dtype(torch.float32)
-    pretrain(SENTENCES * 11, tmp_path / "b", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=1,
-             progress=False)  # fmt: skip
+    bert_folder(SENTENCES, tmp_path / "b")
     (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 3}\n{"text": "bad", "label": 1}\n')
     with pytest.raises(ValueError, match=r"labels of .* are the numbers \[1, 3\]"):
         train_collection(
@@ -232,17 +231,6 @@ def test_labels_that_are_no_classes(tmp_path):
         )
     with pytest.raises(ValueError, match="shards are i/n"):
         train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z", shard=(3, 2))
-
-
-def test_pretrain_command(tmp_path, capsys):
-    (tmp_path / "t.csv").write_text("a,b\n" + "\n".join(f"{s},{s} again" for s in SENTENCES * 11))
-    arguments = ["pretrain", tmp_path / "t.csv", "--text", "a,b", "--width", "16", "--depth", "1", "--heads", "2",
-                 "--vocabulary", "60", "--max-length", "12", "--steps", "2", "--out", tmp_path / "bert"]  # fmt: skip
-    assert cli.main([str(a) for a in arguments]) == 0
-    assert "132 texts" in capsys.readouterr().out
-    assert load(str(tmp_path / "bert")).tokenizer is not None
-    assert cli.main(["pretrain", str(tmp_path / "t.csv"), "--text", "c", "--out", str(tmp_path / "x")]) == 2
-    assert "no column 'c'" in capsys.readouterr().err
 
 
 def test_a_folder_with_other_models_is_refused(images):
@@ -311,8 +299,7 @@ def test_a_transformers_folder_of_images(images):
 
 def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replaced(tmp_path):
     torch.set_default_dtype(torch.float32)
-    pretrain(SENTENCES * 11, tmp_path / "bert", width=16, depth=1, heads=2, vocabulary=60, length=12, steps=1,
-             progress=False)  # fmt: skip
+    bert_folder(SENTENCES, tmp_path / "bert")
     table = tmp_path / "t.jsonl"
     table.write_text("".join(json.dumps({"text": t, "label": "no" if "bad" in t else "yes"}) + "\n" for t in SENTENCES))
     names = TextColumns(label_map={"no": 0, "yes": 1})

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import naming
 from .examples import Examples, class_number
 
-__all__ = ["TABLES", "TextColumns", "read_table", "read_texts", "strings", "table_of_text"]
+__all__ = ["TABLES", "TextColumns", "read_table", "strings", "table_of_text"]
 
 TABLES = {".tsv", ".csv", ".jsonl"}
 
@@ -101,13 +101,6 @@ def _json_object(line: str, what: str) -> dict[str, Any]:
 def strings(row: Mapping[str, Any]) -> dict[str, str]:
     """Write values that are not strings as JSON; leave out those that are missing."""
     return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
-
-
-def read_texts(path: str | os.PathLike[str], columns: Sequence[str], header: bool = True) -> list[str]:
-    """Read all texts in some columns of a table, row by row; see :func:`read_table`."""
-    rows = read_table(path, header)
-    _check_columns(rows, columns, path)
-    return [row[c] for row in rows for c in columns]
 
 
 def _check_columns(rows: Sequence[Mapping[str, str]], columns: Sequence[str], path: str | os.PathLike[str]) -> None:

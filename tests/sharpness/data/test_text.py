@@ -67,7 +67,7 @@ def test_tables_with_cells_of_no_column_are_refused(tmp_path, name, text, said):
 
 @pytest.mark.filterwarnings("ignore")
 def test_run_on_a_table(tmp_path, capsys):
-    from reproduction.pretrain import wordpiece
+    from tests.texts import wordpiece
 
     torch.set_default_dtype(torch.float32)
     table = tmp_path / "data.tsv"

@@ -67,7 +67,7 @@ def test_timm_with_another_number_of_classes(tmp_path):
 @pytest.mark.parametrize(("own", "longest"), [(None, 16), (12, 12)])
 def test_texts_are_cut_where_the_positions_of_the_model_end(own, longest, tmp_path):
     """Unless the tokenizer says where; transformers gives one that does not say 1e30 tokens."""
-    from reproduction.pretrain import wordpiece
+    from tests.texts import wordpiece
 
     networks.bert(layers=1).save_pretrained(tmp_path)
     wordpiece(["a", "b"], 20, length=own).save_pretrained(tmp_path)

@@ -274,7 +274,7 @@ class Payload:
 
 @pytest.mark.filterwarnings("ignore")
 def test_bert_folders_good_and_bad(place, capsys):
-    from reproduction.pretrain import wordpiece
+    from tests.texts import wordpiece
 
     words = ["good film", "bad film", "dull film"] * 3
     names = {"good": 0, "bad": 1, "dull": 2}
