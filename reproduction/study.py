@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sharpness.baselines import distance, geodesic_distance
 from sharpness.comparison import CONTROLS, Ranking, compare
 from sharpness.models import load, load_state_dict
 from sharpness.plots.look import COLOURS, MARKERS, figure
@@ -48,10 +48,12 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             f"{zoo} has no models/measure.json; choose its radii with `python -m reproduction radii` first"
         )
     found = [row for path in configs for row in read_rows(zoo / "results", read_config(path))]
-    more = {"distance": from_starts(zoo / "models"), "alpha": alphas(read_config(configs[0]).checkpoints)}
+    checkpoints = read_config(configs[0]).checkpoints
+    more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
     for row in found:
         if row["kind"] == "baselines":
-            row |= {k: v[row["checkpoint"]] for k, v in more.items() if row["checkpoint"] in v}
+            for by_checkpoint in more:
+                row |= by_checkpoint.get(row["checkpoint"], {})
     _, left_out = tested(zoo)
     if left_out:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
@@ -62,18 +64,18 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     ]
 
 
-def from_starts(models: Path) -> dict[str, float]:
-    """Compute the Euclidean distance of each network trained from scratch from its initial weights, by checkpoint."""
+def from_starts(checkpoints: Sequence[Checkpoint], models: Path) -> dict[str, dict[str, float | None]]:
+    """Compute the distances of networks trained from scratch from their own initial weights, by checkpoint."""
     found = {}
-    for path in sorted(models.glob("start_*.safetensors")):
-        name = path.name.replace("start", "model", 1)
-        if (models / name).is_file():
-            end, start = (load_state_dict(p) for p in (models / name, path))
-            found[name] = math.sqrt(sum(float((end[k].double() - start[k].double()).square().sum()) for k in end))
+    for c in checkpoints:
+        path = models / c.name.replace("model", "start", 1)
+        if path.is_file():
+            model, start = load(c.model, c.weights).model, load_state_dict(path)
+            found[c.name] = {"distance": distance(model, start), "geodesic_distance": geodesic_distance(model, start)}
     return found
 
 
-def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, float]:
+def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, dict[str, float]]:
     """Compute WeightWatcher's α of models, by checkpoint; empty if the package weightwatcher is not installed.
 
     The mean over layers of the exponent of a power law that is fitted to the eigenvalues of :math:`W^T W` (Martin,
@@ -86,7 +88,7 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, float]:
     found = {}
     for c in checkpoints:
         model = load(c.model, c.weights, head=c.head).model
-        found[c.name] = float(watcher(model=model).analyze()["alpha"].mean())
+        found[c.name] = {"alpha": float(watcher(model=model).analyze()["alpha"].mean())}
     return found
 
 
@@ -171,14 +173,15 @@ def _at_radii(found: Sequence[Ranking]) -> list[Ranking]:
     return [r for r in found if r.choice == "ρ" and "," not in r.quantity]
 
 
-def table(zoos: Mapping[str, Sequence[Row]], target: str) -> str:
+def table(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = False) -> str:
     """Tabulate the partial correlation of every quantity with a target, given training loss and error, by zoo.
 
     Parameters
     ----------
     zoos : mapping of str to sequence of mapping
         Rows by name.
-    target : str
+    target, quadratic
+        See :func:`sharpness.comparison.compare`.
 
     Returns
     -------
@@ -187,7 +190,7 @@ def table(zoos: Mapping[str, Sequence[Row]], target: str) -> str:
     """
     cells: dict[str, dict[str, str]] = {}
     for zoo, rows in zoos.items():
-        found = compare(rows, target, level=LEVEL)
+        found = compare(rows, target, level=LEVEL, quadratic=quadratic)
         for name, words in verdicts(found).items():
             taus = [r.corrected for r in found if r.quantity == name and r.choice in ("ρ", "–")]
             intervals = [_with_interval(t) for t in taus if t is not None]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
+
 from .losses import IGNORED, Objective, scores_and_labels
 from .perturb import pointing_to
 
-__all__ = ["critical_sharpness", "distance", "fisher_trace", "margin", "norms", "relative_flatness"]
+__all__ = [
+    "critical_sharpness",
+    "distance",
+    "fisher_trace",
+    "geodesic_distance",
+    "margin",
+    "norms",
+    "relative_flatness",
+]
 
 
 @torch.no_grad()
@@ -41,7 +53,7 @@ def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
     invariant.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    common = {name: p for name, p in trained.items() if name in start and start[name].shape == p.shape}
+    common = {name: p for name, p in trained.items() if _has(start, name, p)}
     found, total = (sum(p.numel() for p in named.values()) for named in (common, trained))
     if found < 0.5 * total:
         raise ValueError(
@@ -50,6 +62,28 @@ def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
         )
     squares = ((p.double() - start[name].to(p.device, torch.float64)).square().sum() for name, p in common.items())
     return sum(map(float, squares)) ** 0.5
+
+
+def _has(start: Mapping[str, Tensor], name: str, p: Tensor) -> bool:
+    return name in start and start[name].shape == p.shape
+
+
+@torch.no_grad()
+def geodesic_distance(model: nn.Module, start: Mapping[str, Tensor]) -> float | None:
+    r"""Compute the distance of the attention pairs from the initial ones, modulo their GL(h), in the inv metric.
+
+    That is :func:`quotient_manifolds.symmetries.model_distance` of the model and a copy with all weights that the state
+    dict θ₀ has too. None if the model has no such pairs, or a distance cannot be computed.
+    """
+    pairs = find_symmetric_pairs(model, include_frozen=True)
+    if all(p.group is None for p in pairs):
+        return None
+    initial = copy.deepcopy(model)
+    for name, p in initial.named_parameters():
+        if _has(start, name, p):
+            p.copy_(start[name])
+    total = model_distance(model, initial).total
+    return total if math.isfinite(total) else None
 
 
 @torch.no_grad()

@@ -171,6 +171,7 @@ class _Judge:
 
     goal: Mapping[str, float]
     controls: Sequence[Mapping[str, float]]
+    quadratic: bool
     options: Mapping[str, Any]
 
     def rank(
@@ -189,7 +190,7 @@ class _Judge:
         x, y = [values[m] for m in models], [self.goal[m] for m in models]
         partial = difference = None
         if quantity not in CONTROLS and self.controls and all(m in self.controls[0] for m in models):
-            partial = kendall(x, y, given=self.given(models), **self.options)
+            partial = kendall(x, y, given=self.given(models), quadratic=self.quadratic, **self.options)
         if reference is not None and all(m in reference for m in models):
             difference = kendall_difference(x, [reference[m] for m in models], y, **self.options)
         tau = kendall(x, y, **self.options)
@@ -218,8 +219,10 @@ class _Judge:
         tables = [dict(zip(r.models, r.values, strict=True)) for r in members]
         xs = {str(i): [table[m] for m in models] for i, table in enumerate(tables)}
         goal = [self.goal[m] for m in models]
-        options = {"seed": self.options["seed"], "resamples": 10 * self.options["resamples"]}  # at a higher level
-        found = kendall_family(xs, goal, given=self.given(models), level=level, **options).values()
+        found = kendall_family(
+            xs, goal, given=self.given(models), quadratic=self.quadratic, level=level, seed=self.options["seed"],
+            resamples=10 * self.options["resamples"],  # since the level of each interval is higher
+        ).values()  # fmt: skip
         by_member = dict(zip(map(id, members), found, strict=True))
         return [replace(r, corrected=by_member.get(id(r))) for r in family]
 
@@ -274,6 +277,7 @@ def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
 
 def compare(
     rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, level: float = 0.95,
+    quadratic: bool = False,
 ) -> list[Ranking]:  # fmt: skip
     """Correlate every measure and baseline with the target.
 
@@ -288,6 +292,8 @@ def compare(
         times as many resamples.
     level : float
         Probability that all corrected intervals of a family hold at once; raise it if you look at several targets.
+    quadratic : bool
+        Control for the squared scores of training loss and error, too, see :func:`sharpness.statistics.kendall`.
 
     Returns
     -------
@@ -329,7 +335,7 @@ def compare(
         )
     fits = [r for r in rows if r["kind"] == "fit"]
     controls = [{r["checkpoint"]: r[name] for r in fits if r.get(name) is not None} for name in CONTROLS]
-    judge = _Judge(goal, [c for c in controls if c], {"resamples": resamples, "seed": seed})
+    judge = _Judge(goal, [c for c in controls if c], quadratic, {"resamples": resamples, "seed": seed})
     found = judge.corrected([r for name, values in _without_radius(rows) for r in judge.rank(name, "–", values)], level)
     everything = curves(rows)
     own = [c for c in everything if not c.ablation]

@@ -25,8 +25,8 @@ Row = Mapping[str, Any]
 #: Quantities that need no search, by the kind of row that has them.
 BASELINES = {
     "train_loss": "fit", "train_error": "fit", "weight_norm": "baselines", "log_spectral": "baselines",
-    "distance": "baselines", "relative_flatness": "baselines", "margin": "baselines", "fisher_trace": "baselines",
-    "critical_sharpness": "baselines", "alpha": "baselines",
+    "distance": "baselines", "geodesic_distance": "baselines", "relative_flatness": "baselines",
+    "margin": "baselines", "fisher_trace": "baselines", "critical_sharpness": "baselines", "alpha": "baselines",
 }  # fmt: skip
 #: The targets that measures are compared with: names and descriptions.
 TARGETS = {
@@ -176,6 +176,7 @@ class _Baselines(_Row, tag="baselines"):
     weight_norm: Finite | None = None
     log_spectral: Finite | None = None
     distance: Finite | None = None
+    geodesic_distance: Finite | None = None
     relative_flatness: Finite | None = None
     margin: Finite | None = None
     fisher_trace: Finite | None = None

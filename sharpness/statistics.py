@@ -66,6 +66,7 @@ def kendall(
     y: Numbers,
     *,
     given: Numbers | Sequence[Numbers] | None = None,
+    quadratic: bool = False,
     resamples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
@@ -84,6 +85,8 @@ def kendall(
         One number per model, for example sharpness and generalisation gap.
     given : sequence of float, (models,) or (quantities, models), optional
         The controls z: for example the training loss, or the training loss and the training error.
+    quadratic : bool
+        Let Z have the squares of s(z), too, for relations that are not monotone.
     resamples : int
         Resamples of the percentile bootstrap over models.
     level : float
@@ -122,7 +125,9 @@ def kendall(
     >>> print(kendall(measure, gap, given=loss))
     partial Kendall τ +0.07 [...], p = ..., n = 6
     """
-    return kendall_family({"x": x}, y, given=given, resamples=resamples, level=level, seed=seed)["x"]
+    return kendall_family({"x": x}, y, given=given, quadratic=quadratic, resamples=resamples, level=level, seed=seed)[
+        "x"
+    ]
 
 
 def kendall_family(
@@ -130,6 +135,7 @@ def kendall_family(
     y: Numbers,
     *,
     given: Numbers | Sequence[Numbers] | None = None,
+    quadratic: bool = False,
     resamples: int = 10_000,
     level: float = 0.95,
     seed: int = 0,
@@ -140,7 +146,7 @@ def kendall_family(
     ----------
     xs : mapping of str to sequence of float, (models,)
         The family: every quantity that was examined, not only those of interest.
-    y, given, seed
+    y, given, quadratic, seed
         As for :func:`kendall`.
     resamples : int
         Resamples of the bootstrap over models, the same for all quantities.
@@ -178,10 +184,10 @@ def kendall_family(
     [2, 0]
     """
     controls = _controls(given)
-    *columns, target = _prepared([*xs.items(), ("y", y)], controls)
+    *columns, target = _prepared([*xs.items(), ("y", y)], controls, quadratic)
     pairs = [(column, target) for column in columns]
     name = "partial Kendall τ" if controls else "Kendall τ"
-    ps = [_p_value(a, b, len(controls)) for a, b in pairs]
+    ps = [_p_value(a, b, (1 + quadratic) * len(controls)) for a, b in pairs]
     statistics = [_tau(_signs(a), _signs(b)) for a, b in pairs]
     return dict(zip(xs, _bootstrapped(name, statistics, pairs, ps, resamples, level, seed), strict=True))
 
@@ -220,13 +226,14 @@ def _p_value(a: _Array, b: _Array, controls: int) -> float:
     return float(2 * scipy.stats.norm.sf(abs(found.statistic) / (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5))
 
 
-def _prepared(named: Sequence[tuple[str, Numbers]], controls: Sequence[Any]) -> list[_Array]:
+def _prepared(named: Sequence[tuple[str, Numbers]], controls: Sequence[Any], quadratic: bool = False) -> list[_Array]:
     """Check quantities, and return them or, with controls, their residuals."""
     found = _columns([*named, *((f"given {i}", z) for i, z in enumerate(controls))])
     columns, rest = found[: len(named)], found[len(named) :]
     if not rest:
         return columns
-    Z = np.column_stack([np.ones(len(rest[0])), *map(_normal_scores, rest)])
+    given = [_normal_scores(z) for z in rest]
+    Z = np.column_stack([np.ones(len(rest[0])), *given, *(z**2 for z in given if quadratic)])
     scores = np.column_stack([_normal_scores(v) for v in columns])
     left = scores - Z @ np.linalg.lstsq(Z, scores, rcond=None)[0]
     return list(np.where(np.abs(left) < 1e-9, 0.0, left).T)

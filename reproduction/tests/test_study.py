@@ -49,6 +49,27 @@ def test_nothing_of_size_needs_enough_models():
     assert said == ["unresolved", "nothing of size"]
 
 
+def test_squared_controls():
+    """On a measure and a gap that share nothing but a relation to the training loss with a minimum."""
+    rng = np.random.default_rng(0)
+    loss, error, *noise = rng.standard_normal((4, 300))
+    rows = []
+    for i, (bend, far) in enumerate(zip(loss**2 + noise[0], loss**2 + noise[1], strict=True)):
+        fit = {"train_loss": np.exp(loss[i]), "train_error": error[i], "test_error": error[i] + bend}
+        rows.append({"checkpoint": f"m{i:03d}", "kind": "fit", **fit})
+        rows.append({"checkpoint": f"m{i:03d}", "kind": "baselines", "margin": far})
+    plain, squared = (
+        next(r for r in compare(rows, "gap", level=LEVEL, quadratic=q, resamples=50) if r.quantity == "margin")
+        for q in (False, True)
+    )
+    assert plain.partial.low > 0.25
+    assert squared.partial.value < 0.3 * plain.partial.value
+    assert squared.corrected.value == squared.partial.value
+    line = "| margin | **yes, +**"
+    assert [any(x.startswith(line) for x in table({"zoo": rows}, "gap", quadratic=q).splitlines())
+            for q in (False, True)] == [True, False]  # fmt: skip
+
+
 def test_a_difference_is_that_of_the_partial_coefficients():
     found = differences(zoo(), "gap")
     assert set(found) == {("geodesic-inv", 0), ("geodesic-inv", 1)}

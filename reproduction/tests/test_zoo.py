@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import sharpness
+from quotient_manifolds.symmetries import model_distance
 from reproduction import cli, radii, study, zoo
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
@@ -118,8 +119,10 @@ def test_starts_differ_and_are_those_of_the_models(place):
     assert record["recipe"]["seed"] == 2001
     assert record["device"] == "cpu"
     net = load("reproduction.vision:scratch_vit", "zoo/models/model_01.safetensors").model
-    far = study.from_starts(Path("zoo/models"))
-    assert far["model_01.safetensors"] == pytest.approx(distance(net, starts[1]))
+    far = study.from_starts(read_config("zoo/models/sweep.json").checkpoints, Path("zoo/models"))
+    assert far["model_01.safetensors"]["distance"] == pytest.approx(distance(net, starts[1]))
+    other = load("reproduction.vision:scratch_vit", "zoo/models/start_01.safetensors").model
+    assert far["model_01.safetensors"]["geodesic_distance"] == pytest.approx(model_distance(net, other).total)
     assert set(far) == {"model_00.safetensors", "model_01.safetensors"}
 
 
@@ -184,8 +187,9 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
         own, shifted = study.rows_of(Path("zoo"))
     assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
     assert {r["kind"] for r in shifted} == {"fit"}
-    starts = study.from_starts(Path("zoo/models"))
-    assert {r["checkpoint"]: r["distance"] for r in own if r["kind"] == "baselines"} == starts
+    starts = study.from_starts(sweep.checkpoints, Path("zoo/models"))
+    found = {r["checkpoint"]: {k: r[k] for k in starts[r["checkpoint"]]} for r in own if r["kind"] == "baselines"}
+    assert found == starts
     capsys.readouterr()
     assert measuring.main(["table", "zoo/results", "--target", "test-loss", "--level", "0.985"]) == 0
     assert "3 models with a test-loss: too few to correlate. A ranking needs at least 10" in capsys.readouterr().out

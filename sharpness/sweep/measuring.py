@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..baselines import critical_sharpness, distance, fisher_trace, margin, norms, relative_flatness
+from ..baselines import (
+    critical_sharpness,
+    distance,
+    fisher_trace,
+    geodesic_distance,
+    margin,
+    norms,
+    relative_flatness,
+)  # fmt: skip
 from ..batch_loss import RadiusError
 from ..data import DataChoice
 from ..errors import words_of
@@ -145,18 +153,21 @@ def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, An
         **norms(model), "relative_flatness": relative_flatness(model, batches), "margin": margin(model, batches),
         "fisher_trace": fisher_trace(model, batches), "critical_sharpness": critical_sharpness(model, batches[0]),
     }  # fmt: skip
-    return row if sweep.initial is None else {**row, "distance": _distance(sweep.initial, model)}
+    return row if sweep.initial is None else {**row, **_distances(sweep.initial, model)}
 
 
-def _distance(initial: Checkpoint, model: torch.nn.Module) -> float:
-    """Compute the distance from the initial weights, read like the checkpoint, or as a plain state dict."""
+def _distances(initial: Checkpoint, model: torch.nn.Module) -> dict[str, float | None]:
+    """Compute both distances from the initial weights, read like the checkpoint, or as a plain state dict."""
     path = Path(initial.model)
     if path.is_dir():
         found = load(str(path)).model
         # The parameters of a bare body have no prefix.
         body = getattr(model, "base_model", None)
         same = getattr(found, "base_model_prefix", "") and found is getattr(found, "base_model", None)
-        return distance(body if same and body is not None else model, found.state_dict())
-    state = load_state_dict(path)
-    # Fine-tuned image towers of CLIP are stored with two prefixes.
-    return distance(model, {**state, **{k.removeprefix("model."): v for k, v in state.items()}})
+        model = body if same and body is not None else model
+        start = found.state_dict()
+    else:
+        start = load_state_dict(path)
+        # Fine-tuned image towers of CLIP are stored with two prefixes.
+        start = {**start, **{k.removeprefix("model."): v for k, v in start.items()}}
+    return {"distance": distance(model, start), "geodesic_distance": geodesic_distance(model, start)}

@@ -1,5 +1,6 @@
 """Norms and relative flatness, against their definitions."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sharpness.baselines import critical_sharpness, distance, fisher_trace, margin, norms, relative_flatness
+from quotient_manifolds.symmetries import apply_random_symmetry_, model_distance
+from sharpness.baselines import (
+    critical_sharpness,
+    distance,
+    fisher_trace,
+    geodesic_distance,
+    margin,
+    norms,
+    relative_flatness,
+)  # fmt: skip
+from tests import networks
 
 
 class Net(nn.Module):
@@ -73,6 +84,23 @@ def test_distance_counts_what_both_have():
     assert distance(net, start) == pytest.approx((4 * net.body[0].weight.numel()) ** 0.5)
     with pytest.raises(ValueError, match="have 0 of the 39 weights of Net"):
         distance(net, {"other": torch.zeros(2)})
+
+
+def test_the_geodesic_distance_does_not_see_the_symmetry():
+    torch.set_default_dtype(torch.float64)
+    net = networks.vit(layers=1)
+    start = {k: v.clone() for k, v in net.state_dict().items() if not k.startswith("classifier")}
+    moved = networks.shake(copy.deepcopy(net), 0.05, seed=1)
+    found = geodesic_distance(moved, start)
+    assert found == pytest.approx(model_distance(moved, net).total)
+    assert found > 0
+    plain = distance(moved, start)
+    apply_random_symmetry_(moved)
+    before = {k: v.clone() for k, v in moved.state_dict().items()}
+    assert geodesic_distance(moved, start) == pytest.approx(found, rel=1e-6)
+    assert distance(moved, start) > 1.1 * plain
+    assert all(torch.equal(v, before[k]) for k, v in moved.state_dict().items())  # neither changes the model
+    assert geodesic_distance(Net(), Net().state_dict()) is None
 
 
 def test_examples_without_a_label_do_not_count():

@@ -86,8 +86,10 @@ def test_the_residuals_are_those_of_normal_scores():
     rng = np.random.default_rng(1)
     x, y, z = rng.standard_normal((3, 20))
     scores = [scipy.stats.norm.ppf((scipy.stats.rankdata(v) - 0.5) / 20) for v in (x, y, z)]
-    left = [s - np.polyval(np.polyfit(scores[2], s, 1), scores[2]) for s in scores[:2]]
-    assert kendall(x, y, given=z, resamples=1).value == pytest.approx(plain_tau_b(*left))
+    for quadratic in (False, True):
+        left = [s - np.polyval(np.polyfit(scores[2], s, 1 + quadratic), scores[2]) for s in scores[:2]]
+        found = kendall(x, y, given=z, quadratic=quadratic, resamples=1).value
+        assert found == pytest.approx(plain_tau_b(*left))
 
 
 def test_a_family_is_missed_as_often_as_it_says_and_one_by_one_far_more_often():

@@ -63,4 +63,5 @@ def test_baselines_of_a_sweep(place):
     found = {r["checkpoint"]: r for r in rows_of("out", "base.json") if r["kind"] == "baselines"}
     assert found["net0.pt"]["distance"] == 0
     assert found["net1.pt"]["distance"] > 1
+    assert found["net1.pt"]["geodesic_distance"] is None  # no attention
     assert all(r["relative_flatness"] > 0 and r["weight_norm"] > 0 for r in found.values())
