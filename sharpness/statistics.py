@@ -125,9 +125,8 @@ def kendall(
     >>> print(kendall(measure, gap, given=loss))
     partial Kendall τ +0.07 [...], p = ..., n = 6
     """
-    return kendall_family({"x": x}, y, given=given, quadratic=quadratic, resamples=resamples, level=level, seed=seed)[
-        "x"
-    ]
+    family = kendall_family({"x": x}, y, given=given, quadratic=quadratic, resamples=resamples, level=level, seed=seed)
+    return family["x"]
 
 
 def kendall_family(
