@@ -153,7 +153,8 @@ def commit() -> str | None:
 
 
 def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
-    if not path.is_file():
+    """Return whether a model is there, with its record, which must be the same."""
+    if not path.is_file() or not (path.with_suffix("").is_dir() or path.with_suffix(".safetensors").is_file()):
         return False
     found = json.loads(path.read_text(encoding="utf-8"))
     for key, value in json.loads(json.dumps(record)).items():

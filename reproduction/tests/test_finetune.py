@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from reproduction import cli, collection
 from reproduction import finetune as training_loop
@@ -248,6 +249,18 @@ def test_a_folder_with_other_models_is_refused(images):
             recipes=[Recipe(epochs=1, batch=8)],
             progress=False,
         )
+
+
+def test_a_model_whose_weights_are_gone_is_trained_again(images):
+    data = DataChoice("train", num_examples=12, subset_seed=0)
+    weights, kept = (Path("collection") / f"model_{i:02d}.safetensors" for i in range(2))
+    arguments = {"recipes": [Recipe(seed=s, epochs=1, batch=8) for s in range(2)], "progress": False}
+    train_collection("tinyvit:tiny", data, "collection", **arguments)
+    before, written = load_file(weights), kept.stat().st_mtime_ns
+    weights.unlink()
+    train_collection("tinyvit:tiny", data, "collection", **arguments)
+    assert all(torch.equal(v, before[k]) for k, v in load_file(weights).items())
+    assert kept.stat().st_mtime_ns == written
 
 
 def test_mistakes_leave_nothing_behind(images, capsys):
