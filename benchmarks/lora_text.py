@@ -203,7 +203,7 @@ def run(unit: Unit, options: argparse.Namespace) -> dict[str, Any]:
         before = time.perf_counter()
         try:
             made[0].step()
-        except ValueError:  # ours refuse gradients that are not finite
+        except (ValueError, torch.linalg.LinAlgError):  # gradients that are not finite
             break
         spent += time.perf_counter() - before
         made[1].step()

@@ -39,9 +39,9 @@ class QuotientAdam(QuotientOptimizer):
 
     where hats divide by 1 - βᵗ. Then m and C are transported to the new point. C is an h × h matrix, and r has one
     number per row. Both are the same for all representatives up to a rotation of the basis, which d undoes.
-    An entry of d is at most about 1, so through each factor a step changes the weight that the network sees, s times
-    the product, by at most about :math:`η \sqrt{8n}` in the Frobenius norm, whatever the rank h and the scale s: one
-    learning rate serves for all. Those of AdamW at peft's defaults, rank and alpha 8, carry over.
+    A row of d has a norm of at most about √h, so through each factor a step changes the weight that the network sees, s
+    times the product, by at most about :math:`η \sqrt{8n}` in the Frobenius norm, whatever the rank h and the scale s:
+    one learning rate serves for all. Those of AdamW at peft's defaults, rank and alpha 8, carry over.
 
     Parameters
     ----------

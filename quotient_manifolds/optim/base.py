@@ -24,6 +24,12 @@ from .preconditioner import Preconditioner, wide
 
 __all__ = ["QuotientOptimizer"]
 
+#: Who saved a state without pairs.
+_UNKNOWN = (
+    "an optimiser without pairs, such as AdamW (or by torch.distributed.checkpoint's get_optimizer_state_dict, which "
+    "leaves the pairs out: save optimizer.state_dict() itself)"
+)
+
 
 class QuotientOptimizer(Optimizer):
     """Base class of optimisers for parameters of which some are pairs (G, H) that a model sees only through G Hᴴ.
@@ -128,7 +134,7 @@ class QuotientOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        first: Tensor = next(p for group in self.param_groups for p in group["params"])
+        first = self._own_parameters()[0]
         with torch.autocast(first.device.type, enabled=False):
             found_inf = getattr(self, "found_inf", None)
             gradients = collect_gradients(self.param_groups, getattr(self, "grad_scale", None))
@@ -153,6 +159,19 @@ class QuotientOptimizer(Optimizer):
                 s.clip, s.ok = clip, ok if isinstance(ok, Tensor) else None
             self._step_all(steps, gradients, clip)
         return loss
+
+    def _own_parameters(self) -> list[Tensor]:
+        """List the parameters; those of the pairs must still be among them, and in the model."""
+        found: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        own = set(found)
+        for pair in self._pairs:
+            if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
+                raise ValueError(
+                    f"parameters of the pair {pair.name!r} have been replaced or deleted since this optimiser was "
+                    "created (load_state_dict(assign=True), delete_adapter, or FSDP2 and DeepSpeed, whose shards have "
+                    "no geometry of their own); create it anew, or use DDP"
+                )
+        return found
 
     def _is_other(self, p: Tensor) -> bool:
         """Tell whether entries of a parameter belong to no pair."""
@@ -253,9 +272,9 @@ class QuotientOptimizer(Optimizer):
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
         if state_dict.get("kind") != type(self).__name__:
             raise ValueError(
-                f"this state was saved by {state_dict.get('kind', 'an optimiser without pairs, such as AdamW')}, not "
-                f"by {type(self).__name__}, and its moments mean something else; to switch, load the model's weights "
-                "and start a new optimiser with a short warm-up of the learning rate"
+                f"this state was saved by {state_dict.get('kind', _UNKNOWN)}, not by {type(self).__name__}, and its "
+                "moments mean something else; to switch, load the model's weights and start a new optimiser with a "
+                "short warm-up of the learning rate"
             )
         for entry in state_dict["buckets"]:
             _check_names(entry["state"].keys(), self._state_names(state_dict["param_groups"][entry["group"]]))

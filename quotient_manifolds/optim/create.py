@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
+from ..symmetries.peft_lora import is_lora
 from .adam import QuotientAdam
 from .base import QuotientOptimizer
 from .muon import QuotientMuon
@@ -43,8 +45,9 @@ def create_quotient_lora_optimizer(
     adapter_names : sequence of str, optional
         The adapters to train; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
-        Learning rate of all parameters outside pairs: ``modules_to_save``, biases, DoRA's magnitudes. By default ``lr``
-        for Adam and ``lr / 20`` for Muon, which is a starting point. Vectors and biases do not decay.
+        Learning rate of all parameters outside pairs: ``modules_to_save``, biases, DoRA's magnitudes, and adapters that
+        form no pair (a warning names them). By default ``lr`` for Adam and ``lr / 20`` for Muon, which is a starting
+        point. Vectors and biases do not decay.
     **options
         ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and other options of the optimiser.
 
@@ -78,12 +81,19 @@ def create_quotient_lora_optimizer(
     """
     pairs = adapter_pairs(model, adapter_names)
     if all(p.group is None for p in pairs):
-        why = sorted({p.reason for p in pairs})
+        why = _reasons(pairs)
         raise ValueError(
             "the model has no LoRA adapter of peft with two trainable factors"
             + (f" ({'; '.join(why)})" if why else _no_adapter(model))
         )
-    left = set() if adapter_names is None else _parameters(adapter_pairs(model)) - _parameters(pairs)
+    plain = [p for p in pairs if p.group is None and not p.frozen]
+    if plain:
+        warnings.warn(
+            f"AdamW trains {len(plain)} of {len(pairs)} adapters, which form no pair: "
+            + "; ".join(f"{why} ({_names(p.name for p in plain if p.reason == why)})" for why in _reasons(plain)),
+            stacklevel=2,
+        )
+    left = set() if adapter_names is None else _of_other_adapters(model, adapter_names)
     return _create(model, pairs, left, lr, other_params_lr, optimizer, options)
 
 
@@ -142,6 +152,27 @@ def _no_adapter(model: nn.Module) -> str:
     if kinds:
         return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pairs; use AdamW"
     return "; wrap it with peft.get_peft_model"
+
+
+def _reasons(pairs: Iterable[SymmetricPair]) -> list[str]:
+    return sorted({p.reason for p in pairs})
+
+
+def _names(names: Iterable[str]) -> str:
+    first, *rest = names
+    return f"{first!r} and {len(rest)} more" if rest else repr(first)
+
+
+def _of_other_adapters(model: nn.Module, names: str | Sequence[str]) -> set[int]:
+    """Find all parameters of adapters that were not named: factors, biases, DoRA's magnitudes, modules_to_save."""
+    chosen = {names} if isinstance(names, str) else set(names)
+    parts = [part for m in model.modules() if is_lora(m) or hasattr(m, "modules_to_save") for part in m.children()]
+    return {
+        id(p)
+        for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict)
+        for name, own in part.items() if name not in chosen
+        for p in ([own] if isinstance(own, nn.Parameter) else own.parameters())
+    }  # fmt: skip
 
 
 def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:

@@ -66,7 +66,8 @@ class NotASymmetryError(ValueError):
             f"the pair {pair.name!r} is not a symmetry of the loss: along its orbit the gradient does not vanish "
             f"(residual {residual:.1e}, rounding is up to {tolerance:.0e}); something acts between its factors (a "
             "hook, an adapter, a subclass, shared memory), or the loss has a penalty on the weights, or the gradient "
-            "was not taken at these weights (optimizer.certify = False); leave the pair out of pairs, or skip its "
+            "was clipped entry by entry, or was not taken at these weights (no zero_grad since they moved; or on "
+            "purpose: optimizer.certify = False); leave the pair out of pairs, or skip its "
             "layer with quotient_manifolds.symmetries.skip"
         )
 

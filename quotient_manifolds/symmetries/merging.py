@@ -11,7 +11,7 @@ from torch import Tensor
 from .blocks import Block, is_sharded
 from .pairs import TIED, SymmetricPair
 
-__all__ = ["SHARED", "merged", "refused", "sharing"]
+__all__ = ["SHARED", "merged", "refused", "sharing", "without_sharing"]
 
 
 def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
@@ -47,13 +47,19 @@ def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
     return list(found.values())
 
 
+def without_sharing(pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
+    """Refuse the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
+    shared = sharing(pairs)
+    return [refused(p, SHARED) if i in shared else p for i, p in enumerate(pairs)]
+
+
 def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
     """Find the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
     places: dict[int, list[tuple[int, Block, Tensor]]] = {}
     for i, p in enumerate(pairs):
         for b in p.G + p.H if p.group is not None else ():
             t = b.tensor
-            if t.device.type != "meta" and not is_sharded(t) and t.is_contiguous():
+            if t.device.type != "meta" and not is_sharded(t):
                 places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
     found: set[int] = set()
     for blocks in places.values():
@@ -69,6 +75,12 @@ def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
 
 def _intervals(b: Block, t: Tensor) -> tuple[Tensor, Tensor]:
     """Return where the contiguous runs of a block begin and end in its storage, in bytes."""
+    if not t.is_contiguous():  # such as the transpose of another parameter: every number by itself
+        flat = torch.arange(t.numel()).as_strided(b.size, b.stride, b.offset).flatten()
+        starts = torch.full_like(flat, int(t.storage_offset()))
+        for index, stride in zip(torch.unravel_index(flat, t.shape), t.stride(), strict=True):
+            starts += stride * index
+        return t.element_size() * starts, t.element_size() * (starts + 1)
     starts, length = torch.tensor([t.storage_offset() + b.offset]), 1
     for stride, size in sorted(zip(b.stride, b.size, strict=True)):
         if stride == length and len(starts) == 1:

@@ -11,7 +11,7 @@ from torch import nn
 from ..batches import default_forward
 from .blocks import ByClass, check_model
 from .discovery import candidates, discover
-from .merging import SHARED, merged, refused, sharing
+from .merging import merged, refused, without_sharing
 from .pairs import SymmetricPair, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
 
@@ -235,9 +235,7 @@ def find_symmetric_pairs(
         whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
-    disjoint = list(_disjoint([usable(p, include_frozen) for p in whole]))
-    shared = sharing(disjoint)
-    return PairList(refused(p, SHARED) if i in shared else p for i, p in enumerate(disjoint))
+    return PairList(without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole]))))
 
 
 def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairList:
@@ -253,7 +251,8 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     Returns
     -------
     PairList
-        Pairs with two frozen factors are left out; pairs with one frozen factor have no group.
+        Pairs with two frozen factors are left out. Pairs with one frozen factor, with a rank above the sizes of their
+        layer, or of tied adapters have no group.
 
     Raises
     ------
@@ -281,4 +280,4 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
         wanted = [a for a in adapter_names(m) if names is None or a in names]
         found.extend(lora_pairs(m, path, wanted))
     trainable = [p for p in merged(found) if p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)]
-    return PairList(_without_frozen(p) for p in trainable)
+    return PairList(without_sharing([usable(p) for p in trainable]))

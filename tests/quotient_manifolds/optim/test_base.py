@@ -324,6 +324,39 @@ def test_a_parameter_that_belongs_to_a_pair_in_part():
     assert torch.allclose(fused.weight.detach()[3:], twin, atol=1e-12)
 
 
+def swapped(model, optimizer):
+    """What accelerate does under FSDP2: it gives the groups other parameters."""
+    group = optimizer.param_groups[0]
+    group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+    for p in group["params"]:
+        p.grad = torch.ones_like(p)
+
+
+def flattened(model, optimizer):
+    """As DeepSpeed's ZeRO does; the step was AdamW's."""
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in optimizer.param_groups[0]["params"]]))
+    optimizer.param_groups[0]["params"], flat.grad = [flat], torch.ones_like(flat)
+
+
+def assigned(model, optimizer):
+    """In one layer, others keep their parameters."""
+    layer = model.base_model.model[0].lora_A
+    layer.load_state_dict({k: v.clone() for k, v in layer.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [swapped, flattened, assigned])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_were_replaced_are_refused(kind, change):
+    model = lora()
+    optimizer = optimizer_of(model, kind)
+    loss_of(model).backward()
+    change(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="have been replaced or deleted since this optimiser was created"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
 def test_every_parameter_group_is_checked():
     """Each of these stepped, some of them uphill."""
     model = lora()

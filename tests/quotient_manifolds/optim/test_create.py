@@ -1,5 +1,7 @@
 """Optimisers for adapters of every kind."""
 
+import inspect
+
 import peft
 import peft.optimizers
 import pytest
@@ -167,6 +169,71 @@ def test_groups_of_the_lora_optimiser():
     assert len(pairs["params"]) == 2
     assert [p.dim() for p in decayed["params"]] == [2]
     assert [p.dim() for p in plain["params"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["1"]}], ids=str)
+def test_of_other_adapters_nothing_is_trained(options):
+    """Their magnitudes and biases were."""
+    net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    config = peft.LoraConfig(r=2, target_modules=["0"], **options)
+    model = peft.get_peft_model(net, config)
+    model.add_adapter("second", config)
+    for name, p in model.named_parameters():
+        p.requires_grad_("default" in name or "second" in name)
+    named = {p: name for name, p in model.named_parameters()}
+    for chosen, other in (("default", "second"), ("second", "default")):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2, adapter_names=[chosen])
+        names = [named[p] for group in optimizer.param_groups for p in group["params"]]
+        own = [n for n, p in model.named_parameters() if p.requires_grad and f".{other}" not in n]
+        assert sorted(names) == sorted(own)
+        assert len(names) > 2
+
+
+def test_adapters_that_form_no_pair_are_trained_by_adamw_and_named():
+    """One narrow layer stopped the whole model, and grouped convolutions went to AdamW without a word."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 32))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=["0", "1"]))
+    with pytest.warns(UserWarning, match=r"AdamW trains 1 of 2 adapters.*h = 8 columns.*'base_model.model.0 lora"):
+        optimizer = create_quotient_lora_optimizer(model, lr=0.02, optimizer="muon")
+    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.001]
+    before = [p.detach().clone() for p in optimizer.param_groups[1]["params"]]
+    for _ in range(2):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(torch.equal(p, q) for p, q in zip(optimizer.param_groups[1]["params"], before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient:FutureWarning")
+def test_tied_adapters_take_the_steps_of_both_places():
+    """peft gives the head a transposed view of the embedding's factors; what was written last replaced the rest."""
+    if "ensure_weight_tying" not in inspect.signature(peft.LoraConfig).parameters:
+        pytest.skip("this peft does not tie adapters")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    adapters = peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True,
+                               init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
+    x = torch.arange(24).reshape(2, 12)
+    steps = []
+    for places in (("embed",), ("lm_head",), ("embed", "lm_head")):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+        with pytest.warns(UserWarning, match="AdamW trains 2 of 3 adapters.*shared or overlapping memory"):
+            optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer="muon")
+        factor = next(p for n, p in model.named_parameters() if "lora_embedding_B" in n)
+        before = factor.detach().clone()
+        model(input_ids=x, labels=x).loss.backward()
+        for name, p in model.named_parameters():
+            if not any(place in name for place in places):
+                p.grad = None
+        optimizer.step()
+        steps.append(factor.detach() - before)
+    assert torch.allclose(steps[2], steps[0] + steps[1], atol=1e-6)
+    assert all(float(s.norm()) > 1e-4 for s in steps)
 
 
 def test_other_adapters_are_named():

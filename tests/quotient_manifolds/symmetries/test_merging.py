@@ -32,19 +32,25 @@ def test_memory_in_common_is_found_whatever_it_is_seen_through(overlap):
 
 
 def test_every_pair_that_meets_another_is_found_and_no_other():
-    """Against the numbers themselves, for blocks anywhere in one memory: rows, columns, one within another."""
+    """Against the numbers themselves, for blocks anywhere in one memory: rows, columns, one within another.
+
+    Some weights are transposes of that memory, as those of tied adapters.
+    """
     for seed in range(40):
         torch.manual_seed(seed)
         memory, pairs, places = torch.zeros(60), [], []
         for _ in range(4):
             first, second = layers(2)
             rows, columns = torch.randint(1, 4, (2,)).tolist()
-            first.weight.data = memory[int(torch.randint(50, ())) :][:9].view(3, 3)
+            turned = bool(torch.randint(2, ()))
+            own = memory[int(torch.randint(50, ())) :][:9].view(3, 3)
+            first.weight.data = own.T if turned else own
             transpose = bool(torch.randint(2, ()))
             G = block(first, "weight", slice(0, rows), slice(0, columns), transpose=transpose)
             h = rows if transpose else columns
             pairs.append(pair([G], [block(second, "weight", columns=slice(0, h))], GL(h)))
-            numbers = torch.arange(60)[first.weight.storage_offset() :][:9].view(3, 3)[:rows, :columns]
+            numbers = torch.arange(60)[first.weight.storage_offset() :][:9].view(3, 3)
+            numbers = (numbers.T if turned else numbers)[:rows, :columns]
             places.append(set(numbers.flatten().tolist()))
         met = {i for i, a in enumerate(places) for j, b in enumerate(places) if i != j and a & b}
         assert sharing(pairs) == met
