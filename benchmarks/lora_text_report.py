@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 from _common import RESULTS, interval
 from lora_text import METHODS, SEEDS, best
 
@@ -17,6 +18,7 @@ from sharpness.plots.look import figure
 
 NAMES = {"ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
 RANKS = (4, 16, 64)
+OURS = ("QuotientAdam", "QuotientMuon")
 SHOWN = (*METHODS, "QuotientAdam, any rank alike", "QuotientAdam, scalar")  # the last two: before they were replaced
 COLOURS = dict(zip(SHOWN, ("#666666", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#88CCEE",
                            "#999933"), strict=True))  # fmt: skip
@@ -121,6 +123,28 @@ def rates(rows: list[dict[str, Any]], frame: pd.DataFrame, task: str) -> Iterato
     yield from table(head, body)
 
 
+def against(frame: pd.DataFrame) -> Iterator[str]:
+    """Differences of our optimisers to the others, bold where they stand after Holm's correction of all of them."""
+    final = frame[frame.part == "final"]
+    places = [(t, k) for t in NAMES for k in RANKS if ((final.task == t) & (final["rank"] == k)).any()]
+    names = [(a, b) for a in OURS for b in METHODS if b != a and (a, b) != OURS[::-1]]
+    found = {}
+    for a, b in names:
+        for t, k in places:
+            own, other = (losses(final, method=m, task=t, rank=k) for m in (a, b))
+            apart = (own - other).replace([np.inf, -np.inf], np.nan).dropna()
+            if len(apart) > 2:
+                p = float(scipy.stats.ttest_1samp(apart, 0).pvalue)
+                found[a, b, t, k] = p, "{:+.3f} ± {:.3f}".format(*interval(apart))
+    shown, stands = {}, True
+    for i, (place, (p, words)) in enumerate(sorted(found.items(), key=lambda item: item[1])):
+        stands = stands and p <= 0.05 / (len(found) - i)
+        shown[place] = f"**{words}**" if stands else words
+    body = [[f"{a} − {b}", *(shown.get((a, b, t, k), "") for t, k in places)] for a, b in names]
+    yield from table(["test loss, at equal seeds", *(f"{NAMES[t]}, rank {k}" for t, k in places)], body)
+    yield f"\nBold: p < 0.05 after Holm's correction of {len(found)} paired t-tests."
+
+
 def starts(frame: pd.DataFrame) -> Iterator[str]:
     """How far runs from equivalent factors end from each other."""
     moved = frame[frame.part == "moved"]
@@ -149,7 +173,7 @@ def draw(rows: list[dict[str, Any]], frame: pd.DataFrame, path: Path) -> None:
         for column, task in zip(np.asarray(axes).reshape(2, -1).T, tasks, strict=True):
             own = frame[frame.task == task]
             for method in (m for m in SHOWN if (own.method == m).any()):
-                wide = 2.4 if method in ("QuotientMuon", "QuotientAdam") else 1.2
+                wide = 2.4 if method in OURS else 1.2
                 look = {"color": COLOURS[method], "label": method, "linewidth": wide}
                 tune = own[(own.method == method) & (own.part == "tune")].sort_values("lr")
                 column[0].plot(tune.lr, tune.test_loss, marker="o", markersize=4, **look)
@@ -178,6 +202,7 @@ def main() -> None:
     for task, title in NAMES.items():
         if ((frame.task == task) & (frame.part == "final")).any():
             lines += ["", f"**{title}**", *finals(rows, frame, task), *rates(rows, frame, task)]
+    lines += ["", "**Ours against the others**", *against(frame)]
     if (frame.part == "moved").any():
         lines += starts(frame)
     lines += costs(frame)
