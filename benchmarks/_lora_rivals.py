@@ -79,9 +79,9 @@ class LoRARITE(_PairOptimizer):
     along by P = Uᵀ U_old: V ← P V Pᵀ + ḡᵀ ḡ with ρ for the eigenvalues that the projection loses,
     S = ḡ (V + ρI)^(-1/2), M ← β₁ M Pᵀ + (1 - β₁) S, step -η M R⁻ᵀ. V is a moving average with β₂, its bias corrected,
     as in the authors' own implementation; ρ ages with it. Theirs has ρ switched off by default, clips the norm of all ḡ
-    to 1, and skips steps of an RMS above 1; with ρ on, and without the last two, this is the same to rounding from B ≠ 0
-    on. At B = 0 the basis of B does not exist, and A rests; theirs counts that step in A's bias correction, after which
-    the products differ by 21 % in the second step and 6 % after twelve.
+    to 1, and skips steps of an RMS above 1; with ρ on and without the last two, the steps are the same from any B ≠ 0.
+    At B = 0 the basis of B does not exist, and A rests; theirs counts that step in A's bias correction, after which the
+    products differ by 21 % in the second step and 6 % after twelve.
     """
 
     def step_pair(self, group: dict[str, Any], B: nn.Parameter, A: nn.Parameter) -> None:
