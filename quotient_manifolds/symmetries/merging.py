@@ -59,7 +59,8 @@ def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
     for i, p in enumerate(pairs):
         for b in p.G + p.H if p.group is not None else ():
             t = b.tensor
-            if t.device.type != "meta" and not is_sharded(t):
+            # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
+            if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
                 places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
     found: set[int] = set()
     for blocks in places.values():
