@@ -58,10 +58,14 @@ def cell(values: pd.Series, places: int = 3) -> str:
     return f"{mean:.{places}f} ± {around:.{places}f}" + (f" ({len(values)} seeds)" if len(values) < len(SEEDS) else "")
 
 
+def apart(own: pd.Series, base: pd.Series) -> pd.Series:
+    """Differences to another method at equal seeds, where neither diverged."""
+    return (own - base).replace([np.inf, -np.inf], np.nan).dropna()
+
+
 def paired(own: pd.Series, base: pd.Series) -> str:
-    """Difference to another method at equal seeds."""
-    both = own.index.intersection(base.index)
-    found = (own[both] - base[both]).replace([np.inf, -np.inf], np.nan).dropna()
+    """Mean difference to another method at equal seeds."""
+    found = apart(own, base)
     if len(found) < 2:
         return ""
     mean, around = interval(found)
@@ -131,11 +135,10 @@ def against(frame: pd.DataFrame) -> Iterator[str]:
     found = {}
     for a, b in names:
         for t, k in places:
-            own, other = (losses(final, method=m, task=t, rank=k) for m in (a, b))
-            apart = (own - other).replace([np.inf, -np.inf], np.nan).dropna()
-            if len(apart) > 2:
-                p = float(scipy.stats.ttest_1samp(apart, 0).pvalue)
-                found[a, b, t, k] = p, "{:+.3f} ± {:.3f}".format(*interval(apart))
+            between = apart(*(losses(final, method=m, task=t, rank=k) for m in (a, b)))
+            if len(between) > 2:
+                p = float(scipy.stats.ttest_1samp(between, 0).pvalue)
+                found[a, b, t, k] = p, "{:+.3f} ± {:.3f}".format(*interval(between))
     shown, stands = {}, True
     for i, (place, (p, words)) in enumerate(sorted(found.items(), key=lambda item: item[1])):
         stands = stands and p <= 0.05 / (len(found) - i)
