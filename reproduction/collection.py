@@ -251,7 +251,7 @@ def _config(
     folders = loaded.folder is not None
     checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
     config: dict[str, Any] = {
-        "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data),
+        "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data), "micro_batch": 32,
         "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
         "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
                 "adaptive": [0.05, 0.1, 0.2, 0.5]},

@@ -137,10 +137,9 @@ def _parts(kind: str, data: Path, out: Path) -> _Parts:
         columns = TextColumns("premise", "hypothesis", "label", LABELS, max_length=64)
         tables = [str(p) for p in inference_tables(data / "mnli", out)]
         pairs = DataChoice(tables[0], columns=columns)
-        test = replace(
-            pairs, source=tables[1], batch_size=64
-        )  # a batch that fits the caches takes two thirds of the time
-        return _Parts(str(Path(package.origin).with_name("model")), None, pairs, test, tables[2])
+        return _Parts(
+            str(Path(package.origin).with_name("model")), None, pairs, replace(pairs, source=tables[1]), tables[2]
+        )
     archive = data / "cifar10.zip"
     train = DataChoice(f"{archive}:cifar10/train", num_examples=_IMAGES[kind], subset_seed=0)
     test = replace(train, source=f"{archive}:cifar10/test", num_examples=None, subset_seed=None)

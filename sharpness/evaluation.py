@@ -73,7 +73,8 @@ def evaluate(
     normalize_logits : bool
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
-        Examples per pass through the model; the result is the same as for the whole batch, with less memory.
+        Examples per pass through the model; the result is the same as for the whole batch, with less memory. Texts with
+        an ``attention_mask`` pass sorted by length, without the padding that they do not need.
     offload : bool
         Keep the vectors of the search in main memory, to which parts of them go and from which they come at every step.
         A GPU then holds one copy of the trainable weights besides what a pass needs, instead of four or five.

@@ -154,7 +154,8 @@ def _is_classification(scores: Any, labels: Any) -> bool:
 class Objective:
     """The function that is maximised on a batch: ``loss_fn(model, batch)``, or by default :func:`default_loss`.
 
-    With ``micro_batch`` a batch is divided into pieces of that many examples, which need less memory:
+    With ``micro_batch`` a batch is divided into pieces of that many examples, which need less memory; texts of similar
+    length share a piece, without the padding that none of them needs:
 
     >>> objective, model = Objective(micro_batch=2), nn.Linear(2, 3)
     >>> batch = torch.randn(4, 2), torch.tensor([0, 2, 1, -100])  # a padded label, −100, has no weight
@@ -208,8 +209,9 @@ class Objective:
         """Split a batch into pieces with weights for their losses: the shares of the labels that are not ignored."""
         if self.micro_batch is None:
             return [(1.0, batch)]
-        count = count_examples(batch)
-        parts = [_rows(batch, slice(i, i + self.micro_batch), count) for i in range(0, count, self.micro_batch)]
+        count, lengths = count_examples(batch), _lengths(batch)
+        order = torch.arange(count) if lengths is None else lengths.argsort(stable=True)
+        parts = [_without_padding(_rows(batch, part, count)) for part in order.split(self.micro_batch)]
         weights = [_counted_labels(model, part) for part in parts]
         total = sum(weights)
         if total == 0:
@@ -253,7 +255,8 @@ class Objective:
             raise ValueError(
                 f"micro_batch changes the loss: {count} examples give {both:.8g} together and {apart:.8g} as two "
                 "halves; the loss must be a mean over examples or labels without weights of its own, it must not be "
-                "random, and no layer may mix examples; leave micro_batch out, or let loss_fn take the mean"
+                "random, and no layer may mix examples or read padding; leave micro_batch out, or let loss_fn take the "
+                "mean"
             )
 
 
@@ -294,6 +297,27 @@ def _rows(batch: Any, chosen: slice | Tensor, count: int) -> Any:
         return t[chosen if isinstance(chosen, slice) else chosen.to(t.device)]
 
     return tree_map(cut, batch)
+
+
+def _lengths(batch: Any) -> Tensor | None:
+    """Return the lengths of texts without the padding at their ends, or None if there is no mask of it."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    labels = _labels(batch)
+    masks = [t for name, t in batch.items() if name.endswith("mask") and isinstance(t, Tensor)]
+    masks += [] if labels is None else [labels != IGNORED]
+    used = torch.stack([m != 0 for m in masks if m.shape == mask.shape]).any(0)
+    return (used * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
+
+
+def _without_padding(batch: Any) -> Any:
+    """Cut the padding at the end that all texts of a batch have, from every tensor (examples, tokens, …)."""
+    lengths = _lengths(batch)
+    if lengths is None:
+        return batch
+    shape, longest = batch["attention_mask"].shape, max(1, int(lengths.max()))
+    return tree_map(lambda t: t[:, :longest] if t.shape[:2] == shape else t, dict(batch))
 
 
 def _counted_labels(model: nn.Module, batch: Any) -> int:

@@ -129,17 +129,17 @@ def _fit(job: Job, sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str
             return row
     for part, choice in (("train", sweep.train or sweep.data), ("test", sweep.test)):
         if choice is not None:
-            row.update({f"{part}_{k}": v for k, v in _loss_and_error(model, read(choice)).items()})
+            objective = Objective(micro_batch=sweep.settings.get("micro_batch"))
+            row.update({f"{part}_{k}": v for k, v in _loss_and_error(model, read(choice), objective).items()})
     return row
 
 
-def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float | None]:
+def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any], objective: Objective) -> dict[str, float | None]:
     """Compute means over examples."""
-    objective = Objective()
     loss, wrong, counted, total = 0.0, 0, 0, 0
     with torch.no_grad():
-        for batch in batches:
-            found = objective(model, batch)
+        for part in (part for batch in batches for _, part in objective.pieces(model, batch)):
+            found = objective(model, part)
             size = found.counted or 1
             loss += float(found.loss) * size
             total += size
