@@ -79,8 +79,9 @@ def measure(out: Path, shard: tuple[int, int]) -> None:
 
 def gather(kind: str, zoo: Path) -> None:
     """Write what was measured of a zoo to tables."""
-    for name, rows in zip((kind, f"{kind}_shift"), rows_of(zoo), strict=True):
-        write_results(RESULTS / f"zoo_{name}.csv", rows)
+    for part, rows in rows_of(zoo).items():
+        if rows:
+            write_results(RESULTS / f"zoo_{kind}{part}.csv", rows)
 
 
 def gather_agreement(kind: str, zoo: Path, models: int) -> None:
@@ -127,16 +128,14 @@ def changes() -> str:
     return "\n".join(lines) + "\n"
 
 
-def zoos() -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
-    """Rows of the zoos that were measured, by name; and the same with the shifted data as test data."""
-    own: dict[str, list[Row]] = {}
-    shifted: dict[str, list[Row]] = {}
-    for kind in KINDS:
-        if (RESULTS / f"zoo_{kind}.csv").is_file():
-            own[kind] = list(read_results(RESULTS / f"zoo_{kind}.csv"))
-            rest = [r for r in own[kind] if r["kind"] != "fit"]
-            shifted[kind] = [*read_results(RESULTS / f"zoo_{kind}_shift.csv"), *rest]
-    return own, shifted
+def zoos() -> tuple[dict[str, list[Row]], ...]:
+    """Rows of the zoos that were measured, by name; with the shifted data as test data; and with further radii."""
+    own, shift, further = (
+        {kind: list(read_results(path)) for kind in KINDS if (path := RESULTS / f"zoo_{kind}{part}.csv").is_file()}
+        for part in ("", "_shift", "_further")
+    )
+    shifted = {kind: [*shift[kind], *(r for r in rows if r["kind"] != "fit")] for kind, rows in own.items()}
+    return own, shifted, {kind: [*rows, *further.get(kind, ())] for kind, rows in own.items()}
 
 
 def resolution(rows: Sequence[Row], examples: int) -> str:
@@ -162,7 +161,7 @@ def report(docs: Path = DOCS) -> None:
     (tables / "vision_changes.md").write_text(changes(), encoding="utf-8")
     plot_sweep(rows, "gap", images, prefix="vision_")
     plot_ablations(ablations(), "gap", images, prefix="vision_")
-    own, shifted = zoos()
+    own, shifted, further = zoos()
     lines = ["collection,models,train error,test error,gap,standard error of a test error / spread"]
     lines += [f"{kind},{resolution(found, TESTED[kind])}" for kind, found in {"pilot": rows, **own}.items()]
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -174,7 +173,7 @@ def report(docs: Path = DOCS) -> None:
         for target in ("gap", "test-loss"):
             (tables / f"zoos_{target}.md").write_text(table(own, target), encoding="utf-8")
             (tables / f"zoos_{target}_squared.md").write_text(table(own, target, quadratic=True), encoding="utf-8")
-            plot_radius(own, target, images / f"zoos_radius_{target}.png")
+            plot_radius(further, target, images / f"zoos_radius_{target}.png")
             lines = ["| zoo | measure | level | partial τ minus that of adaptive |", "|---" * 4 + "|"]
             for kind, found in own.items():
                 for (name, level), tau in differences(found, target).items():

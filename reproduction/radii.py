@@ -176,7 +176,7 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
 def choose_radii(
     zoo: Path, *, measures: Sequence[str] = PRIMARY, rows: Sequence[Row] = (), progress: bool = True
 ) -> Path:
-    """Write the configurations that measure a zoo: ``models/measure.json``, with radii by the rule, and Hessians.
+    """Write the configurations that measure a zoo: with radii by the rule, with further radii, and of Hessians.
 
     Parameters
     ----------
@@ -191,8 +191,9 @@ def choose_radii(
     Returns
     -------
     Path
-        Path of the first configuration. Results belong in ``results``, where losses and errors are. Measures with known
-        radii are kept. ``models/hessian.json`` uses a quarter of the examples.
+        Path of the first configuration, ``models/measure.json``. Results belong in ``results``, where losses and errors
+        are. Measures with known radii are kept. ``models/further.json`` has four more radii a measure, a quarter of
+        the smallest to four times the largest; ``models/hessian.json`` uses a quarter of the examples.
 
     Raises
     ------
@@ -221,8 +222,13 @@ def choose_radii(
             own = {"measures": [m for m in radii if radii[m]] + ["gradient-norm"], "rho": radii}
             write_json(path, base | own | {"relative_tol": TOLERANCE})
             shown.update()
+    part = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}
+    around = {
+        m: [float(f"{rho:.3g}") for rho in (r[0] / 4, r[0] / 2, 2 * r[-1], 4 * r[-1])] for m, r in radii.items() if r
+    }
+    further = {"measures": list(around), "rho": around, "relative_tol": TOLERANCE}
     few = base["data"]["num_examples"] // 4
-    local = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}
-    local |= {"measures": HESSIANS, "data": base["data"] | {"num_examples": few, "batch_size": few}}
-    write_json(path.with_name("hessian.json"), local)
+    local = {"measures": HESSIANS, "data": base["data"] | {"num_examples": few, "batch_size": few}}
+    write_json(path.with_name("further.json"), part | further)
+    write_json(path.with_name("hessian.json"), part | local)
     return path

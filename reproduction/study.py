@@ -28,27 +28,29 @@ __all__ = ["agreement", "differences", "plot_partial", "plot_radius", "rows_of",
 OUTCOMES = ("gap", "test-loss")
 
 
-def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Collect the measurements of a zoo, and its fits with shifted data instead of test data.
+def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
+    """Collect the measurements of a zoo.
 
     Parameters
     ----------
     zoo : Path
-        A zoo after :func:`reproduction.zoo.build` and the sweeps of ``models/measure.json`` and
-        ``models/hessian.json``.
+        A zoo after :func:`reproduction.zoo.build` and the sweeps of ``models/measure.json``, ``models/hessian.json``
+        and, perhaps, ``models/further.json``.
 
     Returns
     -------
-    tuple of list of dict
-        Without the models that the plan leaves out (:func:`reproduction.radii.tested`), of which a warning tells.
+    dict of str to list of dict
+        ``""``: those at the radii of the rule and without a radius; ``"_shift"``: fits with shifted data instead of
+        test data; ``"_further"``: sharpness at further radii. Without the models that the plan leaves out
+        (:func:`reproduction.radii.tested`), of which a warning tells.
     """
-    configs = [path for name in ("measure", "hessian") if (path := zoo / "models" / f"{name}.json").is_file()]
-    if not configs:
+    configs = [zoo / "models" / f"{name}.json" for name in ("measure", "hessian", "further")]
+    if not configs[0].is_file():
         raise ValueError(
             f"{zoo} has no models/measure.json; choose its radii with `python -m reproduction radii` first"
         )
-    found = [row for path in configs for row in read_rows(zoo / "results", read_config(path))]
-    checkpoints = read_config(configs[0]).checkpoints
+    own, hessians, further = (read_rows(zoo / "results", read_config(path)) for path in configs)
+    found, checkpoints = [*own, *hessians], read_config(configs[0]).checkpoints
     more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
     for row in found:
         if row["kind"] == "baselines":
@@ -59,9 +61,8 @@ def rows_of(zoo: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"{len(left_out)} models are left out ({why})", stacklevel=2)
     shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
-    return [r for r in found if r["checkpoint"] not in left_out], [
-        r for r in shifted if r["checkpoint"] not in left_out
-    ]
+    parts = {"": found, "_shift": shifted, "_further": further}
+    return {name: [r for r in rows if r["checkpoint"] not in left_out] for name, rows in parts.items()}
 
 
 def from_starts(checkpoints: Sequence[Checkpoint], models: Path) -> dict[str, dict[str, float | None]]:

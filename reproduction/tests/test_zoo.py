@@ -173,6 +173,7 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     sweep = read_config(config)
     names = median_models(radii.tested(Path("zoo"))[0])
     assert run_sweep(sweep, "zoo/results", progress=False) == []
+    assert run_sweep(read_config(config.with_name("further.json")), "zoo/results", progress=False) == []
     rows = read_rows("zoo/results", sweep)
     assert [r["kind"] for r in rows].count("fit") == 3  # those that testing made: they are not made again
     for measure, by_level in found["rho"].items():
@@ -184,12 +185,18 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert measuring.main(["sweep", str(config), "--out", "zoo/results", "--quiet"]) == 0
     monkeypatch.setitem(sys.modules, "weightwatcher", None)
     with pytest.warns(UserWarning, match="α is left out"):
-        own, shifted = study.rows_of(Path("zoo"))
+        parts = study.rows_of(Path("zoo"))
+    own = parts[""]
     assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
-    assert {r["kind"] for r in shifted} == {"fit"}
+    assert {r["kind"] for r in parts["_shift"]} == {"fit"}
+    low, high = found["rho"]["adaptive"]
+    expected = [pytest.approx(rho, rel=0.01) for rho in (low / 4, low / 2, 2 * high, 4 * high)] * 3
+    further = [r for r in parts["_further"] if r["measure"] == "adaptive"]
+    assert [r["rho"] for r in sorted(further, key=lambda r: (r["checkpoint"], r["rho"]))] == expected
+    assert {r["rho"] for r in own if r.get("measure") == "adaptive"} == {low, high}
     starts = study.from_starts(sweep.checkpoints, Path("zoo/models"))
-    found = {r["checkpoint"]: {k: r[k] for k in starts[r["checkpoint"]]} for r in own if r["kind"] == "baselines"}
-    assert found == starts
+    distances = {r["checkpoint"]: {k: r[k] for k in starts[r["checkpoint"]]} for r in own if r["kind"] == "baselines"}
+    assert distances == starts
     capsys.readouterr()
     assert measuring.main(["table", "zoo/results", "--target", "test-loss", "--level", "0.985"]) == 0
     assert "3 models with a test-loss: too few to correlate. A ranking needs at least 10" in capsys.readouterr().out
