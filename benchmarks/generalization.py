@@ -138,14 +138,14 @@ def zoos() -> tuple[dict[str, list[Row]], ...]:
     return own, shifted, {kind: [*rows, *further.get(kind, ())] for kind, rows in own.items()}
 
 
-def resolution(rows: Sequence[Row], examples: int) -> str:
+def resolution(rows: Sequence[Row], examples: int, trained: int) -> str:
     """Describe a collection: its models, errors, and the ratio of the test error's standard error to its spread."""
     fits = [r for r in rows if r["kind"] == "fit"]
     columns = [[r["train_error"] for r in fits], [r["test_error"] for r in fits]]
     columns.append([b - a for a, b in zip(*columns, strict=True)])
     error = fmean((e * (1 - e) / examples) ** 0.5 for e in columns[1])
     ranges = [f"{min(c):.3f} to {max(c):.3f}" for c in columns]
-    return ",".join([str(len(fits)), *ranges, f"{error / stdev(columns[1]):.2f}"])
+    return ",".join([str(trained), str(trained - len(fits)), *ranges, f"{error / stdev(columns[1]):.2f}"])
 
 
 def report(docs: Path = DOCS) -> None:
@@ -162,8 +162,9 @@ def report(docs: Path = DOCS) -> None:
     plot_sweep(rows, "gap", images, prefix="vision_")
     plot_ablations(ablations(), "gap", images, prefix="vision_")
     own, shifted, further = zoos()
-    lines = ["collection,models,train error,test error,gap,standard error of a test error / spread"]
-    lines += [f"{kind},{resolution(found, TESTED[kind])}" for kind, found in {"pilot": rows, **own}.items()]
+    trained = {"pilot": 24, **{kind: number for kind, (number, _) in KINDS.items()}}
+    lines = ["collection,models,left out,train error,test error,gap,standard error of a test error / spread"]
+    lines += [f"{k},{resolution(found, TESTED[k], trained[k])}" for k, found in {"pilot": rows, **own}.items()]
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     compared = {k: list(read_results(p)) for k in KINDS if (p := RESULTS / f"agreement_{k}.csv").is_file()}
     compared = {k: rows for k, rows in compared.items() if len(targets(rows)) >= FEWEST_MODELS}

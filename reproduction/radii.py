@@ -192,8 +192,9 @@ def choose_radii(
     -------
     Path
         Path of the first configuration, ``models/measure.json``. Results belong in ``results``, where losses and errors
-        are. Measures with known radii are kept. ``models/further.json`` has four more radii a measure, a quarter of
-        the smallest to four times the largest; ``models/hessian.json`` uses a quarter of the examples.
+        are, of the models that the plan does not leave out. Measures with known radii are kept. ``models/further.json``
+        has four more radii a measure, a quarter of the smallest to four times the largest; ``models/hessian.json`` uses
+        a quarter of the examples.
 
     Raises
     ------
@@ -208,6 +209,7 @@ def choose_radii(
         if r["kind"] == "sharpness" and r["rho"] > 0:
             radii[r["measure"]] = sorted({*radii.get(r["measure"], ()), r["rho"]})
     fits, left_out = tested(zoo)
+    base["checkpoints"] = [{**base["checkpoints"][0], "path": r["checkpoint"]} for r in fits]
     missing = [c.name for c in sweep.checkpoints if c.name not in {*left_out, *(r["checkpoint"] for r in fits)}]
     if missing and not set(measures) <= set(radii):
         raise ValueError(

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sharpness.sweep import Checkpoint, read_config, read_rows
 from sharpness.tables import verdicts
 
 from .power import LEVEL
-from .radii import PRIMARY, tested
+from .radii import LEVELS, PRIMARY, tested
 
 __all__ = ["agreement", "differences", "plot_partial", "plot_radius", "rows_of", "table"]
 
@@ -42,7 +43,7 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     dict of str to list of dict
         ``""``: those at the radii of the rule and without a radius; ``"_shift"``: fits with shifted data instead of
         test data; ``"_further"``: sharpness at further radii. Without the models that the plan leaves out
-        (:func:`reproduction.radii.tested`), of which a warning tells.
+        (:func:`reproduction.radii.tested`), of which a warning tells. A warning also tells of missing measurements.
     """
     configs = [zoo / "models" / f"{name}.json" for name in ("measure", "hessian", "further")]
     if not configs[0].is_file():
@@ -60,6 +61,12 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     if left_out:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"{len(left_out)} models are left out ({why})", stacklevel=2)
+    counts = Counter((r["kind"], r.get("measure"), r.get("rho")) for r in found)
+    few = [
+        f"{' '.join(str(k) for k in what if k is not None)}: {n}" for what, n in counts.items() if n < len(checkpoints)
+    ]
+    if few:
+        warnings.warn(f"of {len(checkpoints)} models only some have {'; '.join(few)}", stacklevel=2)
     shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
     parts = {"": found, "_shift": shifted, "_further": further}
     return {name: [r for r in rows if r["checkpoint"] not in left_out] for name, rows in parts.items()}
@@ -195,6 +202,8 @@ def table(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = Fals
         for name, words in verdicts(found).items():
             taus = [r.corrected for r in found if r.quantity == name and r.choice in ("ρ", "–")]
             intervals = [_with_interval(t) for t in taus if t is not None]
+            # The rule needs both levels.
+            words = f"{words}, at one level only" if name in PRIMARY and len(intervals) < len(LEVELS) else words
             cells.setdefault(name, {})[zoo] = f"**{words}**: {'; '.join(intervals)}"
     lines = [f"| given training loss and error | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
     for name in sorted(cells, key=_order):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.symmetries.whole import Wiring, register_wiring
+from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, wire
 from sharpness.models import ImageFormat
 
 __all__ = ["SmallViT", "scratch_vit", "vit_cifar10"]
@@ -45,6 +49,27 @@ class SmallViT(nn.Module):
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
         scores: Tensor = self.mlp_head(self.transformer(x)[:, 0])
         return scores
+
+
+_LAYOUT = Layout(
+    layers="transformer.layers",
+    sublayers=(
+        Sublayer("norm1", ("self_attn",), "self_attn.out_proj"),
+        Sublayer("norm2", ("linear1",), "linear2", act="relu"),
+    ),
+    last="mlp_head.0",
+    tables=("cls_token", "pos_embed"),
+    patches="patch_embed.proj",
+    common=(("cls_token", "pos_embed[:1]"), ("patch_embed.proj.bias", "pos_embed[1:]")),
+)
+
+
+@register_wiring(SmallViT)
+def _wiring(model: Any) -> Wiring:
+    if not model.transformer.layers[0].norm_first:  # the first layer reads the embeddings without a norm
+        return Wiring(closed=False)
+    head = affine(model, "mlp_head.1")
+    return wire(Wiring(classifiers=[("mlp_head.1", head)]), model, _LAYOUT, [head])
 
 
 def vit_cifar10() -> SmallViT:

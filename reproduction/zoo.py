@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
                  "frozen": 4}),
     "minilm": (48, {"lr": (5e-5, 1e-3), "epochs": (2, 4), "batch": (16, 32, 64), "noise": 0.5, "dropout": 0.3,
                     "frozen": 4, "images": False}),
-    "scratch": (96, {"lr": (3e-4, 3e-3), "epochs": (10, 40), "batch": (32, 64, 128), "noise": 0.5, "dropout": 0.3,
+    "scratch": (128, {"lr": (3e-4, 3e-3), "epochs": (10, 40), "batch": (32, 64, 128), "noise": 0.5, "dropout": 0.3,
                      "scale": 2.0, "optimizers": ("adamw", "sgd")}),
 }  # fmt: skip
 #: Seed of the first recipe; 0 to 23 were those of the pilot.

@@ -209,9 +209,12 @@ class Objective:
         """Split a batch into pieces with weights for their losses: the shares of the labels that are not ignored."""
         if self.micro_batch is None:
             return [(1.0, batch)]
-        count, lengths = count_examples(batch), _lengths(batch)
-        order = torch.arange(count) if lengths is None else lengths.argsort(stable=True)
-        parts = [_without_padding(_rows(batch, part, count)) for part in order.split(self.micro_batch)]
+        count, lengths, size = count_examples(batch), _lengths(batch), self.micro_batch
+        if lengths is None:  # views
+            parts = [_rows(batch, slice(i, i + size), count) for i in range(0, count, size)]
+        else:
+            chosen = lengths.argsort(stable=True).split(size)
+            parts = [_without_padding(_rows(batch, part, count)) for part in chosen]
         weights = [_counted_labels(model, part) for part in parts]
         total = sum(weights)
         if total == 0:

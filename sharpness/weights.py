@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from quotient_manifolds.symmetries.blocks import check_model, is_sharded
+from quotient_manifolds.symmetries.blocks import check_model, is_sharded, plain_names
 
 from .errors import naming
 
@@ -15,10 +15,8 @@ __all__ = ["named_weights", "trainable"]
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
-    found = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
-    while found and all(name.startswith("module.") for name in found):  # else a layer has this name
-        found = {name.removeprefix("module."): p for name, p in found.items()}
-    return found
+    plain = plain_names(model)
+    return {plain(name): p for name, p in model.named_parameters()}
 
 
 def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) -> dict[str, nn.Parameter]:

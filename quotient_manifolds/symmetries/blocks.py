@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "BlockStack", "ByClass", "block", "check_model", "is_sharded", "plain_class"]
+__all__ = ["Block", "BlockStack", "ByClass", "block", "check_model", "is_sharded", "plain_class", "plain_names"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +24,15 @@ def check_model(model: object) -> None:
 def is_sharded(tensor: Tensor) -> bool:
     """Tell whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
+
+
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """Return what strips the prefixes of ``torch.compile``, and of wrappers such as DDP, from a model's names."""
+    names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
+    prefix = ""
+    while names and all(name.startswith(f"{prefix}module.") for name in names):  # else a layer has this name
+        prefix += "module."
+    return lambda name: name.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix(prefix)
 
 
 def plain_class(module: nn.Module) -> type:

@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batches import tensors
-from .blocks import is_sharded
+from .blocks import is_sharded, plain_names
 from .discovery import candidates, unexamined
 from .pairs import SymmetricPair, check_pairs
-from .registry import handler_of, plain_path
+from .registry import handler_of
 from .roles import roles_of
 
 __all__ = ["UnknownAttentionError", "check_coverage"]
@@ -174,10 +174,10 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     with torch.compiler.set_stance("force_eager"), _Watch(model) as watch:
         result = run()
     names = {module: name for name, module in model.named_modules()}
-    pairs = check_pairs(pairs)
+    pairs, plain = check_pairs(pairs), plain_names(model)
     missed = {p.module: p.reason for p in pairs if unexamined(p)}
     examined = {p.module for p in pairs if p.kind != "lora"} - set(missed)
-    known = [m for m, n in names.items() if handler_of(m) is not None or plain_path(n) in examined]
+    known = [m for m, n in names.items() if handler_of(m) is not None or plain(n) in examined]
     covered = {inner for module in known for inner in module.modules()}
     owners = {b.module for p in pairs if p.kind != "lora" and p.module not in missed for b in p.G + p.H}
     # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
@@ -190,7 +190,7 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     ]:
         if module not in covered:
             path = names.get(module, "(outside the model)")
-            reason = missed.get(plain_path(path))
+            reason = missed.get(plain(path))
             call = call if reason is None else f"{call}; of its examination: {reason}"
             raise UnknownAttentionError(path or "(the model itself)", type(module), call)
     return result

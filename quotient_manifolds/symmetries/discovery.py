@@ -200,7 +200,7 @@ def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Te
     return null <= ROUNDING * seen
 
 
-def _largest(numbers: Iterable[float]) -> float:
+def largest(numbers: Iterable[float]) -> float:
     """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
     return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
 
@@ -209,7 +209,7 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """Return the largest change of finite outputs, relative to the largest of them; NaN if one has become NaN."""
     finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
     scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
-    return _largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
+    return largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
 
 
 def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
@@ -226,7 +226,7 @@ def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float
         after = _outputs(twin, call)
         for p, value in kept.items():
             p.copy_(value)
-    return _largest(change([b], [a]) for b, a in zip(before, after, strict=True))
+    return largest(change([b], [a]) for b, a in zip(before, after, strict=True))
 
 
 def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:

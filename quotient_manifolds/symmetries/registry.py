@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from ..batches import default_forward
-from .blocks import ByClass, check_model
+from .blocks import ByClass, check_model, plain_names
 from .discovery import candidates, discover
 from .merging import merged, refused, without_sharing
 from .pairs import SymmetricPair, check_pairs
 from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
 
-__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "plain_path", "register_attention", "skip"]
+__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
@@ -102,14 +102,6 @@ class PairList(list[SymmetricPair]):
         return "\n".join(rows) or "no symmetric pairs"
 
 
-def _without_frozen(pair: SymmetricPair) -> SymmetricPair:
-    """Remove the group from a pair with a parameter that is not trainable."""
-    names = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
-    if pair.group is None or not names:
-        return pair
-    return refused(pair, f"frozen: {', '.join(sorted(names))}", frozen=True)
-
-
 def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
     """Remove the group from a pair that cannot be used."""
     if pair.group is None:
@@ -117,10 +109,12 @@ def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
     for b in pair.G + pair.H:
         if not isinstance(b.tensor, nn.Parameter):
             return refused(pair, f"{b.place} is computed, not a parameter")
-    kept = pair if include_frozen else _without_frozen(pair)
-    if kept.group is not None and kept.thin:
-        return refused(kept, f"h = {kept.group.h} columns, but factors of {kept.n} and {kept.m} rows")
-    return kept
+    frozen = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
+    if frozen and not include_frozen:
+        return refused(pair, f"frozen: {', '.join(sorted(frozen))}", frozen=True)
+    if pair.thin:
+        return refused(pair, f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
+    return pair
 
 
 def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
@@ -143,13 +137,8 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
             yield p
 
 
-def plain_path(path: str) -> str:
-    """Strip the prefixes of ``torch.compile`` and DDP from a module's name."""
-    return path.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix("module.")
-
-
-def _of_module(module: nn.Module, path: str) -> list[SymmetricPair]:
-    name, handler = plain_path(path), handler_of(module)
+def _of_module(module: nn.Module, name: str) -> list[SymmetricPair]:
+    handler = handler_of(module)
     found = [] if handler is None else list(handler(module, name))
     return [*found, *lora_pairs(module, name)] if is_lora(module) else found
 
@@ -214,12 +203,14 @@ def find_symmetric_pairs(
     if key_bias not in ("keep", "drop"):
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     check_model(model)
-    extra = check_pairs(extra)
+    extra, plain = check_pairs(extra), plain_names(model)
     examined: dict[str, list[SymmetricPair]] = {}
     unknown = {} if batch is None else candidates(model, lambda m: handler_of(m) is not None)
     for path, p in discover(model, unknown, lambda: forward(model, batch)) if unknown else ():
-        examined.setdefault(path, []).append(replace(p, module=plain_path(path)))
-    found = [p for path, module in model.named_modules() for p in (*_of_module(module, path), *examined.get(path, ()))]
+        examined.setdefault(path, []).append(replace(p, module=plain(path)))
+    found = [
+        p for path, module in model.named_modules() for p in (*_of_module(module, plain(path)), *examined.get(path, ()))
+    ]
     taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
     names = {p.name for p in found}
     for p in extra:
@@ -270,7 +261,8 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     """
     check_model(model)
     names = [names] if isinstance(names, str) else names
-    layers = [(plain_path(path), m) for path, m in model.named_modules() if is_lora(m)]
+    plain = plain_names(model)
+    layers = [(plain(path), m) for path, m in model.named_modules() if is_lora(m)]
     known = {a for _, m in layers for a in adapter_names(m)}
     unknown = sorted(set(names or ()) - known)
     if unknown:

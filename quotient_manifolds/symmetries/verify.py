@@ -11,6 +11,7 @@ from torch import nn
 
 from ..batches import default_forward, floats
 from ..gl.gauge import canonical_gauge
+from ..linalg import in_double
 from .blocks import check_model
 from .certificate import Certificate, certify
 from .discovery import change
@@ -74,17 +75,16 @@ def apply_random_symmetry_(
     generator = torch.Generator().manual_seed(seed)
     moved = 0
     for s in stacks(find_symmetric_pairs(model) if pairs is None else pairs):
-        x = s.gather()
-        wide = torch.complex128 if x.is_complex() else torch.float64
+        x = in_double(s.gather())
         A = random_elements(x, condition, generator)
         A = A.abs() if s.group.positive else A
         manifold = s.manifold()
-        G, H = manifold.unpack_tensor(x.to(wide))
+        G, H = manifold.unpack_tensor(x)
         gauge = canonical_gauge(G, H)
         # A head without full rank has no balanced representative of the same orbit, and neither has one with fixed
         # signs.
         full = gauge.present()[..., -1] & (not s.group.positive)
-        balanced = torch.where(full[..., None, None], gauge.x, x.to(wide))
+        balanced = torch.where(full[..., None, None], gauge.x, x)
         s.scatter_(manifold.act(balanced, A))
         moved += len(s)
     return moved
@@ -124,11 +124,6 @@ class Verification:
             moved = [n for n, change in self.changes.items() if not change <= self.tolerance]
             lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in moved]
         return "\n".join(lines)
-
-
-def _outputs(found: Any) -> list[torch.Tensor]:
-    """Collect all floating-point tensors of a model's output, in float64."""
-    return [t.detach().double() for t in floats(found)]
 
 
 @torch.no_grad()
@@ -198,11 +193,11 @@ def verify(
     modules = dict(zip(model.modules(), twin.modules(), strict=True))
     batch = widened(batch)
 
-    def run() -> Any:
-        return forward(twin, batch)
+    def run() -> list[torch.Tensor]:
+        return [t.double() for t in floats(forward(twin, batch))]
 
     with undisturbed(twin), Wide():
-        before = _outputs(run())
+        before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
         pairs = find_symmetric_pairs(twin, extra=[in_copy(p, modules) for p in extra], batch=batch, forward=forward)
@@ -212,7 +207,7 @@ def verify(
 
 
 def _changes(
-    twin: nn.Module, pairs: Iterable[SymmetricPair], run: Callable[[], Any], before: list[torch.Tensor],
+    twin: nn.Module, pairs: Iterable[SymmetricPair], run: Callable[[], list[torch.Tensor]], before: list[torch.Tensor],
     condition: float, seed: int,
 ) -> dict[str, float]:  # fmt: skip
     """Act on one pair after the other, and measure how much the outputs change."""
@@ -221,13 +216,13 @@ def _changes(
         if p.group is not None:
             kept = [(t, t.detach().clone()) for t in p.parameters()]
             apply_random_symmetry_(twin, condition, seed, [p])
-            changes[p.name] = change(before, _outputs(run()))
+            changes[p.name] = change(before, run())
             for t, value in kept:
                 t.copy_(value)
     return changes
 
 
-def _certificate(found: Sequence[PairStack], run: Callable[[], Any], seed: int) -> Certificate:
+def _certificate(found: Sequence[PairStack], run: Callable[[], list[torch.Tensor]], seed: int) -> Certificate:
     """Certify pairs by the gradient of the outputs along a random cotangent."""
     parameters = [p for s in found for p in s.parameters()]
     for p in parameters:
@@ -235,7 +230,7 @@ def _certificate(found: Sequence[PairStack], run: Callable[[], Any], seed: int) 
         p.grad = None
     generator = torch.Generator().manual_seed(seed)
     with torch.enable_grad():
-        outputs = [t[t.isfinite()].double() for t in floats(run()) if t.requires_grad]
+        outputs = [t[t.isfinite()] for t in run() if t.requires_grad]
         draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in outputs]
         for t, draw in zip(outputs, draws, strict=True):
             try:

@@ -138,12 +138,12 @@ def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any], objective: O
     """Compute means over examples."""
     loss, wrong, counted, total = 0.0, 0, 0, 0
     with torch.no_grad():
-        for part in (part for batch in batches for _, part in objective.pieces(model, batch)):
-            found = objective(model, part)
-            size = found.counted or 1
-            loss += float(found.loss) * size
-            total += size
-            wrong, counted = wrong + (found.wrong or 0), counted + (found.counted or 0)
+        for batch in batches:
+            found = [(weight, objective(model, part)) for weight, part in objective.pieces(model, batch)]
+            size = sum(outcome.counted or 0 for _, outcome in found)
+            loss += (size or 1) * sum(weight * float(outcome.loss) for weight, outcome in found)
+            wrong, counted = wrong + sum(outcome.wrong or 0 for _, outcome in found), counted + size
+            total += size or 1
     return {"loss": loss / total, "error": wrong / counted if counted else None}
 
 

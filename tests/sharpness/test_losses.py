@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from sharpness.losses import Objective, default_loss, normalized_logits
+from sharpness.sweep.measuring import _loss_and_error
 from tests import networks
 
 
@@ -121,6 +122,16 @@ def test_a_model_that_reads_padding_is_refused_in_micro_batches():
     with pytest.raises(ValueError, match=r"micro_batch changes the loss.*or read padding"):
         sharpness.evaluate(Mean(), [batch], micro_batch=2, **options)
     assert float(sharpness.evaluate(Mean(), [batch], **options)) > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_errors_of_a_sweep_do_not_depend_on_micro_batches(case):
+    """Pieces of a language model's batch, which count no errors, had equal weights whatever their size."""
+    model, batch = CASES[case]()
+    model.eval()
+    whole, pieces = (_loss_and_error(model, [batch, batch], Objective(micro_batch=m)) for m in (None, 3))
+    assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert pieces["error"] == whole["error"]
 
 
 def test_micro_batches_in_float32():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ...linalg import at_least_float32
-from ..blocks import Block, block, check_model
+from ..attention import Projection
+from ..blocks import Block, check_model
 from ..groups import GL
 from ..merging import merged
 from ..pairs import SymmetricPair
@@ -105,15 +106,10 @@ def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
     for n in [] if wiring is None else wiring.neurons:
         up, down = n.up, n.down
         size = down.W.numel() // down.W.shape[down.stream_dim]
-        rows = slice(n.first, n.first + size)
-        if up.transposed:
-            G = [block(up.module, up.weight, columns=rows)]
-        else:
-            G = [block(up.module, up.weight, rows, transpose=True)]
-        G += [] if up.b is None else [block(up.module, up.bias, rows)]
-        H = (block(down.module, down.weight, transpose=down.transposed),)
+        G = Projection(up.module, up.weight, up.bias, n.first, conv1d=up.transposed).input_blocks(0, size, 0, size)
+        H = Projection(down.module, down.weight, conv1d=down.transposed).output_blocks(0, size)
         group = GL(size, diagonal=True, positive=n.kind == "relu")
-        found.append(SymmetricPair(n.name, n.kind, group, tuple(G), H, part="neurons"))
+        found.append(SymmetricPair(n.name, n.kind, group, G, H, part="neurons"))
     return [usable(p) for p in merged(found)]
 
 
@@ -192,7 +188,7 @@ def _without(pair: SymmetricPair, constant: set[tuple[int, ...]]) -> SymmetricPa
         tuple(b for b in blocks if (id(b.tensor), b.offset) not in constant or b.rows > 1)
         for blocks in (pair.G, pair.H)
     )
-    return SymmetricPair(pair.module, pair.kind, pair.group, G, H, pair.head, pair.part)
+    return replace(pair, G=G, H=H, null=())
 
 
 def _write(values: dict[Tensor, Tensor]) -> None:

@@ -266,7 +266,8 @@ def key_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | No
     """b_k → b_k + t adds one number to all scores of a query, which softmax ignores. Folded, b_k = 0."""
     substitute = pair.kind == "qk" and pair.group is not None and not pair.group.diagonal and len(pair.H) == 1
     bias = _bias_of(pair.null or (pair.H if substitute else ()), norms)
-    if bias is None:
+    # Beside a key that is always zero, a number added to the scores of all other keys counts.
+    if bias is None or getattr(bias.block.module, "add_zero_attn", False):
         return None
     h = bias.block.size[1]
     return Symmetry(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -73,9 +73,14 @@ _DISTILBERT = Layout(
 def _distilbert(model: Any) -> Wiring:
     """Its head has a hidden layer with a ReLU."""
     reader, head = affine(model, "pre_classifier"), affine(model, "classifier")
-    w = Wiring(classifiers=[("classifier", head)], neurons=[Neurons("pre_classifier", "relu", reader, head)])
-    w.closed = False
+    neurons = [Neurons("pre_classifier", "relu", reader, head)]
+    w = Wiring(classifiers=[("classifier", head)], neurons=neurons, closed=False)
     return wire(w, model.distilbert, rectified(_DISTILBERT, model.config.activation), [reader])
+
+
+def _causal(model: Any, base: Any, layout: Layout) -> Wiring:
+    head = affine(model, "lm_head|score")
+    return wire(Wiring(classifiers=[("head", head)]), base, layout, [head])
 
 
 _GPT2 = Layout(
@@ -92,11 +97,9 @@ _GPT2 = Layout(
 
 @register_wiring(*_all("gpt2", "GPT2LMHeadModel", "GPT2ForSequenceClassification"))
 def _gpt2(model: Any) -> Wiring:
-    head = affine(model, "lm_head|score")
-    w = Wiring(classifiers=[("head", head)])
     if model.config.add_cross_attention:
         return Wiring(closed=False)
-    return wire(w, model.transformer, rectified(_GPT2, model.config.activation_function), [head])
+    return _causal(model, model.transformer, rectified(_GPT2, model.config.activation_function))
 
 
 _OPT = Layout(
@@ -113,23 +116,19 @@ _OPT = Layout(
 
 @register_wiring(*_all("opt", "OPTForCausalLM", "OPTForSequenceClassification"))
 def _opt(model: Any) -> Wiring:
-    head, config = affine(model, "lm_head|score"), model.config
+    config = model.config
     if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
         return Wiring(closed=False)
-    decoder = model.model.decoder
-    return wire(
-        Wiring(classifiers=[("head", head)]), decoder, rectified(_OPT, model.config.activation_function), [head]
-    )
+    return _causal(model, model.model.decoder, rectified(_OPT, config.activation_function))
 
 
-def _gated(readers: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")) -> Layout:
+def _gated(attention: tuple[str, ...], mlp: tuple[str, ...]) -> Layout:
     """Layers of Llama's kind."""
-    attention = tuple(f"self_attn.{x}_proj" for x in "qkv")
     return Layout(
         layers="layers",
         sublayers=(
             Sublayer("input_layernorm", attention, "self_attn.o_proj"),
-            Sublayer("post_attention_layernorm", readers, "mlp.down_proj", act="glu"),
+            Sublayer("post_attention_layernorm", mlp, "mlp.down_proj", act="glu"),
         ),
         last="norm",
         tables=("embed_tokens",),
@@ -137,40 +136,24 @@ def _gated(readers: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")) -> Layou
     )
 
 
-_LLAMA = _gated()
-_GEMMA = replace(_LLAMA, offset=1.0)
-_PHI3 = _gated(("mlp.gate_up_proj",))
-_PHI3 = replace(_PHI3, sublayers=(replace(_PHI3.sublayers[0], readers=("self_attn.qkv_proj",)), _PHI3.sublayers[1]))
+_LLAMA = _gated(tuple(f"self_attn.{x}_proj" for x in "qkv"), ("mlp.gate_proj", "mlp.up_proj"))
 _HEADS = ("ForCausalLM", "ForSequenceClassification")
 
 
-def _causal(model: Any, layout: Layout) -> Wiring:
-    head = affine(model, "lm_head|score")
-    return wire(Wiring(classifiers=[("head", head)]), model.model, layout, [head])
+def _like_llama(layout: Layout, *names: str) -> None:
+    classes = (c for name in names for c in _all(name.lower(), *(name + h for h in _HEADS)))
+    register_wiring(*classes)(lambda model: _causal(model, cast("Any", model).model, layout))
 
 
-@register_wiring(
-    *(c for f, n in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2")) for h in _HEADS
-      for c in _all(f, n + h))
-)  # fmt: skip
-def _llama(model: Any) -> Wiring:
-    return _causal(model, _LLAMA)
-
-
-@register_wiring(*_all("gemma", *("Gemma" + h for h in _HEADS)))
-def _gemma(model: Any) -> Wiring:
-    return _causal(model, _GEMMA)
-
-
-@register_wiring(*_all("phi3", *("Phi3" + h for h in _HEADS)))
-def _phi3(model: Any) -> Wiring:
-    return _causal(model, _PHI3)
+_like_llama(_LLAMA, "Llama", "Mistral", "Qwen2")
+_like_llama(replace(_LLAMA, offset=1.0), "Gemma")
+_like_llama(_gated(("self_attn.qkv_proj",), ("mlp.gate_up_proj",)), "Phi3")
 
 
 @register_wiring(*_all("qwen3", *("Qwen3" + h for h in _HEADS)))
 def _qwen3(model: Any) -> Wiring:
     """Norms of queries and keys, whose gains can be scaled inversely."""
-    w = _causal(model, _LLAMA)
+    w = _causal(model, model.model, _LLAMA)
     for i, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         w.qk_norms.append((f"layers.{i}", Norm(attention.q_norm, False), Norm(attention.k_norm, False)))

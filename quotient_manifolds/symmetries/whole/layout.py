@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any
 
 from torch import nn
 
@@ -86,23 +86,23 @@ def rectified(layout: Layout, act: str | None) -> Layout:
     return replace(layout, sublayers=(*others, replace(mlp, act="relu")))
 
 
-def _find(root: nn.Module, names: str) -> tuple[str, nn.Module, str]:
-    """Return the name, owner and attribute of the first of some names that exists."""
+def _find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
+    """Return the owner, the attribute and the value of the first of some names that exists."""
     for name in names.split("|"):
         owner, _, attribute = name.rpartition(".")
         try:
             module = root.get_submodule(owner)
         except AttributeError:
             continue
-        if getattr(module, attribute, None) is not None:
-            return name, module, attribute
+        found = getattr(module, attribute, None)
+        if found is not None:
+            return module, attribute, found
     raise AttributeError(f"{type(root).__name__} has none of {names}")
 
 
 def affine(root: nn.Module, name: str, *, blind: bool = False) -> Affine:
     """Describe a linear layer, a convolution, GPT-2's ``Conv1D``, or a bare matrix x ↦ x P."""
-    _, owner, attribute = _find(root, name)
-    found = getattr(owner, attribute)
+    owner, attribute, found = _find(root, name)
     if not isinstance(found, nn.Module):
         return Affine(owner, attribute, "", transposed=True, blind=blind)
     if isinstance(found, nn.MultiheadAttention):
@@ -115,8 +115,7 @@ def affine(root: nn.Module, name: str, *, blind: bool = False) -> Affine:
 
 def norm(root: nn.Module, name: str, layout: Layout) -> Norm:
     """Describe a norm."""
-    _, owner, attribute = _find(root, name)
-    found = getattr(owner, attribute)
+    found = _find(root, name)[2]
     rms = type(found).__name__.endswith(("RMSNorm", "T5LayerNorm"))
     if not (isinstance(found, nn.LayerNorm) if layout.centring else rms):
         raise AttributeError(f"{name} is a {type(found).__name__}, not the norm that is wired")
@@ -128,8 +127,7 @@ def table(root: nn.Module, name: str) -> Table:
     name, _, part = name.partition("[")
     first, last = (int(b) if b else None for b in (part.rstrip("]") or ":").split(":"))
     rows = (first, last)
-    _, owner, attribute = _find(root, name)
-    found = getattr(owner, attribute)
+    owner, attribute, found = _find(root, name)
     return Table(found, "weight", rows) if isinstance(found, nn.Module) else Table(owner, attribute, rows)
 
 
@@ -138,29 +136,21 @@ def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], na
 
     ``heads`` read the last norm's output; empty if the readers are not known.
     """
-    layers = root.get_submodule(_find(root, layout.layers)[0])
+    layers = _find(root, layout.layers)[2]
     steps: list[tuple[str, nn.Module, Sublayer]] = []
-    for i, layer in enumerate(cast("Iterable[nn.Module]", layers)):
+    for i, layer in enumerate(layers):
         steps += [
             (f"{name}{layout.layers.split('|')[0]}.{i}.{s.norm.split('|')[0]}", layer, s) for s in layout.sublayers
         ]
     read = [[affine(m, r, blind=r in s.blind) for r in s.readers] for _, m, s in steps]
     written = [affine(m, s.writer) for _, m, s in steps]
-    norms = [norm(m, s.norm, layout) for _, m, s in steps]
-    last = norm(root, layout.last, layout) if layout.last else None
-    if layout.post_norm:
-        own = ([] if last is None else [(f"{name}{layout.last}", last)]) + list(
-            zip((n for n, *_ in steps), norms, strict=True)
-        )
-        after: list[tuple[list[Affine], Affine | None]] = list(zip(read, written, strict=True))
-        after = after if last is not None else after[1:]
-        for (site, its), (readers, carried) in zip(own, [*after, (list(heads), None)], strict=True):
-            w.sites.append(Site(site, its, tuple(readers), carried))
-    else:
-        for (site, _, _), its, readers in zip(steps, norms, read, strict=True):
-            w.sites.append(Site(site, its, tuple(readers)))
-        if last is not None:
-            w.sites.append(Site(f"{name}{layout.last}", last, tuple(heads)))
+    norms: list[tuple[str, Norm | None]] = [(site, norm(m, s.norm, layout)) for site, m, s in steps]
+    end = (f"{name}{layout.last}", norm(root, layout.last, layout) if layout.last else None)
+    norms = [end, *norms] if layout.post_norm else [*norms, end]
+    carried = [*(written if layout.post_norm else [None] * len(written)), None]
+    for (site, its), readers, after in zip(norms, [*read, list(heads)], carried, strict=True):
+        if its is not None:
+            w.sites.append(Site(site, its, tuple(readers), after))
     for (site, layer, s), readers, writer in zip(steps, read, written, strict=True):
         w.writers.append((f"{site} writer", writer))
         if s.scale and dict(layer.named_parameters()).get(s.scale) is not None:

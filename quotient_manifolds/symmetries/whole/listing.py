@@ -26,24 +26,27 @@ def symmetries_of(
     w = Wiring(closed=False) if wiring is None else wiring
     tied = w.tied()
 
-    def add(s: Symmetry) -> bool:
+    def obstacle(s: Symmetry) -> str:
         if any(p in tied for p in s.parameters):
-            refused[f"{s.kind}: {s.name}"] = "weights that are used in another place too"
-        elif any(not p.is_leaf for p in s.parameters):
-            refused[f"{s.kind}: {s.name}"] = "weights that are computed"  # by pruning, for example
-        elif any(not p.requires_grad for p in s.parameters):
-            refused[f"{s.kind}: {s.name}"] = "frozen weights"
+            return "weights that are used in another place too"
+        if any(not p.is_leaf for p in s.parameters):
+            return "weights that are computed"  # by pruning, for example
+        return "frozen weights" if any(not p.requires_grad for p in s.parameters) else ""
+
+    def add(s: Symmetry) -> bool:
+        reason = obstacle(s)
+        if reason:
+            refused[f"{s.kind}: {s.name}"] = reason
         else:
             found.append(s)
-            return True
-        return False
+        return not reason
 
     def foldable(site: Site) -> bool:
         """Where a gain is 0, the shift after it must be folded first."""
         norm = site.norm
         if norm.gain is None or norm.shift is None or bool((norm.gain.detach() + norm.offset != 0).all()):
             return True
-        return not any(p in tied or not p.requires_grad for p in kinds.shift(site).parameters)
+        return not obstacle(kinds.shift(site))
 
     # A constant added by a writer, or a rotation, passes through no scale.
     scaled = {affine.W for name, scale, affine in w.scales if not add(kinds.layer_scale(name, scale, affine))}

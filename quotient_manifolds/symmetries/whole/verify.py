@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ...batches import default_forward, floats
 from ..certificate import certify
-from ..discovery import change
-from ..pairs import check_pairs
+from ..discovery import change, largest
 from ..recording import copied, undisturbed
 from ..stacks import stacks
 from ..verify import apply_random_symmetry_
@@ -53,8 +52,10 @@ class WholeVerification:
     @property
     def failures(self) -> list[str]:
         """The kinds that are not symmetries."""
-        found = {**self.residuals, **{k: max(v, self.residuals.get(k, 0.0)) for k, v in self.changes.items()}}
-        return [kind for kind, size in found.items() if not size <= self.tolerance]
+        kinds = dict.fromkeys([*self.residuals, *self.changes])
+        return [
+            k for k in kinds if not all(of[k] <= self.tolerance for of in (self.residuals, self.changes) if k in of)
+        ]
 
     @property
     def ok(self) -> bool:
@@ -129,12 +130,12 @@ def verify_whole(
         residuals: dict[str, float] = {}
         found = [(p.kind, r) for p, r in certify(stacks(form.pairs), known).residuals.items()]
         for kind, residual in [*found, *((s.kind, _residual(s, known)) for s in form.symmetries)]:
-            residuals[kind] = max(residuals.get(kind, 0.0), residual)
+            residuals[kind] = largest([residuals.get(kind, 0.0), residual])
         before, weights = [t.detach() for t in at], {p: p.detach().clone() for p in parameters}
         changes = {}
         for kind in form.dimensions:
             with torch.no_grad():
-                mine = check_pairs(p for p in form.pairs if p.kind == kind)
+                mine = [p for p in form.pairs if p.kind == kind]
                 if mine:
                     apply_random_symmetry_(twin, seed=seed, pairs=mine)
                 else:

@@ -51,16 +51,11 @@ _DINO = replace(
         Sublayer("norm2", ("mlp.fc1",), "mlp.fc2", "layer_scale2.lambda1"),
     ),
 )
+_BEIT_READERS = _either(_QKV, tuple(f"attention.{n}" for n in _OLD))
 _BEIT = replace(
     _VIT,
     sublayers=(
-        replace(
-            _VIT.sublayers[0],
-            readers=_either(_QKV, tuple(f"attention.{n}" for n in _OLD)),
-            writer="attention.o_proj|attention.output.dense",
-            scale="lambda_1",
-            blind=_either(_QKV, tuple(f"attention.{n}" for n in _OLD))[1:2],
-        ),
+        replace(_VIT.sublayers[0], readers=_BEIT_READERS, scale="lambda_1", blind=_BEIT_READERS[1:2]),
         replace(_VIT.sublayers[1], scale="lambda_2"),
     ),
     last="pooler.layernorm",
@@ -73,8 +68,7 @@ _BEIT = replace(
 def _classifier(model: Any) -> Wiring:
     base, layout = (model.vit, _VIT) if hasattr(model, "vit") else (model.deit, _DEIT)
     head = affine(model, "classifier")
-    w = wire(Wiring(classifiers=[("classifier", head)]), base, rectified(layout, base.config.hidden_act), [head])
-    return w
+    return wire(Wiring(classifiers=[("classifier", head)]), base, rectified(layout, base.config.hidden_act), [head])
 
 
 @register_wiring(_HF.format("dinov2", "Dinov2ForImageClassification"))
@@ -168,9 +162,7 @@ def _timm(model: Any) -> Wiring:
     plain &= isinstance(getattr(model.patch_embed, "norm", nn.Identity()), nn.Identity)
     if not plain or model.global_pool not in ("token", "avg") or getattr(model, "reg_token", None) is not None:
         return Wiring(closed=False)
-    layout = _TIMM
-    if all(isinstance(b.mlp.act, nn.ReLU) for b in model.blocks):
-        layout = replace(layout, sublayers=(_TIMM.sublayers[0], replace(_TIMM.sublayers[1], act="relu")))
+    layout = rectified(_TIMM, "relu" if all(isinstance(b.mlp.act, nn.ReLU) for b in model.blocks) else None)
     last = "norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm"
     known = isinstance(model.head, nn.Linear)
     head = [affine(model, "head")] if known else []
