@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -32,14 +33,15 @@ def check_tensors(who: object, **arguments: Any) -> None:
             raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
 
 
-def as_count(name: str, value: Any, who: str) -> int:
-    """Check a number of rows: a positive integer, of Python or numpy."""
+def as_count(name: str, value: Any, who: str = "", *, least: int = 1, most: float = math.inf) -> int:
+    """Check a whole number, of Python or numpy, from ``least`` to below ``most``."""
     try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        number = -1
-    if number < 1:
-        raise ValueError(f"{who}: {name} must be a positive integer, got {value!r}")
+        number = least - 1
+    if not least <= number < most:
+        where = f"{who}: " if who else ""
+        raise ValueError(f"{where}{name} must be a whole number of at least {least}, got {value!r}")
     return number
 
 

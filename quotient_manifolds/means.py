@@ -272,6 +272,9 @@ def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tens
     checked_weights(manifold, points, None)
     if not 1 <= as_count("count", count, "principal_geodesics") < len(points):
         raise ValueError(f"{manifold}: {len(points)} points have at most {len(points) - 1} directions, got {count}")
+    if mean is not None and (not isinstance(mean, Tensor) or mean.shape != points.shape[1:]):
+        got = f"one of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"{manifold}: mean must be a point of shape {tuple(points.shape[1:])}, got {got}")
     m = in_double(frechet_mean(manifold, points).point if mean is None else mean)
     with torch.no_grad():
         u = manifold.logmap(m.expand(points.shape), in_double(points))

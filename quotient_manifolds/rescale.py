@@ -152,8 +152,9 @@ class RescaleQuotient(QuotientManifold):
             return point, point * B
         square = 1 + 2 * B * t
         if not holds(square > 0):
-            times = torch.where(square > 0, torch.inf, -1 / (2 * B))
-            raise_on_exit(times, t.abs().max().item())
+            times = torch.where(square > 0, torch.inf, -1 / (2 * B)).reshape(-1, *B.shape[:-2], B.shape[-1])
+            times = times.movedim(0, -1).flatten(-2)  # of an item: its coordinates at all requested times
+            raise_on_exit(times.gather(-1, times.abs().argmin(-1, keepdim=True))[..., 0], t.abs().max().item())
         root = square.sqrt()
         return x * root, x * B / root
 
@@ -205,6 +206,8 @@ class RescaleQuotient(QuotientManifold):
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         """Move x along its orbit to (αu, v/α), (…, 2, d); A is α, (…, d), without zeros."""
         check_tensors(self, x=x, A=A)
+        if not holds(A != 0):
+            raise ValueError(f"{self}: A of shape {tuple(A.shape)} has zeros, and no inverse")
         return x * torch.stack([A, 1 / A], dim=-2)
 
     def vertical(self, x: Tensor, L: Tensor) -> Tensor:

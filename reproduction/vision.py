@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.whole import Wiring, register_wiring
-from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, wire
+from quotient_manifolds.symmetries.whole import Site, Table, Wiring, register_wiring
+from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, norm, wire
 from sharpness.models import ImageFormat
 
 __all__ = ["SmallViT", "scratch_vit", "vit_cifar10"]
@@ -66,10 +67,21 @@ _LAYOUT = Layout(
 
 @register_wiring(SmallViT)
 def _wiring(model: Any) -> Wiring:
-    if not model.transformer.layers[0].norm_first:  # the first layer reads the embeddings without a norm
-        return Wiring(closed=False)
+    """Wire all of a pre-norm network; post-norm, the first layer reads the embeddings without a norm.
+
+    There x → x + 1 aᵀx + v, which the first layer's readers undo, remains: 2 d directions.
+    """
     head = affine(model, "mlp_head.1")
-    return wire(Wiring(classifiers=[("mlp_head.1", head)]), model, _LAYOUT, [head])
+    w = Wiring(classifiers=[("mlp_head.1", head)])
+    if model.transformer.layers[0].norm_first:
+        return wire(w, model, _LAYOUT, [head])
+    wire(w, model, replace(_LAYOUT, last="", tables=(), patches="", post_norm=True), [])
+    *inner, end = w.sites
+    last = Site("mlp_head.0", norm(model, "mlp_head.0", _LAYOUT), (head,))
+    w.sites = [*inner, replace(end, raw=True), last]
+    w.tables.append(("the last shift", Table(end.norm.module, "bias")))
+    w.closed = False
+    return w
 
 
 def vit_cifar10() -> SmallViT:

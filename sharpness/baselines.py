@@ -167,8 +167,6 @@ def fisher_trace(model: nn.Module, batches: Iterable[Any]) -> float | None:
             outcome = scores_and_labels(model, example)
             if outcome is None:
                 return None
-            if int(outcome[1][0]) == IGNORED:
-                continue
             logs = outcome[0].log_softmax(1)[0]
             p = logs.detach().exp().cpu()
             many = len(p) > 10
@@ -181,7 +179,9 @@ def fisher_trace(model: nn.Module, batches: Iterable[Any]) -> float | None:
     return total / count
 
 
-def critical_sharpness(model: nn.Module, batch: Any, *, passes: int = 10) -> float | None:
+def critical_sharpness(
+    model: nn.Module, batch: Any, *, passes: int = 10, micro_batch: int | None = None
+) -> float | None:
     r"""Compute the critical sharpness along the gradient; None if no step of any length raises the loss.
 
     .. math:: λ_c = 2 / η_c, \qquad η_c = \min \{η > 0 : L(θ - η \nabla L(θ)) > L(θ)\}
@@ -193,20 +193,23 @@ def critical_sharpness(model: nn.Module, batch: Any, *, passes: int = 10) -> flo
     one forward and backward pass for the gradient. On a quadratic loss it is the Rayleigh quotient of the gradient; it
     is not invariant.
     """
-    objective, weights = Objective(), [p for p in model.parameters() if p.requires_grad]
-    base = objective(model, batch).loss
-    gradients = torch.autograd.grad(base, weights, allow_unused=True)
-    moved = [(p, g) for p, g in zip(weights, gradients, strict=True) if g is not None]
+    objective, weights = Objective(micro_batch=micro_batch), [p for p in model.parameters() if p.requires_grad]
+    base, sums = 0.0, dict[Tensor, Tensor]()
+    for share, part in objective.pieces(model, batch):
+        loss = share * objective(model, part).loss
+        base += float(loss.detach())
+        for p, g in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+            if g is not None:
+                sums[p] = sums[p] + g if p in sums else g
+    moved = list(sums.items())
     square = sum(float(g.double().square().sum()) for _, g in moved)
     if square == 0:
         return None
-    low, high, step = 0.0, float("inf"), 4 * float(base.detach()) / square
+    low, high, step = 0.0, float("inf"), 4 * base / square
     with torch.no_grad():
         for _ in range(passes):
             with pointing_to(model, {p: p - step * g for p, g in moved}):
-                rises = not float(objective(model, batch).loss) <= float(
-                    base
-                )  # a loss that is not finite counts as a rise
+                rises = not objective.value(model, batch) <= base  # one that is not finite counts as a rise
             low, high = (low, step) if rises else (step, high)
             step = high / 4 if low == 0 else low * 4 if high == float("inf") else (low * high) ** 0.5
     return 2 / step if low > 0 and high < float("inf") else None

@@ -208,7 +208,7 @@ def for_each_batch(
             raise ValueError("batches is empty; pass at least one batch") from None
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
         loss = _check_first(model, objective, first, pairs, divides=measure.divides)
-        space = _space(make, model, measure, pairs, lambda b: _base_loss(model, objective, b), first, loss)
+        space = _space(make, model, measure, pairs, partial(objective.value, model), first, loss)
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
@@ -216,17 +216,11 @@ def for_each_batch(
                     work(space, index, to_device(batch, space.model_device), mine)
         return space
 
-    with world.failing_together(), World().losing_others():
+    with world.failing_together():
         try:
             return preserve_model_state(model, measured), world
         finally:
             reshard(model)
-
-
-def _base_loss(model: nn.Module, objective: Objective, batch: Any) -> float:
-    with objective.only_values():
-        parts = objective.pieces(model, batch)
-        return sum(w * float(objective(model, part).loss.detach()) for w, part in parts)
 
 
 def _space(
@@ -250,6 +244,12 @@ def _space(
             inside = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
         tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * inside)
         if space.world.all(abs(found - loss) <= tolerance * max(abs(loss), 1e-2)):
+            if space.form is not None and not space.form.wired:
+                warnings.warn(
+                    f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
+                    "its heads and key biases alone, and other symmetries move the result; describe it with "
+                    "register_wiring, or use the measure 'geodesic-inv'", stacklevel=2,
+                )  # fmt: skip
             return space
     raise ValueError(
         f"in the canonical form of {plain_class(model).__name__} the loss is {found:.8g} instead of {loss:.8g}: it is "
@@ -262,10 +262,7 @@ def _check_first(
     model: nn.Module, objective: Objective, batch: Any, pairs: Sequence[SymmetricPair] | None, *, divides: bool
 ) -> float:
     """Check that the loss is finite, and that every attention layer is known or in the given pairs."""
-
-    def run() -> float:
-        return _base_loss(model, objective, batch)
-
+    run = partial(objective.value, model, batch)
     try:
         loss: float = symmetries.check_coverage(model, run, pairs or ()) if divides else run()
     except symmetries.UnknownAttentionError as error:

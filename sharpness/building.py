@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import pkgutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +14,7 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm
 
 from .blocks import Block, ElementwiseBlock, PairBlock
+from .errors import imported
 from .measures import Measure
 from .stream import vector_lengths
 from .vectors import Memory
@@ -149,11 +146,7 @@ def build_blocks(
 
 def pair_block_class(name: str) -> type[PairBlock]:
     """Import the class of a measure's ``pair_block``; the current folder counts, as for models and data."""
-    sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]
-    try:
-        kind: Any = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"pair_block={name!r} cannot be imported: {error}") from error
+    kind = imported(name, f"pair_block={name!r} cannot be imported")
     if not (isinstance(kind, type) and issubclass(kind, PairBlock)):
         raise ValueError(f"pair_block={name!r} is not a subclass of sharpness.blocks.PairBlock")
     return kind

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-__all__ = ["RemoteError", "naming", "words_of"]
+__all__ = ["RemoteError", "imported", "naming", "words_of"]
 
 
 def words_of(error: BaseException) -> str:
@@ -37,3 +41,13 @@ def naming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"{what}: {words_of(error)}") from error
+
+
+def imported(name: str, what: str) -> Any:
+    """Import ``module:object``, also from the current folder; errors become one sentence that begins with ``what``."""
+    sys.path += [] if {"", os.getcwd()} & set(sys.path) else [os.getcwd()]
+    try:
+        with naming(what):
+            return pkgutil.resolve_name(name)
+    except ImportError as error:
+        raise ValueError(f"{what}: {error}") from error

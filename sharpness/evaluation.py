@@ -119,7 +119,7 @@ def evaluate(
     objective = Objective(loss_fn, normalize_logits, micro_batch)
     keep = False if keep_directions is None and is_sharded_model(model) else keep_directions
     work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, keep)
-    with World().losing_others():
+    with World(group).losing_others():
         return work.run(model, batches, pairs, only, progress, group, offload)
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import plain_class
 
 from .batch_loss import BatchLoss, for_each_batch
 from .curvature import HessianOperator, hutchpp_trace, largest_eigenvalues
+from .distributed import World
 from .files import write_json
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
@@ -200,9 +202,7 @@ def hessian(
     (5.0, 5.0)
     """
     measure = get_measure(measure)
-    for name, value, least in (("num_matvecs", num_matvecs, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    num_matvecs, seed = as_count("num_matvecs", num_matvecs), as_count("seed", seed, least=0, most=2**63)
     if measure.divides and measure.geodesic == "exact":  # the same Hessian
         measure = replace(measure, geodesic="second-order")
 
@@ -236,8 +236,10 @@ def _at_the_weights(
         values |= more(loss)
         found.append(LocalBatch(**values, seconds=time.perf_counter() - began))
 
-    _, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
-    return LocalResult(measure, plain_class(model).__name__, tuple(sorted(world.gather(found), key=lambda b: b.batch)))
+    with World(group).losing_others():
+        _, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
+        found = sorted(world.gather(found), key=lambda b: b.batch)
+    return LocalResult(measure, plain_class(model).__name__, tuple(found))
 
 
 #: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.

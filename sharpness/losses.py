@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quotient_manifolds.batches import default_forward, tensors, tree_map
+from quotient_manifolds.checks import as_count
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries.blocks import plain_class
 
@@ -179,12 +180,8 @@ class Objective:
             raise ValueError(f"normalize_logits must be True or False, got {self.normalize_logits!r}")
         if self.normalize_logits and self.loss_fn is not None:
             raise ValueError("normalize_logits applies to the default loss; normalise the logits inside loss_fn")
-        whole = isinstance(self.micro_batch, int) and not isinstance(self.micro_batch, bool)
-        if self.micro_batch is not None and not (whole and self.micro_batch >= 1):
-            raise ValueError(
-                f"micro_batch must be a whole number of at least 1, got {self.micro_batch!r}; leave it out for whole "
-                "batches"
-            )
+        if self.micro_batch is not None:
+            object.__setattr__(self, "micro_batch", as_count("micro_batch", self.micro_batch))
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(f"loss_fn must be a function (model, batch) -> loss, got {self.loss_fn!r}")
 
@@ -204,6 +201,11 @@ class Objective:
         if found.loss.numel() != 1:
             raise ValueError(f"the loss must be a scalar, but it has shape {tuple(found.loss.shape)}; take the mean")
         return found
+
+    def value(self, model: nn.Module, batch: Any) -> float:
+        """Compute the loss of a batch, piece by piece."""
+        with self.only_values():
+            return sum(w * float(self(model, part).loss.detach()) for w, part in self.pieces(model, batch))
 
     def pieces(self, model: nn.Module, batch: Any) -> list[tuple[float, Any]]:
         """Split a batch into pieces with weights for their losses: the shares of the labels that are not ignored."""
@@ -243,15 +245,13 @@ class Objective:
                 return
 
     def _check_halves(self, model: nn.Module, piece: Any, count: int) -> None:
-        halves = Objective(self.loss_fn, self.normalize_logits, -(-count // 2))
+        whole, halves = replace(self, micro_batch=None), replace(self, micro_batch=-(-count // 2))
         if count < 2 or _counted_labels(model, piece) == 0:
             return
         labels = _labels(piece)
         if labels is not None and labels.dim() == 1:  # by class: similar halves would not reveal class weights
             piece = _rows(piece, labels.argsort(stable=True), count)
-        with self.only_values():
-            both = float(self(model, piece).loss.detach())
-            apart = sum(w * float(self(model, part).loss.detach()) for w, part in halves.pieces(model, piece))
+        both, apart = whole.value(model, piece), halves.value(model, piece)
         eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
         size = max(abs(both), abs(apart), 1e-3)
         if math.isfinite(both) and abs(both - apart) > max(1e-5, min(1e3 * eps, 1e-2)) * size:

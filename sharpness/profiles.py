@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from quotient_manifolds.batches import to_device
+from quotient_manifolds.checks import as_count
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries.blocks import check_model
 
@@ -116,8 +117,7 @@ def profile(
     check_model(model)
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
-        raise ValueError(f"points must be a whole number of at least 2, got {points!r}")
+    points = as_count("points", points, least=2)
     if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not 0 < reach < math.inf:
         raise ValueError(f"reach must be a positive number, got {reach!r}")
     measure = direction.measure
@@ -144,7 +144,7 @@ def _losses(
     along = replace(direction, measure=replace(direction.measure, geodesic=way))
 
     def loss_at(t: float) -> float:
-        with perturbed(model, along, t), objective.only_values():
-            return sum(w * float(objective(model, piece).loss.detach()) for w, piece in objective.pieces(model, batch))
+        with perturbed(model, along, t):
+            return objective.value(model, batch)
 
     return tuple(loss_at(t) for t in times)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quotient_manifolds.checks import as_count
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
@@ -55,10 +56,7 @@ def _check_numbers(rho: Any, refresh: Any) -> None:
         raise ValueError(
             f"rho must be positive and at most 1e30, got {rho}; without a perturbation, use the base optimiser itself"
         )
-    if isinstance(refresh, bool) or not isinstance(refresh, int):
-        raise TypeError(f"refresh must be a whole number, got {refresh!r}")
-    if refresh < 1:
-        raise ValueError(f"refresh must be at least 1, got {refresh}")
+    as_count("refresh", refresh)
 
 
 def _watch(sam: GeodesicSAM) -> None:
@@ -370,8 +368,11 @@ class GeodesicSAM(Optimizer):
         """
         known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
         params = param_group["params"]
+        params = (
+            params if isinstance(params, (Tensor, set)) else list(params)
+        )  # torch refuses a set, which has no order
         if any(id(p) not in known for p in ([params] if isinstance(params, Tensor) else params)):
-            self.base_optimizer.add_param_group(param_group)
+            self.base_optimizer.add_param_group({**param_group, "params": params})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimiser's state as ``"base"``, and the number of steps as ``"count"``."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from numbers import Real
+
+from quotient_manifolds.checks import as_count
 
 from .ascent import ASCENTS
 
@@ -60,14 +61,7 @@ class Search:
         for name, least, most in (
             ("steps", 1, math.inf), ("restarts", 0, math.inf), ("num_samples", 1, math.inf), ("seed", 0, 2**63)
         ):  # fmt: skip
-            value = getattr(self, name)
-            try:
-                number = least - 1 if isinstance(value, bool) else operator.index(value)
-            except TypeError:
-                number = least - 1
-            if not least <= number < most:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, as_count(name, getattr(self, name), least=least, most=most))
         tol = self.relative_tol
         if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
             raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")

@@ -81,8 +81,8 @@ def frame(X: Tensor, xi: Tensor) -> Frame:
 
 def as_times(t: Any, like: Tensor) -> Tensor:
     """Return times as a real tensor with the precision and device of another tensor."""
-    if not isinstance(t, Tensor) and not np.issubdtype(np.asarray(t).dtype, np.number):
-        raise TypeError(f"times must be numbers, got {t!r}")
+    if t.is_complex() if isinstance(t, Tensor) else np.asarray(t).dtype.kind not in "iuf":
+        raise TypeError(f"times must be real numbers, got {t!r}")
     return torch.as_tensor(t, dtype=like.dtype.to_real(), device=like.device)
 
 

@@ -117,6 +117,7 @@ class _Distance(torch.autograd.Function):
             apart = d > 1e-10 * space.norm(x)  # else a rounding error, whose direction means nothing
             unit = torch.where(apart, 1 / d, torch.zeros_like(d))[..., None, None]
             P, R = space.split(manifold.tangent_space_at(end).to_covector(velocity * unit))
+            y = torch.where(lost[..., None, None], end, y)
             # From the end of the geodesic to y, on its orbit: y_G = end_G B, y_H = end_H B⁻ᴴ.
             B = torch.linalg.lstsq(space.split(end)[0], space.split(y)[0]).solution
             at_y = manifold.pack_point(torch.linalg.solve(B.mH, P, left=False), R @ B)

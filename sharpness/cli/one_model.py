@@ -102,7 +102,7 @@ def _canonicalize(options: argparse.Namespace) -> int:
         before = model(**loaded.example)[0].float()
         form = canonicalize_(model, classes=options.classes)
         after = model(**loaded.example)[0].float()
-    if form.wiring is None or not form.wiring.sites:
+    if not form.wired:
         raise ValueError(
             f"the wiring of {type(model).__name__} is not known; describe it in Python with register_wiring"
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pkgutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import naming
+from ..errors import imported, naming
 from .huggingface import load_folder
 from .loaded import ImageFormat, LoadedModel, sides
 
@@ -146,14 +144,7 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 def call(name: str) -> Any:
     """Call the function named ``module:function``, also from the current folder; turn its errors into ValueErrors."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    what = f"{name!r} is not an importable module:function"
-    try:
-        with naming(what):
-            function = pkgutil.resolve_name(name)
-    except ImportError as error:
-        raise ValueError(f"{what}: {error}") from error
+    function = imported(name, f"{name!r} is not an importable module:function")
     if not callable(function):
         raise ValueError(f"{name!r} is not a function")
     with naming(f"{name} failed"):

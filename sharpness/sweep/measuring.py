@@ -148,10 +148,12 @@ def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any], objective: O
 
 
 def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
-    batches = read(sweep.data)
+    batches, size = read(sweep.data), sweep.settings.get("micro_batch")
+    parts = [part for batch in batches for _, part in Objective(micro_batch=size).pieces(model, batch)]
     row = {
-        **norms(model), "relative_flatness": relative_flatness(model, batches), "margin": margin(model, batches),
-        "fisher_trace": fisher_trace(model, batches), "critical_sharpness": critical_sharpness(model, batches[0]),
+        **norms(model), "relative_flatness": relative_flatness(model, parts), "margin": margin(model, parts),
+        "fisher_trace": fisher_trace(model, parts),
+        "critical_sharpness": critical_sharpness(model, batches[0], micro_batch=size),
     }  # fmt: skip
     return row if sweep.initial is None else {**row, **_distances(sweep.initial, model)}
 

@@ -45,7 +45,7 @@ def test_bad_arguments_are_named():
         manifold.inner(x, x, x.float())
     with pytest.raises(ValueError, match="device"):
         manifold.proju(x, torch.empty(9, 2, device="meta"))
-    with pytest.raises(ValueError, match="n must be a positive integer"):
+    with pytest.raises(ValueError, match="n must be a whole number of at least 1"):
         GLQuotientInv(0, 3)
     with pytest.raises(ValueError, match="relaxation"):
         GLQuotientInv(2, 3, relaxation=1.5)
@@ -82,7 +82,7 @@ def test_vectors_that_are_not_finite_are_one_error_everywhere(manifold, bad):
 
 @pytest.mark.parametrize("rows", [5.7, True, "5", -1, None])
 def test_row_counts_are_whole_numbers(rows):
-    with pytest.raises(ValueError, match=r"GLQuotientInv: n must be a positive integer, got"):
+    with pytest.raises(ValueError, match=r"GLQuotientInv: n must be a whole number of at least 1, got"):
         GLQuotientInv(rows, 4)
     assert GLQuotientInv(np.int64(5), 4).n == 5
 

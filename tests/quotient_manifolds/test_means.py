@@ -126,3 +126,11 @@ def test_whole_numbers_are_weights():
     expected = manifold.mean(torch.stack([points[0], *3 * [points[1]]]))
     found = manifold.mean(points, torch.tensor([1, 3]))
     torch.testing.assert_close(manifold.to_matrix(found), manifold.to_matrix(expected))
+
+
+@pytest.mark.parametrize("mean", [[1.0], torch.ones(3, 3)])
+def test_a_mean_is_a_point(mean):
+    manifold = GLQuotientInv(5, 4)
+    points = manifold.random(3, 9, 2)
+    with pytest.raises(ValueError, match=r"mean must be a point of shape \(9, 2\), got"):
+        principal_geodesics(manifold, points, 2, mean=mean)

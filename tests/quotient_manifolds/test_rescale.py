@@ -78,6 +78,10 @@ def test_mix_says_when_it_leaves_the_manifold():
     assert caught.value.time == pytest.approx(1 / 1.6)
     assert manifold.expmap(x, 0.62 * u).isfinite().all()
     assert manifold.retr(x, u).isfinite().all()  # silent, as optimisers need
+    many = torch.stack([0.5 * u, u, -u, 0.1 * u])
+    with pytest.raises(GeodesicExitError, match=r"t = 0.625, .*\(3 of 4 in the batch do\)") as caught:
+        manifold.geodesic(x.expand_as(many), many, torch.tensor([0.5, 2.0]))
+    assert caught.value.times.tolist() == pytest.approx([1.25, 0.625, 1.25, torch.inf])
     RescaleQuotient("inv").expmap(x, u)
 
 
@@ -168,3 +172,15 @@ def test_products_beyond_single_precision(size):
         )
     assert RescaleQuotient("inv").canonical(x).isfinite().all()
     assert (RescaleQuotient("inv").canonical(x) != 0).all()
+
+
+def test_zeros_have_no_inverse():
+    with pytest.raises(ValueError, match="has zeros, and no inverse"):
+        RescaleQuotient("inv").act(point(), torch.tensor([1.0, 0.0, 2.0]))
+
+
+@pytest.mark.parametrize("t", [1j, torch.tensor([1j]), "1", True])
+def test_times_are_real(t):
+    x = point()
+    with pytest.raises(TypeError, match="times must be real numbers"):
+        RescaleQuotient("inv").geodesic(x, 0.1 * x, t)

@@ -171,3 +171,9 @@ def test_critical_sharpness_of_what_only_falls():
     net = Parabola(0.0)
     net.H = torch.zeros(3, 3)
     assert critical_sharpness(net, {"x": torch.zeros(1)}) is None
+
+
+def test_critical_sharpness_in_pieces():
+    net, batch = Net(), (torch.randn(12, 5), torch.randint(3, (12,)))
+    whole, pieces = (critical_sharpness(net, batch, micro_batch=size) for size in (None, 5))
+    assert pieces == pytest.approx(whole, rel=1e-9)

@@ -9,6 +9,7 @@ import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import apply_random_moves_, neuron_pairs, wiring_of
 from sharpness import MEASURES, get_measure
+from sharpness.building import pair_block_class
 from tests.whole_networks import build, inputs, loss
 
 
@@ -153,7 +154,8 @@ def scored(model, batch):
 def test_a_replaced_head_is_measured_with_its_heads():
     model = build("vit")
     model.classifier = nn.Sequential(nn.Dropout(), nn.Linear(8, 3)).double()
-    assert worst(model.eval(), "vit", "complete-inv") > 0
+    with pytest.warns(UserWarning, match="divides out its heads and key biases alone"):
+        assert worst(model.eval(), "vit", "complete-inv") > 0
     assert worst(model.eval(), "vit", "adaptive") > 0
 
 
@@ -166,3 +168,19 @@ def test_the_metric_of_vectors_on_a_linear_model():
         length = torch.hypot(layer.weight.norm(), layer.bias.norm()) * torch.hypot(x.norm(), torch.ones(()))
     found = sharpness.evaluate(layer, [x], lambda m, x: m(x).sum(), measure=measure, rho=0.1, progress=False)
     assert float(found) == pytest.approx(0.1 * float(length))
+
+
+@pytest.mark.parametrize(("text", "said"), [("def", "SyntaxError"), ("x = y", "NameError"), ("Block = 1", "subclass")])
+def test_blocks_that_cannot_be_imported_are_named(text, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"mine_{said.lower()}"
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ValueError, match=f"pair_block='{name}:Block' .*{said}"):
+        pair_block_class(f"{name}:Block")
+
+
+def test_a_network_of_unknown_wiring_is_not_measured_as_complete_without_a_word():
+    model = build("torch-pre").layers[0]
+    x = torch.randn(2, 3, 8)
+    with pytest.warns(UserWarning, match="how TransformerEncoderLayer is wired, so complete-inv divides out its heads"):
+        sharpness.evaluate(model, [x], lambda m, b: m(b).square().mean(), measure="complete-inv", steps=1, rho=0.1)

@@ -493,7 +493,7 @@ def test_a_scaler_reaches_groups_added_later():
     model, batch = small(), batch_of(Encoder).float()
     extra = nn.Parameter(torch.ones(3))
     sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1)
-    sam.add_param_group({"params": [extra]})
+    sam.add_param_group({"params": (p for p in [extra])})  # what was looked at was lost to the base optimiser
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for _ in range(2):
         sam.zero_grad()
@@ -547,7 +547,7 @@ def test_bad_input():
     for rho in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="rho must be positive"):
             GeodesicSAM(model, base, rho=rho)
-    with pytest.raises(ValueError, match="refresh must be at least 1"):
+    with pytest.raises(ValueError, match="refresh must be a whole number of at least 1"):
         GeodesicSAM(model, base, rho=0.1, refresh=0)
     with pytest.raises(ValueError, match="unknown measure 'flat'"):
         GeodesicSAM(model, base, rho=0.1, measure="flat")

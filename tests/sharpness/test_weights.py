@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import sharpness
+from quotient_manifolds.symmetries import find_symmetric_pairs
+from sharpness.weights import named_weights
 from tests import networks
 
 
@@ -26,3 +28,14 @@ def test_shards_that_cannot_be_measured_are_refused():
     model.classifier.weight.ds_id = 1
     with pytest.raises(ValueError, match=r"'classifier\.weight' is a shard of one \(FSDP, DTensor or ZeRO-3\)"):
         sharpness.evaluate(model, [networks.images()], rho=0.1)
+
+
+def test_names_are_without_the_prefixes_of_wrappers_alone():
+    """A layer called module had lost its name in pairs, but not in parameters."""
+    net = torch.nn.ModuleDict({"module": networks.vit(), "head": torch.nn.Linear(2, 2)})
+    names = set(named_weights(net))
+    assert all(name.startswith(("module.", "head.")) for name in names)
+    assert all(p.module.startswith("module.vit") for p in find_symmetric_pairs(net))
+    wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"module": networks.vit()})})
+    assert set(named_weights(wrapped)) == {name for name, _ in networks.vit().named_parameters()}
+    assert all(p.module.startswith("vit") for p in find_symmetric_pairs(wrapped))

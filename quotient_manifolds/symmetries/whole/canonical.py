@@ -60,6 +60,11 @@ class CanonicalForm:
     wiring: Wiring | None = field(repr=False)
 
     @property
+    def wired(self) -> bool:
+        """Whether an adapter describes the network; else only heads and key biases are treated."""
+        return self.wiring is not None and bool(self.wiring.sites)
+
+    @property
     def dimensions(self) -> dict[str, int]:
         """The dimension of every kind of symmetry."""
         found: Counter[str] = Counter()
@@ -73,7 +78,7 @@ class CanonicalForm:
     def __str__(self) -> str:
         lines = [f"{kind:<12} {dimension:>9,}" for kind, dimension in self.dimensions.items()]
         lines.append(f"{'all':<12} {sum(self.dimensions.values()):>9,}")
-        if self.wiring is None or not self.wiring.sites:
+        if not self.wired:
             lines.append("only heads and key biases: no adapter describes how this network is wired (register_wiring)")
         reasons = Counter((name.partition(":")[0], why) for name, why in self.refused.items())
         lines += [f"not folded: {times} × {kind} ({why})" for (kind, why), times in reasons.items()]

@@ -79,8 +79,9 @@ def symmetries_of(
     for s in _biases(w, shifted, pairs):
         if s is not None:
             add(s)
+    centred = [t.parameter for _, t in w.tables] + [p for _, a in w.writers for p in a.parameters] if w.centred else []
     for name, source, targets in w.common:
-        add(kinds.common(name, source, targets, w.centred))
+        add(kinds.common(name, source, targets, any(source.parameter is p for p in centred)))
     if w.centred and w.sites:
         for name, affine in w.writers:
             if affine.W in scaled:

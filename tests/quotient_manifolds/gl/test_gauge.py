@@ -51,5 +51,5 @@ def test_factors_of_two_precisions_and_numbers_of_numpy():
     with pytest.raises(ValueError, match=r"a pair: G of shape \(4, 2\) has dtype torch.float32 but H"):
         canonical_gauge(torch.randn(4, 2, dtype=torch.float32), torch.randn(3, 2, dtype=torch.float64))
     assert from_matrix(torch.randn(4, 3), np.int64(2)).shape == (7, 2)
-    with pytest.raises(ValueError, match="from_matrix: h must be a positive integer"):
+    with pytest.raises(ValueError, match="from_matrix: h must be a whole number of at least 1"):
         from_matrix(torch.randn(4, 3), True)

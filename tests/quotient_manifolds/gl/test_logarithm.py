@@ -286,3 +286,18 @@ def test_rank_by_rounding_is_refused_before_anything_is_widened():
         for points in ((x, y), (y, x))[: 1 if "lambda" in call.__name__ else 2]:
             with pytest.raises(ValueError, match="does not have full column rank"):
                 call(*points)
+
+
+@pytest.mark.parametrize("manifold", [GLQuotientMix(4, 4), GLQuotientInv(4, 4)], ids=str)
+def test_a_lost_distance_has_no_derivative_and_harms_no_other(manifold):
+    """Factors with orthogonal columns stopped the whole batch, but only where derivatives were wanted."""
+    one, zero = torch.eye(2), torch.zeros(2, 2)
+    far = torch.cat([zero, one * torch.tensor([1.0, 1e-9]), zero, one])
+    x = torch.stack([torch.cat([one, zero, one, zero]), manifold.random(8, 2)]).requires_grad_()
+    y = torch.stack([far, manifold.retr(x[1].detach(), 0.1 * torch.randn(8, 2))])
+    d = manifold.dist(x, y, on_error="nan")
+    lost = d.isnan()
+    d[~lost].sum().backward()
+    assert not lost[1]
+    assert x.grad[1].norm() > 0.1
+    assert x.grad.isfinite().all()

@@ -203,3 +203,25 @@ def test_a_layer_that_is_used_twice_counts_once():
     parametrizations.weight_norm(weights.vit.layers[0].mlp.fc1)
     for p in neuron_pairs(wiring_of(weights)):
         assert p.group is None or "layers.0" not in p.module
+
+
+def test_a_gain_of_zero_beside_a_computed_bias_stays():
+    """The bias was written, and computed anew by the next pass: the function changed."""
+    model = build("vit")
+    layer = model.vit.layers[0] if hasattr(model.vit, "layers") else model.vit.encoder.layer[0]
+    with torch.no_grad():
+        layer.layernorm_after.weight[2] = 0
+    mlp = getattr(layer, "mlp", None)
+    prune.random_unstructured(layer.intermediate.dense if mlp is None else mlp.fc1, "bias", amount=0.3)
+    (batch,) = inputs("vit")
+    before = forward(model, batch)
+    form = canonicalize_(model)
+    assert difference(forward(model, batch), before) < 1e-12
+    assert "weights that are computed" in form.refused.values()
+
+
+def test_pairs_of_a_canonical_form_keep_their_scale():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["0"])
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(6, 4)), config)
+    assert [p.scale for p in canonical_form(model).pairs] == [4.0]

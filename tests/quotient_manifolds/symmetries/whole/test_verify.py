@@ -54,3 +54,24 @@ def test_losses_and_hidden_states_are_not_what_is_compared():
     model, batch = build("bert"), next(inputs("bert"))
     labels = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
     assert max(verify_whole(model, batch | {"labels": labels}, classes=True).changes.values()) > 0
+
+
+def test_a_gradient_that_is_not_a_number_certifies_nothing():
+    """Python's max passed over NaN, and the kind had a residual of 0."""
+
+    class Root(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("torch-pre")
+
+        def forward(self, x):
+            y = self.inner(x)
+            return (y - y).abs().sqrt() + y
+
+    @register_wiring(Root)
+    def wiring(model):
+        return wiring_of(model.inner)
+
+    report = verify_whole(Root(), next(inputs("torch-pre")))
+    assert any(residual != residual for residual in report.residuals.values())
+    assert not report.ok

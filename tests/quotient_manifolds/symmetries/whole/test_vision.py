@@ -2,7 +2,7 @@ import timm
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries.whole import canonicalize_, count, wiring_of
+from quotient_manifolds.symmetries.whole import canonicalize_, count, verify_whole, wiring_of
 from tests.whole_networks import TIMM, build
 
 
@@ -39,6 +39,14 @@ def test_unusual_blocks_are_left_to_their_heads():
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     layer.self_attn.add_zero_attn = True  # weights that do not sum to 1
     assert "value bias" not in count(nn.TransformerEncoder(layer, 1))
+    options = {"batch_first": True, "norm_first": True}
+    layer = nn.TransformerEncoderLayer(8, 2, 12, **options).double().eval()
+    layer.self_attn = nn.MultiheadAttention(8, 2, bias=False, batch_first=True, add_zero_attn=True).double()
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    with torch.no_grad():
+        encoder.layers[0].norm1.bias += 1
+    assert "key bias" not in count(encoder)  # a number added to all keys but the one that is zero
+    assert verify_whole(encoder, torch.randn(2, 3, 8)).ok
     assert not wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM, qk_norm=True)).sites
     assert wiring_of(timm.create_model("vit_tiny_patch16_224", **TIMM)).sites
 
