@@ -13,18 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from _common import RESULTS
+from _common import RESULTS, write
 
 from reproduction.collection import train_collection
 from reproduction.plots import plot_ablations
-from reproduction.study import agreement, differences, plot_partial, plot_radius, rows_of, table
+from reproduction.study import account, agreement, differences, plot_partial, plot_radius, rows_of, table
 from reproduction.zoo import KINDS
 from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
@@ -82,6 +82,7 @@ def gather(kind: str, zoo: Path) -> None:
     for part, rows in rows_of(zoo).items():
         if rows:
             write_results(RESULTS / f"zoo_{kind}{part}.csv", rows)
+    write(f"zoo_{kind}", [account(zoo)])
 
 
 def gather_agreement(kind: str, zoo: Path, models: int) -> None:
@@ -138,14 +139,15 @@ def zoos() -> tuple[dict[str, list[Row]], ...]:
     return own, shifted, {kind: [*rows, *further.get(kind, ())] for kind, rows in own.items()}
 
 
-def resolution(rows: Sequence[Row], examples: int, trained: int) -> str:
+def resolution(rows: Sequence[Row], examples: int, trained: int, hours: Mapping[str, float]) -> str:
     """Describe a collection: its models, errors, and the ratio of the test error's standard error to its spread."""
     fits = [r for r in rows if r["kind"] == "fit"]
     columns = [[r["train_error"] for r in fits], [r["test_error"] for r in fits]]
     columns.append([b - a for a, b in zip(*columns, strict=True)])
     error = fmean((e * (1 - e) / examples) ** 0.5 for e in columns[1])
     ranges = [f"{min(c):.3f} to {max(c):.3f}" for c in columns]
-    return ",".join([str(trained), str(trained - len(fits)), *ranges, f"{error / stdev(columns[1]):.2f}"])
+    times = [f"{hours[part]:.1f}" if part in hours else "" for part in ("training", "testing", "measuring")]
+    return ",".join([str(trained), str(trained - len(fits)), *ranges, f"{error / stdev(columns[1]):.2f}", *times])
 
 
 def report(docs: Path = DOCS) -> None:
@@ -162,12 +164,18 @@ def report(docs: Path = DOCS) -> None:
     plot_sweep(rows, "gap", images, prefix="vision_")
     plot_ablations(ablations(), "gap", images, prefix="vision_")
     own, shifted, further = zoos()
-    trained = {"pilot": 24, **{kind: number for kind, (number, _) in KINDS.items()}}
-    lines = ["collection,models,left out,train error,test error,gap,standard error of a test error / spread"]
-    lines += [f"{k},{resolution(found, TESTED[k], trained[k])}" for k, found in {"pilot": rows, **own}.items()]
+    accounts = {k: json.loads((RESULTS / f"zoo_{k}.json").read_text())["rows"][0] for k in own}
+    accounts["pilot"] = {"models": 24, "hours": {}}
+    lines = [
+        "collection,models,left out,train error,test error,gap,standard error of a test error / spread,"
+        "hours of one core: training,testing,measuring"
+    ]
+    for kind, found in {"pilot": rows, **own}.items():
+        one = accounts[kind]
+        lines.append(f"{kind},{resolution(found, TESTED[kind], one['models'], one['hours'])}")
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     compared = {k: list(read_results(p)) for k in KINDS if (p := RESULTS / f"agreement_{k}.csv").is_file()}
-    compared = {k: rows for k, rows in compared.items() if len(targets(rows)) >= FEWEST_MODELS}
+    compared = {k: rows for k, rows in {**compared, **own}.items() if len(targets(rows)) >= FEWEST_MODELS}
     if compared:
         (tables / "agreement.md").write_text(agreement(compared, *AGREEMENT), encoding="utf-8")
     if own:

@@ -224,18 +224,14 @@ def add_radii(commands: Any) -> None:
     )
     radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")
     radii.add_argument("--measures", nargs="+", help="which (default: the six of the study)")
-    radii.add_argument("--rows", type=place, help="take the radii of these results of other models of the zoo")
     radii.add_argument("--quiet", action="store_true", help="no progress bar")
     radii.set_defaults(run=_radii)
 
 
 def _radii(options: argparse.Namespace) -> int:
-    from sharpness.rows import read_results
-
     from .radii import PRIMARY, choose_radii
 
-    rows = [] if options.rows is None else read_results(options.rows)
-    config = choose_radii(options.zoo, measures=options.measures or PRIMARY, rows=rows, progress=not options.quiet)
+    config = choose_radii(options.zoo, measures=options.measures or PRIMARY, progress=not options.quiet)
     if not options.quiet:
         print(f"measure them with: sharpness sweep {config} --out {options.zoo / 'results'}")
     return 0

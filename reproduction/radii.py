@@ -173,9 +173,7 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
     return [rho for rho in radii if rho is not None]
 
 
-def choose_radii(
-    zoo: Path, *, measures: Sequence[str] = PRIMARY, rows: Sequence[Row] = (), progress: bool = True
-) -> Path:
+def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool = True) -> Path:
     """Write the configurations that measure a zoo: with radii by the rule, with further radii, and of Hessians.
 
     Parameters
@@ -183,8 +181,6 @@ def choose_radii(
     zoo : Path
         A zoo from :func:`reproduction.zoo.build`.
     measures : sequence of str
-    rows : sequence of mapping
-        Measurements of other models of this zoo, whose radii are taken over.
     progress : bool
         Show a progress bar.
 
@@ -205,9 +201,6 @@ def choose_radii(
     sweep = read_config(zoo / "models" / "sweep.json")
     base = json.loads((zoo / "models" / "sweep.json").read_text())
     radii = json.loads(path.read_text())["rho"] if path.is_file() else {}
-    for r in rows:
-        if r["kind"] == "sharpness" and r["rho"] > 0:
-            radii[r["measure"]] = sorted({*radii.get(r["measure"], ()), r["rho"]})
     fits, left_out = tested(zoo)
     base["checkpoints"] = [{**base["checkpoints"][0], "path": r["checkpoint"]} for r in fits]
     missing = [c.name for c in sweep.checkpoints if c.name not in {*left_out, *(r["checkpoint"] for r in fits)}]

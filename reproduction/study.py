@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import logging
 import os
 import warnings
 from collections import Counter
@@ -23,7 +25,7 @@ from sharpness.tables import verdicts
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
 
-__all__ = ["agreement", "differences", "plot_partial", "plot_radius", "rows_of", "table"]
+__all__ = ["account", "agreement", "differences", "plot_partial", "plot_radius", "rows_of", "table"]
 
 #: The targets that a zoo's measures are compared with.
 OUTCOMES = ("gap", "test-loss")
@@ -45,13 +47,8 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
         test data; ``"_further"``: sharpness at further radii. Without the models that the plan leaves out
         (:func:`reproduction.radii.tested`), of which a warning tells. A warning also tells of missing measurements.
     """
-    configs = [zoo / "models" / f"{name}.json" for name in ("measure", "hessian", "further")]
-    if not configs[0].is_file():
-        raise ValueError(
-            f"{zoo} has no models/measure.json; choose its radii with `python -m reproduction radii` first"
-        )
-    own, hessians, further = (read_rows(zoo / "results", read_config(path)) for path in configs)
-    found, checkpoints = [*own, *hessians], read_config(configs[0]).checkpoints
+    own, hessians, further = _measured(zoo)
+    found, checkpoints = [*own, *hessians], read_config(zoo / "models" / "measure.json").checkpoints
     more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
     for row in found:
         if row["kind"] == "baselines":
@@ -72,6 +69,40 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: [r for r in rows if r["checkpoint"] not in left_out] for name, rows in parts.items()}
 
 
+def _measured(zoo: Path) -> list[list[dict[str, Any]]]:
+    """Read the rows of the configurations with radii by the rule, of Hessians, and with further radii."""
+    configs = [zoo / "models" / f"{name}.json" for name in ("measure", "hessian", "further")]
+    if not configs[0].is_file():
+        raise ValueError(
+            f"{zoo} has no models/measure.json; choose its radii with `python -m reproduction radii` first"
+        )
+    return [read_rows(zoo / "results", read_config(path)) for path in configs]
+
+
+def account(zoo: Path) -> dict[str, Any]:
+    """Account for a zoo: its models, those that are left out, and the compute.
+
+    Parameters
+    ----------
+    zoo : Path
+        As for :func:`rows_of`.
+
+    Returns
+    -------
+    dict
+        ``models``: number of trained ones; ``left_out``: reasons by checkpoint; ``hours``: of one process each, of
+        training, testing and measuring.
+    """
+    training = [json.loads(path.read_text())["seconds"] for path in (zoo / "models").glob("model_*[0-9].json")]
+    tests = [
+        r for name in ("results", "shift") for r in read_rows(zoo / name, read_config(zoo / "models" / f"{name}.json"))
+    ]
+    jobs = {r["job"]: r["seconds"] for rows in _measured(zoo) for r in rows if r["kind"] != "fit"}
+    seconds = {"training": sum(training), "testing": sum(r["seconds"] for r in tests), "measuring": sum(jobs.values())}
+    hours = {part: round(value / 3600, 3) for part, value in seconds.items()}
+    return {"models": len(training), "left_out": tested(zoo)[1], "hours": hours}
+
+
 def from_starts(checkpoints: Sequence[Checkpoint], models: Path) -> dict[str, dict[str, float | None]]:
     """Compute the distances of networks trained from scratch from their own initial weights, by checkpoint."""
     found = {}
@@ -87,7 +118,8 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, dict[str, float]]:
     """Compute WeightWatcher's α of models, by checkpoint; empty if the package weightwatcher is not installed.
 
     The mean over layers of the exponent of a power law that is fitted to the eigenvalues of :math:`W^T W` (Martin,
-    Peng, Mahoney 2021). It sees linear layers and convolutions, not the packed projections of torch's attention.
+    Peng, Mahoney 2021). It sees linear layers and convolutions, not the packed projections of torch's attention; layers
+    whose fit fails, which it marks by −1, are left out.
     """
     if importlib.util.find_spec("weightwatcher") is None:
         warnings.warn("α is left out: pip install weightwatcher", stacklevel=2)
@@ -96,7 +128,9 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, dict[str, float]]:
     found = {}
     for c in checkpoints:
         model = load(c.model, c.weights, head=c.head).model
-        found[c.name] = {"alpha": float(watcher(model=model).analyze()["alpha"].mean())}
+        by_layer = watcher(model=model, log_level=logging.ERROR).analyze()["alpha"]
+        if (by_layer > 0).any():
+            found[c.name] = {"alpha": float(by_layer[by_layer > 0].mean())}
     return found
 
 

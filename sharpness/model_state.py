@@ -29,36 +29,25 @@ class _FastPath:
     def __init__(self) -> None:
         self._lock, self._users, self._before = threading.Lock(), set[int](), True
 
-    def off(self, user: int) -> None:
-        """Switch it off; the first user saves the previous state."""
-        self._alone(lambda: self._off(user))
-
-    def back(self, user: int) -> None:
-        """Restore it when the last user has finished; a second call is harmless."""
-        self._alone(lambda: self._back(user))
-
-    def _alone(self, work: Callable[[], None]) -> None:
+    def switch(self, user: int, *, off: bool) -> None:
+        """Switch it off, or restore it when the last user has finished; a second call is harmless."""
         lock = self._lock
         held = lock.acquire(timeout=0.1)
         try:
-            work()
+            if off:
+                if not self._users:
+                    self._before = torch.backends.mha.get_fastpath_enabled()
+                self._users.add(user)
+                torch.backends.mha.set_fastpath_enabled(False)
+            else:
+                if self._users == {user}:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+                self._users.discard(user)
         finally:
             if held:
                 lock.release()
             else:  # an interrupt came between acquiring and releasing the lock
                 self._lock = threading.Lock()
-
-    def _off(self, user: int) -> None:
-        if not self._users:
-            self._before = torch.backends.mha.get_fastpath_enabled()
-        self._users.add(user)
-        torch.backends.mha.set_fastpath_enabled(False)
-
-    def _back(self, user: int) -> None:
-        if user in self._users:
-            if len(self._users) == 1:
-                torch.backends.mha.set_fastpath_enabled(self._before)
-            self._users.discard(user)
 
 
 _fast_path = _FastPath()
@@ -85,7 +74,7 @@ class _State:
 
     def prepare(self) -> None:
         """Switch off code that reads weights without autograd (or adapters), and go to evaluation mode."""
-        _fast_path.off(id(self))
+        _fast_path.switch(id(self), off=True)
         torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
         parametrize._cache_enabled = 0
         # Not model.eval(): some layers merge weights when they are told to.
@@ -115,7 +104,7 @@ class _State:
             torch.cuda.set_rng_state(state, i)
         torch.set_autocast_cache_enabled(self.autocast_cache)
         parametrize._cache_enabled = self.cached_parametrizations
-        _fast_path.back(id(self))
+        _fast_path.switch(id(self), off=False)
 
 
 def preserve_model_state(model: nn.Module, work: Callable[[], T]) -> T:

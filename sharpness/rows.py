@@ -22,12 +22,6 @@ from .files import write_text
 __all__ = ["BASELINES", "TARGETS", "read_results", "targets"]
 
 Row = Mapping[str, Any]
-#: Quantities that need no search, by the kind of row that has them.
-BASELINES = {
-    "train_loss": "fit", "train_error": "fit", "weight_norm": "baselines", "log_spectral": "baselines",
-    "distance": "baselines", "geodesic_distance": "baselines", "relative_flatness": "baselines",
-    "margin": "baselines", "fisher_trace": "baselines", "critical_sharpness": "baselines", "alpha": "baselines",
-}  # fmt: skip
 #: The targets that measures are compared with: names and descriptions.
 TARGETS = {
     "gap": "test error − training error",
@@ -37,10 +31,52 @@ TARGETS = {
 }
 _TEXT = ("checkpoint", "kind", "measure")
 _COUNTS = ("passes", "unconverged")
+
+Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Row(msgspec.Struct, tag_field="kind"):
+    checkpoint: Name
+
+
+class _Fit(_Row, tag="fit"):
+    train_loss: Finite | None = None
+    train_error: Finite | None = None
+    test_loss: Finite | None = None
+    test_error: Finite | None = None
+
+
+class _Baselines(_Row, tag="baselines"):
+    weight_norm: Finite | None = None
+    log_spectral: Finite | None = None
+    distance: Finite | None = None
+    geodesic_distance: Finite | None = None
+    relative_flatness: Finite | None = None
+    margin: Finite | None = None
+    fisher_trace: Finite | None = None
+    critical_sharpness: Finite | None = None
+    alpha: Finite | None = None
+
+
+class _Sharpness(_Row, tag="sharpness"):
+    measure: Name
+    ablation: dict[str, Any]
+    rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
+    sharpness: Finite
+    trace: Finite | None = None
+    per_batch: list[Finite] | None = None
+
+
+#: Required fields of a row of each kind.
+AnyRow = _Fit | _Baselines | _Sharpness
+_OF_FIT, _OF_BASELINES = (kind.__struct_fields__[1:] for kind in (_Fit, _Baselines))
+#: Quantities that need no search, by the kind of row that has them.
+BASELINES = {"train_loss": "fit", "train_error": "fit"} | dict.fromkeys(_OF_BASELINES, "baselines")
 #: Columns of a .csv file; columns without meaning for a fit or baseline row are empty.
 _COLUMNS = (
-    *_TEXT, "ablation", "rho", "sharpness", "trace", "base_loss", "error_increase", *_COUNTS, "seconds", "train_loss",
-    "train_error", "test_loss", "test_error", *(name for name, kind in BASELINES.items() if kind == "baselines"),
+    *_TEXT, "ablation", "rho", "sharpness", "trace", "base_loss", "error_increase", *_COUNTS, "seconds", *_OF_FIT,
+    *_OF_BASELINES,
 )  # fmt: skip
 
 
@@ -155,46 +191,6 @@ def _row_of_cells(cells: Mapping[str, str]) -> dict[str, Any]:
 
     row = {k: value(k, v) for k, v in cells.items() if v not in ("", None)}
     return {"ablation": {}, **row} if row.get("kind") == "sharpness" else row
-
-
-Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class _Row(msgspec.Struct, tag_field="kind"):
-    checkpoint: Name
-
-
-class _Fit(_Row, tag="fit"):
-    train_loss: Finite | None = None
-    train_error: Finite | None = None
-    test_loss: Finite | None = None
-    test_error: Finite | None = None
-
-
-class _Baselines(_Row, tag="baselines"):
-    weight_norm: Finite | None = None
-    log_spectral: Finite | None = None
-    distance: Finite | None = None
-    geodesic_distance: Finite | None = None
-    relative_flatness: Finite | None = None
-    margin: Finite | None = None
-    fisher_trace: Finite | None = None
-    critical_sharpness: Finite | None = None
-    alpha: Finite | None = None
-
-
-class _Sharpness(_Row, tag="sharpness"):
-    measure: Name
-    ablation: dict[str, Any]
-    rho: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
-    sharpness: Finite
-    trace: Finite | None = None
-    per_batch: list[Finite] | None = None
-
-
-#: Required fields of a row of each kind.
-AnyRow = _Fit | _Baselines | _Sharpness
 
 
 def _refuse_one_run(text: str) -> None:

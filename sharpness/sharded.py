@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,15 +18,15 @@ from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
-from .blocks import ElementwiseBlock, PairBlock
-from .building import Division, divide, with_constants
+from .blocks import Block, ElementwiseBlock, PairBlock
+from .building import build_blocks, divide, with_constants
 from .direction import Direction
 from .distributed import World
 from .losses import Objective, count_examples
 from .measures import Measure
 from .parts import Parts
 from .perturb import Gradients, pointing_to
-from .shards import ShardedState, Shards
+from .shards import ShardedState, Shards, reshard
 from .space import WeightSpace
 
 __all__ = ["ShardedSpace"]
@@ -60,7 +60,8 @@ class ShardedSpace(WeightSpace):
                 f"group has the processes {examples.members}, but the model is sharded over {mesh.members}; pass the "
                 "group of its mesh, so that each takes a share of the examples, or none, so that each takes all"
             )
-        bad = next((name for name, p in model.named_parameters() if not self._shards.is_finite(p)), None)
+        parameters = self._shards.twin.named_parameters()
+        bad = next((name for name, p in parameters if not self._shards.local(p).isfinite().all()), None)
         if not mesh.all(bad is None):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
@@ -73,9 +74,9 @@ class ShardedSpace(WeightSpace):
         moving, trained = self._parameters.values(), (p for p in model.parameters() if p.requires_grad)
         self._gradients = Gradients([self._shards.parameter(p) for p in moving], trained, backward=True)
 
-    def _divide(
+    def _build(
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
-    ) -> tuple[CanonicalForm | None, Division]:
+    ) -> tuple[CanonicalForm | None, list[Block]]:
         shards, form, state = self._shards, None, ShardedState(self._shards)
         if self.measure.form == "canonical":
             form = canonical_form(self.model, classes=self.classes, state=state)
@@ -97,10 +98,8 @@ class ShardedSpace(WeightSpace):
         division.lengths = {p: shards.cut(p, length) for p, length in division.lengths.items()}
         nothing = torch.ones((), dtype=torch.bool)
         division.covered.update((p, nothing) for p in shards.owner if not shards.is_mine(p))
-        return form, division
-
-    def _at_base(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the twin was moved there
+        # The twin was moved to the base point.
+        return form, build_blocks(self.measure, self._parameters, self.dtype, division)
 
     # -- vectors -----------------------------------------------------------------------------------------------
 
@@ -224,7 +223,7 @@ class ShardedSpace(WeightSpace):
         }
 
         def put_back() -> None:
-            shards.reshard()
+            reshard(self.model)
             for t, value in before.items():
                 t.copy_(value)
 
@@ -252,7 +251,7 @@ class ShardedSpace(WeightSpace):
         self._show_model()
 
     def _show_model(self) -> None:
-        self._shards.reshard()
+        reshard(self.model)
         self._shards.spread(self._copies, self._rows)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:

@@ -63,8 +63,7 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.reshard()
+        reshard(model)
         _check(model)
         self._of: dict[Tensor, Tensor] = {}
         self.world = World(next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_group())  # type: ignore[attr-defined]
@@ -72,10 +71,6 @@ class Shards:
         self.modules: dict[nn.Module, nn.Module] = {}
         self.twin = self._copy(model, stand_ins)
         self.owner: dict[Tensor, int] = {}
-
-    def reshard(self) -> None:
-        """Let no module keep whole weights."""
-        reshard(self._model)
 
     # -- the twin ------------------------------------------------------------------------------------------------------
 
@@ -131,12 +126,6 @@ class Shards:
         """Return tensors of the parameters' whole shapes, without memory."""
         return {p: q.to_local().new_zeros(()).expand(q.shape) for p, q in self._of.items()}  # type: ignore[attr-defined]
 
-    @torch.no_grad()
-    def is_finite(self, p: Tensor) -> bool:
-        """Tell whether this process's rows of a parameter of the model are all numbers."""
-        rows: Tensor = p.to_local() if is_sharded(p) else p  # type: ignore[attr-defined]
-        return bool(rows.isfinite().all())
-
     def holds(self, p: Tensor) -> bool:
         """Tell whether a parameter of the twin stands for a sharded one."""
         return p in self._of
@@ -189,38 +178,32 @@ class Shards:
             of_set.setdefault(id(home[pair.parameters()[0]]), []).append(pair)
         return list(of_set.values())
 
-    @torch.no_grad()
     def collect(self, rows: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Send the rows of parameters to their owners; return the full parameters that this process owns.
 
         All processes have rows of the same parameters; those without an owner are left out.
         """
-        moving = [p for p in rows if p in self.owner]
-        if not moving:
-            return {}
-        sent = [_flat(rows[moving[0]], [rows[p] for p in moving if self.owner[p] == r]) for r in range(self.world.size)]
-        mine = [p for p in moving if self.owner[p] == self.world.rank]
-        whole = {p: rows[p].new_empty(self._of[p].shape) for p in mine}
-        places = [[whole[p][self.rows(p, rank)] for p in mine] for rank in range(self.world.size)]
-        self._exchange(sent, places)
+        whole = {p: t.new_empty(self._of[p].shape) for p, t in rows.items() if self.is_mine(p)}
+        self._exchange(rows, whole, to_owners=True)
         return whole
 
-    @torch.no_grad()
     def spread(self, whole: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
         """Send full parameters from their owners to ``rows``, which every process has for the same parameters."""
-        moving = [p for p in rows if p in self.owner]
+        self._exchange(rows, whole, to_owners=False)
+
+    @torch.no_grad()
+    def _exchange(self, rows: Mapping[Tensor, Tensor], whole: Mapping[Tensor, Tensor], *, to_owners: bool) -> None:
+        moving, ranks = [p for p in rows if p in self.owner], range(self.world.size)
         if not moving:
             return
-        mine = [p for p in moving if self.owner[p] == self.world.rank]
-        sent = [_flat(rows[moving[0]], [whole[p][self.rows(p, r)] for p in mine]) for r in range(self.world.size)]
-        places = [[rows[p] for p in moving if self.owner[p] == rank] for rank in range(self.world.size)]
-        self._exchange(sent, places)
-
-    def _exchange(self, sent: list[Tensor], places: list[list[Tensor]]) -> None:
-        """Send every process its part, and write the received parts to their places."""
-        received = self.world.exchange(sent, [sum(t.numel() for t in into) for into in places])
-        for flat, into in zip(received, places, strict=True):
-            parts = flat.split([t.numel() for t in into]) if into else []
+        theirs = [[rows[p] for p in moving if self.owner[p] == rank] for rank in ranks]
+        mine = [[whole[p][self.rows(p, rank)] for p in moving if self.is_mine(p)] for rank in ranks]
+        sent, places = (theirs, mine) if to_owners else (mine, theirs)
+        nothing = rows[moving[0]].new_empty(0)
+        flat = [torch.cat([nothing, *(t.reshape(-1) for t in part)]) for part in sent]
+        received = self.world.exchange(flat, [sum(t.numel() for t in into) for into in places])
+        for numbers, into in zip(received, places, strict=True):
+            parts = numbers.split([t.numel() for t in into]) if into else []
             for t, part in zip(into, parts, strict=True):
                 t.copy_(part.view(t.shape))
 
@@ -244,10 +227,6 @@ class ShardedState(State):
 
     def __setitem__(self, p: Tensor, value: Tensor) -> None:
         super().__setitem__(p, value[self._shards.rows(p)].clone() if self._shards.holds(p) else value)
-
-
-def _flat(like: Tensor, parts: list[Tensor]) -> Tensor:
-    return torch.cat([like.new_empty(0), *(t.reshape(-1) for t in parts)])
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from quotient_manifolds.symmetries.certificate import HALF_PRECISION
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .blocks import Block, ElementwiseBlock
-from .building import Division, build_blocks, divide
+from .building import build_blocks, divide
 from .coordinates import Coordinates
 from .direction import Direction
 from .losses import Objective
@@ -98,26 +98,22 @@ class WeightSpace(Coordinates):
         self._above_base = stands_on_narrow_base(model, list(self._parameters.values()))
         #: Whether the whole half-precision model is in float32 while attached.
         self.in_float32 = narrow and not self._above_base
-        self.form, division = self._divide(pairs, only_some=bool(only))
+        self.form, blocks = self._build(pairs, only_some=bool(only))
         self._base = {} if self.form is None else self.form.values
-        with self._at_base():
-            blocks = build_blocks(measure, self._parameters, self.dtype, division)
         super().__init__(blocks, self.dtype, self.model_device, offload=offload)
         self._last_used = _last_used(blocks)
         self._gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
         self._copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
 
-    def _at_base(self) -> AbstractContextManager[None]:
-        return pointing_to(self.model, self._base)
-
-    def _divide(
+    def _build(
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
-    ) -> tuple[CanonicalForm | None, Division]:
+    ) -> tuple[CanonicalForm | None, list[Block]]:
         canonical = self.measure.form == "canonical"
         form = canonical_form(self.model, classes=self.classes) if canonical else None
         with pointing_to(self.model, {} if form is None else form.values):
-            return form, divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
+            division = divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
+            return form, build_blocks(self.measure, self._parameters, self.dtype, division)
 
     # -- vectors -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..linalg import weighted_sylvester
 from ..means import ConvergenceError
+from .bent import polar
 from .coordinates import row_power
 from .gauge import Gauge, canonical_gauge
 from .metrics import Metric
@@ -102,17 +103,10 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Te
     y = torch.broadcast_to(y, torch.broadcast_shapes(x.shape, y.shape))
     space = manifold.tangent_space_at(x.expand_as(y))
     flat = manifold.at_gauge(space.gauge)
-    result, size = _aligned(flat, _gauge_start(flat, y), relative_tol, 500)
+    g, (G, H) = canonical_gauge(*flat.split(y)), flat.split(flat.x)
+    # The unitary between the two canonical gauges, from both factors together.
+    start = g.x @ polar(g.G.mH @ G + g.H.mH @ H)
+    result, size = _aligned(flat, start, relative_tol, 500)
     if bool((size > max(relative_tol, 1e-5)).any()):
         raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after 500 iterations", size)
     return space.from_gauge(*space.split(result))
-
-
-def _gauge_start(flat: GLTangentSpace, y: Tensor) -> Tensor:
-    """Move y to a representative near x: its canonical gauge, rotated so that both factors together fit best."""
-    g = canonical_gauge(*flat.split(y))
-    G, H = flat.split(flat.x)
-    # The unitary between the two canonical gauges, from both factors together.
-    P, _, Qh = torch.linalg.svd(g.G.mH @ G + g.H.mH @ H)
-    rotation = P @ Qh
-    return torch.cat([g.G @ rotation, g.H @ rotation], dim=-2)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairStep, Part
+from .buckets import PairStep, Part, of_part
 from .newton_schulz import inverse_root
-from .others import check_adam_options
 
 __all__ = ["QuotientAdam"]
 
@@ -117,19 +116,17 @@ class QuotientAdam(QuotientOptimizer):
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
 
-    def _check_options(self, group: Mapping[str, Any]) -> None:
-        super()._check_options(group)
-        check_adam_options(group)
-
-    def _state_names(self, group: Mapping[str, Any]) -> set[str]:
-        return {*super()._state_names(group), "step", "matrix", "rows G", "rows H"}
+    _state_names = frozenset({"moment G", "moment H", "rows G", "rows H", "step", "matrix"})
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         (beta1, beta2), eps = group["betas"], group["eps"]
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
         K_inv = s.preconditioner.inverse_roots
         if not s.bucket.state:
-            self._make_room(s, K_inv)
+            s.make_room("moment")
+            s.make_room("rows", columns=1)
+            s.bucket.state["step"] = K_inv.real.new_zeros(len(s.bucket.stack))
+            s.bucket.state["matrix"] = K_inv.new_zeros(len(s.bucket.stack), *K_inv.shape[1:])
         count = s.read("step") + 1
         correction1, correction2 = ((1 - beta**count).view(-1, *[1] * (K_inv.dim() - 1)) for beta in (beta1, beta2))
         # C is stored as a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
@@ -143,27 +140,16 @@ class QuotientAdam(QuotientOptimizer):
         def direction(part: Part) -> Tensor:
             g = s.gradient(part)
             m = s.state("moment", part).mul_(s.keep(beta1, 1.0)).add_(g, alpha=1 - beta1)
-            size = torch.linalg.vector_norm(s.times(g, part, halfway), dim=-1, keepdim=True)
+            size = torch.linalg.vector_norm(g @ of_part(halfway, part), dim=-1, keepdim=True)
             r = s.state("rows", part)
             r.mul_(s.keep(beta2, 1.0)).addcmul_(size, size, value=(1 - beta2) / g.shape[-1])
             second = correction2[part.pairs].squeeze(-3).to(r.dtype)
             return m / ((r / second).sqrt() + eps)
 
         T = s.advance_(direction, A * (_RANK / s.bucket.stack.group.h) ** 0.5, lr, weight_decay)
-        for part in s.parts:
-            m = s.state("moment", part)
-            m.copy_(s.times(m, part, T))
         s.write("step", count)
         T = T.to(C.dtype)
         s.write("matrix", T.mH @ C @ T)
-
-    def _make_room(self, s: PairStep, like: Tensor) -> None:
-        """Initialise the state of a bucket with zeros."""
-        count, state = len(s.bucket.stack), s.bucket.state
-        s.make_room("moment")
-        s.make_room("rows", columns=1)
-        state["step"] = like.real.new_zeros(count)
-        state["matrix"] = like.new_zeros(count, *like.shape[1:])
 
 
 def _mean_over_rows(s: PairStep) -> Tensor:

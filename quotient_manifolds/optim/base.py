@@ -19,7 +19,7 @@ from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of, is_flipped
 from .gradients import all_finite, collect_gradients
-from .others import adamw_, is_number
+from .others import adamw_, check_adam_options, check_momentum, is_number
 from .preconditioner import Preconditioner, wide
 
 __all__ = ["QuotientOptimizer"]
@@ -46,6 +46,9 @@ class QuotientOptimizer(Optimizer):
     """
 
     certify = True
+
+    #: In the state of a bucket that has taken a step.
+    _state_names = frozenset({"moment G", "moment H"})
 
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
@@ -76,6 +79,10 @@ class QuotientOptimizer(Optimizer):
                 raise ValueError(f"{name} must be a number of at least 0, got {group[name]!r}")
         if not isinstance(group.get("maximize", False), bool):
             raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
+        if group.keys() >= {"betas", "eps"}:
+            check_adam_options(group)
+        if group.keys() >= {"momentum", "nesterov"}:
+            check_momentum(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among them."""
@@ -217,10 +224,6 @@ class QuotientOptimizer(Optimizer):
         """Return the metric of a bucket at points with these Gram matrices."""
         return Preconditioner(M, N, bucket.scale)
 
-    def _state_names(self, group: Mapping[str, Any]) -> set[str]:
-        """List the names in the state of a bucket that has taken a step."""
-        return {"moment G", "moment H"}
-
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         """Update the pairs of a bucket."""
         raise NotImplementedError
@@ -277,7 +280,7 @@ class QuotientOptimizer(Optimizer):
                 "short warm-up of the learning rate"
             )
         for entry in state_dict["buckets"]:
-            _check_names(entry["state"].keys(), self._state_names(state_dict["param_groups"][entry["group"]]))
+            _check_names(entry["state"].keys(), self._state_names)
         if state_dict["pairs"] != [p.name for p in self._pairs]:
             differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]
             raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
@@ -309,7 +312,7 @@ def _warn_of_skipped(steps: int) -> None:
         )
 
 
-def _check_names(given: Collection[str], wanted: set[str]) -> None:
+def _check_names(given: Collection[str], wanted: frozenset[str]) -> None:
     if given and given != wanted:  # none before the first step
         raise ValueError(
             f"the state of pairs has {', '.join(sorted(given))} where this optimiser has {', '.join(sorted(wanted))}: "

@@ -186,12 +186,11 @@ class PairStep:
         """Return the name of a pair."""
         return self.bucket.stack.pairs[i if self._index is None else int(self._index[i])].name
 
-    def grams(self, of: Callable[[Part], Tensor], to: Callable[[Part], Tensor] | None = None) -> Tensor:
-        """Sum over parts the Gram matrices Xᴴ X of a function's values, or Xᴴ Y for two functions."""
+    def grams(self, of: Callable[[Part], Tensor]) -> Tensor:
+        """Sum over parts the Gram matrices Xᴴ X of a function's values."""
         found: Tensor | None = None
         for part in self.parts:
-            X = of(part)
-            S = gram(X, None if to is None else to(part))
+            S = gram(of(part))
             if found is None:
                 found = S.new_zeros(self.count, *S.shape[1:-2], 2, *S.shape[-2:])
             of_part(found, part).add_(S)
@@ -260,10 +259,6 @@ class PairStep:
         ok = self.ok.to(self.weights(self.parts[0]).device, torch.float32)  # several devices may hold buckets
         return wide(ok) * (value - otherwise) + otherwise
 
-    def times(self, rows: Tensor, part: Part, A: Tensor) -> Tensor:
-        """Multiply rows of a part by its matrices from (pairs, …, 2, h, h)."""
-        return rows @ of_part(A, part)
-
     def scaled(self, A: Tensor, factor: float) -> Tensor:
         """Multiply matrices by a number, or by 0 in a step that must change nothing, in the precision of the rows."""
         found: Tensor = self.keep(A * factor, 0)
@@ -281,7 +276,10 @@ class PairStep:
         return x
 
     def advance_(self, direction: Callable[[Part], Tensor], A: Tensor, lr: float, weight_decay: float) -> Tensor:
-        """Move all parts along -η times direction A; return matrices, (pairs, …, 2, h, h), that transport covectors."""
+        """Move all parts along -η times direction A, and moments with them.
+
+        Return the matrices, (pairs, …, 2, h, h), that transport covectors.
+        """
         across, after, step = torch.zeros_like(A), torch.zeros_like(A), self.scaled(A, -lr)
         for part in self.parts:
             before = self.weights(part).to(A.dtype, copy=True)
@@ -289,8 +287,11 @@ class PairStep:
             of_part(across, part).add_(gram(before, x))
             of_part(after, part).add_(gram(x))
         T = self.preconditioner.transport_covectors(self._metric(*after.unbind(-3)), across)
-        carried: Tensor = self.keep(T, torch.eye(T.shape[-1], dtype=T.dtype, device=T.device))
-        return carried.to(step.dtype)
+        T = self.keep(T, torch.eye(T.shape[-1], dtype=T.dtype, device=T.device)).to(step.dtype)
+        for part in self.parts if "moment G" in self.bucket.state else ():
+            m = self.state("moment", part)
+            m.copy_(m @ of_part(T, part))
+        return T
 
 
 def check_anchors(steps: Sequence[PairStep]) -> Tensor | None:

@@ -12,9 +12,7 @@ from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
 from .buckets import PairBucket, PairStep, Part, trace
 from .newton_schulz import inverse_root
-from .others import check_adam_options
 from .preconditioner import Preconditioner
-from .sgd import check_momentum
 
 __all__ = ["QuotientMuon"]
 
@@ -108,11 +106,6 @@ class QuotientMuon(QuotientOptimizer):
             "eps": eps, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
-
-    def _check_options(self, group: Mapping[str, Any]) -> None:
-        super()._check_options(group)
-        check_momentum(group)
-        check_adam_options(group)
 
     def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
         step = float(self.param_groups[bucket.group]["lr"]) / 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-__all__ = ["adamw_", "check_adam_options", "is_number"]
+__all__ = ["adamw_", "check_adam_options", "check_momentum", "is_number"]
 
 
 def is_number(value: Any) -> bool:
@@ -28,6 +28,16 @@ def check_adam_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     if not (is_number(group["eps"]) and 0 < group["eps"] < math.inf):
         raise ValueError(f"eps must be positive, got {group['eps']!r}: a factor without a gradient is divided by it")
+
+
+def check_momentum(group: Mapping[str, Any]) -> None:
+    """Raise for ``momentum`` or ``nesterov`` out of range."""
+    if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
+        raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}")
+    if not isinstance(group["nesterov"], bool):
+        raise ValueError(f"nesterov must be True or False, got {group['nesterov']!r}")
+    if group["nesterov"] and not group["momentum"]:
+        raise ValueError("nesterov needs a momentum above 0")
 
 
 def adamw_(

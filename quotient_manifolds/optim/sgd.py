@@ -12,7 +12,6 @@ from torch.optim.sgd import sgd
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
 from .buckets import PairStep, Part
-from .others import is_number
 
 __all__ = ["QuotientSGD"]
 
@@ -84,10 +83,6 @@ class QuotientSGD(QuotientOptimizer):
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
 
-    def _check_options(self, group: Mapping[str, Any]) -> None:
-        super()._check_options(group)
-        check_momentum(group)
-
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         K_inv = s.preconditioner.inverse_roots
         lr, weight_decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
@@ -101,10 +96,7 @@ class QuotientSGD(QuotientOptimizer):
             m = s.state("moment", part).mul_(s.keep(momentum, 1.0)).add_(g)
             return torch.add(g, m, alpha=momentum) if group["nesterov"] else m
 
-        T = s.advance_(direction, K_inv.mH @ K_inv, lr, weight_decay)
-        for part in s.parts if momentum else ():
-            m = s.state("moment", part)
-            m.copy_(s.times(m, part, T))
+        s.advance_(direction, K_inv.mH @ K_inv, lr, weight_decay)
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         for p in params:
@@ -125,13 +117,3 @@ class QuotientSGD(QuotientOptimizer):
         for p, buffer in zip(params, buffers, strict=True):
             if buffer is not None:
                 self.state[p]["momentum_buffer"] = buffer
-
-
-def check_momentum(group: Mapping[str, Any]) -> None:
-    """Raise for ``momentum`` or ``nesterov`` out of range."""
-    if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
-        raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}")
-    if not isinstance(group["nesterov"], bool):
-        raise ValueError(f"nesterov must be True or False, got {group['nesterov']!r}")
-    if group["nesterov"] and not group["momentum"]:
-        raise ValueError("nesterov needs a momentum above 0")

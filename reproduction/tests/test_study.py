@@ -1,12 +1,18 @@
 """The analysis of the study, on rows whose answer is known beforehand."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import numpy as np
+import pandas
 import pytest
 import scipy.stats
 
 from reproduction.power import LEVEL, draw
-from reproduction.study import agreement, differences, plot_partial, plot_radius, table
+from reproduction.study import agreement, alphas, differences, plot_partial, plot_radius, table
 from sharpness.comparison import compare
+from sharpness.sweep import Checkpoint
 from sharpness.tables import verdicts
 
 
@@ -101,3 +107,29 @@ def test_the_table_and_the_figures(tmp_path):
     plot_partial(zoos, tmp_path / "partial.png")
     plot_radius(zoos, "gap", tmp_path / "radius.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("partial.png", "radius.png"))
+
+
+def test_a_measure_that_reaches_one_level_says_so():
+    rows = [r for r in zoo() if (r.get("measure"), r.get("rho")) != ("geodesic-inv", 0.3)]
+    line = next(x for x in table({"zoo": rows}, "gap").splitlines() if x.startswith("| geodesic-inv"))
+    assert "**yes, +, at one level only**" in line
+    assert "at one level" not in table({"zoo": zoo()}, "gap")
+
+
+def test_layers_whose_fit_fails_have_no_alpha(monkeypatch):
+    """Weightwatcher marks them by −1, which had entered the mean."""
+
+    class Watcher:
+        def __init__(self, model, log_level):
+            self.layers = [2.0, -1.0, 3.0] if model.cls_token.any() else [-1.0]
+
+        def analyze(self):
+            return pandas.DataFrame({"alpha": self.layers})
+
+    module = ModuleType("weightwatcher")
+    module.__spec__, module.WeightWatcher = ModuleSpec("weightwatcher", None), Watcher
+    monkeypatch.setitem(sys.modules, "weightwatcher", module)
+    found = alphas(
+        [Checkpoint("a", "reproduction.vision:scratch_vit"), Checkpoint("b", "reproduction.vision:vit_cifar10")]
+    )
+    assert found == {"a": {"alpha": 2.5}}

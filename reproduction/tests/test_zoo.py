@@ -166,9 +166,9 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     found = json.loads(config.read_text())
     assert set(found["rho"]) == {"adaptive"} < set(PRIMARY)
     assert "gradient-norm" in found["measures"]
-    known = [{"kind": "sharpness", "measure": "euclidean", "rho": rho} for rho in (0.5, 0.25)]
-    both = json.loads(choose_radii(Path("zoo"), measures=("euclidean",), rows=known, progress=False).read_text())
-    assert both["rho"] == found["rho"] | {"euclidean": [0.25, 0.5]}
+    config.write_text(json.dumps(found | {"rho": found["rho"] | {"euclidean": [0.25, 0.5]}}))
+    both = json.loads(choose_radii(Path("zoo"), measures=("euclidean",), progress=False).read_text())
+    assert both["rho"] == found["rho"] | {"euclidean": [0.25, 0.5]}  # what is known is kept
     config.write_text(json.dumps(found))
     sweep = read_config(config)
     names = median_models(radii.tested(Path("zoo"))[0])
@@ -187,6 +187,12 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     with pytest.warns(UserWarning, match="α is left out"):
         parts = study.rows_of(Path("zoo"))
     own = parts[""]
+    account = study.account(Path("zoo"))
+    assert account["models"] == 3
+    assert account["left_out"] == {}
+    assert min(account["hours"].values()) >= 0
+    trained = [json.loads(Path(f"zoo/models/model_0{i}.json").read_text())["seconds"] for i in range(3)]
+    assert account["hours"]["training"] == pytest.approx(sum(trained) / 3600, abs=1e-3)
     assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
     assert {r["kind"] for r in parts["_shift"]} == {"fit"}
     low, high = found["rho"]["adaptive"]

@@ -126,33 +126,39 @@ def _symmetries(options: argparse.Namespace) -> int:
     import torch
 
     from quotient_manifolds import symmetries
+    from quotient_manifolds.symmetries.whole import canonical_form, verify_whole
 
     from ..errors import naming
     from ..models import load
 
     loaded = load(options.model, options.checkpoint)
-    batch = loaded.example
+    model, batch = loaded.model, loaded.example
+    report: Any = None
     if options.data is not None:
         batch = data_choice(options).load(loaded, torch.device("cpu"))[0]
     if options.complete:
-        return _complete(options, loaded.model, batch)
-    found = symmetries.find_symmetric_pairs(loaded.model, key_bias=options.key_bias, batch=batch)
-    if not options.json:
-        print(found)
-    if not options.verify:
-        if options.json:
-            print(as_json(_listed(found)), end="")
-        return 0
-    if batch is None:
-        raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
-    with naming(f"{options.model} cannot be verified"):
-        symmetries.check_coverage(loaded.model, lambda: symmetries.default_forward(loaded.model, batch), found)
-        report = symmetries.verify(loaded.model, batch, options.seed)
-    if options.json:
-        print(as_json({**_listed(found), "changes": report.changes, "failures": report.failures}), end="")
+        shown: Any = canonical_form(model)
+        found = {"dimensions": shown.dimensions, "refused": shown.refused}
     else:
+        shown = symmetries.find_symmetric_pairs(model, key_bias=options.key_bias, batch=batch)
+        found = _listed(shown)
+    if not options.json:
+        print(shown)
+    if options.verify:
+        if batch is None:
+            raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
+        with naming(f"{options.model} cannot be verified"):
+            if options.complete:
+                report = verify_whole(model, batch, options.seed)
+            else:
+                symmetries.check_coverage(model, lambda: symmetries.default_forward(model, batch), shown)
+                report = symmetries.verify(model, batch, options.seed)
+        found |= {"changes": report.changes, "failures": report.failures}
+    if options.json:
+        print(as_json(found), end="")
+    elif report is not None:
         print(f"\n{report}")
-    return 0 if report.ok else 1
+    return 0 if report is None or report.ok else 1
 
 
 def _listed(pairs: Any) -> dict[str, Any]:
@@ -163,26 +169,6 @@ def _listed(pairs: Any) -> dict[str, Any]:
             for p in pairs
         ]
     }
-
-
-def _complete(options: argparse.Namespace, model: Any, batch: Any) -> int:
-    from quotient_manifolds.symmetries.whole import canonical_form, verify_whole
-
-    form = canonical_form(model)
-    found = {"dimensions": form.dimensions, "refused": form.refused}
-    if not options.json:
-        print(form)
-    if not options.verify:
-        print(as_json(found) if options.json else "", end="")
-        return 0
-    if batch is None:
-        raise ValueError("--verify needs inputs, which are known for the models of libraries only; give --data")
-    report = verify_whole(model, batch, options.seed)
-    if options.json:
-        print(as_json({**found, "changes": report.changes, "failures": report.failures}), end="")
-    else:
-        print(f"\n{report}")
-    return 0 if report.ok else 1
 
 
 def add_run(commands: Any) -> None:

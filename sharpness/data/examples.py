@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Examples", "choose", "class_number"]
+__all__ = ["Examples", "class_number"]
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,21 @@ class Examples:
     sorted: bool = False
 
     def choose(self, count: int | None = None, seed: int | None = None) -> list[int]:
-        """Choose as :func:`choose`; of sorted examples always at random, because the first ones are of one class."""
-        return choose(len(self), count, 0 if seed is None and self.sorted else seed)
+        """Choose the first ``count`` examples or, with a seed, as many at random, in random order.
+
+        Sorted ones are always chosen at random, because the first ones are of one class. With the same seed, a smaller
+        choice is the beginning of a larger one.
+        """
+        count, seed = self.size if count is None else count, 0 if seed is None and self.sorted else seed
+        if not 1 <= count <= self.size:
+            raise ValueError(
+                f"{count} examples were asked for, but there are {self.size}; choose from 1 to {self.size}"
+            )
+        order = range(self.size) if seed is None else np.random.default_rng(seed).permutation(self.size).tolist()
+        return list(order[:count])
 
     def __len__(self) -> int:
         return self.size
-
-
-def choose(size: int, count: int | None = None, seed: int | None = None) -> list[int]:
-    """Choose the first ``count`` of ``size`` examples or, with a seed, as many at random, in random order.
-
-    With the same seed, a smaller choice is the beginning of a larger one.
-    """
-    count = size if count is None else count
-    if not 1 <= count <= size:
-        raise ValueError(f"{count} examples were asked for, but there are {size}; choose from 1 to {size}")
-    return list(range(count)) if seed is None else np.random.default_rng(seed).permutation(size)[:count].tolist()
 
 
 def class_number(name: str, known: Mapping[str, int]) -> int | None:

@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 
 from sharpness.data import DataChoice, TextColumns
-from sharpness.data.examples import choose
+from sharpness.data.examples import Examples
 from sharpness.data.images import pixels
 from sharpness.data.loading import load_examples
 from sharpness.models import ImageFormat, LoadedModel
@@ -14,7 +14,7 @@ from tests.pictures import COLOUR, FORMAT, Words
 def test_batches(folder):
     mine = LoadedModel(torch.nn.Identity(), images=COLOUR)
     batches = DataChoice(str(folder), batch_size=2, num_examples=5, subset_seed=3).load(mine)
-    order = choose(6, 5, 3)
+    order = Examples(6, list).choose(5, 3)
     assert [len(y) for _, y in batches] == [2, 2, 1]
     assert torch.cat([y for _, y in batches]).tolist() == [i // 3 for i in order]
 
@@ -28,7 +28,7 @@ def test_batches_are_equal_and_classes_are_mixed(folder, tmp_path):
     assert torch.cat([y for _, y in batches]).tolist() == list(range(40))
     assert [len(y) for _, y in DataChoice(path, batch_size=16, batches=2).load(mine)] == [16, 16]
     ((_, found),) = DataChoice(str(folder), num_examples=4).load(mine)
-    assert found.tolist() == [i // 3 for i in choose(6, 4, 0)]
+    assert found.tolist() == [i // 3 for i in Examples(6, list).choose(4, 0)]
     assert set(found.tolist()) == {0, 1}
 
 
