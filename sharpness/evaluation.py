@@ -55,13 +55,11 @@ def evaluate(
     batches : iterable
         Dicts with labels for a transformers model, pairs (x, y), or any batches that ``loss_fn`` accepts.
     loss_fn : callable, optional
-        ``loss_fn(model, batch)`` → scalar; by default ``model(**batch).loss``, or the cross-entropy of ``model(x)`` and
-        y.
+        ``loss_fn(model, batch)`` → scalar; by default ``model(**batch).loss``, or cross-entropy of ``model(x)`` and y.
     measure : str or Measure
         A name in :data:`MEASURES`: ``"geodesic-inv"``, ``"complete-inv"``, ``"adaptive"``, …; see :func:`get_measure`.
     rho : float or iterable of float, optional
-        Radii in the metric of the measure; by default the measure's own. A point found in a smaller ball also counts
-        for the larger ones.
+        Radii in the measure's metric, by default its own. A point found in a smaller ball also counts for larger ones.
     statistic : {"worst", "average"}
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
@@ -73,14 +71,12 @@ def evaluate(
     normalize_logits : bool
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
-        Examples per pass through the model; the result is the same as for the whole batch, with less memory. Texts with
-        an ``attention_mask`` pass sorted by length, without the padding that they do not need.
+        Examples per pass through the model: less memory, the same result. Texts pass sorted by length, without padding.
     offload : bool
         Keep the vectors of the search in main memory, to which parts of them go and from which they come at every step.
         A GPU then holds one copy of the trainable weights besides what a pass needs, instead of four or five.
     keep_directions : bool, optional
-        Keep the worst directions, each as large as the model, in main memory. By default the first ones are kept, up to
-        2 GiB.
+        Keep the worst directions, each as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
         Show a progress bar or, without a terminal, one line per minute.
     group : ProcessGroup, optional
@@ -92,8 +88,7 @@ def evaluate(
     Returns
     -------
     SharpnessResult
-        ``result[rho]`` is the result at one radius, ``float(result[rho])`` its sharpness, and ``print(result)`` shows a
-        table.
+        ``result[rho]`` is that at one radius, ``float(result[rho])`` its sharpness; ``print(result)`` shows a table.
 
     Raises
     ------
@@ -117,8 +112,7 @@ def evaluate(
     True
     """
     objective = Objective(loss_fn, normalize_logits, micro_batch)
-    keep = False if keep_directions is None and is_sharded_model(model) else keep_directions
-    work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, keep)
+    work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, keep_directions)
     with World(group).losing_others():
         return work.run(model, batches, pairs, only, progress, group, offload)
 
@@ -178,6 +172,7 @@ class _Evaluation:
         progress: bool, group: ProcessGroup | None, offload: bool,
     ) -> SharpnessResult:  # fmt: skip
         """Do all jobs and combine their results."""
+        self.keep = False if self.keep is None and is_sharded_model(model) else self.keep
         effort = self.search.steps if self.statistic == "worst" else self.search.num_samples
         count = len(batches) if isinstance(batches, Sized) else None
         processes = 1 if is_sharded_model(model) else World(group).size

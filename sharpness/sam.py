@@ -169,8 +169,7 @@ class GeodesicSAM(Optimizer):
     Raises
     ------
     ValueError
-        Weights are in half precision, the ball of the measure is not round, ρ is not positive, or ``refresh`` is below
-        1.
+        Weights are in half precision, the measure's ball is not round, ρ is not positive, or ``refresh`` is below 1.
 
     Notes
     -----

@@ -139,13 +139,8 @@ class WeightSpace(Coordinates):
         return Parts(self.model, self._parameters)
 
     def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
-        contiguous = torch.contiguous_format
-        return {
-            p: make(p.data, dtype=at_least_float32(p.dtype), memory_format=contiguous)
-            for p in self._parameters.values()
-        }
-
-    # -- what gradients say of the pairs ---------------------------------------------------------------------------
+        make = functools.partial(make, memory_format=torch.contiguous_format)
+        return {p: make(p.data, dtype=at_least_float32(p.dtype)) for p in self._parameters.values()}
 
     @property
     def tolerance(self) -> float:
@@ -279,11 +274,9 @@ class WeightSpace(Coordinates):
                 block.vector_(moving, c, at_model=False)
         found = losses()
         first, second = self._gradients.with_hessian_product([found] if isinstance(found, Tensor) else found, moving)
-        out = self.empty()
-        self._pull_back_(out, second, None)
-        curved, straight = self.empty(), self.empty()
-        self._pull_back_(curved, first, v)
-        self._pull_back_(straight, first, None)
+        out, curved, straight = self.empty(), self.empty(), self.empty()
+        for into, gradient, at in ((out, second, None), (curved, first, v), (straight, first, None)):
+            self._pull_back_(into, gradient, at)
         return out.add_(curved).sub_(straight)
 
 

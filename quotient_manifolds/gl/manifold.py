@@ -61,7 +61,7 @@ class GLQuotient(QuotientManifold):
             ok, reason = self._check_point_on_manifold(x.detach())
             if not ok or gauge is None:
                 raise ValueError(reason)
-        return GLTangentSpace(self, self.metric, x, gauge, relaxation=self.relaxation, differentiable=differentiable)
+        return GLTangentSpace(self, x, gauge, differentiable=differentiable)
 
     def at_gauge(
         self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
@@ -85,10 +85,7 @@ class GLQuotient(QuotientManifold):
             ``proju``, ``coordinates`` and random vectors are not.
         """
         x, at_canonical = (gauge.x, True) if x is None else (x, False)
-        return GLTangentSpace(
-            self, self.metric, x, gauge, relaxation=self.relaxation, at_canonical=at_canonical, tolerance=tolerance,
-            differentiable=moved,
-        )  # fmt: skip
+        return GLTangentSpace(self, x, gauge, at_canonical=at_canonical, tolerance=tolerance, differentiable=moved)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`, (…, n + m, h); A is (…, h, h), invertible."""

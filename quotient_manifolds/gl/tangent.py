@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import QuotientManifold, TangentSpace, standard_normal
+from ..base import TangentSpace, standard_normal
 from ..linalg import in_own_precision, pack
 from . import geodesic as geodesics
 from .coordinates import Coordinates, along_gradient
 from .gauge import Gauge
 from .local_metric import canonical_metric, moving_metric
-from .metrics import Metric, Pair
+from .metrics import Pair
 
 __all__ = ["GLTangentSpace", "draw_gaussians"]
 
@@ -63,16 +63,15 @@ class GLTangentSpace(TangentSpace):
 
     def __init__(
         self,
-        manifold: QuotientManifold,
-        metric: Metric,
+        manifold: Any,
         x: Tensor,
         gauge: Gauge,
         *,
-        relaxation: float = 0.0,
         at_canonical: bool = False,
         differentiable: bool = False,
         tolerance: float | None = None,
     ) -> None:
+        metric, relaxation = manifold.metric, manifold.relaxation
         self.manifold, self.metric, self.x, self.gauge = manifold, metric, x, gauge
         self._at_canonical = at_canonical
         self.present = gauge.present(tolerance)

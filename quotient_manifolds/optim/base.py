@@ -19,7 +19,7 @@ from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of, is_flipped
 from .gradients import all_finite, collect_gradients
-from .others import adamw_, check_adam_options, check_momentum, is_number
+from .others import adamw_, check_options, is_number
 from .preconditioner import Preconditioner, wide
 
 __all__ = ["QuotientOptimizer"]
@@ -54,7 +54,7 @@ class QuotientOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, pairs: Iterable[SymmetricPair], defaults: dict[str, Any]) -> None:
-        self._check_options(defaults)
+        check_options(defaults)
         bound = defaults["max_grad_norm"]
         if bound is not None and not (is_number(bound) and bound > 0):
             raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None turns clipping off")
@@ -72,18 +72,6 @@ class QuotientOptimizer(Optimizer):
                 "are trainable, or use torch.optim.AdamW"
             )
 
-    def _check_options(self, group: Mapping[str, Any]) -> None:
-        """Raise for an option of a parameter group that is out of range."""
-        for name in ("lr", "weight_decay"):
-            if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
-                raise ValueError(f"{name} must be a number of at least 0, got {group[name]!r}")
-        if not isinstance(group.get("maximize", False), bool):
-            raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
-        if group.keys() >= {"betas", "eps"}:
-            check_adam_options(group)
-        if group.keys() >= {"momentum", "nesterov"}:
-            check_momentum(group)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among them."""
         group = dict(param_group)
@@ -93,7 +81,7 @@ class QuotientOptimizer(Optimizer):
         bound = group.get("max_grad_norm", self.defaults["max_grad_norm"])
         if not (bound is None or is_number(bound)) or bound != self.defaults["max_grad_norm"]:
             raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")
-        self._check_options({**self.defaults, **group})
+        check_options({**self.defaults, **group})
         super().add_param_group(group)
         try:
             self.add_pairs(pairs)
@@ -170,14 +158,7 @@ class QuotientOptimizer(Optimizer):
     def _own_parameters(self) -> list[Tensor]:
         """List the parameters; those of the pairs must still be among them, and in the model."""
         found: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
-        own = set(found)
-        for pair in self._pairs:
-            if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
-                raise ValueError(
-                    f"parameters of the pair {pair.name!r} have been replaced or deleted since this optimiser was "
-                    "created (load_state_dict(assign=True), delete_adapter, or FSDP2 and DeepSpeed, whose shards have "
-                    "no geometry of their own); create it anew, or use DDP"
-                )
+        _check_owned(self._pairs, set(found))
         return found
 
     def _is_other(self, p: Tensor) -> bool:
@@ -310,6 +291,17 @@ def _warn_of_skipped(steps: int) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _check_owned(pairs: Iterable[SymmetricPair], own: set[Tensor]) -> None:
+    """Raise if parameters of pairs were replaced."""
+    for pair in pairs:
+        if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
+            raise ValueError(
+                f"parameters of the pair {pair.name!r} have been replaced or deleted since this optimiser was created "
+                "(load_state_dict(assign=True), delete_adapter, or FSDP2 and DeepSpeed, whose shards have no geometry "
+                "of their own); create it anew, or use DDP"
+            )
 
 
 def _check_names(given: Collection[str], wanted: frozenset[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-__all__ = ["adamw_", "check_adam_options", "check_momentum", "is_number"]
+__all__ = ["adamw_", "check_options", "is_number"]
 
 
 def is_number(value: Any) -> bool:
@@ -21,7 +21,20 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_adam_options(group: Mapping[str, Any]) -> None:
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise for an option of a parameter group that is out of range."""
+    for name in ("lr", "weight_decay"):
+        if not (is_number(group[name]) and 0 <= float(group[name]) < 1e30):
+            raise ValueError(f"{name} must be a number of at least 0, got {group[name]!r}")
+    if not isinstance(group.get("maximize", False), bool):
+        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
+    if group.keys() >= {"betas", "eps"}:
+        _check_adam_options(group)
+    if group.keys() >= {"momentum", "nesterov"}:
+        _check_momentum(group)
+
+
+def _check_adam_options(group: Mapping[str, Any]) -> None:
     """Raise for ``betas`` or ``eps`` out of range."""
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
@@ -30,7 +43,7 @@ def check_adam_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"eps must be positive, got {group['eps']!r}: a factor without a gradient is divided by it")
 
 
-def check_momentum(group: Mapping[str, Any]) -> None:
+def _check_momentum(group: Mapping[str, Any]) -> None:
     """Raise for ``momentum`` or ``nesterov`` out of range."""
     if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
         raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}")

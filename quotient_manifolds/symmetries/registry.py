@@ -211,6 +211,17 @@ def find_symmetric_pairs(
     found = [
         p for path, module in model.named_modules() for p in (*_of_module(module, plain(path)), *examined.get(path, ()))
     ]
+    _check_extra(extra, found)
+    whole = merged([*found, *extra])
+    if key_bias == "drop":
+        whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
+    if prefix_tuned(model):
+        whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
+    return PairList(without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole]))))
+
+
+def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair]) -> None:
+    """Refuse pairs of a user that share their name or a block with others."""
     taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
     names = {p.name for p in found}
     for p in extra:
@@ -221,12 +232,6 @@ def find_symmetric_pairs(
             if b.key in taken:
                 raise ValueError(f"pair {p.name!r} uses a block that already belongs to pair {taken[b.key]!r}")
         taken.update({b.key: p.name for b in p.G + p.H})
-    whole = merged([*found, *extra])
-    if key_bias == "drop":
-        whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
-    if prefix_tuned(model):
-        whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
-    return PairList(without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole]))))
 
 
 def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairList:

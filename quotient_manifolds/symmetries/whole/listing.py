@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor
 
@@ -26,15 +26,8 @@ def symmetries_of(
     w = Wiring(closed=False) if wiring is None else wiring
     tied = w.tied()
 
-    def obstacle(s: Symmetry) -> str:
-        if any(p in tied for p in s.parameters):
-            return "weights that are used in another place too"
-        if any(not p.is_leaf for p in s.parameters):
-            return "weights that are computed"  # by pruning, for example
-        return "frozen weights" if any(not p.requires_grad for p in s.parameters) else ""
-
     def add(s: Symmetry) -> bool:
-        reason = obstacle(s)
+        reason = _obstacle(s, tied)
         if reason:
             refused[f"{s.kind}: {s.name}"] = reason
         else:
@@ -46,7 +39,7 @@ def symmetries_of(
         norm = site.norm
         if norm.gain is None or norm.shift is None or bool((norm.gain.detach() + norm.offset != 0).all()):
             return True
-        return not obstacle(kinds.shift(site))
+        return not _obstacle(kinds.shift(site), tied)
 
     # A constant added by a writer, or a rotation, passes through no scale.
     scaled = {affine.W for name, scale, affine in w.scales if not add(kinds.layer_scale(name, scale, affine))}
@@ -97,6 +90,15 @@ def symmetries_of(
         left = [s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted]
         add(kinds.rotation("the stream", w, left))
     return found, refused
+
+
+def _obstacle(s: Symmetry, tied: Container[Tensor]) -> str:
+    """Say why a symmetry cannot be folded, if it cannot."""
+    if any(p in tied for p in s.parameters):
+        return "weights that are used in another place too"
+    if any(not p.is_leaf for p in s.parameters):
+        return "weights that are computed"  # by pruning, for example
+    return "frozen weights" if any(not p.requires_grad for p in s.parameters) else ""
 
 
 def _biases(w: Wiring, shifted: Sequence[Site], pairs: Sequence[SymmetricPair]) -> list[Symmetry | None]:
