@@ -244,7 +244,9 @@ def _space(
             inside = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
         tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * inside)
         if space.world.all(abs(found - loss) <= tolerance * max(abs(loss), 1e-2)):
-            if space.form is not None and not space.form.wired:
+            in_pairs = {p for pair in space.form.pairs if pair.group for p in pair.parameters()} if space.form else ()
+            others = any(p.requires_grad and p not in in_pairs for p in model.parameters())
+            if others and space.form is not None and not space.form.wired:  # adapters alone have no others
                 warnings.warn(
                     f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
                     "its heads and key biases alone, and other symmetries move the result; describe it with "
