@@ -244,9 +244,7 @@ def _space(
             inside = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
         tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * inside)
         if space.world.all(abs(found - loss) <= tolerance * max(abs(loss), 1e-2)):
-            in_pairs = {p for pair in space.form.pairs if pair.group for p in pair.parameters()} if space.form else ()
-            others = any(p.requires_grad and p not in in_pairs for p in model.parameters())
-            if others and space.form is not None and not space.form.wired:  # adapters alone have no others
+            if space.form is not None and not space.form.wired and _moves_others(model, space.form.pairs):
                 warnings.warn(
                     f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
                     "its heads and key biases alone, and other symmetries move the result; describe it with "
@@ -258,6 +256,12 @@ def _space(
         "not wired, or not used, as its class says (hooks, replaced layers, unusual inputs?); register its wiring, or "
         "use the measure 'geodesic-inv'"
     )
+
+
+def _moves_others(model: nn.Module, pairs: Sequence[SymmetricPair]) -> bool:
+    """Tell whether weights outside pairs are trainable, as they are not where adapters alone are."""
+    inside = {p for pair in pairs if pair.group is not None for p in pair.parameters()}
+    return any(p.requires_grad and p not in inside for p in model.parameters())
 
 
 def _check_first(

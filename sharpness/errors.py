@@ -45,7 +45,8 @@ def naming(what: str) -> Iterator[None]:
 
 def imported(name: str, what: str) -> Any:
     """Import ``module:object``, also from the current folder; errors become one sentence that begins with ``what``."""
-    sys.path += [] if {"", os.getcwd()} & set(sys.path) else [os.getcwd()]
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
     try:
         with naming(what):
             return pkgutil.resolve_name(name)
