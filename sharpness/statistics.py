@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -264,13 +265,30 @@ def _signs(x: _Array) -> _Array:
 def _tau(x: _Array, y: _Array) -> _Statistic:
     """τ-b of the signs of all differences, for many resamples at once; copies of one model are tied."""
 
+    def pairs(counts: _Array, m: _Array) -> _Array:
+        if np.count_nonzero(m) == m.size - len(m) and (m >= 0).all():  # no ties but of models with themselves
+            total: _Array = counts.sum(axis=1) ** 2 - (counts**2).sum(axis=1)
+        else:
+            total = ((counts @ m) * counts).sum(axis=1)
+        return total
+
     def statistic(counts: _Array) -> _Array:
-        score, x_pairs, y_pairs = (((counts @ m) * counts).sum(axis=1) for m in (x * y, np.abs(x), np.abs(y)))
+        score, x_pairs, y_pairs = (pairs(counts, m) for m in (x * y, np.abs(x), np.abs(y)))
         untied = x_pairs * y_pairs
         found: _Array = score / np.sqrt(np.where(untied > 0, untied, np.nan))
         return found
 
     return statistic
+
+
+@lru_cache(maxsize=4)
+def _counts(count: int, resamples: int, seed: int) -> _Array:
+    """Return how often each resample, (resamples, count), has each model: the same for all quantities of a table."""
+    chosen = np.random.default_rng(seed).integers(count, size=(resamples, count))
+    found = np.zeros((resamples, count))
+    np.add.at(found, (np.arange(resamples)[:, None], chosen), 1)
+    found.flags.writeable = False
+    return found
 
 
 def _bootstrapped(
@@ -283,9 +301,7 @@ def _bootstrapped(
     returns no interval if one resample of few models is constant.
     """
     count = len(pairs[0][0])
-    chosen = np.random.default_rng(seed).integers(count, size=(resamples, count))
-    counts = np.zeros((resamples, count))
-    np.add.at(counts, (np.arange(resamples)[:, None], chosen), 1)
+    counts = _counts(count, resamples, seed)
     values = [float(statistic(np.ones((1, count)))[0]) for statistic in statistics]
     draws = [statistic(counts) for statistic in statistics]
     i, j = np.triu_indices(count, 1)

@@ -28,6 +28,9 @@ _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
+#: Tolerances of geodesics, exact and rough: the latter while no residual is below a hundredth, and where it comes out above
+#: the third, so that its error does not matter.
+_EXACT, _ROUGH, _VISIBLE = 1e-12, 1e-6, 1e-4
 #: An eigenvalue below the first means a saddle point, one above the second none, even in single precision. If every
 #: cosine is above the third, other representatives of the end are not searched: they are farther away.
 _SADDLE, _SURE, _NEAR = -1e-3, 0.05, 0.3
@@ -230,7 +233,7 @@ class _Search:
             path = minimiser.run(100, tol)
             todo, last = torch.arange(len(at), device=at.device), torch.ones_like(least)
             for _ in range(8):
-                shot = self._shot(at[todo], minimiser.path, least[todo])
+                shot = self._shot(at[todo], minimiser.path, least[todo], far=bool((found.residual > 0.01).all()))
                 found.improve(todo, shot)
                 going = (shot.residual > _AIM) & (shot.residual < 0.3 * last)
                 if not bool(going.any()):
@@ -244,18 +247,27 @@ class _Search:
                 break
         return found
 
-    def _shot(self, at: Tensor, path: Path, least: Tensor) -> Shortest:
-        """Follow the exact geodesics with the first velocities of paths."""
+    def _shot(self, at: Tensor, path: Path, least: Tensor, far: bool) -> Shortest:
+        """Follow geodesics exactly, or roughly those that miss by far; inv's are closed, and exact at any rate."""
+        rough = far and not self.manifold.metric.complete
+        shot = self._followed(at, path, least, _ROUGH if rough else _EXACT)
+        near = (shot.residual < _VISIBLE).nonzero().squeeze(1)
+        if rough and len(near):
+            shot.put(near, self._followed(at[near], path[near], least[near], _EXACT))
+        return shot
+
+    def _followed(self, at: Tensor, path: Path, least: Tensor, tol: float) -> Shortest:
+        """Follow the geodesics with the first velocities of paths."""
         gauge = self.gauge
         space = self.manifold.at_gauge(Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
         u = space.proju(path.start_velocity())
         u = torch.where(u.isfinite().all(-1).all(-1)[:, None, None], u, 0)
         exits = torch.full_like(least, torch.inf)
         try:
-            end, velocity = space.geodesic(u)
+            end, velocity = space.geodesic(u, relative_tol=tol)
         except GeodesicExitError as error:
             exits = exits if error.times is None else error.times
-            end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u))
+            end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u), relative_tol=tol)
         missing = torch.linalg.matrix_norm(self.manifold.to_matrix(end) - self.target[at]) / self.size[at]
         residual = torch.where(exits.isfinite(), torch.inf, missing)
         return Shortest(u, end, velocity, residual, space.norm(u), exits, least, self._lowest(path))
