@@ -28,9 +28,9 @@ _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
-#: Tolerances of geodesics, exact and rough: the latter while no residual is below a hundredth, and where it comes out above
-#: the third, so that its error does not matter.
-_EXACT, _ROUGH, _VISIBLE = 1e-12, 1e-6, 1e-4
+#: Tolerances of geodesics, exact and rough: the latter while no residual is below a hundredth, and where the residual
+#: comes out above the third, so that the error does not matter.
+_EXACT, _ROUGH, _VISIBLE = 1e-11, 1e-6, 1e-4
 #: An eigenvalue below the first means a saddle point, one above the second none, even in single precision. If every
 #: cosine is above the third, other representatives of the end are not searched: they are farther away.
 _SADDLE, _SURE, _NEAR = -1e-3, 0.05, 0.3
