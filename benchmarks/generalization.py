@@ -24,7 +24,18 @@ from _common import RESULTS, write
 
 from reproduction.collection import train_collection
 from reproduction.plots import plot_ablations
-from reproduction.study import account, agreement, differences, plot_partial, plot_radius, rows_of, table
+from reproduction.study import (
+    OUTCOMES,
+    account,
+    agreement,
+    differences,
+    judged,
+    plain_table,
+    plot_partial,
+    plot_radius,
+    rows_of,
+    table,
+)
 from reproduction.zoo import KINDS
 from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
@@ -36,8 +47,8 @@ from sharpness.sweep import read_config, read_rows, run_sweep
 from sharpness.tables import FEWEST_MODELS, formatted
 
 DOCS = RESULTS.parent.parent / "docs"
-#: Test examples of each collection.
-TESTED = {"pilot": 10_000, "vit": 10_000, "minilm": 9_815, "scratch": 10_000}
+#: Test examples of each collection, and shifted ones.
+TESTED = {"pilot": (10_000, 0), "vit": (10_000, 10_000), "minilm": (9_815, 4_530), "scratch": (10_000, 10_000)}
 MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
     "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
@@ -135,19 +146,25 @@ def zoos() -> tuple[dict[str, list[Row]], ...]:
         {kind: list(read_results(path)) for kind in KINDS if (path := RESULTS / f"zoo_{kind}{part}.csv").is_file()}
         for part in ("", "_shift", "_further")
     )
-    shifted = {kind: [*shift[kind], *(r for r in rows if r["kind"] != "fit")] for kind, rows in own.items()}
+    shifted = {kind: [*shift.get(kind, ()), *(r for r in rows if r["kind"] != "fit")] for kind, rows in own.items()}
     return own, shifted, {kind: [*rows, *further.get(kind, ())] for kind, rows in own.items()}
 
 
-def resolution(rows: Sequence[Row], examples: int, trained: int, hours: Mapping[str, float]) -> str:
-    """Describe a collection: its models, errors, and the ratio of the test error's standard error to its spread."""
-    fits = [r for r in rows if r["kind"] == "fit"]
-    columns = [[r["train_error"] for r in fits], [r["test_error"] for r in fits]]
+def resolution(
+    rows: Sequence[Row], shifted: Sequence[Row], examples: tuple[int, int], trained: int, hours: Mapping[str, float]
+) -> str:
+    """Describe a collection: its models, errors, and the ratios of test errors' standard errors to their spread."""
+    fits, others = ([r for r in part if r["kind"] == "fit"] for part in (rows, shifted))
+    columns = [[r[name] for r in fits] for name in ("train_error", "test_error")]
     columns.append([b - a for a, b in zip(*columns, strict=True)])
-    error = fmean((e * (1 - e) / examples) ** 0.5 for e in columns[1])
     ranges = [f"{min(c):.3f} to {max(c):.3f}" for c in columns]
+    tests = [columns[1], [r["test_error"] for r in others]]
+    ratios = [
+        f"{fmean((e * (1 - e) / n) ** 0.5 for e in errors) / stdev(errors):.2f}" if errors else ""
+        for errors, n in zip(tests, examples, strict=True)
+    ]
     times = [f"{hours[part]:.1f}" if part in hours else "" for part in ("training", "testing", "measuring")]
-    return ",".join([str(trained), str(trained - len(fits)), *ranges, f"{error / stdev(columns[1]):.2f}", *times])
+    return ",".join([str(trained), str(trained - len(fits)), *ranges, *ratios, *times])
 
 
 def report(docs: Path = DOCS) -> None:
@@ -168,29 +185,26 @@ def report(docs: Path = DOCS) -> None:
     accounts["pilot"] = {"models": 24, "hours": {}}
     lines = [
         "collection,models,left out,train error,test error,gap,standard error of a test error / spread,"
-        "hours of one core: training,testing,measuring"
+        "of one under shift / spread,hours of a process: training,testing,measuring"
     ]
     for kind, found in {"pilot": rows, **own}.items():
         one = accounts[kind]
-        lines.append(f"{kind},{resolution(found, TESTED[kind], one['models'], one['hours'])}")
+        lines.append(f"{kind},{resolution(found, shifted.get(kind, ()), TESTED[kind], one['models'], one['hours'])}")
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     compared = {k: list(read_results(p)) for k in KINDS if (p := RESULTS / f"agreement_{k}.csv").is_file()}
     compared = {k: rows for k, rows in {**compared, **own}.items() if len(targets(rows)) >= FEWEST_MODELS}
     if compared:
         (tables / "agreement.md").write_text(agreement(compared, *AGREEMENT), encoding="utf-8")
     if own:
-        for target in ("gap", "test-loss"):
-            (tables / f"zoos_{target}.md").write_text(table(own, target), encoding="utf-8")
-            (tables / f"zoos_{target}_squared.md").write_text(table(own, target, quadratic=True), encoding="utf-8")
+        found = {target: judged(own, target) for target in OUTCOMES}
+        parts = {"shift": table(judged(shifted, "test-error")), "plain": plain_table(found)}
+        for target, rankings in found.items():
+            parts[target], parts[f"{target}_differences"] = table(rankings), differences(own, target)
+            parts[f"{target}_squared"] = table(judged(own, target, quadratic=True))
             plot_radius(further, target, images / f"zoos_radius_{target}.png")
-            lines = ["| zoo | measure | level | partial τ minus that of adaptive |", "|---" * 4 + "|"]
-            for kind, found in own.items():
-                for (name, level), tau in differences(found, target).items():
-                    between = f"{tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]"
-                    lines.append(f"| {kind} | {name} | {level + 1} | {between} |")
-            (tables / f"zoos_{target}_differences.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        (tables / "zoos_shift.md").write_text(table(shifted, "test-error"), encoding="utf-8")
-        plot_partial(own, images / "zoos_partial.png")
+        for name, text in parts.items():
+            (tables / f"zoos_{name}.md").write_text(text, encoding="utf-8")
+        plot_partial(found, images / "zoos_partial.png")
 
 
 def main() -> None:

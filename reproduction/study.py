@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from sharpness.baselines import distance, geodesic_distance
-from sharpness.comparison import CONTROLS, Ranking, compare
+from sharpness.comparison import CONTROLS, Ranking, compare, curves
+from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
 from sharpness.plots.look import COLOURS, MARKERS, figure
+from sharpness.results import LEAVES
 from sharpness.rows import TARGETS, Row, targets
 from sharpness.statistics import Correlation, kendall, kendall_difference
 from sharpness.sweep import Checkpoint, read_config, read_rows
@@ -25,10 +27,16 @@ from sharpness.tables import verdicts
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
 
-__all__ = ["account", "agreement", "differences", "plot_partial", "plot_radius", "rows_of", "table"]
+__all__ = [
+    "account", "agreement", "differences", "judged", "plain_table", "plot_partial", "plot_radius", "rows_of", "table",
+]  # fmt: skip
 
 #: The targets that a zoo's measures are compared with.
 OUTCOMES = ("gap", "test-loss")
+#: The measures that are compared with adaptive.
+COMPARED = ("geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix")
+#: The rankings of a zoo's quantities, by zoo.
+Judged = Mapping[str, Sequence[Ranking]]
 
 
 def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
@@ -45,16 +53,24 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     dict of str to list of dict
         ``""``: those at the radii of the rule and without a radius; ``"_shift"``: fits with shifted data instead of
         test data; ``"_further"``: sharpness at further radii. Without the models that the plan leaves out
-        (:func:`reproduction.radii.tested`), of which a warning tells. A warning also tells of missing measurements.
+        (:func:`reproduction.radii.tested`), of which a warning tells, and without balls of mix measures that leave the
+        manifold. A warning also tells of missing measurements.
+
+    Raises
+    ------
+    ValueError
+        The zoo has no radii, or no tests by this version of the code.
     """
-    own, hessians, further = _measured(zoo)
+    own, hessians, further = map(_inside, _measured(zoo))
     found, checkpoints = [*own, *hessians], read_config(zoo / "models" / "measure.json").checkpoints
     more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
     for row in found:
         if row["kind"] == "baselines":
             for by_checkpoint in more:
                 row |= by_checkpoint.get(row["checkpoint"], {})
-    _, left_out = tested(zoo)
+    fits, left_out = tested(zoo)
+    if not fits:
+        raise ValueError(f"{zoo} has no tests that this version of the code has made; gather with the one that did")
     if left_out:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"{len(left_out)} models are left out ({why})", stacklevel=2)
@@ -67,6 +83,21 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
     parts = {"": found, "_shift": shifted, "_further": further}
     return {name: [r for r in rows if r["checkpoint"] not in left_out] for name, rows in parts.items()}
+
+
+def _inside(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out what a mix measure found where its ball leaves the manifold: the breakdown of its retraction."""
+    kept = [
+        r
+        for r in rows
+        if not (r.get("measure") in COMPARED and get_measure(r["measure"]).pair_metric == "mix" and r["rho"])
+        or r["rho"] <= LEAVES * r["min_singular_value"]
+    ]
+    if len(kept) < len(rows):
+        warnings.warn(
+            f"{len(rows) - len(kept)} balls of mix measures leave the manifold, and are left out", stacklevel=3
+        )
+    return kept
 
 
 def _measured(zoo: Path) -> list[list[dict[str, Any]]]:
@@ -134,13 +165,13 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, dict[str, float]]:
     return found
 
 
-def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -> dict[tuple[str, int], Any]:
-    """Compare measures with a reference measure at the same level, by partial τ.
+def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str = "adaptive") -> str:
+    """Tabulate the geodesic and complete measures minus a reference measure at the same level, by partial τ.
 
     Parameters
     ----------
-    rows : sequence of mapping
-        Rows of a zoo whose measures have the same number of radii, chosen by the rule.
+    zoos : mapping of str to sequence of mapping
+        Rows by name, of measures with radii chosen by the rule.
     target : str
         See :func:`sharpness.rows.targets`.
     reference : str
@@ -148,21 +179,21 @@ def differences(rows: Sequence[Row], target: str, reference: str = "adaptive") -
 
     Returns
     -------
-    dict of (str, int) to Correlation
-        By measure and level, from 0: τ given training loss and error minus the reference's, with a paired bootstrap.
+    str
+        A table in markdown: τ given training loss and error minus the reference's, with a paired bootstrap at 95 %.
     """
-    goal = targets(rows, target)
-    fits = {r["checkpoint"]: r for r in rows if r["kind"] == "fit"}
-    tables = _by_level(rows, target)
-    found = {}
-    for name, by_level in tables.items():
-        for level, (one, other) in enumerate(zip(by_level, tables.get(reference, []), strict=False)):
-            models = [m for m in goal if m in one and m in other]
-            if name != reference:
-                columns = ([values[m] for m in models] for values in (one, other, goal))
+    lines = [f"| zoo | measure | level | partial τ minus that of {reference} |", "|---" * 4 + "|"]
+    for zoo, rows in zoos.items():
+        goal, values = targets(rows, target), _by_level(rows)
+        fits = {r["checkpoint"]: r for r in rows if r["kind"] == "fit"}
+        for name in (n for n in COMPARED if n in values and n != reference):
+            for level, one, other in zip(LEVELS, values[name], values.get(reference, []), strict=False):
+                models = [m for m in goal if m in one and m in other]
+                columns = ([of[m] for m in models] for of in (one, other, goal))
                 given = [[fits[m][control] for m in models] for control in CONTROLS]
-                found[name, level] = kendall_difference(*columns, given=given, resamples=10_000)
-    return found
+                tau = kendall_difference(*columns, given=given, resamples=10_000)
+                lines.append(f"| {zoo} | {name} | {level:g} nats | {_with_interval(tau, 3)} |")
+    return "\n".join(lines) + "\n"
 
 
 def agreement(
@@ -187,36 +218,29 @@ def agreement(
     columns = f"τ of {one} and {other} | τ of {one} with the {target} | of {other} | difference"
     lines = [f"| zoo | models | radii | {columns} |", "|---" * 7 + "|"]
     for zoo, rows in zoos.items():
-        goal = targets(rows, target)
-        levels = [[r for r in _at_radii(compare(rows, target, resamples=1)) if r.quantity == m] for m in (one, other)]
-        for pair in zip(*levels, strict=False):
-            a, b = (dict(zip(r.models, r.values, strict=True)) for r in pair)
+        goal, values = targets(rows, target), _by_level(rows)
+        radii = {c.name: c.rho for c in curves(rows)}
+        for a, b, *pair in zip(values[one], values[other], radii[one], radii[other], strict=False):
             models = [m for m in goal if m in a and m in b]
             x, y, z = ([of[m] for m in models] for of in (a, b, goal))
             found = kendall(x, y), kendall(x, z), kendall(y, z), kendall_difference(y, x, z)
-            cells = [zoo, str(len(models)), f"{pair[0].rho:g}, {pair[1].rho:g}", *map(_with_interval, found)]
+            cells = [zoo, str(len(models)), f"{pair[0]:g}, {pair[1]:g}", *map(_with_interval, found)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _by_level(rows: Sequence[Row], target: str) -> dict[str, list[dict[str, float]]]:
+def _by_level(rows: Sequence[Row]) -> dict[str, list[dict[str, float]]]:
     """Return the values of models by measure, one mapping a radius."""
-    tables: dict[str, list[dict[str, float]]] = {}
-    for r in _at_radii(compare(rows, target, resamples=1)):
-        tables.setdefault(r.quantity, []).append(dict(zip(r.models, r.values, strict=True)))
-    return tables
+    own = (c for c in curves(rows) if not c.ablation)
+    return {c.name: [dict(zip(c.models, column, strict=True)) for column in c.values.T] for c in own}
 
 
-def _with_interval(tau: Correlation) -> str:
-    return f"{tau.value:+.2f} [{tau.low:+.2f}, {tau.high:+.2f}]"
+def _with_interval(tau: Correlation, digits: int = 2) -> str:
+    return f"{tau.value:+.2f} [{tau.low:+.{digits}f}, {tau.high:+.{digits}f}]"
 
 
-def _at_radii(found: Sequence[Ranking]) -> list[Ranking]:
-    return [r for r in found if r.choice == "ρ" and "," not in r.quantity]
-
-
-def table(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = False) -> str:
-    """Tabulate the partial correlation of every quantity with a target, given training loss and error, by zoo.
+def judged(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = False) -> dict[str, list[Ranking]]:
+    """Correlate all quantities of zoos with a target as the plan says.
 
     Parameters
     ----------
@@ -227,21 +251,68 @@ def table(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = Fals
 
     Returns
     -------
+    dict of str to list of Ranking
+        By zoo: quantities without a radius, and measures at their radii.
+    """
+    every = {zoo: compare(rows, target, level=LEVEL, quadratic=quadratic) for zoo, rows in zoos.items()}
+    return {zoo: [r for r in found if r.choice in ("ρ", "–") and "ρ" not in r.quantity] for zoo, found in every.items()}
+
+
+def table(zoos: Judged) -> str:
+    """Tabulate the partial correlation of every quantity with a target, given training loss and error, by zoo.
+
+    Parameters
+    ----------
+    zoos : mapping of str to sequence of Ranking
+        Of one target (:func:`judged`).
+
+    Returns
+    -------
     str
         A table in markdown: the verdict, and partial τ with its corrected interval at every radius.
     """
-    cells: dict[str, dict[str, str]] = {}
-    for zoo, rows in zoos.items():
-        found = compare(rows, target, level=LEVEL, quadratic=quadratic)
-        for name, words in verdicts(found).items():
-            taus = [r.corrected for r in found if r.quantity == name and r.choice in ("ρ", "–")]
-            intervals = [_with_interval(t) for t in taus if t is not None]
-            # The rule needs both levels.
-            words = f"{words}, at one level only" if name in PRIMARY and len(intervals) < len(LEVELS) else words
-            cells.setdefault(name, {})[zoo] = f"**{words}**: {'; '.join(intervals)}"
+    words = [verdicts(found) for found in zoos.values()]
     lines = [f"| given training loss and error | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
-    for name in sorted(cells, key=_order):
-        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells[name].get(zoo, '') for zoo in zoos)} |")
+    for name in sorted({r.quantity for found in zoos.values() for r in found} - {*CONTROLS}, key=_order):
+        own = [[r for r in found if r.quantity == name] for found in zoos.values()]
+        cells = [_cell(name, found, said.get(name)) for found, said in zip(own, words, strict=True)]
+        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, found: Sequence[Ranking], verdict: str | None) -> str:
+    if verdict is None:
+        return "fewer than nine tenths of the models" if found else "no radius" if name in PRIMARY else "–"
+    intervals = [_with_interval(r.corrected, 3) for r in found if r.corrected is not None]
+    if name in PRIMARY and len(intervals) < len(LEVELS):  # the rule needs both
+        verdict = "unresolved, at one level only"
+    return f"**{verdict}**: {'; '.join(intervals)}"
+
+
+def plain_table(by_target: Mapping[str, Judged]) -> str:
+    """Tabulate τ of every quantity without any controls, with the radii and what the loss rises by there.
+
+    Parameters
+    ----------
+    by_target : mapping of str to mapping
+        By target: :func:`judged`.
+
+    Returns
+    -------
+    str
+        A table in markdown, with 95 % bootstrap intervals that are not corrected for their number.
+    """
+    columns = " | ".join(f"τ with the {TARGETS[t]}" for t in by_target)
+    lines = [
+        f"| zoo | quantity | radius | median increase of the loss | {columns} |",
+        "|---" * (4 + len(by_target)) + "|",
+    ]
+    for zoo, found in next(iter(by_target.values())).items():
+        others = [{(r.quantity, r.rho): r.tau for r in rankings[zoo]} for rankings in by_target.values()]
+        for r in sorted(found, key=lambda r: (_order(r.quantity), r.rho or 0.0)):
+            radius = [f"{r.rho:g}", f"{r.loss_increase:.3g}"] if r.rho and r.loss_increase else ["–", "–"]
+            taus = [_with_interval(taus[r.quantity, r.rho]) for taus in others]
+            lines.append(f"| {' | '.join([zoo, r.quantity.replace('_', ' '), *radius, *taus])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -249,33 +320,35 @@ def _order(name: str) -> tuple[int, str]:
     return PRIMARY.index(name) if name in PRIMARY else len(PRIMARY), name
 
 
-def plot_partial(zoos: Mapping[str, Sequence[Row]], path: str | os.PathLike[str]) -> None:
+def plot_partial(by_target: Mapping[str, Judged], path: str | os.PathLike[str]) -> None:
     """Draw partial τ with its corrected interval for every measure, with a column per zoo and a row per target.
 
     Parameters
     ----------
-    zoos : mapping of str to sequence of mapping
-        Rows by name.
+    by_target : mapping of str to mapping
+        By target: :func:`judged`.
     path : str or path
         File for the figure.
     """
-    found = {(z, t): compare(rows, t, level=LEVEL) for z, rows in zoos.items() for t in OUTCOMES}
-    names = sorted({r.quantity for rows in found.values() for r in rows if r.corrected is not None}, key=_order)
-    size = (4.2 * len(zoos) + 2.5, 2 * (0.32 * len(names) + 1.2))
-    with figure(path, size, len(OUTCOMES), len(zoos), sharex=True, sharey=True) as (_, grid):
+    zoos, outcomes = list(next(iter(by_target.values()))), list(by_target)
+    found = {(z, t): [r for r in by_target[t][z] if r.corrected is not None] for t in outcomes for z in zoos}
+    names = sorted({r.quantity for rankings in found.values() for r in rankings}, key=_order)
+    size = (4.2 * len(zoos) + 2.5, len(outcomes) * (0.32 * len(names) + 1.2))
+    with figure(path, size, len(outcomes), len(zoos), sharex=True, sharey=True) as (_, grid):
         for (zoo, target), rankings in found.items():
-            axes = grid[OUTCOMES.index(target), list(zoos).index(zoo)]
+            axes = grid[outcomes.index(target), zoos.index(zoo)]
             axes.axvline(0, color="0.6", linewidth=1)
             for place, name in enumerate(names):
-                shown = [r for r in rankings if r.quantity == name and r.corrected is not None and r.choice in "ρ–"]
+                shown = [r for r in rankings if r.quantity == name]
                 for k, r in enumerate(shown):
                     _interval(axes, r, place + 0.16 * (k - (len(shown) - 1) / 2))
             axes.set(yticks=range(len(names)), xlim=(-1, 1))
             axes.set_yticklabels([n.replace("_", " ") for n in names])
             axes.set_ylim(len(names) - 0.5, -0.5)
-            if target == OUTCOMES[0]:
-                axes.set_title(f"{zoo}, {max((len(r.models) for r in rankings), default=0)} models")
-            if zoo == next(iter(zoos)):
+            if target == outcomes[0]:
+                counts = [r.corrected.models for r in rankings if r.corrected is not None and r.quantity in PRIMARY]
+                axes.set_title(f"{zoo}, {max(counts, default=0)} models")
+            if zoo == zoos[0]:
                 axes.set_ylabel(TARGETS[target])
         for axes in grid[-1]:
             axes.set_xlabel("τ given training loss and error")
@@ -302,7 +375,8 @@ def plot_radius(zoos: Mapping[str, Sequence[Row]], target: str, path: str | os.P
     """
     with figure(path, (4.4 * len(zoos), 3.8), 1, len(zoos), sharey=True) as (_, grid):
         for axes, (zoo, rows) in zip(grid[0], zoos.items(), strict=True):
-            shown = [r for r in _at_radii(compare(rows, target, level=LEVEL)) if r.corrected is not None]
+            ranked = judged({zoo: rows}, target)[zoo]
+            shown = [r for r in ranked if r.corrected is not None and r.choice == "ρ"]
             for name in sorted({r.quantity for r in shown}, key=_order):
                 own = sorted((r for r in shown if r.quantity == name), key=lambda r: r.rho or 0.0)
                 x, taus = [r.loss_increase for r in own], [r.corrected for r in own]
@@ -313,4 +387,5 @@ def plot_radius(zoos: Mapping[str, Sequence[Row]], target: str, path: str | os.P
             axes.axhline(0, color="0.6", linewidth=1)
             axes.set(title=zoo, xlabel="median loss increase")
         grid[0, 0].set_ylabel(f"τ with {TARGETS[target]},\ngiven training loss and error")
-        grid[0, -1].legend()
+        lines = {line.get_label(): line for axes in grid[0] for line in axes.get_lines()}
+        grid[0, -1].legend(handles=[line for name, line in lines.items() if not str(name).startswith("_")])

@@ -10,7 +10,17 @@ import pytest
 import scipy.stats
 
 from reproduction.power import LEVEL, draw
-from reproduction.study import agreement, alphas, differences, plot_partial, plot_radius, table
+from reproduction.study import (
+    _inside,
+    agreement,
+    alphas,
+    differences,
+    judged,
+    plain_table,
+    plot_partial,
+    plot_radius,
+    table,
+)
 from sharpness.comparison import compare
 from sharpness.sweep import Checkpoint
 from sharpness.tables import verdicts
@@ -72,16 +82,18 @@ def test_squared_controls():
     assert squared.partial.value < 0.3 * plain.partial.value
     assert squared.corrected.value == squared.partial.value
     line = "| margin | **yes, +**"
-    assert [any(x.startswith(line) for x in table({"zoo": rows}, "gap", quadratic=q).splitlines())
-            for q in (False, True)] == [True, False]  # fmt: skip
+    tables = [table(judged({"zoo": rows}, "gap", quadratic=q)).splitlines() for q in (False, True)]
+    assert [any(x.startswith(line) for x in lines) for lines in tables] == [True, False]
 
 
 def test_a_difference_is_that_of_the_partial_coefficients():
-    found = differences(zoo(), "gap")
-    assert set(found) == {("geodesic-inv", 0), ("geodesic-inv", 1)}
+    lines = differences({"zoo": zoo()}, "gap").splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[:3] for row in cells] == [["zoo", "geodesic-inv", f"{at} nats"] for at in (0.1, 0.5)]
+    value, low, _ = (float(x.strip("[],")) for x in cells[0][3].split())
     taus = {(r.quantity, r.rho): r.partial.value for r in compare(zoo(), "gap", resamples=1) if r.choice == "ρ"}
-    assert found["geodesic-inv", 0].value == pytest.approx(taus["geodesic-inv", 0.1] - taus["adaptive", 0.1])
-    assert found["geodesic-inv", 0].low > 0
+    assert value == pytest.approx(taus["geodesic-inv", 0.1] - taus["adaptive", 0.1], abs=0.0051)
+    assert low > 0
 
 
 def test_how_alike_two_measures_rank_the_models():
@@ -98,22 +110,35 @@ def test_how_alike_two_measures_rank_the_models():
     assert found == pytest.approx([own, inv, adaptive, adaptive - inv], abs=0.0051)
 
 
-def test_the_table_and_the_figures(tmp_path):
-    zoos = {"vit": zoo(60), "scratch": zoo(40, seed=1)}
-    lines = table(zoos, "gap").splitlines()
+def test_the_tables_and_the_figures(tmp_path):
+    zoos = {"vit": zoo(60), "scratch": [r for r in zoo(40, seed=1) if r.get("measure") != "adaptive"]}
+    by_target = {target: judged(zoos, target) for target in ("gap", "test-loss")}
+    lines = table(by_target["gap"]).splitlines()
     assert lines[0] == "| given training loss and error | vit | scratch |"
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["adaptive", "geodesic-inv", "margin"]
+    assert lines[2].endswith("| no radius |")
     assert lines[3].count("**yes, +**") == 2
-    plot_partial(zoos, tmp_path / "partial.png")
+    plain = plain_table(by_target).splitlines()
+    raw = {(r.quantity, r.rho): r.tau.value for r in compare(zoos["vit"], "gap", resamples=1)}
+    assert f"| {raw['adaptive', 0.3]:+.2f} [" in next(x for x in plain if x.startswith("| vit | adaptive | 0.3 |"))
+    plot_partial(by_target, tmp_path / "partial.png")
     plot_radius(zoos, "gap", tmp_path / "radius.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("partial.png", "radius.png"))
 
 
-def test_a_measure_that_reaches_one_level_says_so():
+def test_a_measure_that_reaches_one_level_is_unresolved():
     rows = [r for r in zoo() if (r.get("measure"), r.get("rho")) != ("geodesic-inv", 0.3)]
-    line = next(x for x in table({"zoo": rows}, "gap").splitlines() if x.startswith("| geodesic-inv"))
-    assert "**yes, +, at one level only**" in line
-    assert "at one level" not in table({"zoo": zoo()}, "gap")
+    line = next(x for x in table(judged({"zoo": rows}, "gap")).splitlines() if x.startswith("| geodesic-inv"))
+    assert "**unresolved, at one level only**" in line
+    assert "at one level" not in table(judged({"zoo": zoo()}, "gap"))
+
+
+def test_a_quantity_of_few_models_is_not_judged():
+    rows = [{**r, "distance": 1.0 * (i % 7)} if r["kind"] == "baselines" else r for i, r in enumerate(zoo())]
+    for row in rows:
+        if row["kind"] == "baselines" and row["checkpoint"] < "m10":
+            del row["margin"]
+    assert "| margin | fewer than nine tenths of the models |" in table(judged({"zoo": rows}, "gap")).splitlines()
 
 
 def test_layers_whose_fit_fails_have_no_alpha(monkeypatch):
@@ -133,3 +158,13 @@ def test_layers_whose_fit_fails_have_no_alpha(monkeypatch):
         [Checkpoint("a", "reproduction.vision:scratch_vit"), Checkpoint("b", "reproduction.vision:vit_cifar10")]
     )
     assert found == {"a": {"alpha": 2.5}}
+
+
+def test_balls_that_leave_the_manifold_are_left_out():
+    rows = [
+        {"kind": "sharpness", "measure": m, "rho": 0.3, "min_singular_value": s}
+        for m in ("geodesic-mix", "complete-mix", "geodesic-inv") for s in (0.5, 0.4)
+    ]  # fmt: skip
+    with pytest.warns(UserWarning, match="2 balls of mix measures leave"):
+        kept = _inside([{"kind": "fit"}, *rows])
+    assert kept == [{"kind": "fit"}, rows[0], rows[2], rows[4], rows[5]]
