@@ -255,7 +255,10 @@ def judged(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = Fal
         By zoo: quantities without a radius, and measures at their radii.
     """
     every = {zoo: compare(rows, target, level=LEVEL, quadratic=quadratic) for zoo, rows in zoos.items()}
-    return {zoo: [r for r in found if r.choice in ("ρ", "–") and "ρ" not in r.quantity] for zoo, found in every.items()}
+    return {  # without ablations
+        zoo: [r for r in found if r.choice == "–" or (r.choice == "ρ" and "," not in r.quantity)]
+        for zoo, found in every.items()
+    }
 
 
 def table(zoos: Judged) -> str:
