@@ -61,6 +61,9 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     ValueError
         The zoo has no radii, or no tests by this version of the code.
     """
+    fits, left_out = tested(zoo)
+    if not fits:
+        raise ValueError(f"{zoo} has no tests that this version of the code has made; gather with the one that did")
     own, hessians, further = map(_inside, _measured(zoo))
     found, checkpoints = [*own, *hessians], read_config(zoo / "models" / "measure.json").checkpoints
     more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
@@ -68,9 +71,6 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
         if row["kind"] == "baselines":
             for by_checkpoint in more:
                 row |= by_checkpoint.get(row["checkpoint"], {})
-    fits, left_out = tested(zoo)
-    if not fits:
-        raise ValueError(f"{zoo} has no tests that this version of the code has made; gather with the one that did")
     if left_out:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"{len(left_out)} models are left out ({why})", stacklevel=2)
@@ -187,7 +187,9 @@ def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str =
         goal, values = targets(rows, target), _by_level(rows)
         fits = {r["checkpoint"]: r for r in rows if r["kind"] == "fit"}
         for name in (n for n in COMPARED if n in values and n != reference):
-            for level, one, other in zip(LEVELS, values[name], values.get(reference, []), strict=False):
+            for level, one, other in zip(
+                LEVELS, *(values.get(m, {}).values() for m in (name, reference)), strict=False
+            ):
                 models = [m for m in goal if m in one and m in other]
                 columns = ([of[m] for m in models] for of in (one, other, goal))
                 given = [[fits[m][control] for m in models] for control in CONTROLS]
@@ -219,20 +221,22 @@ def agreement(
     lines = [f"| zoo | models | radii | {columns} |", "|---" * 7 + "|"]
     for zoo, rows in zoos.items():
         goal, values = targets(rows, target), _by_level(rows)
-        radii = {c.name: c.rho for c in curves(rows)}
-        for a, b, *pair in zip(values[one], values[other], radii[one], radii[other], strict=False):
+        for (rho, a), (other_rho, b) in zip(*(values.get(m, {}).items() for m in (one, other)), strict=False):
             models = [m for m in goal if m in a and m in b]
             x, y, z = ([of[m] for m in models] for of in (a, b, goal))
             found = kendall(x, y), kendall(x, z), kendall(y, z), kendall_difference(y, x, z)
-            cells = [zoo, str(len(models)), f"{pair[0]:g}, {pair[1]:g}", *map(_with_interval, found)]
+            cells = [zoo, str(len(models)), f"{rho:g}, {other_rho:g}", *map(_with_interval, found)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _by_level(rows: Sequence[Row]) -> dict[str, list[dict[str, float]]]:
-    """Return the values of models by measure, one mapping a radius."""
+def _by_level(rows: Sequence[Row]) -> dict[str, dict[float, dict[str, float]]]:
+    """Return the values of models by measure and radius, in increasing order."""
     own = (c for c in curves(rows) if not c.ablation)
-    return {c.name: [dict(zip(c.models, column, strict=True)) for column in c.values.T] for c in own}
+    return {
+        c.name: {rho: dict(zip(c.models, values, strict=True)) for rho, values in zip(c.rho, c.values.T, strict=True)}
+        for c in own
+    }
 
 
 def _with_interval(tau: Correlation, digits: int = 2) -> str:

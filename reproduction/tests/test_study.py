@@ -108,6 +108,7 @@ def test_how_alike_two_measures_rank_the_models():
     own = scipy.stats.kendalltau(*at).statistic
     found = [float(c.split()[0]) for c in cells[3][3:]]
     assert found == pytest.approx([own, inv, adaptive, adaptive - inv], abs=0.0051)
+    assert agreement({"vit": rows}, "geodesic-inv", "complete-inv").count("\n") == 2  # which has no radius
 
 
 def test_the_tables_and_the_figures(tmp_path):
