@@ -3,7 +3,6 @@
 import gc
 
 import pytest
-import torch
 
 
 def pytest_collection_finish():
@@ -19,6 +18,8 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def _as_a_user():
+    import torch  # not by the process that only hands out tests to others
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)

@@ -55,7 +55,7 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
     def acceleration(x: Tensor, v: Tensor) -> Tensor:
         return manifold.at_gauge(gauge, x, moved=True).acceleration(v)
 
-    return space.from_gauge(*space.split(integrate_geodesic(acceleration, start, velocity, steps)))
+    return space.from_gauge(*space.split(integrate_geodesic(acceleration, start, velocity, steps)[0]))
 
 
 class RungeKuttaBlock(PairBlock):

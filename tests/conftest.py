@@ -4,7 +4,6 @@ import os
 
 import hypothesis
 import pytest
-import torch
 
 hypothesis.settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("project")
@@ -13,5 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(autouse=True)
 def _float64_and_seed(_as_a_user):
+    import torch
+
     torch.set_default_dtype(torch.float64)  # the fixture of the folder above puts back what was
     torch.manual_seed(0)

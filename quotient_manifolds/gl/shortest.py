@@ -276,7 +276,7 @@ class _Search:
         if self.manifold.metric.complete:
             return torch.ones_like(path.x[:, 0, 0].real)
         points = torch.cat([path.x.unsqueeze(1), torch.cat(path.points(), -2), path.y.unsqueeze(1)], 1)
-        grams = [torch.linalg.qr(X)[1] for X in path.split(points.movedim(1, 0))]
+        grams = [torch.linalg.qr(X, mode="r").R for X in path.split(points.movedim(1, 0))]
         least = torch.linalg.svdvals((grams[0] @ grams[1].mH).nan_to_num())[..., -1]
         return least.amin(0) / torch.minimum(least[0], least[-1])
 

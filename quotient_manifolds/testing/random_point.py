@@ -98,10 +98,12 @@ class RandomPoint:
 
     @cached_property
     def _integrated(self) -> dict[float, Tensor]:
-        """Products at the ends of the integrated geodesics, by step size."""
-        manifold = self.manifold
-        ends = {t: integrate_geodesic(manifold.acceleration, self.x, t * self.horizontal, 8) for t in STEPS}
-        return {t: manifold.to_matrix(end) for t, end in ends.items()}
+        """Products along the integrated geodesic, by time."""
+        x, u, before, found = self.x, self.horizontal, 0.0, {}
+        for t in reversed(STEPS):
+            x, u = integrate_geodesic(self.manifold.acceleration, x, u, 4, t - before)
+            found[t], before = self.manifold.to_matrix(x), t
+        return found
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
@@ -135,13 +137,15 @@ def euclidean(a: Tensor, b: Tensor) -> Tensor:
     return (a.conj() * b).real.sum()
 
 
-def integrate_geodesic(acceleration: Callable[[Tensor, Tensor], Tensor], x: Tensor, u: Tensor, steps: int) -> Tensor:
-    """Follow ẍ = acceleration(x, ẋ) from x with velocity u for unit time by the classical Runge–Kutta method."""
-    h = 1.0 / steps
+def integrate_geodesic(
+    acceleration: Callable[[Tensor, Tensor], Tensor], x: Tensor, u: Tensor, steps: int, time: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Follow ẍ = acceleration(x, ẋ) from x with velocity u by the classical Runge–Kutta method: x and u at the end."""
+    h = time / steps
     for _ in range(steps):
         a1 = acceleration(x, u)
         a2 = acceleration(x + h / 2 * u, u + h / 2 * a1)
         a3 = acceleration(x + h / 2 * u + h**2 / 4 * a1, u + h / 2 * a2)
         a4 = acceleration(x + h * u + h**2 / 2 * a2, u + h * a3)
         x, u = x + h * u + h**2 / 6 * (a1 + a2 + a3), u + h / 6 * (a1 + 2 * a2 + 2 * a3 + a4)
-    return x
+    return x, u

@@ -121,7 +121,7 @@ def nullity(
     if J.shape[0] < J.shape[1]:
         raise ValueError(f"{J.shape[0]} outputs cannot distinguish {J.shape[1]} parameters; pass more inputs")
     J = J / J.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    sigma = torch.linalg.svdvals(torch.linalg.qr(J).R)
+    sigma = torch.linalg.svdvals(torch.linalg.qr(J, mode="r").R)
     sigma = sigma / sigma[0]
     kept = int((sigma > tolerance).sum())
     null = float(sigma[kept]) if kept < len(sigma) else 0.0

@@ -65,11 +65,11 @@ def test_independent_points_have_a_distance(shape, dtype):
     end, target = manifold.to_matrix(manifold.expmap(x, u)), manifold.to_matrix(5 * y)
     miss = torch.linalg.matrix_norm(end - target) / torch.linalg.matrix_norm(target)
     assert miss.max() < 1e-8
-    d = manifold.dist(x, 5 * y)
-    torch.testing.assert_close(manifold.dist(5 * y, x), d, rtol=0, atol=1e-8)
     moved = manifold.act(x, torch.randn(3, h, h, dtype=dtype))
-    torch.testing.assert_close(manifold.dist(moved, 5 * y), d, rtol=0, atol=1e-7)
-    assert manifold.dist(x, moved).max() < 1e-7
+    d, back, between, along = manifold.dist(torch.stack([x, 5 * y, moved, x]), torch.stack([5 * y, x, 5 * y, moved]))
+    torch.testing.assert_close(back, d, rtol=0, atol=1e-8)
+    torch.testing.assert_close(between, d, rtol=0, atol=1e-7)
+    assert along.max() < 1e-7
     # Not longer than the straight path between representatives that fit each other, as the metric along it has it.
     (G, H), (P, R) = (manifold.unpack_tensor(manifold.canonical(z)) for z in (x, 5 * y))
     U, _, Vh = torch.linalg.svd(P.mH @ G + R.mH @ H)
@@ -85,14 +85,14 @@ def test_independent_points_have_a_distance(shape, dtype):
 def test_the_triangle_inequality():
     manifold = GLQuotientInv(5, 4)
     x, y, z = (manifold.random(100 if EXHAUSTIVE else 12, 9, 2) for _ in range(3))
-    a, b, c = manifold.dist(x, y), manifold.dist(y, z), manifold.dist(x, z)
+    a, b, c = manifold.dist(torch.stack([x, y, x]), torch.stack([y, z, z]))
     for one, two, three in ((a, b, c), (b, c, a), (c, a, b)):
         assert bool((one + two > three - 1e-9).all())
     # With equality at a point between, where the square of a distance breaks it.
     middle = manifold.geodesic_between(x[:4], z[:4], 0.5)
-    a, b, c = manifold.dist(x[:4], middle), manifold.dist(middle, z[:4]), c[:4]
-    torch.testing.assert_close(a + b, c, rtol=0, atol=1e-8)
-    assert bool((a**2 + b**2 < 0.6 * c**2).all())
+    a, b = manifold.dist(torch.stack([x[:4], middle]), torch.stack([middle, z[:4]]))
+    torch.testing.assert_close(a + b, c[:4], rtol=0, atol=1e-8)
+    assert bool((a**2 + b**2 < 0.6 * c[:4] ** 2).all())
 
 
 def test_pairs_of_vectors_against_the_closed_form():
@@ -224,14 +224,15 @@ def test_distances_differentiate_in_both_points(kind, dtype):
     y = manifold.act(x + 0.15 * torch.randn_like(x), torch.randn(3, 2, 2, dtype=dtype))
     points = [x.requires_grad_(), y.requires_grad_()]
     distance = manifold.dist if dtype == torch.float64 else manifold.dist2
-    for i, g in enumerate(torch.autograd.grad(distance(*points).sum(), points)):
-        d = torch.randn_like(g)
-        with torch.no_grad():
-            moved = [[p + s * 1e-5 * d if j == i else p for j, p in enumerate(points)] for s in (1, -1)]
-            ends = [float(distance(*both).sum()) for both in moved]
-        expected = pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-5)
-        assert (g.conj() * d).real.sum() == expected
-        assert not bool((-g.conj() * d).real.sum() == expected)
+    found, d = torch.autograd.grad(distance(*points).sum(), points), torch.randn(2, 3, 11, 2, dtype=dtype)
+    with torch.no_grad():  # one point moves forwards and backwards, then the other
+        moved = [torch.stack([p + s * 1e-5 * d[i] * (i == j) for i in (0, 1) for s in (1, -1)])
+                 for j, p in enumerate(points)]  # fmt: skip
+        ends = distance(*moved).sum(-1)
+    for i, g in enumerate(found):
+        expected = pytest.approx(float(ends[2 * i] - ends[2 * i + 1]) / 2e-5, rel=1e-5)
+        assert (g.conj() * d[i]).real.sum() == expected
+        assert not bool((-g.conj() * d[i]).real.sum() == expected)
 
 
 def test_the_gradient_of_half_the_squared_distance_is_minus_the_logarithm():

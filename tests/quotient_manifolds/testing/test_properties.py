@@ -78,7 +78,8 @@ def euclidean_projection(x, u):
 @pytest.mark.parametrize("name", SPOILT)
 def test_what_is_wrong_is_named(name):
     manifold = type("Spoilt", (Base,), {**SPOILT[name], "__scaling__": Base.__scaling__.copy()})(5, 4)
-    report = check_manifold(manifold, manifold.random(2, 9, 2))
+    batch = (2,) if "batch" in name else ()
+    report = check_manifold(manifold, manifold.random(*batch, 9, 2))
     assert not report.ok
     assert name in [c.name for c in report.failures]
     with pytest.raises(AssertionError, match=name.split(" (")[0]):
