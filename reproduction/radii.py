@@ -152,20 +152,24 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
     for found in loaded:
         found.model.to(sweep.device).eval()
     known: dict[float, float] = {}
+    limit = math.inf  # what is beyond it is not searched: the ball leaves the manifold of a model
     settings: dict[str, Any] = {**sweep.settings, "relative_tol": TOLERANCE}
+
+    def value(model: Any, batch: Any, rho: float) -> float:
+        nonlocal limit
+        if rho <= limit:
+            result = sharpness.evaluate(
+                model, batch, measure=measure, rho=rho, keep_directions=False, progress=False, **settings
+            )
+            if result.reach:
+                limit = min(limit, LEAVES * rho / result.reach)
+            if rho <= limit:
+                return float(result)
+        raise RadiusError(f"at ρ = {rho:g} the ball leaves the manifold, as it does beyond {limit:.3g}")
 
     def increase(rho: float) -> float:
         if rho not in known:
-            results = [
-                sharpness.evaluate(
-                    found.model, b, measure=measure, rho=rho, keep_directions=False, progress=False, **settings
-                )
-                for found, b in zip(loaded, batches, strict=True)
-            ]  # fmt: skip
-            far = max(r.reach or 0.0 for r in results)
-            if far > LEAVES:
-                raise RadiusError(f"at ρ = {rho:g} the ball leaves the manifold: ρ/σ_h = {far:.2g}")
-            known[rho] = median(float(r) for r in results)
+            known[rho] = median(value(found.model, b, rho) for found, b in zip(loaded, batches, strict=True))
         return known[rho]
 
     start = sharpness.get_measure(measure).rho or 0.1
