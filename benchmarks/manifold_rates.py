@@ -25,7 +25,7 @@ MANIFOLDS: dict[str, Any] = {
     "factors": lambda: geoopt.Euclidean(ndim=2),
 }  # fmt: skip
 OPTIMISERS = {"RiemannianSGD": geoopt.optim.RiemannianSGD, "RiemannianAdam": geoopt.optim.RiemannianAdam}
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.6, 1.0)
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.6, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3)
 CONDITIONS = (1, 100)
 STEPS, SEEDS = 100, range(3)
 
