@@ -49,7 +49,7 @@ def error(name: str, optimiser: str, lr: float, seed: int, condition: float) -> 
             made.step()
         except (ValueError, RuntimeError):
             return math.inf
-    found = float((x[:N] @ x[N:].mT - target).norm() / target.norm())
+    found = float((x[:N] @ x[N:].mT - target).detach().norm() / target.norm())
     return found if math.isfinite(found) else math.inf
 
 
