@@ -80,7 +80,9 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     ]
     if few:
         warnings.warn(f"of {len(checkpoints)} models only some have {'; '.join(few)}", stacklevel=2)
+    trained = {r["checkpoint"]: {k: r[k] for k in ("train_loss", "train_error")} for r in fits}
     shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
+    shifted = [r | trained.get(r["checkpoint"], {}) for r in shifted]  # whose own are of few examples
     parts = {"": found, "_shift": shifted, "_further": further}
     return {name: [r for r in rows if r["checkpoint"] not in left_out] for name, rows in parts.items()}
 

@@ -110,11 +110,14 @@ def build(
     base |= {"measures": [], "ablations": [], "baselines": False, "device": device}
     for name, source in (("results", test.source), ("shift", shift)):
         path = config.with_name(f"{name}.json")
-        write_json(path, base | {"test": base["test"] | {"source": os.path.abspath(source)}})
+        own = base | {"test": base["test"] | {"source": os.path.abspath(source)}}
+        if name == "shift":  # on the few examples of the measures: all training examples are tested once
+            del own["train"]
+        write_json(path, own)
         sweep = read_config(path)  # it lists the models that exist by now, including those of other shards
         mine = {f"model_{i:02d}" for i in shard_of(range(len(recipes)), shard)}
-        own = replace(sweep, checkpoints=tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine))
-        failed += run_sweep(own, out / name, progress=progress)
+        part = replace(sweep, checkpoints=tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine))
+        failed += run_sweep(part, out / name, progress=progress)
     return failed
 
 

@@ -201,6 +201,9 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert account["hours"]["training"] == pytest.approx(sum(trained) / 3600, abs=1e-3)
     assert {r["kind"] for r in own} == {"fit", "baselines", "sharpness"}
     assert {r["kind"] for r in parts["_shift"]} == {"fit"}
+    of_few = {r["train_loss"] for r in read_rows("zoo/shift", read_config("zoo/models/shift.json"))}
+    losses = [{r["train_loss"] for r in part if r["kind"] == "fit"} for part in (own, parts["_shift"])]
+    assert losses[0] == losses[1] != of_few
     low, high = found["rho"]["adaptive"]
     expected = [pytest.approx(rho, rel=0.01) for rho in (low / 4, low / 2, 2 * high, 4 * high)] * 3
     further = [r for r in parts["_further"] if r["measure"] == "adaptive"]
