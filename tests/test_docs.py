@@ -205,6 +205,14 @@ def test_reference_values_are_those_that_were_recorded():
         assert cells[f" `{row['measure']}` "] == f" {row['sharpness']:.3f} ± {row['std_error']:.3f} ", row
 
 
+def test_the_first_table_is_the_demos():
+    first, *others = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["rows"]
+    head, _, *lines = (ROOT / "README.md").read_text().partition("| times as sharp")[2].splitlines()[: len(others) + 2]
+    measures = [name.strip() for name in head.split("|")[1:-1]]
+    for row, line in zip(others, lines, strict=True):
+        assert line.split("|")[2:-1] == [f" {row[m] / first[m]:.2f} " for m in measures], line
+
+
 def test_rates_of_the_manifold_examples_are_those_that_were_recorded():
     rows = json.loads((ROOT / "benchmarks" / "results" / "manifold_rates.json").read_text())["rows"]
     found = {(r["manifold"], r["optimiser"], r["condition"], r["lr"]): r["relative_error"] for r in rows}
