@@ -81,7 +81,7 @@ def build(
     out : Path
         Folder for the shifted data, ``models`` (:func:`reproduction.collection.train_collection`) with ``sweep.json``
         for ``sharpness sweep``, ``results``, the losses and errors on training and test data, and ``shift``, those on
-        shifted data instead of test data. No sharpness is measured.
+        shifted data instead of test data, and of few training examples. No sharpness is measured.
     models : int, optional
         Number of models; by default that of the study. A smaller zoo has the first models of a larger one.
     shard : (int, int)
