@@ -141,13 +141,13 @@ def changes() -> str:
 
 
 def zoos() -> tuple[dict[str, list[Row]], ...]:
-    """Rows of the zoos that were measured, by name; with the shifted data as test data; and with further radii."""
-    own, shift, further = (
+    """Rows of the zoos that were measured, by name; and with the shifted data as test data."""
+    own, shift = (
         {kind: list(read_results(path)) for kind in KINDS if (path := RESULTS / f"zoo_{kind}{part}.csv").is_file()}
-        for part in ("", "_shift", "_further")
+        for part in ("", "_shift")
     )
     shifted = {kind: [*shift.get(kind, ()), *(r for r in rows if r["kind"] != "fit")] for kind, rows in own.items()}
-    return own, shifted, {kind: [*rows, *further.get(kind, ())] for kind, rows in own.items()}
+    return own, shifted
 
 
 def resolution(
@@ -180,7 +180,7 @@ def report(docs: Path = DOCS) -> None:
     (tables / "vision_changes.md").write_text(changes(), encoding="utf-8")
     plot_sweep(rows, "gap", images, prefix="vision_")
     plot_ablations(ablations(), "gap", images, prefix="vision_")
-    own, shifted, further = zoos()
+    own, shifted = zoos()
     accounts = {k: json.loads((RESULTS / f"zoo_{k}.json").read_text())["rows"][0] for k in own}
     accounts["pilot"] = {"models": 24, "hours": {}}
     lines = [
@@ -201,7 +201,7 @@ def report(docs: Path = DOCS) -> None:
         for target, rankings in found.items():
             parts[target], parts[f"{target}_differences"] = table(rankings), differences(own, target)
             parts[f"{target}_squared"] = table(judged(own, target, quadratic=True))
-            plot_radius(further, target, images / f"zoos_radius_{target}.png")
+            plot_radius(rankings, target, images / f"zoos_radius_{target}.png")
         for name, text in parts.items():
             (tables / f"zoos_{name}.md").write_text(text, encoding="utf-8")
         plot_partial(found, images / "zoos_partial.png")

@@ -218,8 +218,7 @@ def add_radii(commands: Any) -> None:
         "radii",
         help="find the radii at which the loss of a zoo's median model increases by a given amount",
         description="Find, for every measure, the radii at which the loss of a zoo's median model increases by 0.1 and "
-        "0.5 nats, and write ZOO/models/measure.json, hessian.json and further.json (more radii) for `sharpness sweep "
-        "--out ZOO/results`.",
+        "0.5 nats, and write ZOO/models/measure.json and hessian.json for `sharpness sweep --out ZOO/results`.",
         formatter_class=Formatter,
     )
     radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")

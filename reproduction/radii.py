@@ -178,7 +178,7 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
 
 
 def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool = True) -> Path:
-    """Write the configurations that measure a zoo: with radii by the rule, with further radii, and of Hessians.
+    """Write the configurations that measure a zoo: with radii by the rule, and of Hessians.
 
     Parameters
     ----------
@@ -192,9 +192,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     -------
     Path
         Path of the first configuration, ``models/measure.json``. Results belong in ``results``, where losses and errors
-        are, of the models that the plan does not leave out. Measures with known radii are kept. ``models/further.json``
-        has four more radii a measure, a quarter of the smallest to four times the largest; ``models/hessian.json`` uses
-        a quarter of the examples.
+        are, of the models that the plan does not leave out. Measures with known radii are kept.
+        ``models/hessian.json`` uses a quarter of the examples.
 
     Raises
     ------
@@ -222,12 +221,7 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
             write_json(path, base | own | {"relative_tol": TOLERANCE})
             shown.update()
     part = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}
-    around = {
-        m: [float(f"{rho:.3g}") for rho in (r[0] / 4, r[0] / 2, 2 * r[-1], 4 * r[-1])] for m, r in radii.items() if r
-    }
-    further = {"measures": list(around), "rho": around, "relative_tol": TOLERANCE}
     few = base["data"]["num_examples"] // 4
     local = {"measures": HESSIANS, "data": base["data"] | {"num_examples": few, "batch_size": few}}
-    write_json(path.with_name("further.json"), part | further)
     write_json(path.with_name("hessian.json"), part | local)
     return path

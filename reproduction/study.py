@@ -45,14 +45,14 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     Parameters
     ----------
     zoo : Path
-        A zoo after :func:`reproduction.zoo.build` and the sweeps of ``models/measure.json``, ``models/hessian.json``
-        and, perhaps, ``models/further.json``.
+        A zoo after :func:`reproduction.zoo.build` and the sweeps of ``models/measure.json`` and, perhaps,
+        ``models/hessian.json``.
 
     Returns
     -------
     dict of str to list of dict
         ``""``: those at the radii of the rule and without a radius; ``"_shift"``: fits with shifted data instead of
-        test data; ``"_further"``: sharpness at further radii. Without the models that the plan leaves out
+        test data. Without the models that the plan leaves out
         (:func:`reproduction.radii.tested`), of which a warning tells, and without balls of mix measures that leave the
         manifold. A warning also tells of missing measurements.
 
@@ -64,8 +64,7 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     fits, left_out = tested(zoo)
     if not fits:
         raise ValueError(f"{zoo} has no tests that this version of the code has made; gather with the one that did")
-    own, hessians, further = map(_inside, _measured(zoo))
-    found, checkpoints = [*own, *hessians], read_config(zoo / "models" / "measure.json").checkpoints
+    found, checkpoints = _inside(_measured(zoo)), read_config(zoo / "models" / "measure.json").checkpoints
     more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
     for row in found:
         if row["kind"] == "baselines":
@@ -83,7 +82,7 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     trained = {r["checkpoint"]: {k: r[k] for k in ("train_loss", "train_error")} for r in fits}
     shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
     shifted = [r | trained.get(r["checkpoint"], {}) for r in shifted]  # whose own are of few examples
-    parts = {"": found, "_shift": shifted, "_further": further}
+    parts = {"": found, "_shift": shifted}
     return {name: [r for r in rows if r["checkpoint"] not in left_out] for name, rows in parts.items()}
 
 
@@ -102,14 +101,14 @@ def _inside(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _measured(zoo: Path) -> list[list[dict[str, Any]]]:
-    """Read the rows of the configurations with radii by the rule, of Hessians, and with further radii."""
-    configs = [zoo / "models" / f"{name}.json" for name in ("measure", "hessian", "further")]
+def _measured(zoo: Path) -> list[dict[str, Any]]:
+    """Read the rows of the configurations with radii by the rule, and of Hessians."""
+    configs = [zoo / "models" / f"{name}.json" for name in ("measure", "hessian")]
     if not configs[0].is_file():
         raise ValueError(
             f"{zoo} has no models/measure.json; choose its radii with `python -m reproduction radii` first"
         )
-    return [read_rows(zoo / "results", read_config(path)) for path in configs]
+    return [row for path in configs for row in read_rows(zoo / "results", read_config(path))]
 
 
 def account(zoo: Path) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def account(zoo: Path) -> dict[str, Any]:
     tests = [
         r for name in ("results", "shift") for r in read_rows(zoo / name, read_config(zoo / "models" / f"{name}.json"))
     ]
-    jobs = {r["job"]: r["seconds"] for rows in _measured(zoo) for r in rows if r["kind"] != "fit"}
+    jobs = {r["job"]: r["seconds"] for r in _measured(zoo) if r["kind"] != "fit"}
     seconds = {"training": sum(training), "testing": sum(r["seconds"] for r in tests), "measuring": sum(jobs.values())}
     hours = {part: round(value / 3600, 3) for part, value in seconds.items()}
     return {"models": len(training), "left_out": tested(zoo)[1], "hours": hours}
@@ -370,21 +369,20 @@ def _interval(axes: Any, r: Ranking, place: float) -> None:
     axes.plot(tau.value, place, MARKERS.get(r.quantity, "o"), color=colour, markersize=5)
 
 
-def plot_radius(zoos: Mapping[str, Sequence[Row]], target: str, path: str | os.PathLike[str]) -> None:
+def plot_radius(zoos: Judged, target: str, path: str | os.PathLike[str]) -> None:
     """Draw partial τ against the median increase of the loss, with a line per measure and a panel per zoo.
 
     Parameters
     ----------
-    zoos : mapping of str to sequence of mapping
-        Rows by name.
+    zoos : mapping of str to sequence of Ranking
+        Of one target (:func:`judged`).
     target : str
         See :func:`sharpness.rows.targets`.
     path : str or path
         File for the figure.
     """
     with figure(path, (4.4 * len(zoos), 3.8), 1, len(zoos), sharey=True) as (_, grid):
-        for axes, (zoo, rows) in zip(grid[0], zoos.items(), strict=True):
-            ranked = judged({zoo: rows}, target)[zoo]
+        for axes, (zoo, ranked) in zip(grid[0], zoos.items(), strict=True):
             shown = [r for r in ranked if r.corrected is not None and r.choice == "ρ"]
             for name in sorted({r.quantity for r in shown}, key=_order):
                 own = sorted((r for r in shown if r.quantity == name), key=lambda r: r.rho or 0.0)

@@ -265,8 +265,13 @@ def _signs(x: _Array) -> _Array:
 def _tau(x: _Array, y: _Array) -> _Statistic:
     """τ-b of the signs of all differences, for many resamples at once; copies of one model are tied."""
 
-    def pairs(counts: Any, m: _Array) -> _Array:
-        if np.count_nonzero(m) == m.size - len(m) and (m >= 0).all():  # no ties but of models with themselves
+    def untied(m: _Array) -> bool:  # but for models with themselves
+        return bool(np.count_nonzero(m) == m.size - len(m) and (m >= 0).all())
+
+    tables = [(m, untied(m)) for m in (x * y, np.abs(x), np.abs(y))]
+
+    def pairs(counts: Any, m: _Array, is_untied: bool) -> _Array:
+        if is_untied:
             among = np.einsum("ij->i", counts) ** 2 - np.einsum("ij,ij->i", counts, counts)
         else:
             among = np.einsum("ij,ij->i", counts @ m.astype(counts.dtype), counts)
@@ -274,9 +279,9 @@ def _tau(x: _Array, y: _Array) -> _Statistic:
         return found
 
     def statistic(counts: Any) -> _Array:
-        score, x_pairs, y_pairs = (pairs(counts, m) for m in (x * y, np.abs(x), np.abs(y)))
-        untied = x_pairs * y_pairs
-        found: _Array = score / np.sqrt(np.where(untied > 0, untied, np.nan))
+        score, x_pairs, y_pairs = (pairs(counts, *table) for table in tables)
+        both = x_pairs * y_pairs
+        found: _Array = score / np.sqrt(np.where(both > 0, both, np.nan))
         return found
 
     return statistic
@@ -306,7 +311,8 @@ def _bootstrapped(
     count = len(pairs[0][0])
     counts = _counts(count, resamples, seed)
     values = [float(statistic(np.ones((1, count)))[0]) for statistic in statistics]
-    draws = [statistic(counts) for statistic in statistics]
+    parts = np.array_split(counts, resamples // 1000 + 1)  # products of blocks that fit into the cache are faster
+    draws = [np.concatenate([statistic(part) for part in parts]) for statistic in statistics]
     i, j = np.triu_indices(count, 1)
     each = _balanced([d for d, v in zip(draws, values, strict=True) if np.isfinite(v)], level)
     found = []

@@ -123,7 +123,7 @@ def test_the_tables_and_the_figures(tmp_path):
     raw = {(r.quantity, r.rho): r.tau.value for r in compare(zoos["vit"], "gap", resamples=1)}
     assert f"| {raw['adaptive', 0.3]:+.2f} [" in next(x for x in plain if x.startswith("| vit | adaptive | 0.3 |"))
     plot_partial(by_target, tmp_path / "partial.png")
-    plot_radius(zoos, "gap", tmp_path / "radius.png")
+    plot_radius(by_target["gap"], "gap", tmp_path / "radius.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("partial.png", "radius.png"))
 
 
