@@ -37,7 +37,7 @@ from reproduction.study import (
     table,
 )
 from reproduction.zoo import KINDS
-from sharpness.comparison import compare, label
+from sharpness.comparison import CONTROLS, compare, label
 from sharpness.data import DataChoice
 from sharpness.files import write_json
 from sharpness.plots import plot_sweep
@@ -55,6 +55,8 @@ RADII = {
 }  # fmt: skip
 #: What is compared of the first models of a zoo.
 AGREEMENT = ("geodesic-inv", "complete-inv")
+#: Sharpness follows the distance from the initial weights, too.
+FURTHER = (*CONTROLS, "distance")
 #: Blocks of the laboratory.
 ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
 RK4 = "reproduction.rk4:RungeKuttaBlock"
@@ -197,14 +199,17 @@ def report(docs: Path = DOCS) -> None:
         (tables / "agreement.md").write_text(agreement(compared, *AGREEMENT), encoding="utf-8")
     if own:
         found = {target: judged(own, target) for target in OUTCOMES}
+        apart = {target: judged(own, target, given=FURTHER) for target in OUTCOMES}
         parts = {"shift": table(judged(shifted, "test-error")), "plain": plain_table(found)}
         for target, rankings in found.items():
             parts[target], parts[f"{target}_differences"] = table(rankings), differences(own, target)
             parts[f"{target}_squared"] = table(judged(own, target, quadratic=True))
+            parts[f"{target}_distance"] = table(apart[target], FURTHER)
             plot_radius(rankings, target, images / f"zoos_radius_{target}.png")
         for name, text in parts.items():
             (tables / f"zoos_{name}.md").write_text(text, encoding="utf-8")
         plot_partial(found, images / "zoos_partial.png")
+        plot_partial(apart, images / "zoos_partial_distance.png", FURTHER)
 
 
 def main() -> None:

@@ -244,14 +244,16 @@ def _with_interval(tau: Correlation, digits: int = 2) -> str:
     return f"{tau.value:+.2f} [{tau.low:+.{digits}f}, {tau.high:+.{digits}f}]"
 
 
-def judged(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = False) -> dict[str, list[Ranking]]:
+def judged(
+    zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = False, given: Sequence[str] = CONTROLS
+) -> dict[str, list[Ranking]]:
     """Correlate all quantities of zoos with a target as the plan says.
 
     Parameters
     ----------
     zoos : mapping of str to sequence of mapping
         Rows by name.
-    target, quadratic
+    target, quadratic, given
         See :func:`sharpness.comparison.compare`.
 
     Returns
@@ -259,20 +261,22 @@ def judged(zoos: Mapping[str, Sequence[Row]], target: str, quadratic: bool = Fal
     dict of str to list of Ranking
         By zoo: quantities without a radius, and measures at their radii.
     """
-    every = {zoo: compare(rows, target, level=LEVEL, quadratic=quadratic) for zoo, rows in zoos.items()}
+    every = {zoo: compare(rows, target, level=LEVEL, quadratic=quadratic, given=given) for zoo, rows in zoos.items()}
     return {  # without ablations
         zoo: [r for r in found if r.choice == "–" or (r.choice == "ρ" and "," not in r.quantity)]
         for zoo, found in every.items()
     }
 
 
-def table(zoos: Judged) -> str:
-    """Tabulate the partial correlation of every quantity with a target, given training loss and error, by zoo.
+def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> str:
+    """Tabulate the partial correlation of every quantity with a target, given the controls, by zoo.
 
     Parameters
     ----------
     zoos : mapping of str to sequence of Ranking
         Of one target (:func:`judged`).
+    given : sequence of str
+        What was controlled for.
 
     Returns
     -------
@@ -280,12 +284,16 @@ def table(zoos: Judged) -> str:
         A table in markdown: the verdict, and partial τ with its corrected interval at every radius.
     """
     words = [verdicts(found) for found in zoos.values()]
-    lines = [f"| given training loss and error | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
-    for name in sorted({r.quantity for found in zoos.values() for r in found} - {*CONTROLS}, key=_order):
+    lines = [f"| given {_words(given)} | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
+    for name in sorted({r.quantity for found in zoos.values() for r in found} - {*given}, key=_order):
         own = [[r for r in found if r.quantity == name] for found in zoos.values()]
         cells = [_cell(name, found, said.get(name)) for found, said in zip(own, words, strict=True)]
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _words(given: Sequence[str]) -> str:
+    return ", ".join(["training loss and error", *(name.replace("_", " ") for name in given if name not in CONTROLS)])
 
 
 def _cell(name: str, found: Sequence[Ranking], verdict: str | None) -> str:
@@ -328,7 +336,9 @@ def _order(name: str) -> tuple[int, str]:
     return PRIMARY.index(name) if name in PRIMARY else len(PRIMARY), name
 
 
-def plot_partial(by_target: Mapping[str, Judged], path: str | os.PathLike[str]) -> None:
+def plot_partial(
+    by_target: Mapping[str, Judged], path: str | os.PathLike[str], given: Sequence[str] = CONTROLS
+) -> None:
     """Draw partial τ with its corrected interval for every measure, with a column per zoo and a row per target.
 
     Parameters
@@ -337,6 +347,8 @@ def plot_partial(by_target: Mapping[str, Judged], path: str | os.PathLike[str]) 
         By target: :func:`judged`.
     path : str or path
         File for the figure.
+    given : sequence of str
+        What was controlled for.
     """
     zoos, outcomes = list(next(iter(by_target.values()))), list(by_target)
     found = {(z, t): [r for r in by_target[t][z] if r.corrected is not None] for t in outcomes for z in zoos}
@@ -359,7 +371,7 @@ def plot_partial(by_target: Mapping[str, Judged], path: str | os.PathLike[str]) 
             if zoo == zoos[0]:
                 axes.set_ylabel(TARGETS[target])
         for axes in grid[-1]:
-            axes.set_xlabel("τ given training loss and error")
+            axes.set_xlabel(f"τ given {_words(given)}")
 
 
 def _interval(axes: Any, r: Ranking, place: float) -> None:

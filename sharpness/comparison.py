@@ -46,7 +46,8 @@ class Ranking:
     tau : Correlation
         Kendall's τ with the target.
     partial : Correlation or None
-        The same, controlling for the training loss and, where it is known, the training error.
+        The same, controlling for the training loss and, where it is known, the training error, or for what else was
+        asked for.
     corrected : Correlation or None
         The same with an interval that is simultaneous over the family, which is all measures at all radii, or all
         quantities without a radius, for the models that have them all.
@@ -167,10 +168,10 @@ def common_increases(found: Sequence[Curves], count: int = 3) -> list[float]:
 
 @dataclass(frozen=True)
 class _Judge:
-    """Correlations of quantities with the target, given training loss and error."""
+    """Correlations of quantities with the target, given the controls."""
 
     goal: Mapping[str, float]
-    controls: Sequence[Mapping[str, float]]
+    controls: Mapping[str, Mapping[str, float]]
     quadratic: bool
     options: Mapping[str, Any]
 
@@ -189,7 +190,8 @@ class _Judge:
             return []
         x, y = [values[m] for m in models], [self.goal[m] for m in models]
         partial = difference = None
-        if quantity not in CONTROLS and self.controls and all(m in self.controls[0] for m in models):
+        first = next(iter(self.controls.values()), {})
+        if quantity not in {*CONTROLS, *self.controls} and all(m in first for m in models):
             partial = kendall(x, y, given=self.given(models), quadratic=self.quadratic, **self.options)
         if reference is not None and all(m in reference for m in models):
             difference = kendall_difference(x, [reference[m] for m in models], y, **self.options)
@@ -198,7 +200,7 @@ class _Judge:
 
     def given(self, models: Sequence[str]) -> list[list[float]]:
         """Return the controls that are known for all these models."""
-        return [[c[m] for m in models] for c in self.controls if all(m in c for m in models)]
+        return [[c[m] for m in models] for c in self.controls.values() if all(m in c for m in models)]
 
     def corrected(self, family: Sequence[Ranking], level: float) -> list[Ranking]:
         """Add the simultaneous intervals of a family, over the models that all members have.
@@ -277,7 +279,7 @@ def _chosen(c: Curves, at_radii: Sequence[Ranking]) -> list[Ranking]:
 
 def compare(
     rows: Sequence[Row], target: str = "gap", *, resamples: int = 1000, seed: int = 0, level: float = 0.95,
-    quadratic: bool = False,
+    quadratic: bool = False, given: Sequence[str] = CONTROLS,
 ) -> list[Ranking]:  # fmt: skip
     """Correlate every measure and baseline with the target.
 
@@ -293,7 +295,10 @@ def compare(
     level : float
         Probability that all corrected intervals of a family hold at once; raise it if you look at several targets.
     quadratic : bool
-        Control for the squared scores of training loss and error, too, see :func:`sharpness.statistics.kendall`.
+        Control for the squared scores of the controls, too, see :func:`sharpness.statistics.kendall`.
+    given : sequence of str
+        What to control for: names of ``sharpness.rows.BASELINES``, for example ``("train_loss", "train_error",
+        "distance")``.
 
     Returns
     -------
@@ -304,7 +309,7 @@ def compare(
     Raises
     ------
     ValueError
-        Fewer than three models have a target, or the target is unknown.
+        Fewer than three models have a target, the target is unknown, or models lack one of the further controls.
 
     Notes
     -----
@@ -333,10 +338,15 @@ def compare(
             f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data or "
             "accuracies"
         )
-    fits = [r for r in rows if r["kind"] == "fit"]
-    controls = [{r["checkpoint"]: r[name] for r in fits if r.get(name) is not None} for name in CONTROLS]
-    judge = _Judge(goal, [c for c in controls if c], quadratic, {"resamples": resamples, "seed": seed})
-    found = judge.corrected([r for name, values in _without_radius(rows) for r in judge.rank(name, "–", values)], level)
+    baselines = dict(_without_radius(rows))
+    for name in given:
+        if name not in BASELINES:
+            raise ValueError(f"{name!r} cannot be controlled for; choose from {', '.join(BASELINES)}")
+        if lacking := [m for m in goal if name not in CONTROLS and m not in baselines[name]]:
+            raise ValueError(f"{len(lacking)} models have no {name} to control for ({lacking[0]}, …)")
+    controls = {name: baselines[name] for name in given if baselines[name]}
+    judge = _Judge(goal, controls, quadratic, {"resamples": resamples, "seed": seed})
+    found = judge.corrected([r for name, values in baselines.items() for r in judge.rank(name, "–", values)], level)
     everything = curves(rows)
     own = [c for c in everything if not c.ablation]
     at_all_radii = judge.corrected([r for c in own for r in judge.at_radii(c)], level)

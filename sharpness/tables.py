@@ -71,9 +71,10 @@ def _verdict(taus: Sequence[Correlation], bound: float) -> str:
     return "nothing of size" if all(-bound < t.low and t.high < bound for t in taus) else "unresolved"
 
 
+_GIVEN = "τ given train loss and error"
 _HEAD = (
     "quantity", "radius", "ρ", "median loss increase", "models", "τ", "95 % interval", "p",
-    "τ given train loss and error", "p", "corrected interval", "τ − adaptive",
+    _GIVEN, "p", "corrected interval", "τ − adaptive",
 )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def _cells(row: Ranking) -> list[str]:
     ]
 
 
-def formatted(found: Sequence[Ranking], style: str = "text") -> str:
+def formatted(found: Sequence[Ranking], style: str = "text", further: Sequence[str] = ()) -> str:
     """Format rankings as a table.
 
     Parameters
@@ -114,6 +115,8 @@ def formatted(found: Sequence[Ranking], style: str = "text") -> str:
         Result of :func:`sharpness.comparison.compare`.
     style : {"text", "markdown", "latex", "csv"}
         ``"text"`` has aligned columns, for a terminal; LaTeX tables use the rules of booktabs.
+    further : sequence of str
+        What was controlled for beside training loss and error.
 
     Returns
     -------
@@ -131,7 +134,8 @@ def formatted(found: Sequence[Ranking], style: str = "text") -> str:
     >>> print(formatted(compare(rows), "csv").splitlines()[1])
     train error,–,,,3,+1.00,"[..., ...]",...
     """
-    return _laid_out([list(_HEAD), *(_cells(row) for row in found)], style)
+    given = ", ".join([_GIVEN, *(name.replace("_", " ") for name in further)])
+    return _laid_out([[given if h == _GIVEN else h for h in _HEAD], *(_cells(row) for row in found)], style)
 
 
 #: Columns of a fit and of quantities that follow from it.

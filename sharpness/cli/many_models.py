@@ -147,6 +147,14 @@ def add_table(commands: Any) -> None:
         default=0.95,
         help="probability that all corrected intervals hold at once; raise it if you look at several targets",
     )
+    shown.add_argument(
+        "--given",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="control for these quantities too, beside training loss and error; for example distance (from the initial "
+        "weights), which sharpness may follow",
+    )
     shown.add_argument("--out", type=place, help="write the table to this file (default: print it)")
     shown.set_defaults(run=_table)
 
@@ -199,18 +207,20 @@ def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int)
 
 def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Return a row for each quantity that ranks the models."""
-    from ..comparison import compare
+    from ..comparison import CONTROLS, compare
     from ..tables import formatted, verdicts
 
-    found = compare(rows, options.target, level=options.level)
+    further = [name.replace("-", "_") for name in options.given if name.replace("-", "_") not in CONTROLS]
+    found = compare(rows, options.target, level=options.level, given=(*CONTROLS, *further))
     said = verdicts(found)  # these look at every radius, whatever is printed
     if options.short:
         found = [r for r in found if r.choice != "ρ" or "," in r.quantity]  # all of ablations
     if options.json:
         return as_json({"rankings": found, "verdicts": said})
-    text = formatted(found, options.format)
+    text = formatted(found, options.format, further)
     if options.format in ("text", "markdown") and said:
-        text += "\nDoes it predict anything beyond training loss and error?\n\n"
+        beyond = ", ".join(["training loss and error", *(name.replace("_", " ") for name in further)])
+        text += f"\nDoes it predict anything beyond {beyond}?\n\n"
         text += "".join(f"- {name.replace('_', ' ')}: {words}\n" for name, words in said.items())
     return text
 
