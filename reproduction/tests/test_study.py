@@ -118,6 +118,10 @@ def test_the_tables_and_the_figures(tmp_path):
     assert lines[0] == "| given training loss and error | vit | scratch |"
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["adaptive", "geodesic-inv", "margin"]
     assert lines[2].endswith("| no radius |")
+    given = ("train_loss", "train_error", "margin")
+    beyond = table(judged(zoos, "gap", given=given), given).splitlines()
+    assert beyond[0] == "| given training loss and error, margin | vit | scratch |"
+    assert [line.split("|")[1].strip() for line in beyond[2:]] == ["adaptive", "geodesic-inv"]
     assert lines[3].count("**yes, +**") == 2
     plain = plain_table(by_target).splitlines()
     raw = {(r.quantity, r.rho): r.tau.value for r in compare(zoos["vit"], "gap", resamples=1)}

@@ -6,7 +6,7 @@ import scipy.stats
 
 from sharpness.comparison import common_increases, compare, curves
 from sharpness.rows import targets
-from sharpness.statistics import kendall_difference
+from sharpness.statistics import kendall, kendall_difference
 from sharpness.tables import formatted, verdicts
 from tests.studies import study
 
@@ -26,6 +26,33 @@ def test_every_radius_has_the_tau_of_its_column():
         abs(r.tau.value) for r in found if r.quantity == "adaptive" and r.choice == "ρ"
     )  # fmt: skip
     assert {r.quantity for r in found} >= {"train_loss", "weight_norm", "adaptive, statistic = average"}
+
+
+def test_a_further_control():
+    """A measure and a gap that share nothing but the distance: found given the losses, gone given the distance too."""
+    rng = np.random.default_rng(0)
+    loss, error, far, *noise = rng.standard_normal((5, 200))
+    rows = []
+    for i, (gap, sharp) in enumerate(zip(2 * far + noise[0], 2 * far + noise[1], strict=True)):
+        of = {"checkpoint": f"m{i:03d}"}
+        rows.append({**of, "kind": "fit", "train_loss": loss[i], "train_error": error[i], "test_error": error[i] + gap})
+        rows.append({**of, "kind": "baselines", "distance": far[i], "geodesic_distance": None if i else 1.0})
+        rows.append({**of, "kind": "sharpness", "measure": "adaptive", "ablation": {}, "rho": 0.5, "sharpness": sharp})
+    further = ("train_loss", "train_error", "distance")
+    plain, found = (compare(rows, resamples=10, given=given) for given in (further[:2], further))
+    assert {r.quantity for r in found if r.partial is not None} == {"adaptive"}
+    one, two = (next(r.partial for r in ranked if r.quantity == "adaptive") for ranked in (plain, found))
+    assert one.low > 0.4
+    assert abs(two.value) < 0.15
+    targeted = targets(rows)
+    given = [loss, error, far]
+    expected = kendall([r["sharpness"] for r in rows if "rho" in r], list(targeted.values()), given=given, resamples=1)
+    assert two.value == expected.value
+    assert "distance" in {r.quantity for r in plain if r.partial is not None}
+    with pytest.raises(ValueError, match="199 models have no geodesic_distance to control for"):
+        compare(rows, given=("train_loss", "geodesic_distance"))
+    with pytest.raises(ValueError, match="'depth' cannot be controlled for; choose from train_loss, train_error"):
+        compare(rows, given=("train_loss", "depth"))
 
 
 def test_a_matched_increase_makes_equal_quantities_equal():

@@ -20,6 +20,13 @@ def test_commands(tmp_path, capsys):
     assert "adaptive               ρ" not in printed
     assert "adaptive, statistic = average" in printed
     assert "Does it predict anything beyond training loss and error?" in printed
+    assert cli.main(["table", str(tmp_path / "r.csv"), "--given", "weight-norm", "--format", "markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert "τ given train loss and error, weight norm" in printed
+    assert "Does it predict anything beyond training loss and error, weight norm?" in printed
+    assert "- weight norm:" not in printed
+    assert cli.main(["table", str(tmp_path / "r.csv"), "--given", "relative-flatness"]) == 2
+    assert "12 models have no relative_flatness to control for" in capsys.readouterr().err
     assert cli.main(["table", str(tmp_path / "r.csv"), "--short", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["verdicts"].keys() >= {"adaptive", "geodesic-inv"}
