@@ -10,6 +10,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sharpness.plots.look import COLOURS, MARKERS, figure
 from sharpness.results import LEAVES
 from sharpness.rows import TARGETS, Row, targets
 from sharpness.statistics import Correlation, kendall, kendall_difference
-from sharpness.sweep import Checkpoint, read_config, read_rows
+from sharpness.sweep import Checkpoint, read_config, read_rows, run_sweep
 from sharpness.tables import verdicts
 
 from .power import LEVEL
@@ -123,7 +124,7 @@ def account(zoo: Path) -> dict[str, Any]:
     -------
     dict
         ``models``: number of trained ones; ``left_out``: reasons by checkpoint; ``hours``: of one process each, of
-        training, testing and measuring.
+        training, testing and measuring; ``start``: losses and errors of the model that all started from, or None.
     """
     training = [json.loads(path.read_text())["seconds"] for path in (zoo / "models").glob("model_*[0-9].json")]
     tests = [
@@ -132,7 +133,21 @@ def account(zoo: Path) -> dict[str, Any]:
     jobs = {r["job"]: r["seconds"] for r in _measured(zoo) if r["kind"] != "fit"}
     seconds = {"training": sum(training), "testing": sum(r["seconds"] for r in tests), "measuring": sum(jobs.values())}
     hours = {part: round(value / 3600, 3) for part, value in seconds.items()}
-    return {"models": len(training), "left_out": tested(zoo)[1], "hours": hours}
+    return {"models": len(training), "left_out": tested(zoo)[1], "hours": hours, "start": fit_of_start(zoo)}
+
+
+def fit_of_start(zoo: Path) -> dict[str, float] | None:
+    """Test the model that a zoo started from; None where there is none, or where it has no head for the classes."""
+    sweep = read_config(zoo / "models" / "sweep.json")
+    if sweep.initial is None or Path(sweep.initial.model).is_dir():
+        return None
+    start = replace(sweep.checkpoints[0], name="start", weights=sweep.initial.model)
+    alone = replace(sweep, checkpoints=(start,), measures=(), baselines=False, initial=None)
+    failed = run_sweep(alone, zoo / "start", progress=False)
+    if failed:
+        raise ValueError(f"the start of {zoo} was not tested: {failed[0]['error']}")
+    fit = next(r for r in read_rows(zoo / "start", alone) if r["kind"] == "fit")
+    return {f"{part}_{what}": fit[f"{part}_{what}"] for part in ("train", "test") for what in ("loss", "error")}
 
 
 def from_starts(checkpoints: Sequence[Checkpoint], models: Path) -> dict[str, dict[str, float | None]]:

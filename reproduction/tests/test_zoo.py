@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import sharpness
 from quotient_manifolds.symmetries import model_distance
 from reproduction import cli, radii, study, zoo
+from reproduction.collection import train_collection
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import cli as measuring
@@ -126,6 +127,23 @@ def test_starts_differ_and_are_those_of_the_models(place):
     assert set(far) == {"model_00.safetensors", "model_01.safetensors"}
 
 
+def test_the_model_that_all_started_from(place):
+    weights = load("reproduction.vision:scratch_vit").model.state_dict()
+    save_file(weights, "start.safetensors")
+    train, test = (DataChoice(f"data/cifar10.zip:cifar10/{part}") for part in ("train", "test"))
+    recipes = [zoo.recipe("scratch", 0)]
+    network = "reproduction.vision:scratch_vit"
+    train_collection(network, train, "zoo/models", checkpoint="start.safetensors", recipes=recipes, test=test)
+    found = study.fit_of_start(Path("zoo"))
+    model = load(network, "start.safetensors")
+    [(x, y)] = test.load(model, "cpu")
+    with torch.no_grad():
+        scores = model.model.eval()(x)
+    assert found["test_error"] == pytest.approx(float((scores.argmax(1) != y).float().mean()))
+    assert found["test_loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(scores, y)), rel=1e-5)
+    assert found.keys() == {"train_loss", "train_error", "test_loss", "test_error"}
+
+
 def test_models_that_the_plan_leaves_out(place, monkeypatch):
     """A model that had diverged made the radii of its zoo unobtainable; nothing looked for those without skill."""
     torch.set_num_threads(1)
@@ -195,6 +213,7 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     account = study.account(Path("zoo"))
     assert account["models"] == 3
     assert account["left_out"] == {}
+    assert account["start"] is None
     assert min(account["hours"].values()) >= 0
     trained = [json.loads(Path(f"zoo/models/model_0{i}.json").read_text())["seconds"] for i in range(3)]
     assert account["hours"]["training"] == pytest.approx(sum(trained) / 3600, abs=1e-3)
