@@ -28,6 +28,7 @@ from reproduction.study import (
     OUTCOMES,
     account,
     agreement,
+    beside_distance,
     differences,
     judged,
     plain_table,
@@ -201,6 +202,7 @@ def report(docs: Path = DOCS) -> None:
         found = {target: judged(own, target) for target in OUTCOMES}
         apart = {target: judged(own, target, given=FURTHER) for target in OUTCOMES}
         parts = {"shift": table(judged(shifted, "test-error")), "plain": plain_table(found)}
+        parts["distance"] = beside_distance(own)
         for target, rankings in found.items():
             parts[target], parts[f"{target}_differences"] = table(rankings), differences(own, target)
             parts[f"{target}_squared"] = table(judged(own, target, quadratic=True))

@@ -29,7 +29,8 @@ from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
 
 __all__ = [
-    "account", "agreement", "differences", "judged", "plain_table", "plot_partial", "plot_radius", "rows_of", "table",
+    "account", "agreement", "beside_distance", "differences", "judged", "plain_table", "plot_partial", "plot_radius",
+    "rows_of", "table",
 ]  # fmt: skip
 
 #: The targets that a zoo's measures are compared with.
@@ -211,6 +212,35 @@ def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str =
                 given = [[fits[m][control] for m in models] for control in CONTROLS]
                 tau = kendall_difference(*columns, given=given, resamples=10_000)
                 lines.append(f"| {zoo} | {name} | {level:g} nats | {_with_interval(tau, 3)} |")
+    return "\n".join(lines) + "\n"
+
+
+def beside_distance(zoos: Mapping[str, Sequence[Row]]) -> str:
+    """Tabulate how the measures follow the distance from the initial weights, given training loss and error.
+
+    Parameters
+    ----------
+    zoos : mapping of str to sequence of mapping
+        Rows by name, of measures with radii chosen by the rule.
+
+    Returns
+    -------
+    str
+        A table in markdown: partial τ with the distance at every radius, with a bootstrap at 95 %.
+    """
+    table: dict[str, dict[str, list[str]]] = {}
+    for zoo, rows in zoos.items():
+        known = {kind: {r["checkpoint"]: r for r in rows if r["kind"] == kind} for kind in ("fit", "baselines")}
+        for name, by_radius in _by_level(rows).items():
+            for values in by_radius.values():
+                models = [m for m in values if m in known["fit"] and m in known["baselines"]]
+                given = [[known["fit"][m][control] for m in models] for control in CONTROLS]
+                distances = [known["baselines"][m]["distance"] for m in models]
+                tau = kendall([values[m] for m in models], distances, given=given)
+                table.setdefault(name, {}).setdefault(zoo, []).append(_with_interval(tau))
+    lines = [f"| τ with the distance | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
+    for name in sorted(table, key=_order):
+        lines.append(f"| {name} | {' | '.join('; '.join(table[name].get(zoo, ['no radius'])) for zoo in zoos)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,7 @@ from reproduction.study import (
     _inside,
     agreement,
     alphas,
+    beside_distance,
     differences,
     judged,
     plain_table,
@@ -22,6 +23,7 @@ from reproduction.study import (
     table,
 )
 from sharpness.comparison import compare
+from sharpness.statistics import kendall
 from sharpness.sweep import Checkpoint
 from sharpness.tables import verdicts
 
@@ -94,6 +96,21 @@ def test_a_difference_is_that_of_the_partial_coefficients():
     taus = {(r.quantity, r.rho): r.partial.value for r in compare(zoo(), "gap", resamples=1) if r.choice == "ρ"}
     assert value == pytest.approx(taus["geodesic-inv", 0.1] - taus["adaptive", 0.1], abs=0.0051)
     assert low > 0
+
+
+def test_measures_beside_the_distance():
+    rows = zoo()
+    near = {r["checkpoint"]: -r["sharpness"] for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3}
+    rows = [{**r, "distance": near[r["checkpoint"]]} if r["kind"] == "baselines" else r for r in rows]
+    lines = beside_distance({"vit": rows, "other": [r for r in rows if r.get("measure") != "adaptive"]}).splitlines()
+    cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in lines[2:]}
+    assert cells["adaptive"][1] == "no radius"
+    assert cells["adaptive"][0].endswith("; -1.00 [-1.00, -1.00]")
+    fits = [r for r in rows if r["kind"] == "fit"]
+    at = {r["checkpoint"]: r["sharpness"] for r in rows if r.get("measure") == "geodesic-inv" and r["rho"] == 0.1}
+    x, y = ([of[f["checkpoint"]] for f in fits] for of in (at, near))
+    given = [[f[control] for f in fits] for control in ("train_loss", "train_error")]
+    assert cells["geodesic-inv"][0].startswith(f"{kendall(x, y, given=given).value:+.2f} [")
 
 
 def test_how_alike_two_measures_rank_the_models():
