@@ -328,9 +328,16 @@ def _balanced(draws: Sequence[_Array], level: float) -> float:
     """Find the level of the single intervals at which a share ``level`` of the resamples lies in all of them."""
     if len(draws) < 2 or not len(draws[0]):
         return level
-    table = np.column_stack(draws)
-    table = table[np.isfinite(table).all(axis=1)]
-    if not len(table):
+    finite = np.isfinite(draws).all(axis=0)
+    count = int(finite.sum())
+    if not count:
         return level
-    places = (scipy.stats.rankdata(table, axis=0) - 0.5) / len(table)
-    return float(np.quantile(np.abs(2 * places - 1).max(axis=1), level))
+    # What lies outside an interval is among the outer 1 − level of its column: only these need ranks.
+    outer = min(int(np.ceil((1 - level) * count)), count - 1)
+    farthest = np.zeros(count)
+    for column in (d[finite] for d in draws):
+        ordered = np.sort(column)
+        far = np.flatnonzero((column <= ordered[outer]) | (column >= ordered[-1 - outer]))
+        ranks = sum(np.searchsorted(ordered, column[far], side) for side in ("left", "right"))
+        farthest[far] = np.maximum(farthest[far], np.abs(ranks / count - 1))
+    return float(np.quantile(farthest, level))

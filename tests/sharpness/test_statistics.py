@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from sharpness.statistics import kendall, kendall_family
+from sharpness.statistics import _balanced, kendall, kendall_family
 
 
 def plain_tau_b(x, y):
@@ -44,6 +44,19 @@ def test_the_interval_covers_as_often_as_it_says():
         found = kendall(z[:, 0], z[:, 1], resamples=100, seed=k)
         covered += found.low <= truth <= found.high
     assert covered >= 33
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.985])
+@pytest.mark.parametrize("digits", [0, 1, 8])
+def test_the_level_of_balanced_intervals_is_that_of_all_ranks(level, digits):
+    """Only the ends of each column are ranked, with ties as many as they may be."""
+    rng = np.random.default_rng(0)
+    shared = rng.standard_normal(500)
+    draws = [np.round(np.exp(a * shared + rng.standard_normal(500)), digits) for a in (0.0, 1.0, 3.0)]
+    draws[0][:3] = np.nan
+    table = np.column_stack(draws)[3:]
+    places = (scipy.stats.rankdata(table, axis=0) - 0.5) / len(table)
+    assert _balanced(draws, level) == pytest.approx(np.quantile(np.abs(2 * places - 1).max(axis=1), level), abs=1e-12)
 
 
 def kendall_1942(x, y, z):
