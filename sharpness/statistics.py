@@ -265,21 +265,16 @@ def _signs(x: _Array) -> _Array:
 def _tau(x: _Array, y: _Array) -> _Statistic:
     """τ-b of the signs of all differences, for many resamples at once; copies of one model are tied."""
 
-    def untied(m: _Array) -> bool:  # but for models with themselves
-        return bool(np.count_nonzero(m) == m.size - len(m) and (m >= 0).all())
+    def prepared(m: _Array) -> _Array | None:
+        """None if all pairs count, but models with themselves."""
+        return None if np.count_nonzero(m) == m.size - len(m) and (m >= 0).all() else m.astype(np.float32)
 
-    tables = [(m, untied(m)) for m in (x * y, np.abs(x), np.abs(y))]
-
-    def pairs(counts: Any, m: _Array, is_untied: bool) -> _Array:
-        if is_untied:
-            among = np.einsum("ij->i", counts) ** 2 - np.einsum("ij,ij->i", counts, counts)
-        else:
-            among = np.einsum("ij,ij->i", counts @ m.astype(counts.dtype), counts)
-        found: _Array = among.astype(np.float64)
-        return found
+    tables = [prepared(m) for m in (x * y, np.abs(x), np.abs(y))]
 
     def statistic(counts: Any) -> _Array:
-        score, x_pairs, y_pairs = (pairs(counts, *table) for table in tables)
+        every = np.einsum("ij->i", counts) ** 2 - np.einsum("ij,ij->i", counts, counts)
+        sums = (every if m is None else np.einsum("ij,ij->i", counts @ m, counts) for m in tables)
+        score, x_pairs, y_pairs = (s.astype(np.float64) for s in sums)
         both = x_pairs * y_pairs
         found: _Array = score / np.sqrt(np.where(both > 0, both, np.nan))
         return found
@@ -287,14 +282,13 @@ def _tau(x: _Array, y: _Array) -> _Statistic:
     return statistic
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _counts(count: int, resamples: int, seed: int) -> Any:
     """Return how often each resample, (resamples, count), has each model: the same for all quantities of a table."""
     chosen = np.random.default_rng(seed).integers(count, size=(resamples, count))
     places = (chosen + count * np.arange(resamples)[:, None]).ravel()
     found = np.bincount(places, minlength=resamples * count).reshape(resamples, count)
-    # What is computed of them are whole numbers up to count², exact in single precision where these are below 2²⁴.
-    found = found.astype(np.float32 if count < 4096 else np.float64)
+    found = found.astype(np.min_scalar_type(count))
     found.flags.writeable = False
     return found
 
@@ -311,8 +305,11 @@ def _bootstrapped(
     count = len(pairs[0][0])
     counts = _counts(count, resamples, seed)
     values = [float(statistic(np.ones((1, count)))[0]) for statistic in statistics]
+    # What is computed of them are whole numbers up to count², exact in single precision where these are below 2²⁴.
+    dtype = np.float32 if count < 4096 else np.float64
     parts = np.array_split(counts, resamples // 1000 + 1)  # products of blocks that fit into the cache are faster
-    draws = [np.concatenate([statistic(part) for part in parts]) for statistic in statistics]
+    drawn = [[statistic(part) for statistic in statistics] for part in (p.astype(dtype) for p in parts)]
+    draws = list(np.concatenate(drawn, axis=1)) if statistics else []
     i, j = np.triu_indices(count, 1)
     each = _balanced([d for d, v in zip(draws, values, strict=True) if np.isfinite(v)], level)
     found = []
