@@ -208,6 +208,8 @@ def report(docs: Path = DOCS) -> None:
             parts[f"{target}_squared"] = table(judged(own, target, quadratic=True))
             parts[f"{target}_distance"] = table(apart[target], FURTHER)
             plot_radius(rankings, target, images / f"zoos_radius_{target}.png")
+        squared = judged(own, "test-loss", quadratic=True, given=FURTHER)
+        parts["test-loss_distance_squared"] = table(squared, FURTHER)
         for name, text in parts.items():
             (tables / f"zoos_{name}.md").write_text(text, encoding="utf-8")
         plot_partial(found, images / "zoos_partial.png")

@@ -12,7 +12,7 @@ import scipy.stats
 from sharpness.progress import bar
 from sharpness.statistics import kendall, kendall_family
 
-__all__ = ["LEVEL", "draw", "power", "resolved"]
+__all__ = ["LEVEL", "alone", "draw", "power", "resolved"]
 
 _Array = npt.NDArray[np.float64]
 #: Level of the intervals of one family. All intervals of two families, one per target, are to hold with probability
@@ -68,6 +68,34 @@ def resolved(controls: _Array, measures: _Array, target: _Array, resamples: int)
     found = kendall_family(named, target, given=list(controls), level=LEVEL, resamples=resamples).values()
     signs = [int(np.sign(t.value)) if not t.low <= 0 <= t.high else 0 for t in found]
     return np.array(signs).reshape(-1, _RADII)
+
+
+def alone(models: int, effect: float, *, studies: int = 400, seed: int = 0) -> float:
+    """Simulate one test at one radius, given a third control: the share of 95 % intervals that lie above 0.
+
+    Parameters
+    ----------
+    models : int
+    effect : float
+        See :func:`draw`; the third control has a correlation of 0.7 with the first.
+    studies, seed : int
+
+    Returns
+    -------
+    float
+
+    Examples
+    --------
+    >>> alone(48, 0.5, studies=10) > 0.5
+    True
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(studies):
+        controls, measures, target = draw(rng, models, effect)
+        third = (controls[0] + rng.standard_normal(models)) / math.sqrt(2)
+        found.append(kendall(measures[0], target, given=[*controls, third]).low > 0)
+    return float(np.mean(found))
 
 
 def classical(controls: _Array, x: _Array, y: _Array) -> float:

@@ -125,7 +125,8 @@ def account(zoo: Path) -> dict[str, Any]:
     -------
     dict
         ``models``: number of trained ones; ``left_out``: reasons by checkpoint; ``hours``: of one process each, of
-        training, testing and measuring; ``start``: losses and errors of the model that all started from, or None.
+        training, testing and measuring; ``start``: losses and errors of the model that all started from, or None
+        (:func:`fit_of_start`, which tests it and keeps the result in ``start``).
     """
     training = [json.loads(path.read_text())["seconds"] for path in (zoo / "models").glob("model_*[0-9].json")]
     tests = [

@@ -191,7 +191,7 @@ class _Judge:
         x, y = [values[m] for m in models], [self.goal[m] for m in models]
         partial = difference = None
         first = next(iter(self.controls.values()), {})
-        if quantity not in {*CONTROLS, *self.controls} and all(m in first for m in models):
+        if quantity not in self.controls and all(m in first for m in models):
             partial = kendall(x, y, given=self.given(models), quadratic=self.quadratic, **self.options)
         if reference is not None and all(m in reference for m in models):
             difference = kendall_difference(x, [reference[m] for m in models], y, **self.options)
@@ -309,7 +309,8 @@ def compare(
     Raises
     ------
     ValueError
-        Fewer than three models have a target, the target is unknown, or models lack one of the further controls.
+        Fewer than three models have a target, the target or a control is unknown, or models lack a control other than
+        training loss and error.
 
     Notes
     -----

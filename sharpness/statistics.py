@@ -309,7 +309,7 @@ def _bootstrapped(
     dtype = np.float32 if count < 4096 else np.float64
     parts = np.array_split(counts, resamples // 1000 + 1)  # products of blocks that fit into the cache are faster
     drawn = [[statistic(part) for statistic in statistics] for part in (p.astype(dtype) for p in parts)]
-    draws = list(np.concatenate(drawn, axis=1)) if statistics else []
+    draws = list(np.concatenate(drawn, axis=1))
     i, j = np.triu_indices(count, 1)
     each = _balanced([d for d, v in zip(draws, values, strict=True) if np.isfinite(v)], level)
     found = []

@@ -149,11 +149,11 @@ def add_table(commands: Any) -> None:
     )
     shown.add_argument(
         "--given",
-        nargs="+",
+        action="append",
         default=[],
         metavar="NAME",
-        help="control for these quantities too, beside training loss and error; for example distance (from the initial "
-        "weights), which sharpness may follow",
+        help="where models are ranked, control for this quantity too, beside training loss and error; for example "
+        "distance (from the initial weights), which sharpness may follow; may be repeated",
     )
     shown.add_argument("--out", type=place, help="write the table to this file (default: print it)")
     shown.set_defaults(run=_table)
@@ -210,13 +210,13 @@ def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     from ..comparison import CONTROLS, compare
     from ..tables import formatted, verdicts
 
-    further = [name.replace("-", "_") for name in options.given if name.replace("-", "_") not in CONTROLS]
-    found = compare(rows, options.target, level=options.level, given=(*CONTROLS, *further))
+    given = tuple(dict.fromkeys([*CONTROLS, *(name.replace("-", "_") for name in options.given)]))
+    found, further = compare(rows, options.target, level=options.level, given=given), given[len(CONTROLS) :]
     said = verdicts(found)  # these look at every radius, whatever is printed
     if options.short:
         found = [r for r in found if r.choice != "ρ" or "," in r.quantity]  # all of ablations
     if options.json:
-        return as_json({"rankings": found, "verdicts": said})
+        return as_json({"rankings": found, "verdicts": said, "given": given})
     text = formatted(found, options.format, further)
     if options.format in ("text", "markdown") and said:
         beyond = ", ".join(["training loss and error", *(name.replace("_", " ") for name in further)])

@@ -25,6 +25,9 @@ def test_commands(tmp_path, capsys):
     assert "τ given train loss and error, weight norm" in printed
     assert "Does it predict anything beyond training loss and error, weight norm?" in printed
     assert "- weight norm:" not in printed
+    twice = ["table", "--given", "weight-norm", "--given", "weight_norm", str(tmp_path / "r.csv"), "--json"]
+    assert cli.main(twice) == 0
+    assert json.loads(capsys.readouterr().out)["given"] == ["train_loss", "train_error", "weight_norm"]
     assert cli.main(["table", str(tmp_path / "r.csv"), "--given", "relative-flatness"]) == 2
     assert "12 models have no relative_flatness to control for" in capsys.readouterr().err
     assert cli.main(["table", str(tmp_path / "r.csv"), "--short", "--json"]) == 0
