@@ -23,7 +23,7 @@ from sharpness.results import LEAVES
 from sharpness.rows import TARGETS, Row, targets
 from sharpness.statistics import Correlation, kendall, kendall_difference
 from sharpness.sweep import Checkpoint, read_config, read_rows, run_sweep
-from sharpness.tables import verdicts
+from sharpness.tables import controls_in_words, verdicts
 
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
@@ -330,16 +330,12 @@ def table(zoos: Judged, given: Sequence[str] = CONTROLS) -> str:
         A table in markdown: the verdict, and partial τ with its corrected interval at every radius.
     """
     words = [verdicts(found) for found in zoos.values()]
-    lines = [f"| given {_words(given)} | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
+    lines = [f"| given {controls_in_words(given)} | {' | '.join(zoos)} |", "|---" * (len(zoos) + 1) + "|"]
     for name in sorted({r.quantity for found in zoos.values() for r in found} - {*given}, key=_order):
         own = [[r for r in found if r.quantity == name] for found in zoos.values()]
         cells = [_cell(name, found, said.get(name)) for found, said in zip(own, words, strict=True)]
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _words(given: Sequence[str]) -> str:
-    return ", ".join(["training loss and error", *(name.replace("_", " ") for name in given if name not in CONTROLS)])
 
 
 def _cell(name: str, found: Sequence[Ranking], verdict: str | None) -> str:
@@ -417,7 +413,7 @@ def plot_partial(
             if zoo == zoos[0]:
                 axes.set_ylabel(TARGETS[target])
         for axes in grid[-1]:
-            axes.set_xlabel(f"τ given {_words(given)}")
+            axes.set_xlabel(f"τ given {controls_in_words(given)}")
 
 
 def _interval(axes: Any, r: Ranking, place: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .comparison import Ranking, label
+from .comparison import CONTROLS, Ranking, label
 from .measures import MEASURES
 from .rows import Row, targets
 from .statistics import Correlation
@@ -69,6 +69,11 @@ def _verdict(taus: Sequence[Correlation], bound: float) -> str:
     if all(t.low > 0 for t in taus) or all(t.high < 0 for t in taus):
         return "yes, +" if taus[0].value > 0 else "yes, −"
     return "nothing of size" if all(-bound < t.low and t.high < bound for t in taus) else "unresolved"
+
+
+def controls_in_words(given: Sequence[str]) -> str:
+    """Name what was controlled for: training loss and error, and what else."""
+    return ", ".join(["training loss and error", *(name.replace("_", " ") for name in given if name not in CONTROLS)])
 
 
 _GIVEN = "τ given train loss and error"

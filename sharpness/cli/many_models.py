@@ -208,7 +208,7 @@ def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int)
 def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Return a row for each quantity that ranks the models."""
     from ..comparison import CONTROLS, compare
-    from ..tables import formatted, verdicts
+    from ..tables import controls_in_words, formatted, verdicts
 
     given = tuple(dict.fromkeys([*CONTROLS, *(name.replace("-", "_") for name in options.given)]))
     found, further = compare(rows, options.target, level=options.level, given=given), given[len(CONTROLS) :]
@@ -219,8 +219,7 @@ def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
         return as_json({"rankings": found, "verdicts": said, "given": given})
     text = formatted(found, options.format, further)
     if options.format in ("text", "markdown") and said:
-        beyond = ", ".join(["training loss and error", *(name.replace("_", " ") for name in further)])
-        text += f"\nDoes it predict anything beyond {beyond}?\n\n"
+        text += f"\nDoes it predict anything beyond {controls_in_words(given)}?\n\n"
         text += "".join(f"- {name.replace('_', ' ')}: {words}\n" for name, words in said.items())
     return text
 
