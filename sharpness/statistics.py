@@ -183,6 +183,8 @@ def kendall_family(
     >>> [sum(not t.low <= 0 <= t.high for t in found) for found in (alone, together)]
     [2, 0]
     """
+    if not xs:
+        return {}
     controls = _controls(given)
     *columns, target = _prepared([*xs.items(), ("y", y)], controls, quadratic)
     pairs = [(column, target) for column in columns]

@@ -76,11 +76,12 @@ def controls_in_words(given: Sequence[str]) -> str:
     return ", ".join(["training loss and error", *(name.replace("_", " ") for name in given if name not in CONTROLS)])
 
 
-_GIVEN = "τ given train loss and error"
-_HEAD = (
-    "quantity", "radius", "ρ", "median loss increase", "models", "τ", "95 % interval", "p",
-    _GIVEN, "p", "corrected interval", "τ − adaptive",
-)  # fmt: skip
+def _head(further: Sequence[str]) -> list[str]:
+    given = ", ".join(["τ given train loss and error", *(name.replace("_", " ") for name in further)])
+    return [
+        "quantity", "radius", "ρ", "median loss increase", "models", "τ", "95 % interval", "p",
+        given, "p", "corrected interval", "τ − adaptive",
+    ]  # fmt: skip
 
 
 def _cells(row: Ranking) -> list[str]:
@@ -139,8 +140,7 @@ def formatted(found: Sequence[Ranking], style: str = "text", further: Sequence[s
     >>> print(formatted(compare(rows), "csv").splitlines()[1])
     train error,–,,,3,+1.00,"[..., ...]",...
     """
-    given = ", ".join([_GIVEN, *(name.replace("_", " ") for name in further)])
-    return _laid_out([[given if h == _GIVEN else h for h in _HEAD], *(_cells(row) for row in found)], style)
+    return _laid_out([_head(further), *(_cells(row) for row in found)], style)
 
 
 #: Columns of a fit and of quantities that follow from it.

@@ -132,6 +132,7 @@ def test_a_family_of_the_same_quantity_costs_nothing():
 
 
 def test_bad_input_is_named():
+    assert kendall_family({}, [1, 2, 3]) == {}
     with pytest.raises(ValueError, match="equal length"):
         kendall([1, 2, 3], [1, 2])
     with pytest.raises(ValueError, match="at least 3 models"):
