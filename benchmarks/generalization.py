@@ -23,6 +23,7 @@ import torch
 from _common import RESULTS, write
 
 from reproduction.collection import train_collection
+from reproduction.hypothesis import GIVEN, hypothesis
 from reproduction.plots import plot_ablations
 from reproduction.study import (
     OUTCOMES,
@@ -38,7 +39,7 @@ from reproduction.study import (
     table,
 )
 from reproduction.zoo import KINDS
-from sharpness.comparison import CONTROLS, compare, label
+from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
 from sharpness.files import write_json
 from sharpness.plots import plot_sweep
@@ -56,8 +57,6 @@ RADII = {
 }  # fmt: skip
 #: What is compared of the first models of a zoo.
 AGREEMENT = ("geodesic-inv", "complete-inv")
-#: Sharpness follows the distance from the initial weights, too.
-FURTHER = (*CONTROLS, "distance")
 #: Blocks of the laboratory.
 ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
 RK4 = "reproduction.rk4:RungeKuttaBlock"
@@ -200,20 +199,23 @@ def report(docs: Path = DOCS) -> None:
         (tables / "agreement.md").write_text(agreement(compared, *AGREEMENT), encoding="utf-8")
     if own:
         found = {target: judged(own, target) for target in OUTCOMES}
-        apart = {target: judged(own, target, given=FURTHER) for target in OUTCOMES}
+        apart = {target: judged(own, target, given=GIVEN) for target in OUTCOMES}
         parts = {"shift": table(judged(shifted, "test-error")), "plain": plain_table(found)}
         parts["distance"] = beside_distance(own)
         for target, rankings in found.items():
             parts[target], parts[f"{target}_differences"] = table(rankings), differences(own, target)
             parts[f"{target}_squared"] = table(judged(own, target, quadratic=True))
-            parts[f"{target}_distance"] = table(apart[target], FURTHER)
+            parts[f"{target}_distance"] = table(apart[target], GIVEN)
             plot_radius(rankings, target, images / f"zoos_radius_{target}.png")
-        squared = judged(own, "test-loss", quadratic=True, given=FURTHER)
-        parts["test-loss_distance_squared"] = table(squared, FURTHER)
+        if "minilm" in own:
+            seen = {r["checkpoint"] for r in read_results(RESULTS / "agreement_minilm.csv")}
+            parts["hypothesis"] = hypothesis(own["minilm"], seen)
+        squared = judged(own, "test-loss", quadratic=True, given=GIVEN)
+        parts["test-loss_distance_squared"] = table(squared, GIVEN)
         for name, text in parts.items():
             (tables / f"zoos_{name}.md").write_text(text, encoding="utf-8")
         plot_partial(found, images / "zoos_partial.png")
-        plot_partial(apart, images / "zoos_partial_distance.png", FURTHER)
+        plot_partial(apart, images / "zoos_partial_distance.png", GIVEN)
 
 
 def main() -> None:
