@@ -100,6 +100,8 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
     scores, labels = _scores(output), batch.get("labels") if by_name else batch[1]
     loss: Any = getattr(output, "loss", None)
     if by_name:
+        if isinstance(output, tuple) and hasattr(model, "config"):
+            raise ValueError(f"{name} returns tuples; set model.config.return_dict = True, or pass loss_fn")
         if loss is None and "labels" in batch:
             raise ValueError(
                 f"{name} has no head that gives a loss; load a folder saved from a class such as "
@@ -335,6 +337,7 @@ def _counted_labels(model: nn.Module, batch: Any) -> int:
 def _predicts_next_token(model: nn.Module) -> bool:
     for m in model.modules():
         loss = getattr(m, "loss_function", None)
-        if loss is not None:
-            return "CausalLM" in getattr(loss, "__name__", "")
+        if loss is not None:  # encoder-decoder models have the name of that loss too, but shift their inputs instead
+            shifted = not getattr(getattr(m, "config", None), "is_encoder_decoder", False)
+            return shifted and "CausalLM" in getattr(loss, "__name__", "")
     return False

@@ -183,6 +183,7 @@ def _table(options: argparse.Namespace) -> int:
 
 def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int) -> str:
     """Return a row for each model."""
+    from ..rows import targets
     from ..tables import FEWEST_MODELS, model_records, per_model
 
     if options.json:
@@ -196,7 +197,9 @@ def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int)
         remarks.append("± is the standard error over the batches.")
     if count < FEWEST_MODELS:
         what = f"{count} model{'s' * (count != 1)} with a {options.target}"
-        why = "" if count else "; give the sweep test data or accuracies"
+        losses = [] if count else targets(rows, "loss-gap")
+        give = "choose --target loss-gap or test-loss" if losses else "give the sweep test data or accuracies"
+        why = "" if count else f"; {give}"
         remarks.append(f"{what}: too few to correlate. A ranking needs at least {FEWEST_MODELS}{why}.")
     if options.format in ("text", "markdown"):
         return text + "".join(f"\n{v}\n" for v in remarks)

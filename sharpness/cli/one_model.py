@@ -253,6 +253,7 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
 
+    from ..data.loading import source_files
     from ..distributed import torchrun
     from ..errors import naming
     from ..evaluation import checked_radii, evaluate
@@ -270,7 +271,8 @@ def _run(options: argparse.Namespace) -> int:
         _check_figures(options.figures)
     if options.out is not None:
         check_file(options.out)
-        for source in (options.model, options.data, options.checkpoint, options.head):
+        data = [] if Path(options.data).is_dir() else [path for _, path in source_files(options.data)]
+        for source in (options.model, *data, options.checkpoint, options.head):
             if source is not None and Path(source).resolve() == Path(options.out).resolve():
                 raise ValueError(f"--out {options.out} would replace {source}, which is read; choose another file")
     device = checked_device(options.device)

@@ -10,6 +10,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from quotient_manifolds.linalg import at_least_float32
 
 from ..baselines import (
     critical_sharpness,
@@ -25,8 +28,9 @@ from ..data import DataChoice
 from ..errors import words_of
 from ..evaluation import evaluate
 from ..local import LOCAL, LocalResult, hessian
-from ..losses import Objective
+from ..losses import Objective, count_examples, to_float32
 from ..models import load, load_state_dict
+from ..perturb import pointing_to, stands_on_narrow_base
 from ..results import SharpnessResult
 from .plan import Checkpoint, Job, Sweep, switched
 
@@ -140,21 +144,28 @@ def _loss_and_error(model: torch.nn.Module, batches: Iterable[Any], objective: O
     with torch.no_grad():
         for batch in batches:
             found = [(weight, objective(model, part)) for weight, part in objective.pieces(model, batch)]
-            size = sum(outcome.counted or 0 for _, outcome in found)
-            loss += (size or 1) * sum(weight * float(outcome.loss) for weight, outcome in found)
-            wrong, counted = wrong + sum(outcome.wrong or 0 for _, outcome in found), counted + size
-            total += size or 1
+            labels = sum(outcome.counted or 0 for _, outcome in found)
+            size = labels or count_examples(batch)
+            loss += size * sum(weight * float(outcome.loss) for weight, outcome in found)
+            wrong, counted = wrong + sum(outcome.wrong or 0 for _, outcome in found), counted + labels
+            total += size
     return {"loss": loss / total, "error": wrong / counted if counted else None}
 
 
 def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, Any]:
     batches, size = read(sweep.data), sweep.settings.get("micro_batch")
-    parts = [part for batch in batches for _, part in Objective(micro_batch=size).pieces(model, batch)]
-    row = {
-        **norms(model), "relative_flatness": relative_flatness(model, parts), "margin": margin(model, parts),
-        "fisher_trace": fisher_trace(model, parts),
-        "critical_sharpness": critical_sharpness(model, batches[0], micro_batch=size),
-    }  # fmt: skip
+    # Small steps would be rounded away in half precision.
+    moving = [p for p in model.parameters() if p.requires_grad and p.dtype != at_least_float32(p.dtype)]
+    wide: dict[Tensor, Tensor] = {p: p.data.to(at_least_float32(p.dtype)) for p in moving}
+    if wide and not stands_on_narrow_base(model, moving):
+        batches = [to_float32(batch) for batch in batches]
+    with pointing_to(model, wide):
+        parts = [part for batch in batches for _, part in Objective(micro_batch=size).pieces(model, batch)]
+        row = {
+            **norms(model), "relative_flatness": relative_flatness(model, parts), "margin": margin(model, parts),
+            "fisher_trace": fisher_trace(model, parts),
+            "critical_sharpness": critical_sharpness(model, batches[0], micro_batch=size),
+        }  # fmt: skip
     return row if sweep.initial is None else {**row, **_distances(sweep.initial, model)}
 
 

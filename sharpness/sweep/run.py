@@ -20,7 +20,7 @@ from ..files import check_folder, write_json
 from ..models import LoadedModel, load
 from ..progress import bar
 from ..rows import AnyRow
-from .digests import versions
+from .digests import of_model, versions
 from .measuring import do_job
 from .plan import Checkpoint, Job, Sweep, as_data, job_key
 
@@ -180,7 +180,8 @@ def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str
     >>> len(failures), failures[0]["checkpoint"], failures[0]["error"]
     (1, 'net', 'the loss of batch 0 is nan; a sharpness needs a finite loss to start from')
     """
-    return [failure for _, record in _records(Path(folder) / "jobs", sweep) for failure in _left_out(record)]
+    unread = [failed for c in sweep.checkpoints for failed in _jobs(sweep, c)[1]]
+    return unread + [failure for _, record in _records(Path(folder) / "jobs", sweep) for failure in _left_out(record)]
 
 
 def _records(done: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -189,9 +190,18 @@ def _records(done: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, A
         raise FileNotFoundError(f"{done.parent} holds no results of a sweep (a folder 'jobs')")
     paths: Iterable[Path] = sorted(done.glob("*.json"))
     if sweep is not None:
-        paths = [done / f"{job_key(job)}.json" for c in sweep.checkpoints for job in sweep.jobs(c)]
+        paths = [done / f"{job_key(job)}.json" for c in sweep.checkpoints for job in _jobs(sweep, c)[0]]
     for path in paths:
         yield path.stem, _read(path)
+
+
+def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[Job], list[dict[str, Any]]]:
+    """Return the jobs of a checkpoint and what failed: if its own files cannot be read, it has no jobs."""
+    try:
+        of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
+    except OSError as error:
+        return [], [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
+    return list(sweep.jobs(checkpoint)), []
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -220,11 +230,7 @@ class _Cache:
 
 def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cache) -> list[dict[str, Any]]:
     """Run the missing jobs of a checkpoint, and list those that failed."""
-    try:
-        jobs = list(sweep.jobs(checkpoint))
-    except OSError as error:  # when its files cannot be read
-        return [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
-    failed: list[dict[str, Any]] = []
+    jobs, failed = _jobs(sweep, checkpoint)
     loaded: LoadedModel | str | None = None
     for job in jobs:
         path = done / f"{job_key(job)}.json"

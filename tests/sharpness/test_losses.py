@@ -5,7 +5,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
@@ -38,11 +45,25 @@ def causal_language_model():
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": labels}
 
 
+def encoder_decoder():
+    """Its loss has the name of a causal one, and every label counts."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    ids = torch.randint(1, 20, (7, 6))
+    labels = torch.randint(1, 20, (7, 4))
+    labels[2:5, 2:] = -100
+    return T5ForConditionalGeneration(config), {"input_ids": ids, "labels": labels}
+
+
 CASES = {
     "vit": lambda: (networks.vit(), networks.images()),
     "bert": lambda: (networks.bert(), networks.text()),
     "masked": masked_language_model,
     "causal": causal_language_model,
+    "encoder-decoder": encoder_decoder,
 }
 
 
@@ -134,6 +155,18 @@ def test_losses_and_errors_of_a_sweep_do_not_depend_on_micro_batches(case):
     assert pieces["error"] == whole["error"]
 
 
+def test_the_loss_of_a_regression_is_a_mean_over_examples():
+    """Batches without labels that are counted had equal weights, whatever their size."""
+    x, model = torch.arange(10.0)[:, None], nn.Identity()
+
+    def function(m, batch):
+        return m(batch).square().mean()
+
+    whole, parts = (_loss_and_error(model, b, Objective(function)) for b in ([x], [x[:9], x[9:]]))
+    assert parts["loss"] == pytest.approx(whole["loss"])
+    assert parts["error"] is whole["error"] is None
+
+
 def test_micro_batches_in_float32():
     torch.set_default_dtype(torch.float32)
     batch = networks.images()
@@ -205,6 +238,15 @@ def test_a_model_without_a_head_is_named():
         default_loss(Headless(), {"x": torch.ones(2, 3), "labels": torch.zeros(2)})
     with pytest.raises(ValueError, match="add the labels"):
         default_loss(Headless(), {"x": torch.ones(2, 3)})
+
+
+def test_tuples_are_named():
+    model, batch = masked_language_model()
+    model.config.return_dict = False
+    with pytest.raises(ValueError, match=r"BertForMaskedLM returns tuples; set model\.config\.return_dict = True"):
+        default_loss(model, batch)
+    model.config.return_dict = True
+    assert default_loss(model, batch).loss.isfinite()
 
 
 def test_normalized_logits():

@@ -85,6 +85,18 @@ def test_few_models_are_listed_one_by_one(tmp_path, capsys):
     assert "adaptive, ρ = 0.05" not in first
 
 
+def test_models_without_errors_are_ranked_by_their_losses(tmp_path, capsys):
+    rows = [{k: v for k, v in r.items() if not k.endswith("_error")} for r in study(models=10)]
+    for row in rows:
+        if row["kind"] == "fit":
+            row |= {"train_loss": 0.1, "test_loss": 0.1 * int(row["checkpoint"][1:])}
+    write_results(tmp_path / "r.jsonl", rows)
+    assert cli.main(["table", str(tmp_path / "r.jsonl")]) == 0
+    assert "A ranking needs at least 10; choose --target loss-gap or test-loss." in capsys.readouterr().out
+    assert cli.main(["table", str(tmp_path / "r.jsonl"), "--target", "loss-gap"]) == 0
+    assert "quantity" in capsys.readouterr().out
+
+
 def test_the_help_of_every_command_has_commands_that_are_read():
     top = cli.parser()
     (commands,) = (a.choices for a in top._actions if isinstance(a.choices, dict))

@@ -95,6 +95,15 @@ def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
     assert words in capsys.readouterr().err
 
 
+def test_an_archive_that_is_read_is_not_replaced(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("images.zip").write_bytes(b"archive")
+    run = ["run", "tests.spread:model", "images.zip:train", "--rho", "0.1", "--quiet", "--out", "images.zip"]
+    assert cli.main(run) == 2
+    assert "--out images.zip would replace images.zip, which is read" in capsys.readouterr().err
+    assert Path("images.zip").read_bytes() == b"archive"
+
+
 def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent)
     with pytest.raises(SystemExit):

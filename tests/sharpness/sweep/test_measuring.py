@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from sharpness import cli, evaluate
+from sharpness.baselines import critical_sharpness
+from sharpness.data import DataChoice
 from sharpness.rows import targets
-from sharpness.sweep import read_config, run_sweep
+from sharpness.sweep import Sweep, read_config, run_sweep
+from sharpness.sweep.measuring import _baselines
 from tests.sweeps import rows_of
 
 
@@ -65,3 +68,27 @@ def test_baselines_of_a_sweep(place):
     assert found["net1.pt"]["distance"] > 1
     assert found["net1.pt"]["geodesic_distance"] is None  # no attention
     assert all(r["relative_flatness"] > 0 and r["weight_norm"] > 0 for r in found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_baselines_of_a_half_precision_model_are_those_of_its_weights_in_float32(dtype):
+    """Near a minimum a critical step is smaller than the spacing of such numbers."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).float()
+    x = torch.randn(32, 8).to(dtype).float()
+    y = torch.randint(3, (32,))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.03)
+    for _ in range(300):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    narrow = net.to(dtype)
+    before = {k: v.clone() for k, v in narrow.state_dict().items()}
+    sweep = Sweep((), DataChoice(""), baselines=True)
+    found = _baselines(sweep, narrow, lambda _: [(x.to(dtype), y)])
+    assert all(torch.equal(v, before[k]) and v.dtype == dtype for k, v in narrow.state_dict().items())
+    rounded = critical_sharpness(narrow, (x.to(dtype), y))
+    expected = _baselines(sweep, net.float(), lambda _: [(x, y)])
+    for name in ("critical_sharpness", "fisher_trace", "margin", "weight_norm", "relative_flatness"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert rounded != pytest.approx(expected["critical_sharpness"], rel=1e-3)

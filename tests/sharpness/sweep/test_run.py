@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sharpness import cli
-from sharpness.sweep import read_config, run_sweep
+from sharpness.sweep import digests, read_config, read_failures, run_sweep
 from tests import networks, spread
 from tests.extent import EXHAUSTIVE
 from tests.processes import forked, together
@@ -64,6 +64,30 @@ def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
     torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "collection/net1.pt")
     assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
     assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
+
+
+def test_a_file_that_cannot_be_read_leaves_the_others_their_rows(place, capsys, monkeypatch):
+    """The summary read it again, stopped there, and was never written. What all need, as the data, is no such file."""
+    lost = ["collection/net1.pt"]
+
+    def unreadable(path, *arguments):
+        if any(str(path).endswith(name) for name in lost):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments)
+
+    opened = open
+    monkeypatch.setattr("sharpness.sweep.digests.open", unreadable, raising=False)
+    for _ in range(2):
+        assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+        assert re.search(r"net1.pt, model: .*Permission denied", capsys.readouterr().err)
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net2.pt", "net3.pt"}
+    assert len(Path("out/results.jsonl").read_text().splitlines()) == len(rows_of("out"))
+    (failure,) = read_failures("out", read_config("sweep.json"))
+    assert failure["checkpoint"] == "net1.pt"
+    digests._of_contents.cache_clear()
+    lost[:] = ["train.pt", "data.pt"]
+    with pytest.raises(PermissionError):
+        rows_of("out")
 
 
 def test_torchrun_gives_the_same_rows(place):
