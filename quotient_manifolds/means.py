@@ -40,8 +40,11 @@ class ConvergenceError(ArithmeticError):
     """
 
     def __init__(self, message: str, residual: Tensor) -> None:
-        super().__init__(message)
+        super().__init__(message, residual)  # both, so that pickle can make it anew
         self.residual = residual
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class FrechetMean(NamedTuple):

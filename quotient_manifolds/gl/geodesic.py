@@ -70,8 +70,11 @@ class GeodesicExitError(ValueError):
     """
 
     def __init__(self, message: str, time: float, times: Tensor | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, time, times)  # all of them, so that pickle can make it anew
         self.time, self.times = time, times
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ class GLQuotient(QuotientManifold):
         if gauge is None or not holds(gauge.present()[..., -1]):  # only then is it worth factorising each factor
             ok, reason = self._check_point_on_manifold(x.detach())
             if not ok or gauge is None:
-                raise ValueError(reason)
+                over = f"the product G Hᴴ over- or underflows in {x.dtype}; rescale the point, or use torch.float64"
+                raise ValueError(reason or over)
         return GLTangentSpace(self, x, gauge, differentiable=differentiable)
 
     def at_gauge(

@@ -322,6 +322,11 @@ def _check_shape(given: Tensor, wanted: Tensor) -> None:
 
 def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> PairBucket:
     """Restore a bucket from its entry in ``state_dict``."""
+    if len({abs(pairs[i].scale) for i in entry["members"]}) > 1:
+        raise ValueError(
+            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a new "
+            "optimizer"
+        )
     bucket = PairBucket([pairs[i] for i in entry["members"]], entry["members"], entry["flipped"], entry["group"])
     x = bucket.stack.gather()
     rows = {"G": bucket.stack.n, "H": bucket.stack.m}

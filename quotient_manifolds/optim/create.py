@@ -146,12 +146,19 @@ def create_quotient_optimizer(
 
 def _no_adapter(model: nn.Module) -> str:
     """Explain what a model without LoRA layers has instead, and what to do."""
+    if any(is_lora(m) for m in model.modules()):
+        return ": its LoRA adapters are frozen; load them with is_trainable=True, or choose one with set_adapter(name)"
     configs = [getattr(m, "peft_config", None) for m in model.modules()]
     found = [c for by_name in configs if isinstance(by_name, dict) for c in by_name.values()]
     kinds = {str(getattr(c, "peft_type", type(c).__name__)).removeprefix("PeftType.") for c in found}
     if kinds:
         return f": its adapters are of the kind {', '.join(sorted(kinds))}, whose weights form no such pairs; use AdamW"
     return "; wrap it with peft.get_peft_model"
+
+
+def _is_matrix(w: nn.Parameter) -> bool:
+    """Tell matrices and kernels from vectors, such as DoRA's magnitudes of a convolution, (1, n, 1, 1)."""
+    return sum(size > 1 for size in w.shape) > 1
 
 
 def _reasons(pairs: Iterable[SymmetricPair]) -> list[str]:
@@ -200,6 +207,6 @@ def _create(
     for name, w in model.named_parameters():
         if not w.requires_grad or id(w) in left:
             continue
-        kind = 0 if id(w) in mine else 1 if w.dim() > 1 and not name.endswith("bias") else 2
+        kind = 0 if id(w) in mine else 1 if _is_matrix(w) and not name.endswith("bias") else 2
         groups[kind]["params"].append(w)
     return OPTIMIZERS[optimizer]([g for g in groups if g["params"]], pairs, lr, **options)

@@ -79,5 +79,6 @@ def adamw_(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         foreach=group["foreach"],
+        has_complex=any(p.is_complex() for p in params),
         maximize=False,  # the sign of the gradients is set already
     )

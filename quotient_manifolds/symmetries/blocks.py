@@ -96,9 +96,12 @@ class Block:
         return f"{self.attribute} of {type(self.module).__name__}"
 
     @property
-    def key(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    def key(self) -> tuple[Any, int, tuple[int, ...], tuple[int, ...]]:
         """Key that is equal for two blocks of the same numbers."""
-        return (id(self.tensor), self.offset, self.size, self.stride)
+        # A parametrised weight is computed anew each time, as a tensor whose id may have been another's.
+        stays = (tensor := self.tensor) is self.tensor
+        where = id(tensor) if stays else (id(self.module), self.attribute)
+        return (where, self.offset, self.size, self.stride)
 
     @property
     def rows(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gl import GLQuotientInv, GLQuotientMix
-from ..linalg import column_rank_ratio, in_double, rank_tolerance
+from ..linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
 from .pairs import SymmetricPair, check_pairs
 from .registry import find_symmetric_pairs
 from .stacks import stacks
@@ -204,8 +204,9 @@ def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict
 
 
 def _gathered(pairs: Sequence[SymmetricPair]) -> Tensor:
-    """Stack points in their own precision; first factors are multiplied by the scale of their product."""
+    """Stack points, half precision as float32; first factors are multiplied by the scale of their product."""
     found = torch.stack([p.gather().detach() for p in pairs])
+    found = found.to(at_least_float32(found.dtype))
     for x, p in zip(found, pairs, strict=True):
         x[..., : p.n, :] *= p.scale
     return found

@@ -49,9 +49,12 @@ class GL:
 
     def __post_init__(self) -> None:
         whole = isinstance(self.h, int) and not isinstance(self.h, bool)
-        known = isinstance(self.diagonal, bool) and self.field in ("real", "complex")
-        if not known or not whole or self.h < 1:
-            raise ValueError(f"no such group: {self.h} columns, diagonal {self.diagonal!r}, field {self.field!r}")
+        known = all(isinstance(v, bool) for v in (self.diagonal, self.positive)) and self.field in ("real", "complex")
+        if not known or not whole or self.h < 1 or (self.positive and not self.diagonal):
+            raise ValueError(
+                f"no such group: {self.h} columns, diagonal {self.diagonal!r}, positive {self.positive!r}, field "
+                f"{self.field!r}; numbers of a diagonal group may be positive"
+            )
 
     def __str__(self) -> str:
         if self.diagonal:

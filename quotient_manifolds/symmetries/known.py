@@ -18,7 +18,8 @@ from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 
 __all__ = ["KNOWN"]
 
-#: Class, what acts on queries and keys, and whether the rows of one matrix go head by head: [head][q, k, v].
+#: Class, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix go
+#: head by head: [head][q, k, v].
 KNOWN = """
 albert.AlbertAttention GL
 bart.BartAttention GL
@@ -36,14 +37,14 @@ gemma.GemmaAttention half
 gemma2.Gemma2Attention half
 gemma3.Gemma3Attention half
 gpt2.GPT2Attention GL
-gpt_neox.GPTNeoXAttention half by head
+gpt_neox.GPTNeoXAttention half partial by head
 gptj.GPTJAttention interleaved
 llama.LlamaAttention half
 mbart.MBartAttention GL
 mistral.MistralAttention half
 mpnet.MPNetSelfAttention GL
 opt.OPTAttention GL
-phi3.Phi3Attention half
+phi3.Phi3Attention half partial
 qwen2.Qwen2Attention half
 qwen3.Qwen3Attention half
 roberta.RobertaAttention GL
@@ -77,14 +78,14 @@ def _has(module: nn.Module, *names: str) -> bool:
     return any(m is not None and m is not False and not isinstance(m, nn.Identity) for m in found)
 
 
-def _rotary_size(module: Any, size: int) -> int:
-    """Return the number of dimensions that RoPE rotates."""
+def _rotary_size(module: Any, size: int, partial: bool) -> int:
+    """Return the number of dimensions that RoPE rotates; most classes ignore what a configuration says of a part."""
     given = getattr(module, "rotary_ndims", None) or getattr(module, "rotary_dim", None)
     parameters = getattr(module.config, "rope_parameters", None) or {}
-    return int(given or size * parameters.get("partial_rotary_factor", 1.0))
+    return int(given or size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
 
 
-def _places(module: nn.Module, roles: Roles, group: str, by_head: bool) -> Iterator[Place]:
+def _places(module: nn.Module, roles: Roles, group: str, partial: bool, by_head: bool) -> Iterator[Place]:
     """Read where the heads lie from the module's number of heads."""
     owners = (module, *module.children(), getattr(module, "config", None))
     heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
@@ -100,7 +101,7 @@ def _places(module: nn.Module, roles: Roles, group: str, by_head: bool) -> Itera
             yield replace(place, group=_WRAPPED)
         elif kind == "qk":
             normalised = _has(module, "q_norm", "k_norm", "ln_q", "scaled_cosine")
-            rotary = _rotary_size(module, place.size) if group in PLANES else 0
+            rotary = _rotary_size(module, place.size, partial) if group in PLANES else 0
             place = replace(place, group=group, rotary_size=rotary, key_bias_null=null)
             yield replace(place, group=_QK_NORM) if normalised else place
         elif _has(module, "norm", "ln_inner"):
@@ -110,7 +111,8 @@ def _places(module: nn.Module, roles: Roles, group: str, by_head: bool) -> Itera
 
 
 def _register(line: str) -> None:
-    name, group, *by_head = line.split()
+    name, group, *words = line.split()
+    partial, by_head = "partial" in words, "by" in words
     family, cls = name.rsplit(".", 1)
     qualified = name if "." in family else f"transformers.models.{family}.modeling_{family}.{cls}"
 
@@ -122,7 +124,7 @@ def _register(line: str) -> None:
             reason = f"a projection is not where {named} has it (replaced, pruned or parametrised?)"
             return [SymmetricPair(path, "attention", None, reason=reason)]
         try:
-            return layout_pairs(path, roles, *_places(module, roles, group, bool(by_head)))
+            return layout_pairs(path, roles, *_places(module, roles, group, partial, by_head))
         except _NoPlaceError as error:
             return [SymmetricPair(path, "attention", None, reason=str(error))]
 

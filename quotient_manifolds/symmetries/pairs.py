@@ -207,7 +207,8 @@ def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> S
     Raises
     ------
     ValueError
-        Factors that are no matrices with the same number of columns.
+        Factors that are no parameters, not real, of different dtypes or devices, or no matrices with the same number of
+        columns.
 
     Examples
     --------
@@ -233,6 +234,10 @@ def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> S
         raise ValueError(
             f"factors are matrices (n, h) and (m, h) with the same h, got {tuple(G.shape)} and {tuple(H.shape)}"
         )
+    if not all(isinstance(X, nn.Parameter) and X.is_floating_point() for X in (G, H)):
+        raise ValueError("factors are real torch.nn.Parameter, which are trained; wrap tensors in nn.Parameter")
+    if (G.dtype, G.device) != (H.dtype, H.device):
+        raise ValueError(f"factors have one dtype and device, got {G.dtype}, {G.device} and {H.dtype}, {H.device}")
     both = nn.ParameterDict({"G": G, "H": H})
     return pair([block(both, "G")], [block(both, "H")], GL(G.shape[1]), name=name)
 

@@ -15,6 +15,10 @@ from ..wide import Wide
 __all__ = ["Nullity", "nullity"]
 
 
+#: Layers that compute something else in training: they drop numbers, or mix examples.
+_OTHER_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+
+
 @dataclass(frozen=True)
 class Nullity:
     """The null dimension of the outputs' Jacobian.
@@ -81,7 +85,7 @@ def nullity(
     Raises
     ------
     ValueError
-        There are fewer outputs than parameters.
+        There are fewer outputs than parameters, the model is not in float64, or it drops or normalises by batches.
 
     Notes
     -----
@@ -98,11 +102,14 @@ def nullity(
     4
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    random = any(m.training and isinstance(m, _OTHER_IN_TRAINING) and getattr(m, "p", 1) for m in model.modules())
+    if random or any(p.dtype != torch.float64 for p in parameters):
+        raise ValueError("a null dimension is counted in float64 and evaluation mode; pass model.double().eval()")
     rows: list[Tensor] = []
     for batch in inputs:
-        with Wide():
+        with Wide(), torch.enable_grad():
             out = floats(forward(model, batch))[0]
-        out = (out.log_softmax(-1) if classes else out).flatten()
+            out = (out.log_softmax(-1) if classes else out).flatten()
         eye = torch.eye(out.numel(), dtype=out.dtype, device=out.device)
         for piece in eye.split(256):
             found = torch.autograd.grad(

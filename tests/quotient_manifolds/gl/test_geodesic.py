@@ -1,11 +1,12 @@
 import math
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import brentq
 
-from quotient_manifolds import GeodesicExitError, GLQuotientInv, GLQuotientMix, RescaleQuotient
+from quotient_manifolds import ConvergenceError, GeodesicExitError, GLQuotientInv, GLQuotientMix, RescaleQuotient
 from tests import oracle
 from tests.geodesics import METRICS, field, metric, problem
 
@@ -173,3 +174,11 @@ def test_an_exit_backwards_has_a_negative_time():
             with pytest.raises(GeodesicExitError, match=f"at t = {'-' * (direction < 0)}0.5, before") as caught:
                 manifold.geodesic(x, -direction * x, [0.1 * direction, float(direction)])
             assert caught.value.time == pytest.approx(0.5 * direction, rel=1e-6)
+
+
+def test_errors_travel_between_processes():
+    for error in (GeodesicExitError("left", 0.5, torch.ones(2)), ConvergenceError("missed", torch.ones(2))):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy)) == (type(error), str(error))
+        for name in vars(error):
+            assert torch.equal(torch.as_tensor(getattr(copy, name)), torch.as_tensor(getattr(error, name)))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from quotient_manifolds import GLQuotientInv, GLQuotientMix
 from tests.points import ALL, MANIFOLDS, close, metrics, two_points
 
 
@@ -75,3 +76,17 @@ def test_batches_without_points(manifold):
     assert manifold.norm(none, none).shape == (0,)
     with pytest.raises(ValueError, match="with k ≥ 1"):
         manifold.mean(torch.zeros(0, 7, 2))
+
+
+@pytest.mark.parametrize("kind", [GLQuotientInv, GLQuotientMix])
+def test_a_product_that_overflows_is_named(kind):
+    manifold = kind(5, 4)
+    seen = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x = 1e20 * manifold.random(9, 2, dtype=torch.float32)
+        try:
+            manifold.norm(x, x)
+        except ValueError as error:
+            seen.add(str(error))
+    assert seen == {"the product G Hᴴ over- or underflows in torch.float32; rescale the point, or use torch.float64"}

@@ -173,3 +173,18 @@ def test_numbers_of_a_bucket_lie_on_its_device():
     part = step.parts[0]
     for t in (step.keep(0.9, 1.0), step.gradient(part), step.scaled(step.preconditioner.inverse_roots, 0.1)):
         assert t.device.type == "meta"
+
+
+def test_scales_that_have_become_different_are_refused():
+    """Pairs of one scale share a bucket, whose metric depends on it."""
+
+    def optimizer(**options):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        config = peft.LoraConfig(r=2, lora_alpha=16, target_modules=["0", "2"], init_lora_weights=False, **options)
+        return create_quotient_lora_optimizer(peft.get_peft_model(net, config), lr=1e-3)
+
+    saved = optimizer().state_dict()
+    optimizer().load_state_dict(saved)
+    with pytest.raises(ValueError, match="pairs that had one scale have several now; set lora_alpha"):
+        optimizer(alpha_pattern={"2": 160}).load_state_dict(saved)

@@ -263,3 +263,24 @@ def test_entries_outside_pairs_have_the_rate_of_other_parameters(optimizer):
         assert 0.5e-4 < float(moved.max()) < 1.3e-4
     assert not key_bias.isnan().any()
     assert float((weight.detach() - before[0])[16:].abs().max()) > 1e-3
+
+
+def test_frozen_adapters_are_called_frozen():
+    model = lora()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="its LoRA adapters are frozen; load them with is_trainable=True"):
+        create_quotient_lora_optimizer(model, lr=1e-3)
+
+
+def test_magnitudes_of_convolutions_do_not_decay():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 4))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], use_dora=True, modules_to_save=["2"]))
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-3, weight_decay=0.1)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: (p, decays[id(p)]) for name, p in model.named_parameters() if p.requires_grad}
+    (magnitude,) = (name for name in trained if "magnitude" in name)
+    assert trained[magnitude][0].shape == (1, 8, 1, 1)
+    assert trained[magnitude][1] == 0.0
+    assert [decay for name, (p, decay) in trained.items() if "2.modules_to_save" in name and p.dim() == 2] == [0.1]

@@ -2,9 +2,13 @@
 
 from collections import defaultdict
 
+import pytest
 import torch
+from torch import nn
 
+from quotient_manifolds.optim import QuotientAdam
 from quotient_manifolds.optim.others import adamw_, is_number
+from quotient_manifolds.symmetries import factor_pair
 
 
 def test_steps_are_those_of_adamw():
@@ -25,3 +29,20 @@ def test_steps_are_those_of_adamw():
 
 def test_numbers():
     assert [is_number(v) for v in (1, 0.5, torch.tensor(2.0), True, "1", torch.ones(2))] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_complex_parameters_outside_pairs_move_as_by_adamw(foreach):
+    torch.manual_seed(0)
+    G, H = (nn.Parameter(torch.randn(n, 2)) for n in (4, 3))
+    c = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+    other = nn.Parameter(c.detach().clone())
+    target = torch.randn(5, dtype=torch.complex128)
+    ours = QuotientAdam([G, H, c], [factor_pair(G, H)], lr=0.01, foreach=foreach)
+    theirs = torch.optim.AdamW([other], lr=0.01, weight_decay=0.0)
+    for _ in range(5):
+        for optimizer, p in ((ours, c), (theirs, other)):
+            optimizer.zero_grad()
+            ((p - target).abs().square().sum() + (G @ H.T).square().sum()).backward()
+            optimizer.step()
+    torch.testing.assert_close(c, other, rtol=1e-12, atol=1e-12)

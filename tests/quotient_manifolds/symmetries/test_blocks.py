@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from quotient_manifolds.symmetries import (
@@ -9,6 +10,7 @@ from quotient_manifolds.symmetries import (
     Projection,
     SymmetricPair,
     block,
+    find_symmetric_pairs,
 )
 
 
@@ -55,3 +57,21 @@ def test_a_block_follows_a_replaced_parameter_and_notices_another_shape():
     layer.weight = nn.Parameter(torch.ones(6, 4))
     with pytest.raises(ValueError, match="call find"):
         pair.gather()
+
+
+def test_weights_that_are_computed_anew_are_told_apart():
+    """The id of a temporary tensor was taken for its identity: pairs were lost, or called tied."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8
+    )
+    model = transformers.BertModel(config)
+    for layer in model.encoder.layer:
+        for name in ("query", "key"):
+            nn.utils.parametrizations.weight_norm(getattr(layer.attention.self, name))
+    found = find_symmetric_pairs(model)
+    refused = [p for p in found if p.group is None]
+    assert len(refused) == 4
+    assert all(p.reason.endswith("is computed, not a parameter") for p in refused), refused
+    first, other = (block(layer.attention.self.query, "weight") for layer in model.encoder.layer)
+    assert first.key == block(model.encoder.layer[0].attention.self.query, "weight").key != other.key

@@ -4,6 +4,7 @@ import math
 import peft
 import pytest
 import torch
+from torch import nn
 
 from quotient_manifolds import GLQuotientMix
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, model_distance
@@ -122,3 +123,14 @@ class TestAdapters:
 
     def test_fresh_ones_have_no_distance(self):
         assert all(math.isnan(p.distance) for p in model_distance(self.model(1), self.model(2)).pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_compared_in_float32(dtype):
+    """torch has no singular values in half precision."""
+    torch.manual_seed(0)
+    one, two = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to(dtype) for _ in range(2))
+    found = model_distance(one, two)
+    expected = model_distance(copy.deepcopy(one).float(), copy.deepcopy(two).float())
+    assert found.total == pytest.approx(expected.total, rel=1e-4)
+    assert {p.dtype for p in one.parameters()} == {dtype}

@@ -61,3 +61,10 @@ def test_groups_and_their_points():
     ):
         with pytest.raises(ValueError, match="no such group"):
             GL(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"positive": True}, {"diagonal": True, "positive": "no"}, {"field": "quaternion"}])
+def test_groups_that_do_not_exist(wrong):
+    with pytest.raises(ValueError, match="no such group"):
+        GL(3, **wrong)
+    assert GL(3, diagonal=True, positive=True).dimension == 3

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.utils import prune
 
@@ -237,3 +238,24 @@ def test_every_line_is_a_class_that_exists():
         (qualified,) = (c for c in _HANDLERS if c == name or c.endswith(f"modeling_{name}"))
         module, cls = qualified.rsplit(".", 1)
         assert hasattr(importlib.import_module(module), cls), line
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Gemma", "Gemma2", "Phi3", "GPTNeoX"])
+def test_a_part_that_a_class_does_not_rotate_is_no_part(family):
+    """Llama and others rotate whole heads, whatever partial_rotary_factor says; Phi-3 and GPT-NeoX rotate a part."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12,
+             "vocab_size": 11, "partial_rotary_factor": 0.5, "rotary_pct": 0.5, "pad_token_id": 0, "bos_token_id": 1,
+             "eos_token_id": 2}  # fmt: skip
+    heads = {} if family == "GPTNeoX" else {"num_key_value_heads": 2, "head_dim": 8}
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes, **heads))
+    model = model.double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5)
+    ids = torch.randint(1, 11, (3, 7))
+    before = model(ids).logits
+    groups = {str(p.group) for p in find_symmetric_pairs(model) if p.kind == "qk"}
+    assert len(groups) == (2 if family in ("Phi3", "GPTNeoX") else 1)
+    apply_random_symmetry_(model)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-8, atol=1e-8)

@@ -157,3 +157,17 @@ def test_a_pair_of_another_model_cannot_be_verified():
     G, H = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(3, 2))
     with pytest.raises(ValueError, match="the pair 'factors' belongs to another model"):
         verify(layer, torch.randn(2, 4), extra=[factor_pair(G, H)])
+
+
+def test_factors_are_real_parameters_of_one_kind():
+    G, H = (nn.Parameter(torch.randn(n, 2)) for n in (4, 3))
+    assert factor_pair(G, H).n == 4
+    wrong = {
+        "real torch.nn.Parameter": [(G.detach(), H), (nn.Parameter(G.to(torch.complex64)), H)],
+        "one dtype and device": [(nn.Parameter(G.detach().half()), H)],
+        "same h": [(nn.Parameter(torch.randn(4, 3)), H)],
+    }
+    for words, cases in wrong.items():
+        for case in cases:
+            with pytest.raises(ValueError, match=words):
+                factor_pair(*case)

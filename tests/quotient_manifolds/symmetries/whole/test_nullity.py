@@ -67,3 +67,13 @@ def test_an_incomplete_list_falls_short():
 def test_too_few_outputs_are_refused():
     with pytest.raises(ValueError, match="pass more inputs"):
         nullity(nn.Linear(3, 2).double(), [torch.ones(2, 3, dtype=torch.float64)])
+
+
+def test_what_would_be_counted_wrong_is_refused():
+    net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Dropout(), nn.Linear(2, 3, bias=False))
+    x = [torch.randn(9, 3, dtype=torch.float64)]
+    for wrong in (net.float().eval(), net.double().train()):
+        with pytest.raises(ValueError, match=r"pass model\.double\(\)\.eval\(\)"):
+            nullity(wrong, x)
+    with torch.no_grad():
+        assert nullity(net.double().eval(), x).dimension == 4
