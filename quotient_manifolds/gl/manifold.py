@@ -22,7 +22,7 @@ from .tangent import GLTangentSpace
 
 __all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix"]
 
-
+_OUT_OF_RANGE = "the product G Hᴴ over- or underflows in {}; rescale the point, or use torch.float64"
 _scaled = QuotientManifold.__scaling__.copy()
 
 
@@ -60,8 +60,7 @@ class GLQuotient(QuotientManifold):
         if gauge is None or not holds(gauge.present()[..., -1]):  # only then is it worth factorising each factor
             ok, reason = self._check_point_on_manifold(x.detach())
             if not ok or gauge is None:
-                over = f"the product G Hᴴ over- or underflows in {x.dtype}; rescale the point, or use torch.float64"
-                raise ValueError(reason or over)
+                raise ValueError(reason or _OUT_OF_RANGE.format(x.dtype))
         return GLTangentSpace(self, x, gauge, differentiable=differentiable)
 
     def at_gauge(
