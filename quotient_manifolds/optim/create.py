@@ -157,8 +157,8 @@ def _no_adapter(model: nn.Module) -> str:
 
 
 def _is_matrix(w: nn.Parameter) -> bool:
-    """Tell matrices and kernels from vectors, such as DoRA's magnitudes of a convolution, (1, n, 1, 1)."""
-    return sum(size > 1 for size in w.shape) > 1
+    """Tell matrices, with one row too, and kernels from vectors, such as DoRA's magnitudes of a convolution."""
+    return w.dim() == 2 or sum(size > 1 for size in w.shape) > 1
 
 
 def _reasons(pairs: Iterable[SymmetricPair]) -> list[str]:

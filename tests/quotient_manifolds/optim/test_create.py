@@ -275,7 +275,7 @@ def test_frozen_adapters_are_called_frozen():
 
 def test_magnitudes_of_convolutions_do_not_decay():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 4))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 1))  # a matrix of one row decays
     model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], use_dora=True, modules_to_save=["2"]))
     optimizer = create_quotient_lora_optimizer(model, lr=1e-3, weight_decay=0.1)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
