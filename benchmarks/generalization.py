@@ -91,26 +91,45 @@ def measure(out: Path, shard: tuple[int, int]) -> None:
 
 
 def gather(kind: str, zoo: Path) -> None:
-    """Write what was measured of a zoo to tables."""
+    """Add the models of a zoo that are wholly measured to its tables, and the zoo to its account.
+
+    Rows and accounts of other parts stay, so that a zoo can be trained and measured in parts, in folders of their own.
+    """
     for part, rows in rows_of(zoo).items():
         if rows:
-            write_results(RESULTS / f"zoo_{kind}{part}.csv", rows)
-    write(f"zoo_{kind}", [account(zoo)])
+            add_rows(RESULTS / f"zoo_{kind}{part}.csv", rows)
+    one = account(zoo)
+    others = [r for r in accounts_of(kind) if r.get("first", 0) != one["first"]]
+    write(f"zoo_{kind}", sorted([*others, one], key=lambda r: r.get("first", 0)))
+
+
+def accounts_of(kind: str) -> list[dict[str, Any]]:
+    """Accounts of the parts of a zoo."""
+    path = RESULTS / f"zoo_{kind}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return found
+
+
+def add_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Add rows to a table, in place of those of the same models."""
+    names = {r["checkpoint"] for r in rows}
+    before = read_results(path) if path.is_file() else []
+    write_results(path, sorted([*(r for r in before if r["checkpoint"] not in names), *rows], key=by_number))
+
+
+def by_number(row: Row) -> int:
+    """Number of a row's model."""
+    return int(row["checkpoint"].removeprefix("model_").partition(".")[0])
 
 
 def gather_agreement(kind: str, zoo: Path, models: int) -> None:
-    """Write the fits, geodesic-inv and complete-inv of the first models of a zoo to a table.
-
-    Rows of other models stay in it, so that a zoo can be trained and measured in parts.
-    """
+    """Add the fits, geodesic-inv and complete-inv of the first models of a zoo to a table."""
     path, sweep = RESULTS / f"agreement_{kind}.csv", read_config(zoo / "models" / "measure.json")
     first = replace(sweep, checkpoints=sweep.checkpoints[:models], baselines=False, measures=AGREEMENT)
     found = read_rows(zoo / "results", first)
     count = Counter(r["checkpoint"] for r in found)
     full = [r for r in found if count[r["checkpoint"]] == max(count.values())]
-    before = read_results(path) if path.is_file() else []
-    names = {r["checkpoint"] for r in full}
-    write_results(path, [*(r for r in before if r["checkpoint"] not in names), *full])
+    add_rows(path, full)
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -143,13 +162,26 @@ def changes() -> str:
 
 
 def zoos() -> tuple[dict[str, list[Row]], ...]:
-    """Rows of the zoos that were measured, by name; and with the shifted data as test data."""
+    """Rows of the zoos of which every model was measured, by name; and with the shifted data as test data."""
     own, shift = (
         {kind: list(read_results(path)) for kind in KINDS if (path := RESULTS / f"zoo_{kind}{part}.csv").is_file()}
         for part in ("", "_shift")
     )
+    own = {kind: rows for kind, rows in own.items() if trained(kind, rows) >= KINDS[kind][0]}
     shifted = {kind: [*shift.get(kind, ()), *(r for r in rows if r["kind"] != "fit")] for kind, rows in own.items()}
     return own, shifted
+
+
+def trained(kind: str, rows: Sequence[Row]) -> int:
+    """Count the models of a zoo: those with rows, and those that are left out."""
+    left_out = [name for part in accounts_of(kind) for name in part["left_out"]]
+    return len({*left_out, *(r["checkpoint"] for r in rows if r["kind"] == "fit")})
+
+
+def hours(kind: str) -> dict[str, float]:
+    """Hours of a zoo's parts together."""
+    parts = [part["hours"] for part in accounts_of(kind)]
+    return {name: sum(part[name] for part in parts) for part in parts for name in part}
 
 
 def resolution(
@@ -183,15 +215,13 @@ def report(docs: Path = DOCS) -> None:
     plot_sweep(rows, "gap", images, prefix="vision_")
     plot_ablations(ablations(), "gap", images, prefix="vision_")
     own, shifted = zoos()
-    accounts = {k: json.loads((RESULTS / f"zoo_{k}.json").read_text())["rows"][0] for k in own}
-    accounts["pilot"] = {"models": 24, "hours": {}}
     lines = [
         "collection,models,left out,train error,test error,gap,standard error of a test error / spread,"
         "of one under shift / spread,hours of a process: training,testing,measuring"
     ]
     for kind, found in {"pilot": rows, **own}.items():
-        one = accounts[kind]
-        lines.append(f"{kind},{resolution(found, shifted.get(kind, ()), TESTED[kind], one['models'], one['hours'])}")
+        models = len(targets(found)) if kind == "pilot" else trained(kind, found)
+        lines.append(f"{kind},{resolution(found, shifted.get(kind, ()), TESTED[kind], models, hours(kind))}")
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     compared = {k: list(read_results(p)) for k in KINDS if (p := RESULTS / f"agreement_{k}.csv").is_file()}
     compared = {k: rows for k, rows in {**compared, **own}.items() if len(targets(rows)) >= FEWEST_MODELS}

@@ -192,6 +192,7 @@ def add_zoo(commands: Any) -> None:
     zoo.add_argument("kind", choices=["vit", "minilm", "scratch"], help="which zoo")
     zoo.add_argument("--data", type=place, required=True, help="folder with cifar10.zip, weights and mnli")
     zoo.add_argument("--models", type=count, help="how many (default: what the study asks for)")
+    zoo.add_argument("--first", type=seed, default=0, help="number of the first model, for a zoo in parts")
     zoo.add_argument("--shard", default="1/1", help="take the i-th of n parts of the models")
     zoo.add_argument("--device", default="cpu", help="cpu or cuda")
     zoo.add_argument("--out", type=place, required=True, help="folder for the zoo")
@@ -204,8 +205,8 @@ def _zoo(options: argparse.Namespace) -> int:
 
     checked_device(options.device)
     failed = build(
-        options.kind, options.data, options.out, models=options.models, shard=shard(options.shard),
-        device=options.device, progress=not options.quiet,
+        options.kind, options.data, options.out, models=options.models, first=options.first,
+        shard=shard(options.shard), device=options.device, progress=not options.quiet,
     )  # fmt: skip
     for job in failed:
         print(f"reproduction: {job['checkpoint']}: {job['error']}", file=sys.stderr)

@@ -40,7 +40,7 @@ __all__ = ["train_collection"]
 def train_collection(
     model: str, data: DataChoice, folder: str | os.PathLike[str], *, checkpoint: str | None = None, models: int = 24,
     recipes: Sequence[Recipe] | None = None, test: DataChoice | None = None, points: int = 256,
-    shard: tuple[int, int] = (1, 1), autocast: bool = False, half: bool = False, device: str = "cpu",
+    first: int = 0, shard: tuple[int, int] = (1, 1), autocast: bool = False, half: bool = False, device: str = "cpu",
     progress: bool = True,
 ) -> Path:  # fmt: skip
     """Train a model many times; a call keeps the models that an interrupted one has finished.
@@ -61,6 +61,8 @@ def train_collection(
         Written into ``sweep.json``.
     points : int
         Training examples that ``sweep.json`` measures on.
+    first : int
+        Number of the first model to train; those before it are left to another call, or folder.
     shard : (int, int)
         (i, n): train the i-th of n parts.
     autocast : bool
@@ -103,9 +105,12 @@ def train_collection(
     loaded = load(model, checkpoint)
     if recipes is None:
         recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
+    if not 0 <= first < len(recipes):
+        raise ValueError(f"there are the models 0 to {len(recipes) - 1}, so the first cannot be {first}")
     about = {"model": model, "checkpoint": checkpoint, "data": asdict(data), "autocast": autocast}
     records: list[dict[str, Any]] = [{"recipe": asdict(r), **about} for r in recipes]
-    todo = [i for i in shard_of(range(len(recipes)), shard) if not _is_done(folder / f"model_{i:02d}.json", records[i])]
+    numbers = shard_of(range(first, len(recipes)), shard)
+    todo = [i for i in numbers if not _is_done(folder / f"model_{i:02d}.json", records[i])]
     config = folder / "sweep.json"
     if test is not None and config.is_file() and json.loads(config.read_text()).get("test") != _plain(test):
         raise ValueError(f"{config} was written for other test data; delete it, or use another folder")
@@ -251,7 +256,8 @@ def _config(
     folders = loaded.folder is not None
     checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
     config: dict[str, Any] = {
-        "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data), "micro_batch": 32,
+        "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data),
+        "micro_batch": 16 if data.is_text else 32,  # pieces of similar texts have little padding
         "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
         "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
                 "adaptive": [0.05, 0.1, 0.2, 0.5]},

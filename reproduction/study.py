@@ -22,7 +22,7 @@ from sharpness.plots.look import COLOURS, MARKERS, figure
 from sharpness.results import LEAVES
 from sharpness.rows import TARGETS, Row, targets
 from sharpness.statistics import Correlation, kendall, kendall_difference
-from sharpness.sweep import Checkpoint, read_config, read_rows, run_sweep
+from sharpness.sweep import Checkpoint, Sweep, read_config, read_failures, read_rows, run_sweep
 from sharpness.tables import controls_in_words, verdicts
 
 from .power import LEVEL
@@ -54,9 +54,8 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     -------
     dict of str to list of dict
         ``""``: those at the radii of the rule and without a radius; ``"_shift"``: fits with shifted data instead of
-        test data. Without the models that the plan leaves out
-        (:func:`reproduction.radii.tested`), of which a warning tells, and without balls of mix measures that leave the
-        manifold. A warning also tells of missing measurements.
+        test data. Without the models that the plan leaves out (:func:`reproduction.radii.tested`), those that are not
+        wholly measured yet, and balls of mix measures that leave the manifold. Warnings tell of each.
 
     Raises
     ------
@@ -66,7 +65,16 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     fits, left_out = tested(zoo)
     if not fits:
         raise ValueError(f"{zoo} has no tests that this version of the code has made; gather with the one that did")
-    found, checkpoints = _inside(_measured(zoo)), read_config(zoo / "models" / "measure.json").checkpoints
+    found, sweep = _inside(_measured(zoo)), read_config(zoo / "models" / "measure.json")
+    shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
+    trained = {r["checkpoint"]: {k: r[k] for k in ("train_loss", "train_error")} for r in fits}
+    shifted = [r | trained.get(r["checkpoint"], {}) for r in shifted]  # whose own are of few examples
+    checkpoints = [c for c in sweep.checkpoints if c.name in _finished(zoo, sweep) & {r["checkpoint"] for r in shifted}]
+    if len(checkpoints) < len(sweep.checkpoints):
+        warnings.warn(
+            f"only {len(checkpoints)} of {len(sweep.checkpoints)} models are wholly measured; the others are left for "
+            "another call", stacklevel=2,
+        )  # fmt: skip
     more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
     for row in found:
         if row["kind"] == "baselines":
@@ -81,11 +89,19 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     ]
     if few:
         warnings.warn(f"of {len(checkpoints)} models only some have {'; '.join(few)}", stacklevel=2)
-    trained = {r["checkpoint"]: {k: r[k] for k in ("train_loss", "train_error")} for r in fits}
-    shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
-    shifted = [r | trained.get(r["checkpoint"], {}) for r in shifted]  # whose own are of few examples
+    counted = {c.name for c in checkpoints} - left_out.keys()
     parts = {"": found, "_shift": shifted}
-    return {name: [r for r in rows if r["checkpoint"] not in left_out] for name, rows in parts.items()}
+    return {name: [r for r in rows if r["checkpoint"] in counted] for name, rows in parts.items()}
+
+
+def _finished(zoo: Path, sweep: Sweep) -> set[str]:
+    """Return the checkpoints of which every job has been done, or has failed."""
+    wanted = {("fit", None), ("baselines", None), *(("sharpness", name) for name in sweep.measures)}
+    done = [*read_rows(zoo / "results", sweep), *read_failures(zoo / "results", sweep)]
+    jobs = {
+        c.name: {(r["kind"], r.get("measure")) for r in done if r["checkpoint"] == c.name} for c in sweep.checkpoints
+    }
+    return {name for name, found in jobs.items() if wanted <= found}
 
 
 def _inside(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,18 +140,23 @@ def account(zoo: Path) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``models``: number of trained ones; ``left_out``: reasons by checkpoint; ``hours``: of one process each, of
-        training, testing and measuring; ``start``: losses and errors of the model that all started from, or None
-        (:func:`fit_of_start`, which tests it and keeps the result in ``start``).
+        ``first``: number of the first model; ``models``: number of trained ones; ``left_out``: reasons by checkpoint;
+        ``hours``: of one process each, of training, testing and measuring; ``start``: losses and errors of the model
+        that all started from, or None (:func:`fit_of_start`, which tests it and keeps the result in ``start``).
     """
-    training = [json.loads(path.read_text())["seconds"] for path in (zoo / "models").glob("model_*[0-9].json")]
+    records = {int(p.stem[6:]): json.loads(p.read_text()) for p in (zoo / "models").glob("model_*[0-9].json")}
     tests = [
         r for name in ("results", "shift") for r in read_rows(zoo / name, read_config(zoo / "models" / f"{name}.json"))
     ]
     jobs = {r["job"]: r["seconds"] for r in _measured(zoo) if r["kind"] != "fit"}
-    seconds = {"training": sum(training), "testing": sum(r["seconds"] for r in tests), "measuring": sum(jobs.values())}
+    seconds = {
+        "training": sum(r["seconds"] for r in records.values()),
+        "testing": sum(r["seconds"] for r in tests),
+        "measuring": sum(jobs.values()),
+    }
     hours = {part: round(value / 3600, 3) for part, value in seconds.items()}
-    return {"models": len(training), "left_out": tested(zoo)[1], "hours": hours, "start": fit_of_start(zoo)}
+    found = {"first": min(records), "models": len(records), "left_out": tested(zoo)[1], "hours": hours}
+    return {**found, "start": fit_of_start(zoo)}
 
 
 def fit_of_start(zoo: Path) -> dict[str, float] | None:

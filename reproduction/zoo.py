@@ -66,7 +66,7 @@ def recipe(kind: str, number: int) -> Recipe:
 
 
 def build(
-    kind: str, data: Path, out: Path, *, models: int | None = None, shard: tuple[int, int] = (1, 1),
+    kind: str, data: Path, out: Path, *, models: int | None = None, first: int = 0, shard: tuple[int, int] = (1, 1),
     device: str = "cpu", progress: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Train the missing models of a zoo, then test the untested ones; if a call was killed, the next completes it.
@@ -84,6 +84,8 @@ def build(
         shifted data instead of test data, and of few training examples. No sharpness is measured.
     models : int, optional
         Number of models; by default that of the study. A smaller zoo has the first models of a larger one.
+    first : int
+        Number of the first model, where a zoo is made in parts: this one has the models ``first`` to ``models`` − 1.
     shard : (int, int)
         (i, n): train and test the i-th of n parts.
     device, progress
@@ -103,7 +105,8 @@ def build(
     recipes = [recipe(kind, i) for i in range(KINDS[kind][0] if models is None else models)]
     config = train_collection(
         model, train, out / "models", checkpoint=checkpoint, recipes=recipes, test=test,
-        points=_POINTS[kind], shard=shard, autocast=kind == "minilm", half=True, device=device, progress=progress,
+        points=_POINTS[kind], first=first, shard=shard, autocast=kind == "minilm", half=True, device=device,
+        progress=progress,
     )  # fmt: skip
     failed = []
     base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial")}
@@ -115,7 +118,7 @@ def build(
             del own["train"]
         write_json(path, own)
         sweep = read_config(path)  # it lists the models that exist by now, including those of other shards
-        mine = {f"model_{i:02d}" for i in shard_of(range(len(recipes)), shard)}
+        mine = {f"model_{i:02d}" for i in shard_of(range(first, len(recipes)), shard)}
         part = replace(sweep, checkpoints=tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine))
         failed += run_sweep(part, out / name, progress=progress)
     return failed

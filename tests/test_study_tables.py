@@ -1,6 +1,7 @@
 """The tables in docs/ are those that the recorded rows give."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -19,6 +20,36 @@ def study(monkeypatch):
     yield module
     for name in ("_common", "_lora_rivals", "lora_text", "lora_text_report"):
         sys.modules.pop(name, None)
+
+
+def test_a_zoo_in_parts(study, tmp_path, monkeypatch):
+    """Only a zoo of which all models are there is reported; a part that is gathered again replaces itself."""
+    monkeypatch.setattr(study, "RESULTS", tmp_path)
+    monkeypatch.setattr(study, "KINDS", {"minilm": (4, {})})
+    parts = {"a": (0, [0, 1], {}), "b": (2, [10, 3], {"model_02": "it has learned nothing"})}
+
+    def rows(zoo):
+        return {"": [{"checkpoint": f"model_{i:02d}", "kind": "fit", "train_loss": 1.0 + i} for i in parts[zoo][1]]}
+
+    def account(zoo):
+        return {"first": parts[zoo][0], "left_out": parts[zoo][2], "hours": {"training": 1.5}}
+
+    monkeypatch.setattr(study, "rows_of", rows)
+    monkeypatch.setattr(study, "account", account)
+    monkeypatch.setattr(
+        study, "write", lambda name, rows: (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    )
+    for zoo in ("b", "b"):
+        study.gather("minilm", zoo)
+    assert study.zoos() == ({}, {})
+    study.gather("minilm", "a")
+    own, _ = study.zoos()
+    assert [r["checkpoint"] for r in own["minilm"]] == ["model_00", "model_01", "model_03", "model_10"]
+    assert [r["train_loss"] for r in own["minilm"]] == [1.0, 2.0, 4.0, 11.0]
+    assert study.trained("minilm", own["minilm"]) == 5
+    assert study.hours("minilm") == {"training": 3.0}
+    study.gather("minilm", "a")
+    assert study.hours("minilm") == {"training": 3.0}
 
 
 def test_tables_and_figures_regenerate(study, tmp_path, monkeypatch):

@@ -60,9 +60,9 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def build(out, models=3):
+def build(out, models=3, first=0):
     torch.set_num_threads(1)
-    return zoo.build("scratch", Path("data"), Path(out), models=models, progress=False)
+    return zoo.build("scratch", Path("data"), Path(out), models=models, first=first, progress=False)
 
 
 def rows_of(out):
@@ -102,6 +102,18 @@ def test_killed_again_and_again_it_ends_with_the_same_models_and_rows(place):
     before = {p: p.stat().st_mtime_ns for p in Path("killed").rglob("*.safetensors")}
     assert build("killed") == []
     assert before == {p: p.stat().st_mtime_ns for p in Path("killed").rglob("*.safetensors")}
+
+
+def test_a_zoo_in_parts_has_the_models_of_the_whole(place):
+    for out, models, first in (("whole", 3, 0), ("one", 2, 0), ("two", 3, 2)):
+        assert build(out, models, first) == []
+    assert sorted(p.name for p in Path("two/models").glob("*.safetensors")) == [
+        "model_02.safetensors", "start_02.safetensors"
+    ]  # fmt: skip
+    parts = [rows_of(out) for out in ("one", "two")]
+    assert {k: parts[0][k] + parts[1][k] for k in parts[0]} == rows_of("whole")
+    with pytest.raises(ValueError, match="there are the models 0 to 2, so the first cannot be 3"):
+        build("none", 3, 3)
 
 
 def test_starts_differ_and_are_those_of_the_models(place):
@@ -210,8 +222,17 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     with pytest.warns(UserWarning, match="α is left out"):
         parts = study.rows_of(Path("zoo"))
     own = parts[""]
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "alphas", lambda checkpoints: {})
+        patch.setattr(
+            study, "read_rows", lambda *a: [r for r in read_rows(*a) if r["checkpoint"] != names[0] or "rho" not in r]
+        )
+        with pytest.warns(UserWarning, match="only 2 of 3 models are wholly measured"):
+            unfinished = study.rows_of(Path("zoo"))
+    assert unfinished == {k: [r for r in rows if r["checkpoint"] != names[0]] for k, rows in parts.items()}
     account = study.account(Path("zoo"))
     assert account["models"] == 3
+    assert account["first"] == 0
     assert account["left_out"] == {}
     assert account["start"] is None
     assert min(account["hours"].values()) >= 0
