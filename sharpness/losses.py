@@ -69,8 +69,8 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     """Run a model and return its loss: ``.loss`` for a dict, else the cross-entropy of ``model(x)`` against ``y``.
 
     A batch is a mapping, inputs and labels of a transformers model by name, or a pair (x, y), with labels as
-    ``torch.nn.functional.cross_entropy`` takes them. Labels or token ids that the model does not have raise a
-    ValueError.
+    ``torch.nn.functional.cross_entropy`` takes them. Labels of another form, and labels or token ids that the model
+    does not have, raise a ValueError.
     """
     try:
         return _default_loss(model, batch, normalize_logits)
@@ -86,6 +86,14 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
         raise ValueError(
             f"the labels go from {int(labels.min())} to {int(labels.max())}, but {plain_class(model).__name__} has "
             f"fewer classes ({' '.join(str(error).split())}); check that model and data belong together"
+        ) from error
+    except RuntimeError as error:
+        labels, said = _labels(batch), str(error)
+        if labels is None or labels.is_floating_point() or not ("Long" in said or "multi-target" in said):
+            raise
+        raise ValueError(
+            f"the labels are {labels.dtype} of shape {tuple(labels.shape)}, but cross-entropy takes one int64 for each "
+            "example, (examples,); convert them, for example by labels.long().flatten()"
         ) from error
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from quotient_manifolds.batches import tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
 
-__all__ = ["Gradients", "pointing_to", "stands_on_narrow_base"]
+__all__ = ["Gradients", "becomes_float32", "pointing_to", "stands_on_narrow_base"]
 
 
 @contextmanager
@@ -57,6 +57,11 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
             put_back()
     finally:
         put_back()
+
+
+def becomes_float32(model: nn.Module, moving: Collection[Tensor]) -> bool:
+    """Tell whether a half-precision model is in float32, and needs such batches, while some of its weights move."""
+    return any(map(_is_narrow, moving)) and not stands_on_narrow_base(model, moving)
 
 
 def stands_on_narrow_base(model: nn.Module, moving: Collection[Tensor]) -> bool:

@@ -11,13 +11,12 @@ from torch import nn
 
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.checks import as_count
-from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries.blocks import check_model
 
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, to_float32
 from .model_state import preserve_model_state
-from .perturb import stands_on_narrow_base
+from .perturb import becomes_float32
 from .weights import named_weights
 
 __all__ = ["Profile", "profile"]
@@ -139,8 +138,8 @@ def _losses(
     own = named_weights(model)
     batch = to_device(batch, next(iter(own.values())).device)
     moving = [own[name] for name in direction.tensors if name in own]
-    if any(p.dtype != at_least_float32(p.dtype) for p in moving) and not stands_on_narrow_base(model, moving):
-        batch = to_float32(batch)  # a half-precision model is in float32 while it is perturbed
+    if becomes_float32(model, moving):
+        batch = to_float32(batch)
     along = replace(direction, measure=replace(direction.measure, geodesic=way))
 
     def loss_at(t: float) -> float:

@@ -22,7 +22,7 @@ from .direction import Direction
 from .losses import Objective
 from .measures import Measure
 from .parts import Parts
-from .perturb import Gradients, pointing_to, stands_on_narrow_base
+from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .weights import trainable
 
 __all__ = ["WeightSpace"]
@@ -94,10 +94,9 @@ class WeightSpace(Coordinates):
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         self.model_device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
-        narrow = any(p.dtype != at_least_float32(p.dtype) for p in self._parameters.values())
         self._above_base = stands_on_narrow_base(model, list(self._parameters.values()))
         #: Whether the whole half-precision model is in float32 while attached.
-        self.in_float32 = narrow and not self._above_base
+        self.in_float32 = becomes_float32(model, list(self._parameters.values()))
         self.form, blocks = self._build(pairs, only_some=bool(only))
         self._base = {} if self.form is None else self.form.values
         super().__init__(blocks, self.dtype, self.model_device, offload=offload)

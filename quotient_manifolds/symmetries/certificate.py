@@ -38,8 +38,8 @@ class NotASymmetryError(ValueError):
     ----------
     pair : SymmetricPair
         The worst one.
-    residual : float
-        Its residual, see :class:`Certificate`.
+    residual, tolerance : float
+        Its residual, see :class:`Certificate`, and up to where it counts as rounding.
 
     Examples
     --------
@@ -61,14 +61,17 @@ class NotASymmetryError(ValueError):
     """
 
     def __init__(self, pair: SymmetricPair, residual: float, tolerance: float) -> None:
-        self.pair, self.residual = pair, residual
-        super().__init__(
-            f"the pair {pair.name!r} is not a symmetry of the loss: along its orbit the gradient does not vanish "
-            f"(residual {residual:.1e}, rounding is up to {tolerance:.0e}); something acts between its factors (a "
-            "hook, an adapter, a subclass, shared memory), or the loss has a penalty on the weights, or the gradient "
-            "was clipped entry by entry, or was not taken at these weights (no zero_grad since they moved; or on "
-            "purpose: optimizer.certify = False); leave the pair out of pairs, or skip its "
-            "layer with quotient_manifolds.symmetries.skip"
+        super().__init__(pair, residual, tolerance)  # all of them, so that pickle can make it anew
+        self.pair, self.residual, self.tolerance = pair, residual, tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"the pair {self.pair.name!r} is not a symmetry of the loss: along its orbit the gradient does not vanish "
+            f"(residual {self.residual:.1e}, rounding is up to {self.tolerance:.0e}); something acts between its "
+            "factors (a hook, an adapter, a subclass, shared memory), or the loss has a penalty on the weights, or the "
+            "gradient was clipped entry by entry, or was not taken at these weights (no zero_grad since they moved; or "
+            "on purpose: optimizer.certify = False); leave the pair out of pairs, or skip its layer with "
+            "quotient_manifolds.symmetries.skip"
         )
 
 

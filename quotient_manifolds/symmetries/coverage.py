@@ -43,6 +43,8 @@ class UnknownAttentionError(ValueError):
         The module's name in the model.
     cls : type
         Its class.
+    call : str
+        What it calls.
 
     Examples
     --------
@@ -60,12 +62,16 @@ class UnknownAttentionError(ValueError):
     """
 
     def __init__(self, path: str, cls: type, call: str) -> None:
-        self.path, self.cls = path, cls
-        super().__init__(
-            f"module {path!r} of class {cls.__module__}.{cls.__qualname__} computes attention (it calls {call}), but "
-            "no handler knows the symmetries of this class; let find_symmetric_pairs(model, batch=batch) examine it, "
-            "write a handler with quotient_manifolds.symmetries.register_attention, treat its weights as having no "
-            'symmetry with quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
+        super().__init__(path, cls, call)  # all of them, so that pickle can make it anew
+        self.path, self.cls, self.call = path, cls, call
+
+    def __str__(self) -> str:
+        name = f"{self.cls.__module__}.{self.cls.__qualname__}"
+        return (
+            f"module {self.path!r} of class {name} computes attention (it calls {self.call}), but no handler knows the "
+            "symmetries of this class; let find_symmetric_pairs(model, batch=batch) examine it, write a handler with "
+            "quotient_manifolds.symmetries.register_attention, treat its weights as having no symmetry with "
+            'quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
         )
 
 

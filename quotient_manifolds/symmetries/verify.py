@@ -126,6 +126,7 @@ class Verification:
         return "\n".join(lines)
 
 
+@torch.inference_mode(False)  # else there is no gradient, which certifies
 @torch.no_grad()
 def verify(
     model: nn.Module,

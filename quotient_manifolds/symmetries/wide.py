@@ -16,8 +16,8 @@ _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
 
 def widened(batch: Any) -> Any:
-    """Return a batch with every floating-point tensor detached and in float64."""
-    return tree_map(lambda t: t.detach().double() if t.is_floating_point() else t.detach(), batch)
+    """Copy a batch, with every floating-point tensor in float64; autograd may keep copies of inference tensors."""
+    return tree_map(lambda t: t.detach().to(torch.float64 if t.is_floating_point() else t.dtype, copy=True), batch)
 
 
 class Wide(TorchFunctionMode):

@@ -117,7 +117,11 @@ def _canonicalize(options: argparse.Namespace) -> int:
         model.save_pretrained(options.out)
     for path in Path(options.model).iterdir():  # tokenizer, image processor
         index = path.name.endswith(".index.json")  # of weights in several files
-        if path.suffix in (".json", ".txt", ".model") and not index and not Path(options.out, path.name).exists():
+        if (
+            path.suffix in (".json", ".txt", ".model", ".spm", ".jinja")
+            and not index
+            and not Path(options.out, path.name).exists()
+        ):
             shutil.copy(path, options.out)
     return 0
 

@@ -166,7 +166,11 @@ def _sweep(found: _Config, base: Path) -> Sweep:
     if len(set(measures)) < len(measures):
         raise ValueError("measures contains a name twice")
     radii = radii_by_measure(found.rho, measures)
-    _check_radii(radii)
+    _check_radii(radii, measures)
+    if found.restarts and any(ablation.get("statistic") == "average" for ablation in found.ablations):
+        raise ValueError(
+            "restarts belong to searches, but an ablation has statistic: average; give it a sweep of its own"
+        )
     for ablation in found.ablations:
         _check_ablation(ablation, measures)
     if found.sharded and found.baselines:
@@ -228,15 +232,15 @@ def _checkpoints(entries: str | _Checkpoint | list[str | _Checkpoint], base: Pat
     return tuple(found)
 
 
-def _check_radii(radii: Mapping[str, tuple[float, ...]]) -> None:
+def _check_radii(radii: Mapping[str, tuple[float, ...]], measures: tuple[str, ...]) -> None:
     for name, rho in radii.items():
-        if rho and name not in LOCAL:
+        if (rho or name in measures) and name not in LOCAL:
             checked_radii(measure_of(name), rho)
 
 
 def _check_ablation(ablation: Mapping[str, Any], measures: tuple[str, ...]) -> None:
     msgspec.convert({k: v for k, v in ablation.items() if k in ("rho", "measures")}, _Ablation)
-    _check_radii(radii_by_measure(ablation.get("rho", {}), measures))
+    _check_radii(radii_by_measure(ablation.get("rho", {}), measures), measures)
     strange = [m for m in ablation.get("measures", ()) if m not in measures]
     if strange:
         raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")

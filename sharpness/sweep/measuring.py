@@ -30,7 +30,7 @@ from ..evaluation import evaluate
 from ..local import LOCAL, LocalResult, hessian
 from ..losses import Objective, count_examples, to_float32
 from ..models import load, load_state_dict
-from ..perturb import pointing_to, stands_on_narrow_base
+from ..perturb import becomes_float32, pointing_to
 from ..results import SharpnessResult
 from .plan import Checkpoint, Job, Sweep, switched
 
@@ -157,7 +157,7 @@ def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, An
     # Small steps would be rounded away in half precision.
     moving = [p for p in model.parameters() if p.requires_grad and p.dtype != at_least_float32(p.dtype)]
     wide: dict[Tensor, Tensor] = {p: p.data.to(at_least_float32(p.dtype)) for p in moving}
-    if wide and not stands_on_narrow_base(model, moving):
+    if becomes_float32(model, moving):
         batches = [to_float32(batch) for batch in batches]
     with pointing_to(model, wide):
         parts = [part for batch in batches for _, part in Objective(micro_batch=size).pieces(model, batch)]

@@ -249,6 +249,15 @@ def test_tuples_are_named():
     assert default_loss(model, batch).loss.isfinite()
 
 
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[0], [1]])])
+def test_labels_of_another_form_are_named(labels):
+    found = rf"labels are {labels.dtype} of shape .*{labels.shape[0]}.*takes one int64 for each example.*labels.long"
+    with pytest.raises(ValueError, match=found):
+        default_loss(nn.Linear(3, 2), (torch.randn(2, 3), labels))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # torch's own, of another cause
+        default_loss(nn.Linear(4, 2), (torch.randn(2, 3), labels))
+
+
 def test_normalized_logits():
     scores = torch.randn(5, 4)
     torch.testing.assert_close(normalized_logits(3 * scores), normalized_logits(scores))

@@ -71,6 +71,8 @@ class WholeVerification:
         return "\n".join(lines)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def verify_whole(
     model: nn.Module,
     batch: Any,

@@ -1,6 +1,7 @@
 """The gradient's certificate, against finite moves and against what is no symmetry."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -100,6 +101,13 @@ def test_evaluate_refuses_by_name_and_leaves_the_model_alone(dtype, which):
     others = [p for p in find_symmetric_pairs(model) if (p.kind, p.module) != (wrong.kind, wrong.module)]
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2, pairs=others)) > 0
     assert float(sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, steps=2)) > 0
+
+
+def test_the_error_travels_between_processes():
+    error = NotASymmetryError(next(iter(find_symmetric_pairs(networks.vit()))), 0.5, 1e-8)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.pair.name, again.residual) == (str(error), error.pair.name, 0.5)
+    assert "(residual 5.0e-01, rounding is up to 1e-08)" in str(error)
 
 
 class Renamed(nn.Linear):

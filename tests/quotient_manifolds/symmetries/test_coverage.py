@@ -1,5 +1,6 @@
 """Attention that no handler covers is named."""
 
+import pickle
 import warnings
 
 import numpy as np
@@ -41,6 +42,8 @@ def test_unknown_attention_is_named(module):
         check_coverage(model, lambda: model(torch.randn(2, 3, 4)))
     assert caught.value.path == "1"
     assert caught.value.cls is type(module)
+    again = pickle.loads(pickle.dumps(caught.value))  # as a pool of processes does
+    assert (str(again), again.path, again.cls) == (str(caught.value), "1", type(module))
 
 
 def test_a_softmax_over_class_scores_is_no_attention():

@@ -111,3 +111,14 @@ def test_a_pruned_model_is_verified():
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(1, 3, 8)
     layer(x)
     assert verify(layer, x).ok
+
+
+def test_inside_inference_mode_pairs_are_certified_too():
+    """Without a gradient nothing was certified, and without moves that passed for a success."""
+    model = networks.bert()
+    with torch.inference_mode():
+        batch = {name: t.clone() for name, t in networks.text().items()}
+        found = verify(model, batch, moves=False)
+    assert found.ok
+    assert len(found.certificate.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
+    assert found.certificate.unreached == ()

@@ -173,8 +173,10 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     assert {p["kind"] for p in found["pairs"]} == {"qk", "vo"}
     assert len(found["changes"]) == len(found["pairs"])
     assert found["failures"] == []
+    (tmp_path / "vit" / "source.spm").touch()  # of a tokenizer
     assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 0
-    assert {p.name for p in (tmp_path / "folded").iterdir()} == {"config.json", "model.safetensors"}  # no old index
+    written = {p.name for p in (tmp_path / "folded").iterdir()}
+    assert written == {"config.json", "model.safetensors", "source.spm"}  # no old index
     folded = ViTForImageClassification.from_pretrained(tmp_path / "folded").eval()
     batch = {"pixel_values": next(whole_networks.inputs("vit"))["pixel_values"].float()}
     torch.testing.assert_close(folded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)

@@ -19,6 +19,9 @@ from tests.sweeps import rows_of
         ("steps: 0", "entry steps: Expected `int` >= 1"),
         ("relative_tol: x", "entry relative_tol: Expected `float.*`, got `str`"),
         ("rho: [-1]", "rho must be one or several positive numbers"),
+        ("rho: []", r"rho must be one or several positive numbers, got \(\)"),
+        ("rho: {adaptive: []}", r"rho must be one or several positive numbers, got \(\)"),
+        ("restarts: 1\nablations: [{}, {statistic: average}]", "restarts belong to searches"),
         ("data: {source: train.pt, batch_size: []}", "entry data.batch_size: Expected `int.*`, got `array`"),
         ("[" * 3000, "cannot be parsed"),
     ],
@@ -37,6 +40,8 @@ def test_a_number_in_yaml_is_one(place):
     sweep = read_config("good.yaml")
     assert sweep.settings["relative_tol"] == 1e-3
     assert set(sweep.rho.values()) == {(1e-2,)}
+    Path("good.yaml").write_text(base + "measures: [euclidean]\nrho: {euclidean: 0.1, adaptive: []}")
+    assert read_config("good.yaml").rho == {"euclidean": (0.1,), "adaptive": ()}  # of what is not measured
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import torch
 
+from quotient_manifolds.batches import tree_map
 from quotient_manifolds.symmetries.whole import register_wiring, verify_whole, wiring_of
 from tests.whole_networks import build, forward, inputs
 
@@ -75,3 +76,12 @@ def test_a_gradient_that_is_not_a_number_certifies_nothing():
     report = verify_whole(Root(), next(inputs("torch-pre")))
     assert any(residual != residual for residual in report.residuals.values())
     assert not report.ok
+
+
+def test_gradients_are_on_whatever_the_caller_switched_off():
+    model, batch = build("bert"), next(inputs("bert"))
+    expected = verify_whole(model, batch, forward=forward)
+    with torch.no_grad():
+        assert verify_whole(model, batch, forward=forward) == expected
+    with torch.inference_mode():
+        assert verify_whole(model, tree_map(torch.clone, batch), forward=forward) == expected
