@@ -224,6 +224,7 @@ def add_radii(commands: Any) -> None:
     )
     radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")
     radii.add_argument("--measures", nargs="+", help="which (default: the six of the study)")
+    radii.add_argument("--device", default="cpu", help="cpu or cuda, for the sweeps too")
     radii.add_argument("--quiet", action="store_true", help="no progress bar")
     radii.set_defaults(run=_radii)
 
@@ -231,7 +232,10 @@ def add_radii(commands: Any) -> None:
 def _radii(options: argparse.Namespace) -> int:
     from .radii import PRIMARY, choose_radii
 
-    config = choose_radii(options.zoo, measures=options.measures or PRIMARY, progress=not options.quiet)
+    checked_device(options.device)
+    config = choose_radii(
+        options.zoo, measures=options.measures or PRIMARY, device=options.device, progress=not options.quiet
+    )
     if not options.quiet:
         print(f"measure them with: sharpness sweep {config} --out {options.zoo / 'results'}")
     return 0

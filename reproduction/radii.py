@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -177,7 +178,7 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
     return [rho for rho in radii if rho is not None]
 
 
-def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool = True) -> Path:
+def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, device: str = "cpu", progress: bool = True) -> Path:
     """Write the configurations that measure a zoo: with radii by the rule, and of Hessians.
 
     Parameters
@@ -185,6 +186,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
     zoo : Path
         A zoo from :func:`reproduction.zoo.build`.
     measures : sequence of str
+    device : str
+        Device for the searches, and for the sweeps of both configurations.
     progress : bool
         Show a progress bar.
 
@@ -201,8 +204,8 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, progress: bool
         Fewer than three models were tested.
     """
     path = zoo / "models" / "measure.json"
-    sweep = read_config(zoo / "models" / "sweep.json")
-    base = json.loads((zoo / "models" / "sweep.json").read_text())
+    sweep = replace(read_config(zoo / "models" / "sweep.json"), device=device)
+    base = json.loads((zoo / "models" / "sweep.json").read_text()) | {"device": device}
     radii = json.loads(path.read_text())["rho"] if path.is_file() else {}
     fits, left_out = tested(zoo)
     base["checkpoints"] = [{**base["checkpoints"][0], "path": r["checkpoint"]} for r in fits]

@@ -201,7 +201,8 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert set(found["rho"]) == {"adaptive"} < set(PRIMARY)
     assert "gradient-norm" in found["measures"]
     config.write_text(json.dumps(found | {"rho": found["rho"] | {"euclidean": [0.25, 0.5]}}))
-    both = json.loads(choose_radii(Path("zoo"), measures=("euclidean",), progress=False).read_text())
+    both = json.loads(choose_radii(Path("zoo"), measures=("euclidean",), device="meta", progress=False).read_text())
+    assert both["device"] == json.loads(Path("zoo/models/hessian.json").read_text())["device"] == "meta"
     assert both["rho"] == found["rho"] | {"euclidean": [0.25, 0.5]}  # what is known is kept
     config.write_text(json.dumps(found))
     sweep = read_config(config)
