@@ -69,12 +69,14 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     shifted = read_rows(zoo / "shift", read_config(zoo / "models" / "shift.json"))
     trained = {r["checkpoint"]: {k: r[k] for k in ("train_loss", "train_error")} for r in fits}
     shifted = [r | trained.get(r["checkpoint"], {}) for r in shifted]  # whose own are of few examples
-    checkpoints = [c for c in sweep.checkpoints if c.name in _finished(zoo, sweep) & {r["checkpoint"] for r in shifted}]
+    finished = _finished(zoo, sweep) & {r["checkpoint"] for r in shifted}
+    checkpoints = [c for c in sweep.checkpoints if c.name in finished]
     if len(checkpoints) < len(sweep.checkpoints):
         warnings.warn(
             f"only {len(checkpoints)} of {len(sweep.checkpoints)} models are wholly measured; the others are left for "
             "another call", stacklevel=2,
         )  # fmt: skip
+    found = [r for r in found if r["checkpoint"] in finished]
     more = from_starts(checkpoints, zoo / "models"), alphas(checkpoints)
     for row in found:
         if row["kind"] == "baselines":
@@ -89,9 +91,8 @@ def rows_of(zoo: Path) -> dict[str, list[dict[str, Any]]]:
     ]
     if few:
         warnings.warn(f"of {len(checkpoints)} models only some have {'; '.join(few)}", stacklevel=2)
-    counted = {c.name for c in checkpoints} - left_out.keys()
     parts = {"": found, "_shift": shifted}
-    return {name: [r for r in rows if r["checkpoint"] in counted] for name, rows in parts.items()}
+    return {name: [r for r in rows if r["checkpoint"] in finished - left_out.keys()] for name, rows in parts.items()}
 
 
 def _finished(zoo: Path, sweep: Sweep) -> set[str]:
