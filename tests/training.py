@@ -23,11 +23,11 @@ X = torch.randn(48, 12, generator=torch.Generator().manual_seed(1), dtype=torch.
 Y = torch.sin(2 * X[:, :9])
 
 
-def lora(full_rank=True, targets=("0", "2"), r=4, dtype=torch.float64, **options):
+def lora(full_rank=True, targets=("0", "2"), r=4, dtype=torch.float64, adapter="default", **options):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9)).to(dtype)
     config = peft.LoraConfig(r=r, target_modules=list(targets), init_lora_weights=not full_rank, **options)
-    return peft.get_peft_model(net, config).to(dtype)
+    return peft.get_peft_model(net, config, adapter_name=adapter).to(dtype)
 
 
 def loss_of(model, x=X, y=Y):

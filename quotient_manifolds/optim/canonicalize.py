@@ -23,7 +23,7 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     model : nn.Module
         Changed in place; its function stays the same up to rounding.
     adapter_names : sequence of str, optional
-        By default all trainable adapters.
+        By default all adapters, active or not, trainable or frozen.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     True
     """
     done = []
-    for pair in adapter_pairs(model, adapter_names):
+    for pair in adapter_pairs(model, adapter_names, include_frozen=True):
         if pair.group is None or pair.group.h > min(pair.n, pair.m):
             continue
         x = wide(pair.gather().detach())

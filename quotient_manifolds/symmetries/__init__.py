@@ -3,6 +3,7 @@
 from ..batches import default_forward
 from . import known  # noqa: F401  (it registers handlers)
 from .attention import Projection, attention_pairs
+from .averaging import average_lora_
 from .blocks import block
 from .certificate import Certificate, NotASymmetryError, certify
 from .coverage import UnknownAttentionError, check_coverage
@@ -27,6 +28,7 @@ __all__ = [
     "adapter_pairs",
     "apply_random_symmetry_",
     "attention_pairs",
+    "average_lora_",
     "block",
     "certify",
     "check_coverage",

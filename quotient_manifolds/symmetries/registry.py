@@ -234,7 +234,7 @@ def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair])
         taken.update({b.key: p.name for b in p.G + p.H})
 
 
-def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairList:
+def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, include_frozen: bool = False) -> PairList:
     """List the pairs (B, Aᵀ) of a model's LoRA adapters, active or not, and nothing else.
 
     Parameters
@@ -242,13 +242,15 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     model : nn.Module
         With adapters of peft; plain, DDP-wrapped or compiled.
     names : sequence of str, optional
-        Names of adapters; by default all trainable ones.
+        Names of adapters; by default all.
+    include_frozen : bool
+        Treat frozen factors like trainable ones. By default pairs with two of them are left out, and pairs with one
+        have no group.
 
     Returns
     -------
     PairList
-        Pairs with two frozen factors are left out. Pairs with one frozen factor, with a rank above the sizes of their
-        layer, or of tied adapters have no group.
+        Pairs with a rank above the sizes of their layer, or of tied adapters, have no group.
 
     Raises
     ------
@@ -276,5 +278,8 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None) -> PairL
     for path, m in layers:
         wanted = [a for a in adapter_names(m) if names is None or a in names]
         found.extend(lora_pairs(m, path, wanted))
-    trainable = [p for p in merged(found) if p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)]
-    return PairList(without_sharing([usable(p) for p in trainable]))
+    kept = [
+        p for p in merged(found)
+        if include_frozen or p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)
+    ]  # fmt: skip
+    return PairList(without_sharing([usable(p, include_frozen) for p in kept]))

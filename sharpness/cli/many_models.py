@@ -159,9 +159,27 @@ def add_table(commands: Any) -> None:
     shown.set_defaults(run=_table)
 
 
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Read results, and say on the error stream if the folder has finished jobs that are not among them."""
+    from ..rows import read_results
+
+    rows = read_results(path)
+    jobs = (path if path.is_dir() else path.parent) / "jobs"
+    known = {row["job"] for row in rows if "job" in row}  # not in a .csv
+    others = [job for job in jobs.glob("*.json") if job.stem not in known] if known else []
+    finished = sum('"rows": [' in job.read_text(encoding="utf-8") for job in others)
+    if finished:
+        print(
+            f"sharpness: {finished} finished jobs in {jobs} are not in the results: the sweep was interrupted, or they "
+            "are of another configuration; `sharpness sweep` takes those of its configuration in",
+            file=sys.stderr,
+        )
+    return rows
+
+
 def _table(options: argparse.Namespace) -> int:
     from ..files import check_file, write_text
-    from ..rows import read_results, targets
+    from ..rows import targets
     from ..tables import FEWEST_MODELS
 
     if options.out is not None:
@@ -171,7 +189,7 @@ def _table(options: argparse.Namespace) -> int:
             raise ValueError(f"--out {options.out} would replace the results, which are read; choose another file")
     if not 0 < options.level < 1:
         raise ValueError(f"--level must lie between 0 and 1, got {options.level}")
-    rows = read_results(options.results)
+    rows = _rows(options.results)
     count = len(targets(rows, options.target))
     text = _models(options, rows, count) if options.per_model or count < FEWEST_MODELS else _ranking(options, rows)
     if options.out is None:
@@ -246,9 +264,8 @@ def add_plot(commands: Any) -> None:
 def _plot(options: argparse.Namespace) -> int:
     from ..files import check_folder
     from ..plots import plot_sweep
-    from ..rows import read_results
 
-    rows = read_results(options.results)
+    rows = _rows(options.results)
     check_folder(options.out)
     paths = [str(path) for path in plot_sweep(rows, options.target, options.out, suffix=options.format)]
     print(as_json({"figures": paths}) if options.json else "".join(f"{path}\n" for path in paths), end="")

@@ -36,3 +36,10 @@ def test_balancing_leaves_a_fresh_adapter_alone():
     before = copy.deepcopy(model.state_dict())
     assert canonicalize_lora_(model) == []
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_adapters_loaded_for_inference_are_balanced():
+    model, frozen = moved(lora()), moved(lora())
+    frozen.requires_grad_(False)  # as PEFT loads them
+    assert canonicalize_lora_(frozen) == canonicalize_lora_(model)
+    assert all(torch.equal(v, frozen.state_dict()[k]) for k, v in model.state_dict().items())

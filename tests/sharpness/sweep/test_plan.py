@@ -44,3 +44,20 @@ def test_a_second_configuration_in_one_folder_is_told_of(place, capsys):
         err = capsys.readouterr().err
         assert said in err
         assert bool(err) == bool(said)
+
+
+def test_jobs_that_are_not_in_the_results_are_told_of(place, capsys):
+    """After an interruption the results are those of the run before, perhaps of another configuration."""
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive"], "rho": [0.1], "baselines": False}
+    Path("one.json").write_text(json.dumps(config))
+    Path("other.json").write_text(json.dumps({**config, "rho": [0.2]}))
+    assert cli.main(["sweep", "one.json", "--out", "out", "--quiet"]) == 0
+    assert cli.main(["table", "out"]) == 0
+    assert capsys.readouterr().err == ""
+    run_sweep(read_config("other.json"), "out", progress=False)  # what a command does before it writes the results
+    assert cli.main(["table", "out"]) == 0
+    assert "8 finished jobs in out/jobs are not in the results: the sweep was interr" in capsys.readouterr().err
+    assert cli.main(["table", "out/results.csv"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["sweep", "other.json", "--out", "out", "--quiet"]) == 0
+    assert "of another configuration are in out/jobs only" in capsys.readouterr().err

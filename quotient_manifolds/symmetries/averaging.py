@@ -1,0 +1,108 @@
+"""The mean of LoRA adapters, modulo the symmetry of their factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..linalg import at_least_float32
+from .pairs import MANIFOLDS, SymmetricPair
+from .registry import adapter_pairs
+from .stacks import PairStack, stacks
+
+__all__ = ["average_lora_"]
+
+
+@torch.no_grad()
+def average_lora_(
+    model: nn.Module, names: Sequence[str], into: str, *, weights: Sequence[float] | None = None, metric: str = "inv"
+) -> None:
+    r"""Write the Fréchet mean of LoRA adapters into another adapter, layer by layer.
+
+    .. math:: \min_{B, A} \sum_i w_i d\big([B, A], [B_i, A_i]\big)^2
+
+    The mean has the rank of the adapters and does not depend on the factors in which each is stored, unlike that of
+    the factors.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With adapters of peft, active or not, trainable or frozen.
+    names : sequence of str
+        Adapters to average.
+    into : str
+        Adapter whose factors are replaced, of the same layers and rank; load or add it first. What else it contains
+        (a classifier, biases, the magnitudes of DoRA) stays its own.
+    weights : sequence of float, optional
+        One for each name, not negative; divided by their sum. Equal by default.
+    metric : {"inv", "mix"}
+        Of :class:`quotient_manifolds.GLQuotientInv` or :class:`quotient_manifolds.GLQuotientMix`.
+
+    Raises
+    ------
+    ValueError
+        There is no such adapter, layer or metric, layers or ranks differ, or a product lacks full rank, as at B = 0.
+    ConvergenceError
+        A mean was not found: the adapters are too far apart.
+
+    Notes
+    -----
+    Products are averaged with their scales (alpha/r), which may differ. See :func:`quotient_manifolds.frechet_mean`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.symmetries import average_lora_
+    >>> config = LoraConfig(r=1, target_modules=["0"], init_lora_weights=False)
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(3, 3)), config, adapter_name="one")
+    >>> for name in ("two", "mean"):
+    ...     model.add_adapter(name, config)
+    >>> layer = model.base_model.model[0]
+    >>> for name, size in (("one", 1.0), ("two", 4.0)):
+    ...     layer.lora_B[name].weight.data, layer.lora_A[name].weight.data = torch.ones(3, 1), size * torch.ones(1, 3)
+    >>> average_lora_(model, ["one", "two"], into="mean")
+    >>> f"{float((layer.lora_B.mean.weight @ layer.lora_A.mean.weight)[0, 0]):.3f}"
+    '2.000'
+    """
+    if metric not in MANIFOLDS:
+        raise ValueError(f"metric must be one of {', '.join(MANIFOLDS)}, got {metric!r}")
+    if isinstance(names, str) or not names:
+        raise ValueError(f"names must list the adapters to average, got {names!r}")
+    found = {name: _by_layer(model, name) for name in (*names, into)}
+    means = []
+    for name in names:
+        for one, other in ((name, into), (into, name)):
+            lacking = found[one].keys() - found[other].keys()
+            if lacking:
+                raise ValueError(f"adapter {one!r} has the layer {min(lacking)}, which {other!r} lacks")
+    for stack in stacks(found[into].values()):
+        points = torch.stack([_points(stack, found[name]) for name in names])
+        given = None if weights is None else torch.as_tensor(weights, dtype=torch.float64, device=points.device)
+        means.append((stack, stack.manifold(metric).mean(points, given)))
+    for stack, mean in means:  # when all were found: a model is changed as a whole or not at all
+        stack.scatter_(mean)
+
+
+def _by_layer(model: nn.Module, name: str) -> dict[str, SymmetricPair]:
+    """Look up the pair of an adapter in each of its layers."""
+    pairs = adapter_pairs(model, [name], include_frozen=True)
+    for p in pairs:
+        p.usable_group()
+    return {p.module: p for p in pairs}
+
+
+def _points(stack: PairStack, pairs: Mapping[str, SymmetricPair]) -> Tensor:
+    """Gather the same layers of another adapter, with its scale as part of the factors."""
+    found = [pairs[p.module] for p in stack.pairs]
+    for own, other in zip(stack.pairs, found, strict=True):
+        if (own.group, own.n, own.m) != (other.group, other.n, other.m):
+            raise ValueError(
+                f"adapters of {own.module} differ in rank: {other.part!r} has {other.group}, {own.part!r} {own.group}"
+            )
+    scales = [(other.scale / own.scale) ** 0.5 for own, other in zip(stack.pairs, found, strict=True)]
+    x = torch.stack([p.gather() for p in found])
+    x = x.to(at_least_float32(x.dtype))
+    return x * x.new_tensor(scales)[:, None, None]

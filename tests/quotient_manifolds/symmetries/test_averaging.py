@@ -1,0 +1,136 @@
+"""The mean of adapters."""
+
+import copy
+
+import pytest
+import torch
+
+from quotient_manifolds import ConvergenceError, GLQuotientInv
+from quotient_manifolds.symmetries import adapter_pairs, apply_random_symmetry_, average_lora_
+
+from ...training import X, lora
+
+
+def three(two=None, mean=None, **options):
+    """A model with two adapters near each other, and another for the mean."""
+    model = lora(adapter="one", **options)
+    for name, changes in (("two", two or {}), ("mean", mean or {})):
+        torch.manual_seed(1)
+        config = copy.deepcopy(model.peft_config["one"])
+        for key, value in changes.items():
+            setattr(config, key, value)
+        model.add_adapter(name, config)
+    for A, B in zip(of(model, "one"), of(model, "two"), strict=False):  # layers of both
+        for own, other in ((A.G, B.G), (A.H, B.H)):
+            if own[0].tensor.shape == other[0].tensor.shape:
+                noise = torch.randn(own[0].tensor.shape, generator=torch.Generator().manual_seed(2)).to(own[0].tensor)
+                other[0].tensor.data = own[0].tensor.data + 0.2 * noise * own[0].tensor.data.std()
+    return model.double()
+
+
+def of(model, name):
+    return adapter_pairs(model, [name], include_frozen=True)
+
+
+def products(model, name):
+    return [p.scale * GLQuotientInv(p.n, p.m).to_matrix(p.gather().detach()) for p in of(model, name)]
+
+
+def averaged(model, *arguments, **options):
+    model = copy.deepcopy(model)
+    average_lora_(model, *arguments, **options)
+    return products(model, "mean")
+
+
+def close(one, two):
+    return all(torch.allclose(a, b, atol=1e-7) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_the_mean_does_not_depend_on_the_factors(metric):
+    model = three()
+    expected = averaged(model, ["one", "two"], "mean", metric=metric)
+    assert not close(expected, products(model, "one"))
+    moved = copy.deepcopy(model)
+    apply_random_symmetry_(moved, 10.0, seed=3, pairs=of(moved, "two"))
+    assert close(products(moved, "two"), products(model, "two"))
+    assert close(averaged(moved, ["one", "two"], "mean", metric=metric), expected)
+
+    def of_factors(m):
+        both = zip(of(m, "one"), of(m, "two"), strict=True)
+        return [a.manifold().to_matrix((a.gather() + b.gather()).detach() / 2) for a, b in both]
+
+    assert not close(of_factors(moved), of_factors(model))
+
+
+def test_every_layer_has_the_mean_of_its_points():
+    model, weights = three(), torch.tensor([0.25, 0.75])
+    both = zip(of(model, "one"), of(model, "two"), strict=True)
+    points = [(a.manifold(), torch.stack([a.gather(), b.gather()]).detach()) for a, b in both]
+    expected = [2.0 * space.to_matrix(space.mean(x, weights)) for space, x in points]
+    assert of(model, "one")[0].scale == 2.0
+    assert close(averaged(model, ["one", "two"], "mean", weights=[1, 3]), expected)
+    assert not close(averaged(model, ["one", "two"], "mean"), expected)
+
+
+def test_scales_are_part_of_the_products():
+    model = three(mean={"lora_alpha": 1, "r": 4})
+    assert of(model, "mean")[0].scale == 0.25
+    assert close(averaged(model, ["one"], "mean"), products(model, "one"))
+
+
+def test_frozen_and_inactive_adapters_are_averaged():
+    model = three()
+    expected = averaged(model, ["one", "two"], "mean")
+    model.requires_grad_(False)  # as PEFT loads them
+    assert len(adapter_pairs(model)) == 0
+    assert close(averaged(model, ["one", "two"], "mean"), expected)
+    model.set_adapter("two")
+    before = model(X)
+    average_lora_(model, ["one", "two"], "mean")
+    assert torch.equal(model(X), before)
+    model.set_adapter("mean")
+    assert not torch.equal(model(X), before)
+
+
+def test_half_precision_is_rounded_once():
+    model = three()
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    average_lora_(half, ["one", "two"], "mean")
+    exact = averaged(half.double(), ["one", "two"], "mean")
+    assert of(half, "mean")[0].gather().dtype == torch.float64  # the same model, widened
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(products(half, "mean"), exact, strict=True)]
+    assert max(errors) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        (
+            {"two": {"target_modules": {"0"}}},
+            (["one", "two"], "mean"),
+            r"adapter 'mean' has the layer base_model\.model\.2, which 'two' lacks",
+        ),
+        ({"two": {"r": 2}}, (["one", "two"], "mean"), r"differ in rank: 'two' has GL\(2\), 'mean' GL\(4\)"),
+        ({}, (["one", "three"], "mean"), "no layer has an adapter 'three'"),
+        ({}, ("one", "mean"), "names must list the adapters"),
+        ({}, (["one", "two"], "mean", "weights"), "2 points need as many weights"),
+        ({}, (["one", "two"], "mean", "metric"), "metric must be one of inv, mix"),
+    ],
+)
+def test_what_cannot_be_averaged_is_named_and_nothing_changes(options, arguments, message):
+    model = three(**options)
+    more = {"weights": {"weights": [1.0]}, "metric": {"metric": "flat"}}[arguments[2]] if arguments[2:] else {}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        average_lora_(model, *arguments[:2], **more)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_product_without_full_rank_is_refused_and_nothing_changes():
+    model = three()
+    of(model, "two")[1].G[0].tensor.data.zero_()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises((ValueError, ConvergenceError), match="rank"):
+        average_lora_(model, ["one", "two"], "mean")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
