@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Examples", "class_number"]
+__all__ = ["Examples", "class_number", "is_sorted"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Examples:
     """A source of examples: its size, and ``batch``, from positions to a batch on the CPU.
 
     ``classes`` are the names of the classes, in the order of their numbers, where the files give them; ``sorted`` says
-    that the examples stand in the order of their classes.
+    that the examples stand class by class, see :func:`is_sorted`.
     """
 
     size: int
@@ -40,6 +41,12 @@ class Examples:
 
     def __len__(self) -> int:
         return self.size
+
+
+def is_sorted(labels: Sequence[int]) -> bool:
+    """Tell whether examples stand class by class, as in a folder of classes: the first ones are of one class."""
+    runs = [label for label, _ in itertools.groupby(labels)]
+    return len(set(runs)) == len(runs) < len(labels)
 
 
 def class_number(name: str, known: Mapping[str, int]) -> int | None:

@@ -7,7 +7,6 @@ import io
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..extras import require_extra
 from ..models import ImageFormat
-from .examples import Examples, class_number
+from .examples import Examples, class_number, is_sorted
 
 __all__ = ["idx_images", "image_archive", "image_examples", "image_folder", "labels_beside", "needed_format", "pixels"]
 
@@ -86,7 +85,7 @@ def image_examples(
     def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.stack([read(i) for i in chosen]), torch.tensor([int(labels[i]) for i in chosen])
 
-    return Examples(len(labels), batch, None if classes is None else tuple(classes))
+    return Examples(len(labels), batch, None if classes is None else tuple(classes), is_sorted(labels))
 
 
 def _read_image(name: str, data: bytes, how: ImageFormat) -> Tensor:
@@ -116,14 +115,13 @@ def _of_classes(
     classes = sorted(by_class)
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
-    found = image_examples(
+    return image_examples(
         source,
         lambda i: _read_image(items[i][0], read(items[i][0]), how),
         [label for _, label in items],
         [PurePosixPath(c).name for c in classes],
         known,
     )
-    return replace(found, sorted=True)
 
 
 def image_folder(folder: Path, how: ImageFormat, known: Mapping[str, int]) -> Examples:

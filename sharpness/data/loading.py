@@ -17,7 +17,7 @@ from quotient_manifolds.batches import tree_map
 from ..errors import naming
 from ..models import ImageFormat, LoadedModel, load_state_dict
 from ..models.factory import call
-from .examples import Examples
+from .examples import Examples, is_sorted
 from .images import idx_images, image_archive, image_folder, labels_beside, needed_format
 from .saved_datasets import datasets_folder, is_datasets_folder
 from .text import TABLES, TextColumns, read_table, table_of_text
@@ -70,7 +70,9 @@ def _tensors(path: Path) -> Examples:
         part = {name: t[list(chosen)] for name, t in named.items()}
         return (part["x"], part["y"]) if set(part) == {"x", "y"} else part
 
-    return Examples(min(lengths.values()), batch)
+    labels = named.get("y", named.get("labels"))
+    by_class = labels is not None and labels.dim() == 1 and is_sorted(labels.tolist())
+    return Examples(min(lengths.values()), batch, sorted=by_class)
 
 
 def load_examples(
@@ -124,8 +126,8 @@ class DataChoice:
     batch_size : int
         Examples per batch at most. Batches are as equal as possible, since each counts as much as the others.
     batches, num_examples, subset_seed : int or None
-        Number of batches; number of examples, the first ones or, with ``subset_seed``, as many at random. Folders of
-        classes are always read in random order, by default with the seed 0.
+        Number of batches; number of examples, the first ones or, with ``subset_seed``, as many at random. Examples that
+        stand class by class, as in folders of classes, are always read in random order, by default with the seed 0.
     columns : TextColumns
         Columns of a table of text.
     image_size : int or None

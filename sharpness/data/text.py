@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import naming
-from .examples import Examples, class_number
+from .examples import Examples, class_number, is_sorted
 
 __all__ = ["TABLES", "TextColumns", "read_table", "strings", "table_of_text"]
 
@@ -145,4 +145,4 @@ def table_of_text(
             coded = tokenizer(*given, truncation=True, max_length=length, padding=True, return_tensors="pt")
         return {**coded, "labels": torch.tensor([labels[i] for i in chosen])}
 
-    return Examples(len(rows), batch)
+    return Examples(len(rows), batch, sorted=is_sorted(labels))
