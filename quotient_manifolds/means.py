@@ -147,10 +147,8 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     weights = checked_weights(manifold, points, weights)
     wide, count = in_double(points), as_count("n_starts", n_starts, "frechet_mean")
     with torch.no_grad():
-        products = sum(w * manifold.to_matrix(x) for w, x in zip(weights, wide, strict=True))
         tolerance = _TOLERANCE * torch.einsum("k,k...->...", weights, _size(manifold, wide).square()).sqrt()
-        batch = wide.shape[1:-2]
-        far = torch.stack([(manifold.to_matrix(x) - products).abs().square().flatten(len(batch)).sum(-1) for x in wide])
+        far = _from_mean_product(manifold, wide, weights)
         best: FrechetMean | None = None
         for index in far.argsort(0)[:count]:
             start = wide.gather(0, index[None, ..., None, None].expand(1, *wide.shape[1:]))[0]
@@ -187,6 +185,15 @@ def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Te
             "zero"
         )
     return in_double(weights) / weights.sum()
+
+
+def _from_mean_product(manifold: Any, points: Tensor, weights: Tensor) -> Tensor:
+    """Return squared distances of products from their mean, (k, …), set by set: a product has n × m entries."""
+    found = []
+    for x in points.flatten(1, -3).unbind(1) if points.dim() > 3 else [points]:
+        products = manifold.to_matrix(x).flatten(1)
+        found.append((products - weights.to(products.dtype) @ products).abs().square().sum(-1))
+    return torch.stack(found, -1).reshape(points.shape[:-2])
 
 
 def _size(manifold: Any, x: Tensor) -> Tensor:

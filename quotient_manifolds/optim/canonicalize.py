@@ -29,7 +29,7 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     -------
     list of str
         Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
-        representative from which training could continue; it is left unchanged.
+        representative from which training could continue; it is left unchanged, and so is one on the meta device.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = N
     """
     done = []
     for pair in adapter_pairs(model, adapter_names, include_frozen=True):
-        if pair.group is None or pair.group.h > min(pair.n, pair.m):
+        if pair.group is None or pair.group.h > min(pair.n, pair.m) or any(b.tensor.is_meta for b in pair.G + pair.H):
             continue
         x = wide(pair.gather().detach())
         gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))

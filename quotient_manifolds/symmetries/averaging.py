@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..linalg import at_least_float32
+from ..linalg import at_least_float32, column_rank_ratio, rank_tolerance
+from ..means import ConvergenceError
 from .pairs import MANIFOLDS, SymmetricPair
+from .peft_lora import is_lora
 from .registry import adapter_pairs
 from .stacks import PairStack, stacks
 
@@ -34,7 +37,7 @@ def average_lora_(
         Adapters to average.
     into : str
         Adapter whose factors are replaced, of the same layers and rank; load or add it first. What else it contains
-        (a classifier, biases, the magnitudes of DoRA) stays its own.
+        (a classifier, biases, the magnitudes of DoRA) stays its own. Its factors are in canonical gauge afterwards.
     weights : sequence of float, optional
         One for each name, not negative; divided by their sum. Equal by default.
     metric : {"inv", "mix"}
@@ -43,7 +46,8 @@ def average_lora_(
     Raises
     ------
     ValueError
-        There is no such adapter, layer or metric, layers or ranks differ, or a product lacks full rank, as at B = 0.
+        There is no such adapter or metric, layers or ranks differ, a layer has no symmetry (see
+        :func:`adapter_pairs`), a product lacks full rank, as at B = 0, or ``into`` is merged into the base weights.
     ConvergenceError
         A mean was not found: the adapters are too far apart.
 
@@ -67,22 +71,32 @@ def average_lora_(
     >>> f"{float((layer.lora_B.mean.weight @ layer.lora_A.mean.weight)[0, 0]):.3f}"
     '2.000'
     """
+    names = [names] if isinstance(names, str) else list(names)
     if metric not in MANIFOLDS:
         raise ValueError(f"metric must be one of {', '.join(MANIFOLDS)}, got {metric!r}")
-    if isinstance(names, str) or not names:
-        raise ValueError(f"names must list the adapters to average, got {names!r}")
+    if not names:
+        raise ValueError("names lists no adapter to average")
+    if any(is_lora(m) and into in m.merged_adapters for m in model.modules()):
+        raise ValueError(f"adapter {into!r} is merged into the base weights; unmerge it first")
     found = {name: _by_layer(model, name) for name in (*names, into)}
-    means = []
     for name in names:
         for one, other in ((name, into), (into, name)):
             lacking = found[one].keys() - found[other].keys()
             if lacking:
                 raise ValueError(f"adapter {one!r} has the layer {min(lacking)}, which {other!r} lacks")
+    means = []
     for stack in stacks(found[into].values()):
         points = torch.stack([_points(stack, found[name]) for name in names])
         given = None if weights is None else torch.as_tensor(weights, dtype=torch.float64, device=points.device)
-        means.append((stack, stack.manifold(metric).mean(points, given)))
-    for stack, mean in means:  # when all were found: a model is changed as a whole or not at all
+        try:
+            mean = stack.manifold(metric).mean(points, given)
+        except ConvergenceError as error:
+            layer = stack.pairs[int(error.residual.reshape(-1, len(stack)).amax(0).argmax())].module
+            raise ConvergenceError(
+                f"no mean of the adapters of {layer} was found ({metric}): they are too far apart", error.residual
+            ) from error
+        means.append((stack, stack.manifold(metric).canonical(mean)))
+    for stack, mean in means:  # only now that all are known
         stack.scatter_(mean)
 
 
@@ -91,18 +105,29 @@ def _by_layer(model: nn.Module, name: str) -> dict[str, SymmetricPair]:
     pairs = adapter_pairs(model, [name], include_frozen=True)
     for p in pairs:
         p.usable_group()
+        if any(b.tensor.is_meta for b in p.G + p.H):
+            raise ValueError(f"adapter {name!r} of {p.module} is on the meta device; load its weights first")
+        if not p.scale:
+            raise ValueError(f"adapter {name!r} of {p.module} has the scale 0")
     return {p.module: p for p in pairs}
 
 
 def _points(stack: PairStack, pairs: Mapping[str, SymmetricPair]) -> Tensor:
     """Gather the same layers of another adapter, with its scale as part of the factors."""
-    found = [pairs[p.module] for p in stack.pairs]
-    for own, other in zip(stack.pairs, found, strict=True):
+    found = []
+    for own in stack.pairs:
+        other = pairs[own.module]
         if (own.group, own.n, own.m) != (other.group, other.n, other.m):
             raise ValueError(
                 f"adapters of {own.module} differ in rank: {other.part!r} has {other.group}, {own.part!r} {own.group}"
             )
-    scales = [(other.scale / own.scale) ** 0.5 for own, other in zip(stack.pairs, found, strict=True)]
-    x = torch.stack([p.gather() for p in found])
-    x = x.to(at_least_float32(x.dtype))
-    return x * x.new_tensor(scales)[:, None, None]
+        x = other.gather().to(own.G[0].tensor.device)
+        G, H = x.to(at_least_float32(x.dtype)).split([own.n, own.m])
+        if not all(bool(X.isfinite().all()) and bool(column_rank_ratio(X) > rank_tolerance(X)) for X in (G, H)):
+            raise ValueError(
+                f"the product of adapter {other.part!r} in {other.module} lacks full rank, as at B = 0, or is not "
+                "finite, so it has no place on the quotient"
+            )
+        ratio = other.scale / own.scale
+        found.append(torch.cat([math.copysign(abs(ratio) ** 0.5, ratio) * G, abs(ratio) ** 0.5 * H]))
+    return torch.stack(found)

@@ -242,7 +242,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
     model : nn.Module
         With adapters of peft; plain, DDP-wrapped or compiled.
     names : sequence of str, optional
-        Names of adapters; by default all.
+        Names of adapters; by default those of all adapters.
     include_frozen : bool
         Treat frozen factors like trainable ones. By default pairs with two of them are left out, and pairs with one
         have no group.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -167,14 +168,22 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     jobs = (path if path.is_dir() else path.parent) / "jobs"
     known = {row["job"] for row in rows if "job" in row}  # not in a .csv
     others = [job for job in jobs.glob("*.json") if job.stem not in known] if known else []
-    finished = sum('"rows": [' in job.read_text(encoding="utf-8") for job in others)
+    finished = sum(_has_rows(job) for job in others)
     if finished:
         print(
-            f"sharpness: {finished} finished jobs in {jobs} are not in the results: the sweep was interrupted, or they "
-            "are of another configuration; `sharpness sweep` takes those of its configuration in",
+            f"sharpness: {jobs} has further finished jobs ({finished}) than the results: the sweep goes on, was "
+            "interrupted, or its configuration, models or data were changed; `sharpness sweep` takes in what belongs "
+            "to it",
             file=sys.stderr,
         )
     return rows
+
+
+def _has_rows(job: Path) -> bool:
+    try:
+        return "rows" in json.loads(job.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _table(options: argparse.Namespace) -> int:

@@ -78,7 +78,10 @@ def add_data_options(command: argparse.ArgumentParser) -> None:
     """Add the options that choose data."""
     group = command.add_argument_group("data")
     group.add_argument(
-        "--num-examples", type=count, help="use only the first N examples of a file (default: all)", metavar="N"
+        "--num-examples",
+        type=count,
+        metavar="N",
+        help="use only the first N examples, or N at random where they stand class by class (default: all)",
     )
     group.add_argument(
         "--subset-seed", type=seed, help="choose these N examples at random, with this seed", metavar="SEED"

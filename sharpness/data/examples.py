@@ -46,7 +46,7 @@ class Examples:
 def is_sorted(labels: Sequence[int]) -> bool:
     """Tell whether examples stand class by class, as in a folder of classes: the first ones are of one class."""
     runs = [label for label, _ in itertools.groupby(labels)]
-    return len(set(runs)) == len(runs) < len(labels)
+    return 1 < len(set(runs)) == len(runs) < len(labels)
 
 
 def class_number(name: str, known: Mapping[str, int]) -> int | None:

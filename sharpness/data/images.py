@@ -7,6 +7,7 @@ import io
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -115,13 +116,14 @@ def _of_classes(
     classes = sorted(by_class)
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
-    return image_examples(
+    found = image_examples(
         source,
         lambda i: _read_image(items[i][0], read(items[i][0]), how),
         [label for _, label in items],
         [PurePosixPath(c).name for c in classes],
         known,
     )
+    return replace(found, sorted=True)
 
 
 def image_folder(folder: Path, how: ImageFormat, known: Mapping[str, int]) -> Examples:

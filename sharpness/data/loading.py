@@ -71,7 +71,7 @@ def _tensors(path: Path) -> Examples:
         return (part["x"], part["y"]) if set(part) == {"x", "y"} else part
 
     labels = named.get("y", named.get("labels"))
-    by_class = labels is not None and labels.dim() == 1 and is_sorted(labels.tolist())
+    by_class = labels is not None and labels.numel() == len(labels) and is_sorted(labels.flatten().tolist())
     return Examples(min(lengths.values()), batch, sorted=by_class)
 
 

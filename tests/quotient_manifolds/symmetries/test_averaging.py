@@ -1,11 +1,15 @@
 """The mean of adapters."""
 
 import copy
+import math
 
+import peft
 import pytest
 import torch
+from torch import nn
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv
+from quotient_manifolds.optim import canonicalize_lora_
 from quotient_manifolds.symmetries import adapter_pairs, apply_random_symmetry_, average_lora_
 
 from ...training import X, lora
@@ -113,7 +117,7 @@ def test_half_precision_is_rounded_once():
         ),
         ({"two": {"r": 2}}, (["one", "two"], "mean"), r"differ in rank: 'two' has GL\(2\), 'mean' GL\(4\)"),
         ({}, (["one", "three"], "mean"), "no layer has an adapter 'three'"),
-        ({}, ("one", "mean"), "names must list the adapters"),
+        ({}, ([], "mean"), "names lists no adapter"),
         ({}, (["one", "two"], "mean", "weights"), "2 points need as many weights"),
         ({}, (["one", "two"], "mean", "metric"), "metric must be one of inv, mix"),
     ],
@@ -127,10 +131,74 @@ def test_what_cannot_be_averaged_is_named_and_nothing_changes(options, arguments
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_a_product_without_full_rank_is_refused_and_nothing_changes():
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_a_product_without_full_rank_is_refused_and_nothing_changes(value):
     model = three()
-    of(model, "two")[1].G[0].tensor.data.zero_()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises((ValueError, ConvergenceError), match="rank"):
+    of(model, "two")[1].G[0].tensor.data.fill_(value)
+    before = copy.deepcopy(of(model, "mean")[0].gather())
+    with pytest.raises(ValueError, match=r"adapter 'two' in base_model\.model\.2 lacks full rank"):
         average_lora_(model, ["one", "two"], "mean")
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(of(model, "mean")[0].gather(), before)
+
+
+def test_adapters_that_are_too_far_apart_are_named():
+    """A path of square factors cannot change the sign of a determinant."""
+    model = lora(adapter="one", targets=["2"], r=9)
+    for name in ("two", "mean"):
+        model.add_adapter(name, model.peft_config["one"])
+    (one,), (two,) = of(model, "one"), of(model, "two")
+    two.scatter_(one.gather().detach())
+    two.G[0].tensor.data[0] *= -1
+    with pytest.raises(ConvergenceError, match=r"no mean of the adapters of base_model\.model\.2 was found \(inv\)"):
+        average_lora_(model, ["one", "two"], "mean")
+
+
+def test_merged_adapters_and_those_without_values_are_refused():
+    model = three()
+    model.merge_adapter(["mean"])
+    base = model.base_model.model[0].base_layer.weight.clone()
+    with pytest.raises(ValueError, match="'mean' is merged into the base weights; unmerge it"):
+        average_lora_(model, ["one", "two"], "mean")
+    model.unmerge_adapter()
+    assert not torch.equal(model.base_model.model[0].base_layer.weight, base)
+    model.add_adapter("empty", model.peft_config["one"], low_cpu_mem_usage=True)
+    for arguments in ((["one", "two"], "empty"), (["one", "empty"], "mean")):
+        with pytest.raises(ValueError, match=r"adapter 'empty' of .* is on the meta device"):
+            average_lora_(model, *arguments)
+    assert len(canonicalize_lora_(model)) == 6
+    model.base_model.model[0].scaling["one"] = 0.0
+    with pytest.raises(ValueError, match=r"adapter 'one' of .* has the scale 0"):
+        average_lora_(model, ["one", "two"], "mean")
+
+
+def test_the_sign_of_a_scale_belongs_to_the_product():
+    model = three()
+    expected = averaged(model, ["one", "two"], "mean")
+    for layer in (model.base_model.model[0], model.base_model.model[2]):
+        layer.scaling["mean"] *= -0.5
+    assert close(averaged(model, ["one", "two"], "mean"), expected)
+
+
+KINDS = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variants_of_lora(kind):
+    model = three(**KINDS[kind])
+    both = zip(of(model, "one"), of(model, "two"), strict=True)
+    points = [(a.scale, a.manifold(), torch.stack([a.gather(), b.gather()]).detach()) for a, b in both]
+    assert close(averaged(model, ["one", "two"], "mean"), [s * m.to_matrix(m.mean(x)) for s, m, x in points])
+
+
+def test_embeddings_and_convolutions():
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"words": nn.Embedding(9, 6), "conv": nn.Conv2d(3, 5, 3)}).double()
+    config = peft.LoraConfig(r=2, target_modules=["words", "conv"], init_lora_weights=False)
+    model = peft.get_peft_model(net, config, adapter_name="one").double()
+    model.add_adapter("mean", config)
+    assert len(of(model, "one")) == 2
+    average_lora_(model, ["one"], "mean")
+    assert close(products(model, "mean"), products(model, "one"))

@@ -24,7 +24,7 @@ def test_examples_that_stand_class_by_class_are_chosen_at_random():
     labels = [1] * 50 + [0] * 50
     assert is_sorted(labels)
     assert is_sorted(torch.tensor(labels).tolist())
-    for other in ([0, 0, 1, 0], [0, 1, 2], [0.1, 0.2, 0.3], [5]):
+    for other in ([0, 0, 1, 0], [0, 1, 2], [0.1, 0.2, 0.3], [5], [1, 1, 1]):
         assert not is_sorted(other)
     chosen = Examples(100, list, sorted=True).choose(20)
     assert {labels[i] for i in chosen} == {0, 1}

@@ -56,7 +56,10 @@ def test_jobs_that_are_not_in_the_results_are_told_of(place, capsys):
     assert capsys.readouterr().err == ""
     run_sweep(read_config("other.json"), "out", progress=False)  # what a command does before it writes the results
     assert cli.main(["table", "out"]) == 0
-    assert "8 finished jobs in out/jobs are not in the results: the sweep was interr" in capsys.readouterr().err
+    assert "out/jobs has further finished jobs (8) than the results: the sweep goes on" in capsys.readouterr().err
+    Path("out/jobs/broken.json").write_bytes(b'{"rows": [\xff')
+    assert cli.main(["plot", "out", "--out", "figures"]) in (0, 2)
+    assert "further finished jobs (8)" in capsys.readouterr().err
     assert cli.main(["table", "out/results.csv"]) == 0
     assert capsys.readouterr().err == ""
     assert cli.main(["sweep", "other.json", "--out", "out", "--quiet"]) == 0
