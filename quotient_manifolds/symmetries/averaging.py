@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..linalg import at_least_float32, column_rank_ratio, rank_tolerance
 from ..means import ConvergenceError
 from .pairs import MANIFOLDS, SymmetricPair
-from .peft_lora import is_lora
+from .peft_lora import is_merged
 from .registry import adapter_pairs
 from .stacks import PairStack, stacks
 
@@ -76,7 +76,7 @@ def average_lora_(
         raise ValueError(f"metric must be one of {', '.join(MANIFOLDS)}, got {metric!r}")
     if not names:
         raise ValueError("names lists no adapter to average")
-    if any(is_lora(m) and into in m.merged_adapters for m in model.modules()):
+    if any(is_merged(m, into) for m in model.modules()):
         raise ValueError(f"adapter {into!r} is merged into the base weights; unmerge it first")
     found = {name: _by_layer(model, name) for name in (*names, into)}
     for name in names:

@@ -11,7 +11,7 @@ from .blocks import block
 from .groups import GL
 from .pairs import SymmetricPair
 
-__all__ = ["adapter_names", "is_lora", "lora_factors", "lora_obstacle", "lora_pairs", "prefix_tuned"]
+__all__ = ["adapter_names", "is_lora", "is_merged", "lora_factors", "lora_obstacle", "lora_pairs", "prefix_tuned"]
 
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
@@ -35,6 +35,12 @@ def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Place, 
 
 def _is_off(module: Any) -> bool:
     return bool(module.disable_adapters or module.merged)
+
+
+def is_merged(module: nn.Module, adapter: str) -> bool:
+    """Tell whether an adapter of a LoRA layer is part of the base weight now."""
+    layer: Any = module
+    return is_lora(module) and adapter in layer.merged_adapters
 
 
 def prefix_tuned(model: nn.Module) -> bool:
