@@ -13,6 +13,9 @@ from .options import Formatter, add_json, as_json, checked_device, examples, pla
 
 __all__ = ["add_plot", "add_sweep", "add_table"]
 
+#: Probability that all corrected intervals hold at once.
+LEVEL = 0.95
+
 
 def add_sweep(commands: Any) -> None:
     """Add ``sharpness sweep``."""
@@ -145,7 +148,7 @@ def add_table(commands: Any) -> None:
     shown.add_argument(
         "--level",
         type=float,
-        default=0.95,
+        default=LEVEL,
         help="probability that all corrected intervals hold at once; raise it if you look at several targets",
     )
     shown.add_argument(
@@ -200,7 +203,10 @@ def _table(options: argparse.Namespace) -> int:
         raise ValueError(f"--level must lie between 0 and 1, got {options.level}")
     rows = _rows(options.results)
     count = len(targets(rows, options.target))
-    text = _models(options, rows, count) if options.per_model or count < FEWEST_MODELS else _ranking(options, rows)
+    listed = options.per_model or count < FEWEST_MODELS
+    if listed and (options.given or options.level != LEVEL):
+        print("sharpness: --given and --level are for a ranking; here models are listed one by one", file=sys.stderr)
+    text = _models(options, rows, count) if listed else _ranking(options, rows)
     if options.out is None:
         print(text, end="")
     else:

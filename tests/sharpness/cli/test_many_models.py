@@ -77,7 +77,11 @@ def test_few_models_are_listed_one_by_one(tmp_path, capsys):
     assert cli.main(["table", str(tmp_path / "nine.jsonl"), "--format", "csv"]) == 0
     found = capsys.readouterr()
     assert "too few to correlate" in found.err  # not in the file that a program reads
+    assert "--given and" not in found.err
     assert [row["model"] for row in csv.DictReader(found.out.splitlines())] == [f"m{i:02d}" for i in range(9)]
+    for further in (["--given", "distance"], ["--level", "0.9"]):
+        assert cli.main(["table", str(tmp_path / "nine.jsonl"), *further]) == 0
+        assert "--given and --level are for a ranking" in capsys.readouterr().err
     assert cli.main(["table", str(tmp_path / "ten.jsonl"), "--per-model", "--json", "--short"]) == 0
     first = json.loads(capsys.readouterr().out)[0]
     assert first["adaptive, ρ = 0.5"] == next(r["sharpness"] for r in rows if r.get("rho") == 0.5)
