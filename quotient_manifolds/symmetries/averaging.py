@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..linalg import at_least_float32, column_rank_ratio, rank_tolerance
+from ..linalg import column_rank_ratio, rank_tolerance
 from ..means import ConvergenceError
 from .pairs import MANIFOLDS, SymmetricPair
 from .peft_lora import is_merged
 from .registry import adapter_pairs
-from .stacks import PairStack, stacks
+from .stacks import PairStack, scaled_points, stacks
 
 __all__ = ["average_lora_"]
 
@@ -95,6 +94,8 @@ def average_lora_(
             raise ConvergenceError(
                 f"no mean of the adapters of {layer} was found ({metric}): they are too far apart", error.residual
             ) from error
+        for x, p in zip(mean, stack.pairs, strict=True):
+            x[: p.n] /= p.scale
         means.append((stack, stack.manifold(metric).canonical(mean)))
     for stack, mean in means:  # only now that all are known
         stack.scatter_(mean)
@@ -113,21 +114,19 @@ def _by_layer(model: nn.Module, name: str) -> dict[str, SymmetricPair]:
 
 
 def _points(stack: PairStack, pairs: Mapping[str, SymmetricPair]) -> Tensor:
-    """Gather the same layers of another adapter, with its scale as part of the factors."""
-    found = []
-    for own in stack.pairs:
-        other = pairs[own.module]
+    """Gather the same layers of another adapter, with its scale."""
+    found = [pairs[p.module] for p in stack.pairs]
+    for own, other in zip(stack.pairs, found, strict=True):
         if (own.group, own.n, own.m) != (other.group, other.n, other.m):
             raise ValueError(
                 f"adapters of {own.module} differ in rank: {other.part!r} has {other.group}, {own.part!r} {own.group}"
             )
-        x = other.gather().to(own.G[0].tensor.device)
-        G, H = x.to(at_least_float32(x.dtype)).split([own.n, own.m])
-        if not all(bool(X.isfinite().all()) and bool(column_rank_ratio(X) > rank_tolerance(X)) for X in (G, H)):
+    points = scaled_points(found)
+    for x, p in zip(points, found, strict=True):
+        factors = x.split([p.n, p.m])
+        if not all(bool(X.isfinite().all()) and bool(column_rank_ratio(X) > rank_tolerance(X)) for X in factors):
             raise ValueError(
-                f"the product of adapter {other.part!r} in {other.module} lacks full rank, as at B = 0, or is not "
-                "finite, so it has no place on the quotient"
+                f"the product of adapter {p.part!r} in {p.module} lacks full rank, as at B = 0, or is not finite, so "
+                "it has no place on the quotient"
             )
-        ratio = other.scale / own.scale
-        found.append(torch.cat([math.copysign(abs(ratio) ** 0.5, ratio) * G, abs(ratio) ** 0.5 * H]))
-    return torch.stack(found)
+    return points.to(stack.pairs[0].G[0].tensor.device)

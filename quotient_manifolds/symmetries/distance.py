@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..gl import GLQuotientInv, GLQuotientMix
-from ..linalg import at_least_float32, column_rank_ratio, in_double, rank_tolerance
+from ..linalg import column_rank_ratio, in_double, rank_tolerance
 from .pairs import SymmetricPair, check_pairs
 from .registry import find_symmetric_pairs
-from .stacks import stacks
+from .stacks import scaled_points, stacks
 
 __all__ = ["ModelDistance", "PairDistance", "model_distance"]
 
@@ -154,7 +154,7 @@ def model_distance(
     with torch.no_grad():
         for stack in stacks(first):
             numbers = [index[id(p)] for p in stack.pairs]
-            x, y = _gathered(stack.pairs), _gathered([partner[i] for i in numbers])
+            x, y = scaled_points(stack.pairs), scaled_points([partner[i] for i in numbers])
             d = _distances(stack.manifold(metric), x, y.to(x.device))
             # A diagonal group: every column is a separate pair.
             total = d.reshape(len(numbers), -1).square().sum(1).sqrt()
@@ -192,7 +192,7 @@ def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict
         if any(k != kinds[0] for k in kinds):
             continue
         for position in range(len(kinds[0])):
-            X, Y = (in_double(_gathered([side[heads[k][position]] for k in numbers])) for side in (first, second))
+            X, Y = (in_double(scaled_points([side[heads[k][position]] for k in numbers])) for side in (first, second))
             n = first[heads[numbers[0]][position]].n
             inner = _products(X, Y, n)
             a, b = _products(X, X, n).diagonal(), _products(Y, Y, n).diagonal()
@@ -201,15 +201,6 @@ def _assignment(first: list[SymmetricPair], second: list[SymmetricPair]) -> dict
             for i, i_other in zip(heads[numbers[k]], heads[numbers[j]], strict=True):
                 partner[i] = second[i_other]
     return partner
-
-
-def _gathered(pairs: Sequence[SymmetricPair]) -> Tensor:
-    """Stack points, half precision as float32; first factors are multiplied by the scale of their product."""
-    found = torch.stack([p.gather().detach() for p in pairs])
-    found = found.to(at_least_float32(found.dtype))
-    for x, p in zip(found, pairs, strict=True):
-        x[..., : p.n, :] *= p.scale
-    return found
 
 
 def _products(X: Tensor, Y: Tensor, n: int) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..gl import GLQuotientInv, GLQuotientMix
+from ..linalg import at_least_float32
 from .blocks import BlockStack
 from .groups import GL
 from .pairs import MANIFOLDS, SymmetricPair, check_pairs
 
-__all__ = ["PairStack", "coverage", "stacks"]
+__all__ = ["PairStack", "coverage", "scaled_points", "stacks"]
 
 
 class PairStack:
@@ -139,6 +140,15 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
             like = p.G[0].tensor
             alike.setdefault((p.group, p.layout, like.dtype, like.device), []).append(p)
     return [PairStack(found) for found in alike.values()]
+
+
+def scaled_points(pairs: Sequence[SymmetricPair]) -> Tensor:
+    """Stack points, half precision as float32; first factors are multiplied by the scale of their product."""
+    found = torch.stack([p.gather().detach() for p in pairs])
+    found = found.to(at_least_float32(found.dtype))
+    for x, p in zip(found, pairs, strict=True):
+        x[..., : p.n, :] *= p.scale
+    return found
 
 
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
