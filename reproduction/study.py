@@ -18,7 +18,7 @@ from sharpness.baselines import distance, geodesic_distance
 from sharpness.comparison import CONTROLS, Ranking, compare, curves
 from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
-from sharpness.plots.look import COLOURS, MARKERS, figure
+from sharpness.plots.look import COLOURS, MARKERS, figure, plain_ticks
 from sharpness.results import LEAVES
 from sharpness.rows import TARGETS, Row, targets
 from sharpness.statistics import Correlation, kendall, kendall_difference
@@ -468,6 +468,7 @@ def plot_radius(zoos: Judged, target: str, path: str | os.PathLike[str]) -> None
                 low, high = ([getattr(t, end) for t in taus] for end in ("low", "high"))
                 axes.fill_between(x, low, high, color=line[0].get_color(), alpha=0.1)
             axes.axhline(0, color="0.6", linewidth=1)
+            plain_ticks(axes)
             axes.set(title=zoo, xlabel="median loss increase")
         grid[0, 0].set_ylabel(f"τ with {TARGETS[target]},\ngiven training loss and error")
         lines = {line.get_label(): line for axes in grid[0] for line in axes.get_lines()}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ..extras import require_extra
 from ..files import atomic_write, check_file
 
-__all__ = ["COLOURS", "MARKERS", "check_figure", "dark_map", "figure", "style"]
+__all__ = ["COLOURS", "MARKERS", "check_figure", "dark_map", "figure", "plain_ticks", "style"]
 
 #: Okabe and Ito's colours, without their yellow, which is faint on white.
 _CYCLE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
@@ -82,3 +82,12 @@ def figure(
         yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
         if path is not None:
             atomic_write(path, drawn.savefig)
+
+
+def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
+    """Set ticks of a logarithmic x-axis as plain numbers: at these places, or at every 10ⁿ and 3·10ⁿ in view."""
+    if places is None:
+        low, high = axes.get_xlim()
+        places = [x for n in range(-6, 3) for x in (10.0**n, 3 * 10.0**n) if low <= x <= high]
+    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.set_xticks([], minor=True)

@@ -13,7 +13,7 @@ import numpy as np
 from ..comparison import Curves, Ranking, compare, curves
 from ..rows import TARGETS, Row, targets
 from ..tables import FEWEST_MODELS
-from .look import COLOURS, MARKERS, dark_map, figure
+from .look import COLOURS, MARKERS, dark_map, figure, plain_ticks
 
 __all__ = ["plot_sweep"]
 
@@ -109,14 +109,6 @@ def _plot_scatter(found: Sequence[Ranking], goal: Mapping[str, float], target: s
             axes.set_ylabel(TARGETS[target])
 
 
-def _plain_ticks(axes: Any, places: Sequence[float], *, clip: bool = False) -> None:
-    """Set ticks of a logarithmic axis at these places, as plain numbers; optionally only those in view."""
-    low, high = axes.get_xlim()
-    shown = [p for p in places if low <= p <= high] if clip else list(places)
-    axes.set_xticks(shown, [f"{p:g}" for p in shown])
-    axes.set_xticks([], minor=True)
-
-
 def _plot_radius(
     own: Sequence[Curves], found: Sequence[Ranking], goal: Mapping[str, float], target: str, path: Path
 ) -> None:
@@ -135,7 +127,7 @@ def _plot_radius(
                         c.rho, np.maximum(values, 1e-12), color=colours.to_rgba(np.asarray(goal[model])), linewidth=1.2
                     )
             axes.set(xlabel="radius ρ", title=c.name)
-            _plain_ticks(axes, c.rho.tolist())
+            plain_ticks(axes, c.rho.tolist())
         if own:
             grid[0, 0].set_ylabel("sharpness")
             drawn.colorbar(colours, ax=grid[0, len(own) - 1], label=TARGETS[target])
@@ -152,6 +144,6 @@ def _plot_radius(
         control = next((r for r in found if r.quantity == "train_loss"), None)
         if control is not None:
             last.axhline(control.tau.value, color="0.5", linestyle="--", label="training loss")
-        _plain_ticks(last, [m * 10.0**e for e in range(-6, 2) for m in (1, 3)], clip=True)
+        plain_ticks(last)
         last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
         last.legend()
