@@ -1,18 +1,16 @@
 """Does geodesic sharpness rank models by how they generalise? The study's three zoos, and the pilot that came before.
 
 ``gather KIND --zoo ZOO`` writes what was measured of a zoo (``python -m reproduction zoo``, ``radii``, and
-``sharpness sweep``) to tables in ``results/``; ``agreement KIND --zoo ZOO --models 24`` writes only geodesic-inv and
-complete-inv of the first models. ``vision``, the pilot: 24 fine-tunes of the public ``vit_cifar10`` on 2,000 CIFAR-10
-images, each with a random recipe, trained, measured and written to tables; every step resumes where it was stopped,
-and ``--shard i/n`` shares the work among processes. ``report`` draws the figures and writes the tables of docs/ from
-all.
+``sharpness sweep``) to tables in ``results/``. ``vision``, the pilot: 24 fine-tunes of the public ``vit_cifar10`` on
+2,000 CIFAR-10 images, each with a random recipe, trained, measured and written to tables; every step resumes where it
+was stopped, and ``--shard i/n`` shares the work among processes. ``report`` draws the figures and writes the tables of
+docs/ from all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +44,7 @@ from sharpness.plots import plot_sweep
 from sharpness.rows import Row, read_results, targets, write_results
 from sharpness.statistics import kendall
 from sharpness.sweep import read_config, read_rows, run_sweep
-from sharpness.tables import FEWEST_MODELS, formatted
+from sharpness.tables import formatted
 
 DOCS = RESULTS.parent.parent / "docs"
 #: Test examples of each collection, and shifted ones.
@@ -55,8 +53,6 @@ MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
     "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
 }  # fmt: skip
-#: What is compared of the first models of a zoo.
-AGREEMENT = ("geodesic-inv", "complete-inv")
 #: Blocks of the laboratory.
 ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
 RK4 = "reproduction.rk4:RungeKuttaBlock"
@@ -120,16 +116,6 @@ def add_rows(path: Path, rows: Sequence[Row]) -> None:
 def by_number(row: Row) -> int:
     """Number of a row's model."""
     return int(row["checkpoint"].removeprefix("model_").partition(".")[0])
-
-
-def gather_agreement(kind: str, zoo: Path, models: int) -> None:
-    """Add the fits, geodesic-inv and complete-inv of the first models of a zoo to a table."""
-    path, sweep = RESULTS / f"agreement_{kind}.csv", read_config(zoo / "models" / "measure.json")
-    first = replace(sweep, checkpoints=sweep.checkpoints[:models], baselines=False, measures=AGREEMENT)
-    found = read_rows(zoo / "results", first)
-    count = Counter(r["checkpoint"] for r in found)
-    full = [r for r in found if count[r["checkpoint"]] == max(count.values())]
-    add_rows(path, full)
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -223,11 +209,8 @@ def report(docs: Path = DOCS) -> None:
         models = len(targets(found)) if kind == "pilot" else trained(kind, found)
         lines.append(f"{kind},{resolution(found, shifted.get(kind, ()), TESTED[kind], models, hours(kind))}")
     (tables / "collections.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    compared = {k: list(read_results(p)) for k in KINDS if (p := RESULTS / f"agreement_{k}.csv").is_file()}
-    compared = {k: rows for k, rows in {**compared, **own}.items() if len(targets(rows)) >= FEWEST_MODELS}
-    if compared:
-        (tables / "agreement.md").write_text(agreement(compared, *AGREEMENT), encoding="utf-8")
     if own:
+        (tables / "agreement.md").write_text(agreement(own), encoding="utf-8")
         found = {target: judged(own, target) for target in OUTCOMES}
         apart = {target: judged(own, target, given=GIVEN) for target in OUTCOMES}
         parts = {"shift": table(judged(shifted, "test-error")), "plain": plain_table(found)}
@@ -252,26 +235,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     vision, collected = commands.add_parser("vision"), commands.add_parser("gather")
-    compared = commands.add_parser("agreement")
-    compared.add_argument("--models", type=int, default=24)
     commands.add_parser("report")
     vision.add_argument("--weights", type=Path, required=True, help="state dict of the vision transformer")
     vision.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
     vision.add_argument("--out", type=Path, required=True, help="folder for models and results")
     vision.add_argument("--models", type=int, default=24)
     vision.add_argument("--shard", default="1/1")
-    for command in (collected, compared):
-        command.add_argument("kind", choices=list(KINDS))
-        command.add_argument("--zoo", type=Path, required=True, help="folder of the zoo")
+    collected.add_argument("kind", choices=list(KINDS))
+    collected.add_argument("--zoo", type=Path, required=True, help="folder of the zoo")
     options = parser.parse_args()
     if options.command == "report":
         report()
         return
     if options.command == "gather":
         gather(options.kind, options.zoo)
-        return
-    if options.command == "agreement":
-        gather_agreement(options.kind, options.zoo, options.models)
         return
     torch.set_num_threads(1)
     first, _, last = options.shard.partition("/")
