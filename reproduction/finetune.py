@@ -237,6 +237,7 @@ def finetune(
     noisy = torch.rand(len(labels), generator=generator) < recipe.label_noise
     labels[noisy] = torch.randint(data.classes, (int(noisy.sum()),), generator=generator)
     total = recipe.epochs * math.ceil(len(labels) / recipe.batch)
+    model.to(device)  # before the optimizer is made: on some devices that replaces the parameters
     freeze_(model, recipe.frozen)
     trained, decay = [p for p in model.parameters() if p.requires_grad], recipe.weight_decay
     optimizer: torch.optim.Optimizer
@@ -252,7 +253,7 @@ def finetune(
     losses = []
     if recipe.dropout is not None:
         set_dropout_(model, recipe.dropout)
-    model.to(device).train()
+    model.train()
     for _ in range(recipe.epochs):
         order = torch.randperm(len(labels), generator=generator)
         for inputs, targets in data.steps(recipe, labels, order, generator):

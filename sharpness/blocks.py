@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import canonical_gauge
+from quotient_manifolds.base import standard_normal
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack
 
@@ -135,8 +136,8 @@ class ElementwiseBlock(Block):
             self._view(c).masked_fill_(self._scale == 0, 0)
 
     def random_(self, out: Tensor, generator: torch.Generator) -> None:
-        """Draw Gaussians on the CPU, so that all devices draw the same numbers."""
-        out.copy_(torch.empty(self.dim, dtype=out.dtype).normal_(generator=generator))
+        """Draw Gaussians, the same on all devices."""
+        out.copy_(standard_normal((self.dim,), out, generator))
         self.project_(out)
 
     def move_(self, out: Tensors, c: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.base import standard_normal
 from quotient_manifolds.gl.tangent import draw_gaussians
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, stacks
 from quotient_manifolds.symmetries.pairs import in_copy
@@ -113,7 +114,7 @@ class ShardedSpace(WeightSpace):
         single = {b.parameter: part for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.parameter(p).shape
-            drawn = torch.empty(shape.numel(), dtype=xi.dtype).normal_(generator=generator)
+            drawn = standard_normal((shape.numel(),), xi, generator)
             if p in single:
                 xi[single[p]] = self._shards.cut(p, drawn.view(shape)).flatten()
         for block, c in self._each(xi, write=True):

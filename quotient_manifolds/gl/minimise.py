@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..base import standard_normal
 from .path import Path, energy, inner, unflat
 from .preconditioner import Preconditioner
 
@@ -156,8 +157,8 @@ class Minimiser:
         one negative eigenvalue is far from the others.
         """
         path, g = self.path, self._energy()[1]
-        generator = torch.Generator(device=g.device).manual_seed(0)
-        r, old = torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=generator), torch.zeros_like(g)
+        r = standard_normal(tuple(g.shape), g, torch.Generator().manual_seed(0))
+        old = torch.zeros_like(g)
         # For a vector of about unit length.
         epsilon = torch.finfo(self._least.dtype).eps ** (1 / 3) * (1e6 * self._least).sqrt().unsqueeze(-1)
         basis, diagonal, beside = [], [], []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..base import standard_normal
 from .alignment import GLManifold
 from .bent import first_path, polar
 from .gauge import Gauge, canonical_gauge
@@ -166,7 +167,7 @@ class _Search:
         count = n_starts or (2 if real and h <= _MIRRORED else 1)
         mirror = torch.ones(h, dtype=P.dtype, device=P.device)
         mirror[-1] = -1
-        generator = torch.Generator(device=P.device).manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         for k in range(1, count):
             if k == 1 and real and min(self.n, self.m) > h:
                 yield (P * mirror) @ Qh
@@ -174,8 +175,7 @@ class _Search:
                 # A square factor determines the component: rotate the columns so that this factor fits best.
                 yield self._in_component(polar(self._of_y.G.mH @ G if self.n == h else self._of_y.H.mH @ H))
             else:
-                noise = torch.randn(P.shape, dtype=P.dtype, device=P.device, generator=generator)
-                yield self._in_component(polar(noise))
+                yield self._in_component(polar(standard_normal(tuple(P.shape), P, generator)))
 
     def _in_component(self, R: Tensor) -> Tensor:
         """Mirror a column where a square real factor would change its orientation."""

@@ -18,6 +18,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ..base import standard_normal
 from ..linalg import at_least_float32
 from .pairs import SymmetricPair
 from .stacks import PairStack
@@ -149,7 +150,7 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
         probe = torch.eye(group.h, dtype=wide, device=like.device)
         if group.h > PROBES:
             generator = torch.Generator().manual_seed(0)
-            probe = torch.randn(PROBES, group.h, dtype=torch.float64, generator=generator).to(probe)
+            probe = standard_normal((PROBES, group.h), probe.real.double(), generator).to(probe)
         shape = group.columns if group.diagonal else probe.shape
         moment, other = (probe.new_zeros(len(stack), *shape) for _ in range(2))
         for pairs, of_G, rows, slopes in stack.views(gradients):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base import standard_normal
 from ..batches import floats
 from .blocks import BlockStack
 from .certificate import UNCERTIFIED, orbit_residuals
@@ -157,8 +158,7 @@ def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
             return value
         if not float(value.abs().max()) < _MASKED:  # a mask, without a name that says so
             return value
-        noise = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(value.device)
-        return value + 0.5 * value.std() * noise
+        return value + 0.5 * value.std() * standard_normal(tuple(value.shape), value, generator)
 
     return tuple(map(shift, call[0])), {k: shift(v, k) for k, v in call[1].items()}
 
@@ -176,9 +176,7 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
     for _ in range(count):
         with torch.enable_grad():
             outputs = [t for t in _outputs(twin, _shifted(call, widths, generator)) if t.requires_grad]
-            loss = sum(
-                (t * torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device)).sum() for t in outputs
-            )
+            loss = sum((t * standard_normal(tuple(t.shape), t, generator)).sum() for t in outputs)
             if not isinstance(loss, Tensor):
                 raise ValueError("no output depends on the weights in a way that autograd can follow")
             found = torch.autograd.grad(loss, weights, allow_unused=True)

@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from ..base import standard_normal
+
 __all__ = ["GL", "random_elements"]
 
 
@@ -89,10 +91,11 @@ def random_elements(x: Tensor, condition: float, generator: torch.Generator) -> 
 
     U and V are random orthogonal, numbers have random signs or phases; s is log-uniform, from condition^-½ to its root.
     """
-    shape, dtype = (*x.shape[:-2], x.shape[-1], x.shape[-1]), torch.promote_types(x.dtype, torch.float64)
-    draws = [torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2)]
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
+    like = torch.empty(0, dtype=torch.promote_types(x.dtype, torch.float64), device="cpu")
+    draws = [standard_normal(shape, like, generator) for _ in range(2)]
     U, V = (d / d.abs() if shape[-1] == 1 else torch.linalg.qr(d).Q for d in draws)
-    exponent = torch.rand(shape[:-1], dtype=torch.float64, generator=generator) - 0.5
+    exponent = torch.rand(shape[:-1], dtype=torch.float64, device="cpu", generator=generator) - 0.5
     if shape[-1] > 1:
         exponent[..., 0], exponent[..., -1] = -0.5, 0.5
     return ((U * (condition**exponent).unsqueeze(-2)) @ V.mH).to(x.device)

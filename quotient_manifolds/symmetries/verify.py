@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base import standard_normal
 from ..batches import default_forward, floats
 from ..gl.gauge import canonical_gauge
 from ..linalg import in_double
@@ -232,7 +233,7 @@ def _certificate(found: Sequence[PairStack], run: Callable[[], list[torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     with torch.enable_grad():
         outputs = [t[t.isfinite()] for t in run() if t.requires_grad]
-        draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in outputs]
+        draws = [standard_normal(tuple(t.shape), t, generator) for t in outputs]
         for t, draw in zip(outputs, draws, strict=True):
             try:
                 (t * draw).sum().backward(retain_graph=True)

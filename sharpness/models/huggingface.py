@@ -131,10 +131,10 @@ def _transformers_example(config: Any) -> dict[str, torch.Tensor]:
     size = getattr(vision, "image_size", None)
     if size is not None:
         shape = (2, getattr(vision, "num_channels", 3), *sides(size))
-        example["pixel_values"] = torch.randn(*shape, generator=generator)
+        example["pixel_values"] = torch.randn(*shape, device="cpu", generator=generator)
     if getattr(text, "vocab_size", None) and (size is None or vision is not config):
         length = min(16, getattr(text, "max_position_embeddings", 16) or 16)
-        ids = torch.randint(3, max(4, text.vocab_size - 1), (2, length), generator=generator)
+        ids = torch.randint(3, max(4, text.vocab_size - 1), (2, length), device="cpu", generator=generator)
         if getattr(config, "is_encoder_decoder", False):
             example["decoder_input_ids"] = ids[:, : max(1, length // 2)]
         example["input_ids"] = ids

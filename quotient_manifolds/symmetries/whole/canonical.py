@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ...base import standard_normal
 from ...linalg import at_least_float32
 from ..attention import Projection
 from ..blocks import Block, check_model
@@ -315,7 +316,6 @@ def apply_random_moves_(
     generator, kinds = torch.Generator().manual_seed(seed), [kinds] if isinstance(kinds, str) else kinds
     moving = [s for s in reversed(form.symmetries) if kinds is None or s.kind in kinds]
     for s in moving:
-        like = state.of(s.parameters[0])
-        s.move(state, scale * torch.randn(s.shape, dtype=torch.float64, generator=generator).to(like))
+        s.move(state, scale * standard_normal(tuple(s.shape), state.of(s.parameters[0]), generator))
     _write({p: value.to(p.dtype) for p, value in state.items()})
     return list(dict.fromkeys(s.kind for s in moving))

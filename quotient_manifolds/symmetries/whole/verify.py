@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base import standard_normal
 from ...batches import default_forward, floats
 from ..certificate import certify
 from ..discovery import change, largest
@@ -125,7 +126,7 @@ def verify_whole(
         form = canonicalize_(twin, classes=classes)
         generator = torch.Generator().manual_seed(seed)
         at = [t for t in outputs() if t.requires_grad]
-        draws = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in at]
+        draws = [standard_normal(tuple(t.shape), t, generator) for t in at]
         parameters = list(twin.parameters())
         gradients = torch.autograd.grad(at, parameters, draws, allow_unused=True)
         known: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
@@ -153,7 +154,7 @@ def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
     t = torch.zeros(s.shape, dtype=torch.float64, device=s.parameters[0].device, requires_grad=True)
     at, near = State(), State()
     s.move(at, t)
-    step = 1e-4 * torch.randn(s.shape, dtype=t.dtype, generator=torch.Generator().manual_seed(0)).to(t.device)
+    step = 1e-4 * standard_normal(tuple(s.shape), t, torch.Generator().manual_seed(0))
     s.move(near, step)
     known = [p for p in s.parameters if p in gradients and at.of(p).requires_grad]
     if not known:

@@ -1,0 +1,134 @@
+"""A device that stands in for a GPU where there is none: it computes on the CPU, and refuses to mix with its tensors.
+
+Within ``with second_device() as device:`` tensors can be made on the device and moved to it. As on a GPU, an operation
+that is given tensors of both devices raises, but for numbers, copies and indices; results are those of the CPU to
+rounding. ``Module.to`` replaces the parameters there, so that an optimiser made before sees none of them.
+"""
+
+import contextlib
+import functools
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+NAME = "second"
+#: Operations that may read tensors of the CPU.
+_CROSSING = {"_to_copy", "copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+
+#: Whether torch can have devices that are written in Python.
+POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+#: Autocast changes nothing on the device.
+_LIBRARY = torch.library.Library("_", "IMPL")
+
+
+@functools.cache
+def _register():
+    class Backend(backend_registration._DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16]
+
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Backend())
+    _LIBRARY.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    return torch.device(NAME, 0)
+
+
+class Remote(torch.Tensor):
+    """A tensor on the device; ``inner`` holds its numbers."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=_register(),
+        )  # fmt: skip
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        return _run(operation, args, kwargs or {})
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, value):
+        if not isinstance(value, Remote):
+            raise RuntimeError("data of another device")
+        torch.Tensor.data.__set__(self, value)
+        self.inner = value.inner
+
+    def data_ptr(self):
+        return self.inner.data_ptr()
+
+    def untyped_storage(self):
+        return self.inner.untyped_storage()
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def __deepcopy__(self, memo):
+        copied = Remote(self.inner.clone()).requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, **options):
+        return f"Remote({self.inner!r})"
+
+
+def _run(operation, args, kwargs):
+    name, given = operation.overloadpacket.__name__, kwargs.get("device")
+    goal = None if given is None else torch.device(given).type
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    remote = [t for t in tensors if isinstance(t, Remote)]
+    if not remote and goal != NAME:
+        return operation(*args, **kwargs)
+    others = [t for t in tensors if not isinstance(t, Remote) and t.dim()]
+    if remote and others and name not in _CROSSING:
+        raise RuntimeError(f"expected all tensors to be on the same device, but {operation} has cpu and {NAME}")
+    known = {id(t.inner): t for t in remote}
+    if goal == NAME:
+        if kwargs.get("generator") is not None:
+            raise RuntimeError(f"expected a {NAME!r} device type for generator but found 'cpu'")
+        kwargs = {**kwargs, "device": "cpu"}
+    kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    found = operation(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    if goal == "cpu" or name == "_local_scalar_dense" or (name == "copy_" and not isinstance(args[0], Remote)):
+        return found
+    return tree_map(
+        lambda t: (known[id(t)] if id(t) in known else Remote(t)) if isinstance(t, torch.Tensor) else t, found
+    )
+
+
+def _inner(x):
+    return x.inner if isinstance(x, Remote) else x
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return _run(operation, args, kwargs or {})
+
+
+class _FromNumbers(TorchFunctionMode):
+    """torch.tensor and torch.as_tensor, whose copy to the device is hidden from other modes."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == NAME:
+            device = kwargs.pop("device")
+            return function(*args, **kwargs).to(device)
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def second_device():
+    """Yield the device."""
+    device = _register()
+    with _Operations(), _FromNumbers():
+        yield device

@@ -1,0 +1,315 @@
+"""What the packages do, they do on a device that is not the CPU, with the same results, and without mixing the two."""
+
+import contextlib
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import sharpness
+from quotient_manifolds import GLQuotientInv, GLQuotientMix, frechet_mean
+from quotient_manifolds.optim import (
+    canonicalize_lora_,
+    create_quotient_lora_optimizer,
+    create_quotient_optimizer,
+)
+from quotient_manifolds.symmetries import (
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+    model_distance,
+    spectra,
+    verify,
+)
+from quotient_manifolds.symmetries.whole import apply_random_moves_, canonicalize_, verify_whole
+from reproduction import radii, zoo
+from reproduction.collection import train_collection
+from reproduction.tests.test_zoo import write_pictures
+from reproduction.zoo_data import LABELS
+from sharpness import baselines
+from sharpness.data import DataChoice, TextColumns
+from sharpness.sweep import read_config, read_rows, run_sweep
+
+from . import networks
+from .architectures import adapted
+from .processes import together
+from .second_device import NAME, POSSIBLE, second_device
+from .texts import bert_folder
+
+pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this torch has no devices that are written in Python")
+WORDS = ("red", "green", "blue", "old", "new", "large", "small", "warm", "cold", "near", "far", "late")
+
+
+def numbers(seed, *size):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def made(build, batch, **options):
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        return build(**options), [batch()]
+
+
+def picture_model(device, **options):
+    """A network on the device, and a batch that is still on the CPU, as a user's may be."""
+    model, batches = made(networks.vit, networks.images, **options)
+    return model.to(device), batches
+
+
+def text_model(device, **options):
+    model, batches = made(networks.bert, networks.text, **options)
+    return model.to(device), batches
+
+
+def searched(measure, **options):
+    def call(device):
+        model, batches = picture_model(device)
+        result = sharpness.evaluate(
+            model, batches, measure=measure, rho=[0.02, 0.05], steps=3, progress=False, **options
+        )
+        return [float(result[rho]) for rho in (0.02, 0.05)]
+
+    return call
+
+
+def trained(make):
+    def call(device):
+        model, [batch] = text_model(device)
+        optimiser, found = make(model), []
+        for _ in range(3):
+            loss = model(**{k: v.to(device) for k, v in batch.items()}).loss
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            found.append(float(loss.detach()))
+        return found
+
+    return call
+
+
+def moved(manifold, rows):
+    def call(device):
+        x, u = numbers(0, 3, rows, 2).to(device), numbers(1, 3, rows, 2).to(device) / 50
+        u = manifold.proju(x, u)
+        y = manifold.expmap(x, u)
+        found = [y, manifold.retr(x, u), manifold.dist(x, y), manifold.logmap(x, y), manifold.transp(x, y, u)]
+        return torch.cat([*map(torch.flatten, found), manifold.egrad2rgrad(x, u).flatten()])
+
+    return call
+
+
+def means(device):
+    manifold, points = GLQuotientMix(4, 3), (numbers(0, 1, 7, 1) + numbers(1, 2, 7, 1) / 20).to(device)
+    return manifold.to_matrix(frechet_mean(manifold, points).point)
+
+
+def distances(device):
+    (one, _), (two, _) = (text_model("cpu", layers=1, hidden=8) for _ in range(2))
+    for p in two.parameters():
+        p.data *= 1.01
+    return model_distance(one.to(device), two.to(device)).total
+
+
+def turned(device):
+    model, [(x, _)] = picture_model(device)
+    assert apply_random_symmetry_(model) > 0
+    assert apply_random_moves_(model)
+    canonicalize_(model)
+    moved = next(iter(model.parameters()))
+    assert moved.device.type == torch.device(device).type
+    return model(x.to(device)).logits
+
+
+def verified(device):
+    model, [(x, _)] = picture_model(device)
+    batch = {"pixel_values": x.to(device)}
+    found, whole = verify(model, batch), verify_whole(model, batch)
+    assert found.ok
+    assert whole.ok
+    assert max(found.changes.values()) < 1e-9
+    return [s.min_singular_value_G for s in spectra(find_symmetric_pairs(model))]
+
+
+def at_the_weights(device):
+    model, batches = picture_model(device, layers=1)
+    moved = [tuple(t.to(device) for t in b) for b in batches]
+    found = sharpness.hessian(model, batches, num_matvecs=3)
+    start = {k: v + 0.01 for k, v in model.state_dict().items()}
+    return [
+        found.max_eigenvalue, found.trace, sharpness.gradient_norm(model, batches).gradient_norm,
+        *baselines.norms(model).values(), baselines.distance(model, start), baselines.relative_flatness(model, moved),
+        baselines.margin(model, moved), baselines.fisher_trace(model, moved),
+        baselines.critical_sharpness(model, moved[0]),
+    ]  # fmt: skip
+
+
+def along_the_worst(device):
+    model, batches = picture_model(device)
+    result = sharpness.evaluate(model, batches, rho=0.05, steps=3, progress=False)
+    found = sharpness.profile(model, batches[0], result.direction(0), points=5)
+    return list(found.losses["second-order"])
+
+
+def adapters(device):
+    model, [batch] = made(lambda: adapted(networks.bert(layers=1), ["query", "value"]), networks.text)
+    canonicalize_lora_(model.to(device))
+    optimiser = create_quotient_lora_optimizer(model, lr=1e-2)
+    batch = {k: v.to(device) for k, v in batch.items()}
+    for _ in range(2):
+        optimiser.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimiser.step()
+    return loss
+
+
+def sharpness_aware(device):
+    model, [batch] = text_model(device)
+    optimiser = sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.05)
+
+    def closure():
+        optimiser.zero_grad()
+        loss = model(**{k: v.to(device) for k, v in batch.items()}).loss
+        loss.backward()
+        return loss
+
+    return [float(optimiser.step(closure).detach()) for _ in range(3)]
+
+
+CALLS = {
+    **{name: searched(name) for name in sharpness.MEASURES},
+    "apgd": searched("geodesic-inv", ascent="apgd"),
+    "micro-batches": searched("geodesic-inv", micro_batch=5),
+    "offload": searched("geodesic-inv", offload=True),
+    "means": means,
+    "at the weights": at_the_weights,
+    "along the worst": along_the_worst,
+    "adapters": adapters,
+    "sharpness-aware": sharpness_aware,
+    "distances": distances,
+    "turned": turned,
+    "verified": verified,
+    "inv": moved(GLQuotientInv(6, 5), 11),
+    "mix": moved(GLQuotientMix(6, 5), 11),
+    "adam": trained(lambda model: create_quotient_optimizer(model, lr=1e-2)),
+    "muon": trained(lambda model: create_quotient_optimizer(model, lr=1e-2, optimizer="muon")),
+}
+
+
+#: Calls that are made with the device as torch's default too.
+BY_DEFAULT = ("geodesic-inv", "complete-mix", "turned", "verified", "distances", "adapters", "sharpness-aware")
+
+
+def same_numbers(names, by_default):
+    """Compare calls on the CPU and on the device, in a process whose autograd engine has not started."""
+    torch.set_default_dtype(torch.float64)
+    with second_device() as device, device if by_default else contextlib.nullcontext():
+        found = {name: _numbers(CALLS[name](device)) for name in names}
+    for name in names:
+        expected = _numbers(CALLS[name](torch.device("cpu")))
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def _numbers(found):
+    return found.detach().cpu() if isinstance(found, torch.Tensor) else torch.tensor(found, device="cpu")
+
+
+def same_rows(kind):
+    """Make a tiny zoo on the CPU and on the device, from its training to its table."""
+    found = {}
+    for name, within in ((NAME, second_device()), ("cpu", contextlib.nullcontext())):
+        with within:
+            found[name] = _rows(kind, name)
+    assert len(found[NAME]) == len(found["cpu"]) > 4
+    for one, other in zip(found[NAME], found["cpu"], strict=True):
+        assert_alike(one, other)
+
+
+def assert_alike(one, other, name="row"):
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {"seconds", "job", "model", "weights", "source"}:
+            assert_alike(one[key], other[key], f"{name}, {key}")
+    elif isinstance(one, list):
+        for a, b in zip(one, other, strict=True):
+            assert_alike(a, b, name)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-3), name
+    else:
+        assert one == other, name
+
+
+def _rows(kind, device):
+    assert zoo.build(kind, Path("data"), Path(device), device=device, progress=False) == []
+    config = radii.choose_radii(Path(device), measures=("euclidean",), device=device, progress=False)
+    sweep = read_config(config)
+    assert sweep.device == device
+    assert json.loads(Path(f"{device}/models/model_00.json").read_text())["device"] == device
+    assert run_sweep(sweep, f"{device}/results", progress=False) == []
+    return read_rows(f"{device}/results", sweep)
+
+
+def tiny(kind):
+    """Make the study's zoos small in this process."""
+    torch.manual_seed(0)
+    Path("data").mkdir()
+    radii.guess_error = lambda sweep: 1.1  # these models have learned little
+    radii.LEVELS = (0.1,)
+    zoo._IMAGES, zoo._POINTS = {"scratch": 12}, {"scratch": 4, "minilm": 4}
+    zoo.KINDS[kind] = (3, {**zoo.KINDS[kind][1], "epochs": (1, 1), "batch": (6,), "frozen": 0})
+    if kind == "scratch":
+        write_pictures(Path("data/cifar10.zip"))
+        return
+    pairs = [{"premise": f"Is it {w}?", "hypothesis": w, "label": x} for w, x in zip(WORDS, itertools.cycle(LABELS))]
+    Path("pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
+    bert_folder([p["premise"] for p in pairs], "bert")
+    data = DataChoice("pairs.jsonl", columns=TextColumns("premise", "hypothesis", "label", LABELS, max_length=12))
+    zoo.train_collection = lambda *a, autocast, **kw: train_collection(*a, **kw)  # it would round on the CPU alone
+    zoo._parts = lambda *_: ("bert", None, data, data, "pairs.jsonl")
+
+
+def zoo_alike(kind, folder):
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float32)
+    tiny(kind)
+    same_rows(kind)
+
+
+def ended_well(found):
+    assert found.codes == [0], found.output[0]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_results_are_those_of_the_cpu(part, tmp_path):
+    ended_well(together(1, same_numbers, list(CALLS)[part::2], False, folder=tmp_path))
+
+
+def test_results_are_those_of_the_cpu_where_another_device_is_the_default(tmp_path):
+    """torch.set_default_device made verify and apply_random_symmetry_ ask a generator of the CPU for its numbers."""
+    ended_well(together(1, same_numbers, BY_DEFAULT, True, folder=tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["scratch", "minilm"])
+def test_zoos_have_the_same_rows(kind, tmp_path):
+    ended_well(together(1, zoo_alike, kind, tmp_path, folder=tmp_path))
+
+
+def mixed():
+    with second_device() as device:
+        x = torch.ones(2, 2, device=device)
+        assert float((x @ x.cpu().to(device)).sum()) == 8
+        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+            x @ torch.ones(2, 2)
+        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+            x.add_(torch.ones(2, 2))
+        layer = torch.nn.Linear(2, 2)
+        before = list(layer.parameters())
+        assert not any(p is q for p, q in zip(layer.to(device).parameters(), before, strict=True))
+        layer(x).sum().backward()
+        assert layer.weight.grad.device == device
+
+
+def test_the_device_refuses_tensors_of_the_cpu(tmp_path):
+    ended_well(together(1, mixed, folder=tmp_path))
