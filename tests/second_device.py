@@ -12,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "second"
 #: Operations that may read tensors of the CPU.
@@ -85,29 +84,33 @@ class Remote(torch.Tensor):
 def _run(operation, args, kwargs):
     name, given = operation.overloadpacket.__name__, kwargs.get("device")
     goal = None if given is None else torch.device(given).type
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    remote = [t for t in tensors if isinstance(t, Remote)]
-    if not remote and goal != NAME:
+    known, others = {}, []
+
+    def inner(x):
+        if isinstance(x, Remote):
+            known[id(x.inner)] = x
+            return x.inner
+        if isinstance(x, torch.Tensor) and x.dim():
+            others.append(x)
+        return x
+
+    args, kwargs = _mapped(inner, args), {k: _mapped(inner, v) for k, v in kwargs.items() if k != "pin_memory"}
+    if not known and goal != NAME:
         return operation(*args, **kwargs)
-    others = [t for t in tensors if not isinstance(t, Remote) and t.dim()]
-    if remote and others and name not in _CROSSING:
+    if known and others and name not in _CROSSING:
         raise RuntimeError(f"expected all tensors to be on the same device, but {operation} has cpu and {NAME}")
-    known = {id(t.inner): t for t in remote}
+    if kwargs.get("generator") is not None:
+        raise RuntimeError(f"expected a {NAME!r} device type for generator but found 'cpu'")
     if goal == NAME:
-        if kwargs.get("generator") is not None:
-            raise RuntimeError(f"expected a {NAME!r} device type for generator but found 'cpu'")
-        kwargs = {**kwargs, "device": "cpu"}
-    kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-    found = operation(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-    if goal == "cpu" or name == "_local_scalar_dense" or (name == "copy_" and not isinstance(args[0], Remote)):
+        kwargs["device"] = "cpu"
+    found = operation(*args, **kwargs)
+    if goal == "cpu" or name == "_local_scalar_dense" or (name == "copy_" and id(args[0]) not in known):
         return found
-    return tree_map(
-        lambda t: (known[id(t)] if id(t) in known else Remote(t)) if isinstance(t, torch.Tensor) else t, found
-    )
+    return _mapped(lambda t: (known[id(t)] if id(t) in known else Remote(t)) if torch.is_tensor(t) else t, found)
 
 
-def _inner(x):
-    return x.inner if isinstance(x, Remote) else x
+def _mapped(function, x):
+    return type(x)(_mapped(function, v) for v in x) if type(x) in (tuple, list) else function(x)
 
 
 class _Operations(TorchDispatchMode):
