@@ -293,8 +293,9 @@ def agreement(
         for (rho, a), (other_rho, b) in zip(*(values.get(m, {}).items() for m in (one, other)), strict=False):
             models = [m for m in goal if m in a and m in b]
             x, y, z = ([of[m] for m in models] for of in (a, b, goal))
-            found = kendall(x, y), kendall(x, z), kendall(y, z), kendall_difference(y, x, z)
-            cells = [zoo, str(len(models)), f"{rho:g}, {other_rho:g}", *map(_with_interval, found)]
+            found = map(_with_interval, (kendall(x, y), kendall(x, z), kendall(y, z)))
+            apart = _with_interval(kendall_difference(y, x, z), 3)
+            cells = [zoo, str(len(models)), f"{rho:g}, {other_rho:g}", *found, apart]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
