@@ -22,7 +22,7 @@ test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
 
-exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, TensorFlow (up to an hour)
+exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, a second device, TensorFlow (up to an hour)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev,convert]'
 	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
