@@ -14,6 +14,7 @@ from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
 
 from .losses import IGNORED, Objective, scores_and_labels
 from .perturb import pointing_to
+from .weights import trainable
 
 __all__ = [
     "critical_sharpness",
@@ -36,12 +37,11 @@ def norms(model: nn.Module) -> dict[str, float]:
     """
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     square, spectral = 0.0, 0.0
-    for p in model.parameters():
-        if p.requires_grad:
-            square += float(p.double().square().sum())
-            if p.dim() >= 2 and id(p) not in tables and min(p.shape[0], p[0].numel()) > 1:
-                top = torch.linalg.matrix_norm(p.flatten(1).float(), 2)
-                spectral += float(top.clamp_min(torch.finfo(torch.float32).tiny).log())
+    for p in trainable(model).values():
+        square += float(p.double().square().sum())
+        if p.dim() >= 2 and id(p) not in tables and min(p.shape[0], p[0].numel()) > 1:
+            top = torch.linalg.matrix_norm(p.flatten(1).float(), 2)
+            spectral += float(top.clamp_min(torch.finfo(torch.float32).tiny).log())
     return {"weight_norm": square**0.5, "log_spectral": spectral}
 
 
@@ -52,7 +52,7 @@ def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
     Trainable weights that the state dict θ₀ has too, by name and shape, are compared, in double precision. It is not
     invariant.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = trainable(model)
     common = {name: p for name, p in trained.items() if _has(start, name, p)}
     found, total = (sum(p.numel() for p in named.values()) for named in (common, trained))
     if found < 0.5 * total:

@@ -35,8 +35,12 @@ class _Restore:
 
     def __call__(self, *_: Any) -> None:
         sam = self._sam() if self._sam is not None else None
-        if sam is not None and (self._always or not (sam._held or torch.is_grad_enabled())):  # noqa: SLF001, of this file
+        if sam is None:
+            return
+        evaluated = not (sam._held or torch.is_grad_enabled() or sam.model.training)  # noqa: SLF001, of this file
+        if self._always or evaluated:
             sam.restore()
+            sam._pending = False  # noqa: SLF001: what follows is at the weights, not at the perturbed ones
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_sam": None, "_always": self._always}
@@ -89,7 +93,8 @@ class _InnerStep:
         self.count, self.stale = 0, False
         found = [b.stack for b in blocks if isinstance(b, PairBlock)]
         self.certification = Certification(found)
-        self._dropped = {b.tensor for s in found for p in s.pairs for b in p.dropped}  # these are written by no block
+        dropped = {b.tensor for s in found for p in s.pairs for b in p.dropped}
+        self._dropped = dropped.intersection(parameters)  # these are written by no block
         self._original: dict[Tensor, Tensor] = {}
         self._work: dict[Tensor, Tensor] = {}  # kept, because allocating memory costs more than the arithmetic
 
@@ -188,9 +193,12 @@ class GeodesicSAM(Optimizer):
         sam.second_step(zero_grad=True)
 
     The first two restore the weights even after an error. After an exception between the steps of the third, the
-    weights are restored by the model's next ``state_dict`` or ``load_state_dict``, its next forward pass without
-    gradients, the next ``first_step`` or ``step``, or :meth:`restore`. The weights' own storage is never written to:
-    meanwhile parameters point to a copy, which takes as much memory as they do.
+    weights are restored by the model's next ``state_dict`` or ``load_state_dict``, its next forward pass in evaluation
+    mode without gradients, the next ``first_step`` or ``step``, or :meth:`restore`. If one of the first three comes
+    between the two steps, ``second_step`` refuses, because gradients may belong to either place. The weights' own
+    storage is never written to: meanwhile parameters point to a copy, which takes as much memory as they do.
+
+    Only what the base optimiser trains is perturbed.
 
     The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
     optimiser to ``scaler.step`` for the second. Under DDP all ranks apply the same perturbation, along the mean
@@ -227,7 +235,14 @@ class GeodesicSAM(Optimizer):
         measure = get_measure(measure)
         _check_measure(measure)
         _check_numbers(rho, refresh)
-        parameters = trainable(model)
+        trained = {p for group in base_optimizer.param_groups for p in group["params"]}
+        known = trainable(model)
+        parameters = {name: p for name, p in known.items() if p in trained}
+        if not parameters:
+            raise ValueError(
+                f"{type(base_optimizer).__name__} trains no parameter of this {type(model).__name__}; make it from "
+                "model.parameters()"
+            )
         for name, p in parameters.items():
             if p.dtype != at_least_float32(p.dtype):
                 raise ValueError(
@@ -237,7 +252,7 @@ class GeodesicSAM(Optimizer):
         self.model, self.base_optimizer = model, base_optimizer
         self.rho, self.measure, self.refresh = float(rho), measure, refresh
         dtype = next(iter(parameters.values())).dtype
-        division = divide(model, measure, pairs, parameters)
+        division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
         self._inner = _InnerStep(list(parameters.values()), build_blocks(measure, parameters, dtype, division))
         self._pending = False
         self._held = False
@@ -348,7 +363,10 @@ class GeodesicSAM(Optimizer):
                 with self.perturbed():
                     closure()
         elif not self._pending:
-            raise ValueError("GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it")
+            raise ValueError(
+                "GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it, which no state_dict(), "
+                "load_state_dict() or pass in evaluation mode has undone"
+            )
         self.restore()
         self._pending = False
         if not _skipped(self):

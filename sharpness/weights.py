@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from torch import nn
+import geoopt
+import torch
+from torch import Tensor, nn
 
 from quotient_manifolds.symmetries.blocks import check_model, is_sharded, plain_names
 
@@ -56,4 +58,49 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
         if not is_sharded(p) and not bool(p.detach().isfinite().all()):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
+        if isinstance(p, geoopt.ManifoldParameter) and not isinstance(p.manifold, geoopt.Euclidean):
+            raise ValueError(
+                f"parameter {name!r} is a point of the manifold {p.manifold}, which a step in flat weights would leave; "
+                "leave it out by only=, or freeze it with requires_grad_(False)"
+            )
+    _check_memory(model, found)
     return found
+
+
+def _check_memory(model: nn.Module, moving: dict[str, nn.Parameter]) -> None:
+    """Refuse moving weights whose memory other tensors of the model share: they would be moved apart."""
+    plain, by_storage = plain_names(model), dict[int, list[tuple[str, Tensor]]]()
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if not is_sharded(t) and t.layout == torch.strided and t.device.type != "meta" and t.numel():
+            by_storage.setdefault(t.untyped_storage().data_ptr(), []).append((plain(name), t.detach()))
+    for tensors in by_storage.values():
+        names = [name for name, _ in tensors if name in moving]
+        repeated = [name for name, t in tensors if name in moving and _repeats(t)]
+        if repeated:
+            raise ValueError(f"parameter {repeated[0]!r} is expanded: some of its entries are one number; clone it")
+        if names and len(tensors) > 1 and _overlap(tensors):
+            other = next(name for name, _ in tensors if name != names[0])
+            fix = "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
+            if other not in moving and other in dict(model.named_buffers()):
+                fix = "compute the buffer from the weight in every forward pass"
+            raise ValueError(
+                f"{names[0]!r} and {other!r} share memory but are two tensors, so that a step would move them apart; {fix}"
+            )
+
+
+def _repeats(t: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _overlap(tensors: list[tuple[str, Tensor]]) -> bool:
+    """Whether any two of some tensors in one storage have a byte in common."""
+    taken = torch.zeros(tensors[0][1].untyped_storage().nbytes(), dtype=torch.bool)
+    for _, t in tensors:
+        width, start = t.element_size(), t.storage_offset()
+        size, stride = (*t.shape, width), (*(width * s for s in t.stride()), 1)
+        mine = taken.as_strided(size, stride, width * start)
+        if bool(mine.any()):
+            return True
+        if not _repeats(t):
+            mine.fill_(True)
+    return False

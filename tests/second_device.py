@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NAME = "second"
+NAME = "cuda" if torch.cuda.is_available() else "second"
 #: Operations that may read tensors of the CPU.
 _CROSSING = {"_to_copy", "copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
 
 #: Whether torch can have devices that are written in Python.
-POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+POSSIBLE = NAME == "cuda" or hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 #: Autocast changes nothing on the device.
 _LIBRARY = torch.library.Library("_", "IMPL")
 
@@ -132,6 +132,9 @@ class _FromNumbers(TorchFunctionMode):
 @contextlib.contextmanager
 def second_device():
     """Yield the device."""
+    if NAME == "cuda":
+        yield torch.device(NAME, 0)
+        return
     device = _register()
     with _Operations(), _FromNumbers():
         yield device

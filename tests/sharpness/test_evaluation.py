@@ -105,6 +105,10 @@ class Reference:
         return scale[:, None] * vectors[:, keep] / values[keep].sqrt()
 
     def best(self, rho, starts, seed=0):
+        """The largest loss that SLSQP finds within the ball, from random starts.
+
+        Starts on the sphere and inside of it: what lies far from the maximum ends in the many smaller ones.
+        """
         basis = self.basis()
 
         def loss(z):

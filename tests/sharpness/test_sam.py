@@ -159,7 +159,7 @@ def test_equivalent_starts(make, measure, base):
             inner = QuotientAdam([p for p in parameters if p in paired], pairs, 1e-3)
         else:
             optimizer = torch.optim.AdamW(parameters, 1e-3)
-        if base == "QuotientAdam":  # plain SGD elsewhere: two optimisers, one perturbation
+        if base == "QuotientAdam":  # plain SGD elsewhere, which is not perturbed
             sam = GeodesicSAM(model, inner, rho=0.05, measure=measure, pairs=pairs)
             for _ in range(6):
                 model.zero_grad()
@@ -361,11 +361,18 @@ def test_exceptions_leave_the_weights(measure):
     with sam.perturbed():
         torch.no_grad()(model)(batch)  # to log the perturbed loss, say
         assert not same(model, before)
-    for bring_back in (model.state_dict, sam.restore, lambda: torch.no_grad()(model)(batch)):
+    sam.first_step()
+    torch.no_grad()(model.train())(batch)  # nor does it in training mode outside of the block
+    assert not same(model, before)
+    sam.restore()
+    model.eval()
+    for bring_back in (model.state_dict, lambda: torch.no_grad()(model)(batch)):
         sam.first_step()
         assert not same(model, before)
         bring_back()
         assert same(model, before)
+        with pytest.raises(ValueError, match="which no state_dict"):  # the gradients may be those at the weights
+            sam.second_step()
     sam.first_step()
     sam.first_step()  # the gradient is that at the weights; a second call does not start from perturbed ones
     sam.restore()
@@ -574,3 +581,20 @@ def test_certification_outlives_a_gradient_that_overflowed_and_a_copy():
     sam.restore()
     twin = copy.deepcopy(sam)
     assert twin.base_optimizer.certify is False
+
+
+def test_only_what_the_base_optimiser_trains_is_perturbed():
+    """The norm that rho bounds is that of the trained weights alone (as in SAM), whatever else the model has."""
+    model, batch = small(), batch_of(Encoder)
+    trained = [p for name, p in model.named_parameters() if "linear" in name]
+    assert 0 < len(trained) < len(list(model.parameters()))
+    before = snapshot(model)
+    sam = GeodesicSAM(model, torch.optim.SGD(trained, 0.1), rho=0.1, measure="euclidean")
+    loss_of(model, batch).backward()
+    sam.first_step()
+    moved = {n: (p.detach() - before[n]) for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert all("linear" in name for name in moved)
+    assert abs(torch.cat([u.flatten() for u in moved.values()]).norm() - 0.1) < 1e-9
+    sam.restore()
+    with pytest.raises(ValueError, match="trains no parameter of this"):
+        GeodesicSAM(model, torch.optim.SGD(small().parameters(), 0.1), rho=0.1)
