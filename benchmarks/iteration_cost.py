@@ -80,8 +80,7 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, Callable[[int], Any]]
             return {"input_ids": ids, "labels": ids if kind == "Llama" else ids[:, 0] % 2}
 
         return built.eval(), words
-    with device:
-        built = Classifier(options.model)
+    built = Classifier(options.model).to(device)
     return built.eval(), lambda size: (
         torch.randn(size, 3, 224, 224, device=device), torch.randint(1000, (size,), device=device)
     )  # fmt: skip
