@@ -8,16 +8,20 @@ export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process. Three share two cores, because some tests wait for processes of their own.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
+.PHONY: help demo test elsewhere coverage exhaustive test-oldest lint types docs figures bench gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 14
 
 demo: $(VENV)/.demo  ## train a vision transformer on digits, measure its sharpness, draw the picture (under two minutes)
-	$(BIN)/sharpness demo $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/sharpness demo $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
 	$(PYTEST) $(ARGS)
+
+elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds: what passes here by luck fails there
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 SEEDS_MOVED_BY=$${SEEDS_MOVED_BY:-1000} \
+		$(PYTEST) tests/quotient_manifolds tests/sharpness $(ARGS)
 
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)

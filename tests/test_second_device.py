@@ -303,10 +303,12 @@ def mixed():
     with second_device() as device:
         x = torch.ones(2, 2, device=device)
         assert float((x @ x.cpu().to(device)).sum()) == 8
-        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+        with pytest.raises(RuntimeError, match="xpected all tensors to be on the same device"):
             x @ torch.ones(2, 2)
-        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+        with pytest.raises(RuntimeError, match="xpected all tensors to be on the same device"):
             x.add_(torch.ones(2, 2))
+        if NAME == "cuda":  # which keeps the parameters
+            return
         layer = torch.nn.Linear(2, 2)
         before = list(layer.parameters())
         assert not any(p is q for p, q in zip(layer.to(device).parameters(), before, strict=True))
