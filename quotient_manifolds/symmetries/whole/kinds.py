@@ -226,7 +226,7 @@ class _Bias:
     norm: Norm | None = None
 
     def read(self, state: State) -> Tensor:
-        part = self._part(state.of(self.block.tensor).contiguous())
+        part = self.block.of(state.of(self.block.tensor).contiguous())
         if self.norm is None:
             return part[0]
         u, beta = self._directions(state, part)
@@ -234,16 +234,13 @@ class _Bias:
 
     def add(self, state: State, t: Tensor) -> None:
         whole = state.of(self.block.tensor).clone(memory_format=torch.contiguous_format)
-        part = self._part(whole)
+        part = self.block.of(whole)
         if self.norm is None:
             part.add_(t)
         else:
             u, beta = self._directions(state, part)
             part.add_(torch.outer(u, t / (u @ beta)))
         state[self.block.tensor] = whole
-
-    def _part(self, whole: Tensor) -> Tensor:
-        return whole.as_strided(self.block.size, self.block.stride, self.block.offset)
 
     def _directions(self, state: State, part: Tensor) -> tuple[Tensor, Tensor]:
         assert self.norm is not None
@@ -293,8 +290,7 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
     def move(state: State, t: Tensor) -> None:
         own.add(state, t)
         for b, bias in outputs:
-            weight = state.of(b.tensor).contiguous().as_strided(b.size, b.stride, b.offset)
-            state[bias] = state.of(bias) - weight @ t
+            state[bias] = state.of(bias) - b.of(state.of(b.tensor).contiguous()) @ t
 
     h = own.block.size[1]
     moving = [own.block.tensor, *(bias for _, bias in outputs)]
