@@ -147,7 +147,7 @@ def reader(site: Site, affine: Affine) -> Symmetry:
         u = null_input(norm, state, W[0])
         move(state, -(W @ u) / (u @ u))
 
-    rows = affine.W.shape[affine.stream_dim]
+    rows = len(affine.matrix(State()))
     return Symmetry("reader", site.name, rows, (rows,), affine.parameters, [], move, fold)
 
 
@@ -168,14 +168,14 @@ def writer(name: str, affine: Affine, kind: str = "writer", overlap: int = 0) ->
     return Symmetry(kind, name, size - overlap, (size,), affine.parameters, [], move, fold)
 
 
-def writer_table(name: str, table: Table) -> Symmetry:
-    """Vectors of a stream that a LayerNorm centres: each + c 1."""
+def writer_table(name: str, table: Table, kind: str = "writer") -> Symmetry:
+    """Vectors of a stream that a LayerNorm centres: each + c 1; or (kind "classes") the biases of a softmax's logits."""
 
     def fold(state: State) -> None:
         table.add(state, -table.vectors(state).mean(1, keepdim=True))
 
     rows = table.vectors(State()).shape[0]
-    return Symmetry("writer", name, rows, (rows, 1), [table.parameter], [], table.add, fold)
+    return Symmetry(kind, name, rows, (rows, 1), [table.parameter], [], table.add, fold)
 
 
 def common(name: str, source: Table, targets: Sequence[Table], centred: bool) -> Symmetry:
@@ -339,7 +339,7 @@ def rotation(name: str, wiring: Wiring, shifts: Sequence[Tensor] = ()) -> Symmet
 
     There is no fold, because the metrics of pairs and of vectors in the stream do not depend on it.
     """
-    readers = {(id(r.module), r.weight, r.inputs): r for s in wiring.sites for r in s.readers}
+    readers = {(id(r.module), r.weight, r.inputs, r.outputs): r for s in wiring.sites for r in s.readers}
     tables = list(dict.fromkeys(t.parameter for _, t in wiring.tables))
     d = int(next(iter(readers.values())).matrix(State()).shape[1])
     k = d - wiring.centred
