@@ -107,8 +107,9 @@ class Affine:
     def add_to_bias(self, state: State, c: Tensor) -> None:
         """Add a constant to the output; one without effect is left out."""
         if self.b is not None:
-            state[self.b] = after = state.of(self.b).clone()
+            after = state.of(self.b).clone()
             after[self._part[0]] += c
+            state[self.b] = after
         else:
             assert self.blind, "no bias"
 
