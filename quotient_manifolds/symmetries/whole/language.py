@@ -207,10 +207,12 @@ def _opt(model: Any, base: Any) -> Wiring:
         layout = replace(layout, tables=layout.tables[1:], common=())
         w.writers.append(("project_in", affine(decoder, "project_in")))
         readers = [affine(decoder, "project_out")]
+        w.classifiers = [(n, a) for n, a in w.classifiers if a.W is not decoder.embed_tokens.weight]
     if not has(decoder, "final_layer_norm"):
         if base.config.do_layer_norm_before:  # the head reads the stream itself
             return Wiring(closed=False)
-        layout, w.writers, w.closed = replace(layout, last="", tables=(), common=(), post_norm=True), [], False
+        layout = replace(layout, last="", tables=(), common=(), post_norm=True)
+        w.writers, w.closed = [], False
     return wire(w, decoder, layout, readers)
 
 
