@@ -13,10 +13,9 @@ of measure zero. A finite move then confirms what is divided out.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,26 +25,23 @@ from torch import Tensor, nn
 from ..base import standard_normal
 from ..batches import floats
 from .blocks import BlockStack
-from .certificate import UNCERTIFIED, orbit_residuals
-from .groups import random_elements
+from .certificate import ROUNDING, UNCERTIFIED, broken, orbit_residuals
 from .merging import merged, refused
 from .mixers import proposals
 from .pairs import SymmetricPair
-from .recording import Call, record, undisturbed
+from .recording import Call, copied, record, undisturbed
 from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
-__all__ = ["candidates", "change", "discover", "examine", "unexamined"]
+__all__ = ["FAILED", "candidates", "discover", "examine", "unexamined"]
 
 _UNREACHED = "the batch does not reach it"
-_FAILED = "could not be examined alone"
+FAILED = "could not be examined"
 _ENCLOSING = "it holds another attention layer besides its own weights"
 _NONE = "no continuous symmetry was found"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
-#: Relative residuals up to this are rounding: symmetries show at most 1e-10 in float64, others at least 1e-4.
-ROUNDING = 1e-7
 #: Inputs with entries beyond this are masks.
 _MASKED = 1e4
 #: Number of cotangents (and randomly shifted inputs) with which a hypothesis is tested.
@@ -179,7 +175,8 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
             loss = sum((t * standard_normal(tuple(t.shape), t, generator)).sum() for t in outputs)
             if not isinstance(loss, Tensor):
                 raise ValueError("no output depends on the weights in a way that autograd can follow")
-            found = torch.autograd.grad(loss, weights, allow_unused=True)
+            # A module may keep a part of the graph, such as biases that it has gathered once.
+            found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
         gradients: dict[Tensor, Tensor] = {p: g for p, g in zip(weights, found, strict=True) if g is not None}
         if not all(bool(g.isfinite().all()) for g in gradients.values()):
             raise ValueError("its gradients are not finite on this batch")
@@ -198,38 +195,14 @@ def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Te
     return null <= ROUNDING * seen
 
 
-def largest(numbers: Iterable[float]) -> float:
-    """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
-    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
-
-
-def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Return the largest change of finite outputs, relative to the largest of them; NaN if one has become NaN."""
-    finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
-    scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
-    return largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
-
-
-def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
-    """Act on all pairs at once by random group elements, and return the relative change of the outputs."""
-    generator, found = torch.Generator().manual_seed(0), stacks(p for p in pairs if not p.thin)
-    if not found:
-        return 0.0
-    kept = {p: p.detach().clone() for s in found for p in s.parameters()}
-    with torch.no_grad():
-        before = _outputs(twin, call)
-        for s in found:
-            x = s.gather()
-            s.scatter_(s.manifold().act(x, random_elements(x, 3.0, generator)))
-        after = _outputs(twin, call)
-        for p, value in kept.items():
-            p.copy_(value)
-    return largest(change([b], [a]) for b, a in zip(before, after, strict=True))
+def _stays(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> bool:
+    """Tell whether moves along the pairs leave the outputs of a module unchanged."""
+    return not broken([p for p in pairs if p.group and not p.thin], lambda: _outputs(twin, call))
 
 
 def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:
     """Copy a module and a call in float64, in evaluation mode and with gradients for frozen weights too."""
-    twin = copy.deepcopy(module).double()
+    twin = copied(module).double()
     for m in twin.modules():  # not eval(): some layers merge weights when they are told to
         m.training = False
     for p in twin.parameters():
@@ -258,10 +231,8 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
     qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
-    if not _moves(twin, call, _pairs("qk", roles, qk)) <= ROUNDING:
-        qk = replace(qk, group=_LOCAL)
-    if not _moves(twin, call, _pairs("vo", roles, vo)) <= ROUNDING:
-        vo = replace(vo, group=_LOCAL)
+    qk = qk if _stays(twin, call, _pairs("qk", roles, qk)) else replace(qk, group=_LOCAL)
+    vo = vo if _stays(twin, call, _pairs("vo", roles, vo)) else replace(vo, group=_LOCAL)
     return qk, vo
 
 
@@ -308,14 +279,14 @@ def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]
         if kind not in found or not _agrees(found[kind], module, call):
             found[kind] = _emitter(module, call)
     except Exception as error:  # whatever third-party code raises
-        return _nothing(f"{_FAILED}: {type(error).__name__}: {error}".splitlines()[0])
+        return _nothing(f"{FAILED} alone: {type(error).__name__}: {error}".splitlines()[0])
     return found[kind]
 
 
 def _agrees(emit: _Emit, module: nn.Module, call: Call) -> bool:
     """Tell whether moves along the pairs leave the outputs of a module unchanged."""
     twin, call = _alone(module, call)
-    return _moves(twin, call, merged(emit(twin, ""))) <= ROUNDING
+    return _stays(twin, call, merged(emit(twin, "")))
 
 
 def _roles(module: nn.Module) -> Roles:
@@ -353,7 +324,7 @@ def _held(module: nn.Module, call: Call) -> list[int | str]:
         residuals = [r for s in samples if (r := float(orbit_residuals(stack, s))) == r]
         if not residuals:
             return UNCERTIFIED
-        sound = max(residuals) <= ROUNDING and _moves(twin, call, [pair]) <= ROUNDING
+        sound = max(residuals) <= ROUNDING and _stays(twin, call, [pair])
         return "" if sound else _NONE
 
     found = [[obstacle(pair) for pair in one] for one in proposals(twin, "")]
@@ -377,7 +348,7 @@ def _kind(module: nn.Module) -> object:
 
 def unexamined(pair: SymmetricPair) -> bool:
     """Tell whether a pair has no group because it could not be examined."""
-    return pair.reason in (_UNREACHED, UNCERTIFIED, _ENCLOSING) or pair.reason.startswith(_FAILED)
+    return pair.reason in (_UNREACHED, UNCERTIFIED, _ENCLOSING) or pair.reason.startswith(FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

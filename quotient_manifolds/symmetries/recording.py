@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..batches import tensors
+
 __all__ = ["Call", "copied", "record", "undisturbed"]
 
 #: Positional and keyword arguments.
@@ -46,17 +48,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 buffer.detach().copy_(value)
 
 
-def copied(model: nn.Module, run: Callable[[], Any]) -> Any:
-    """Copy a model; ``run`` is a forward pass of it.
-
-    Pruning and weight norm compute weights in each pass, and those with a graph cannot be copied.
-    """
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError:
-        with undisturbed(model), torch.no_grad():
-            run()
-        return copy.deepcopy(model)
+def copied(model: Any) -> Any:
+    """Copy a model, without the graphs of tensors that it has kept from a pass (pruning, weight norm, caches)."""
+    kept = (t for m in model.modules() for t in tensors(vars(m)) if not t.is_leaf)
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in kept})
 
 
 def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:

@@ -6,19 +6,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..batches import default_forward
+from ..batches import default_forward, floats
 from .blocks import ByClass, check_model, plain_names
-from .discovery import candidates, discover
+from .certificate import broken
+from .discovery import FAILED, candidates, discover
 from .merging import merged, refused, without_sharing
-from .pairs import SymmetricPair, check_pairs
+from .pairs import SymmetricPair, check_pairs, in_copy
 from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
+from .recording import copied, undisturbed
+from .wide import Wide, widened
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
+_MOVES = "moves along its orbit change the outputs of the model on this batch"
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
@@ -169,7 +174,8 @@ def find_symmetric_pairs(
         Keep the group of pairs with parameters that are not trainable.
     batch : object, optional
         A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
-        float64, on the inputs that they get from this batch; see ``docs/math/certificate.md``.
+        float64, on the inputs that they get from this batch; and everything that is found has to leave the outputs of a
+        float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``.
     forward : callable
         ``forward(model, batch)``, by default as for :func:`sharpness.evaluate`, without its loss.
 
@@ -200,6 +206,17 @@ def find_symmetric_pairs(
     >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
     64
     """
+    found = claimed_pairs(
+        model, extra=extra, key_bias=key_bias, include_frozen=include_frozen, batch=batch, forward=forward
+    )
+    return found if batch is None else _certified(model, found, batch, forward)
+
+
+def claimed_pairs(
+    model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str = "keep", include_frozen: bool = False,
+    batch: Any = None, forward: Callable[[nn.Module, Any], Any] = default_forward,
+) -> PairList:  # fmt: skip
+    """List what handlers and examinations claim, before the outputs of the whole model decide."""
     if key_bias not in ("keep", "drop"):
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     check_model(model)
@@ -218,6 +235,28 @@ def find_symmetric_pairs(
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
     return PairList(without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole]))))
+
+
+@torch.no_grad()
+def _certified(
+    model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
+) -> PairList:
+    """Refuse the pairs of which moves change the outputs of a model, on a copy of it in float64."""
+    try:
+        twin, wide = copied(model).double(), widened(batch)
+        modules = dict(zip(model.modules(), twin.modules(), strict=True))
+
+        def run() -> list[Tensor]:
+            torch.manual_seed(0)  # what is drawn inside is drawn alike
+            return floats(forward(twin, wide))
+
+        with undisturbed(twin), Wide():
+            wrong = broken([in_copy(p, modules) for p in pairs if p.group is not None], run)
+        names, reason = {p.name for p in wrong}, _MOVES
+    except Exception as error:  # whatever third-party code raises
+        names = {p.name for p in pairs}
+        reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
+    return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
 
 
 def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair]) -> None:
