@@ -14,7 +14,7 @@ from quotient_manifolds.symmetries.wide import widened
 from . import networks, zoo
 
 #: Largest number of weights: what rules do not make smaller is left out.
-LARGEST = 7_000_000
+LARGEST = 3_000_000
 #: Entries of a configuration by their names: the first pattern that matches; a larger number becomes this one.
 _RULES = [(re.compile(pattern), value) for pattern, value in (
     (r"(^|_)(head_dim|head_size|kv_channels|d_kv|d_head|attention_head_dim|key_length|dim_head|v_head_dim)$", 8),
@@ -37,6 +37,10 @@ _RULES = [(re.compile(pattern), value) for pattern, value in (
 _KEPT = re.compile(r"kernel|stride|window|window_size|num_channels|in_channels|mel|fft|hop|sampl|scale_factor|_token|ratio|ids?$|temporal|rope_theta|index$|conv_kernel|dilation|groups?$|downsample|rate$|spatial_merge|beams|max_length|min_length|num_frames|tubelet|expand|chunk|block_size|num_buckets|type_vocab|norm_num")
 
 
+_LATENT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4, "num_key_value_heads": 4,
+           "index_head_dim": 8, "index_topk": 4}  # fmt: skip
+
+
 def _small(key, value):
     """Give the value of one entry of a small configuration."""
     if isinstance(value, bool) or _KEPT.search(key):
@@ -57,6 +61,14 @@ def shrink(config, own):
             shrink(value, own.get(key, {}))
         elif not key.startswith("_"):
             setattr(config, key, _small(key, value))
+    if "kv_lora_rank" in vars(config):  # latent attention
+        for key, value in _LATENT.items():
+            if isinstance(vars(config).get(key), int):
+                setattr(config, key, value)
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and ("mrope_section" in rope or config.model_type.startswith("glm")):
+        total = int(8 * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [total - 2 * (total // 3), total // 3, total // 3]
     for key in ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "attention_types"):
         value = vars(config).get(key)
         if isinstance(value, list):
@@ -108,6 +120,8 @@ OWN = {
     "codegen": {"rotary_dim": 4}, "diffusion_gemma_text": {"num_experts": 4, "moe_intermediate_size": 16, "top_k_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "hunyuan_vl_text": {"head_dim": 8},
     "ministral": {"head_dim": 8}, "kyutai_speech_to_text": {"audio_pad_token_id": 0},
+    **dict.fromkeys(("granitemoehybrid", "falcon_h1"), {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_ssm": 64}),
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
 }  # fmt: skip
 
@@ -141,6 +155,8 @@ def batches(model, config):
     length = 2 * (_entry(config, "max_source_positions") or 32)
     ids = zoo._IDS % 30 + 3
     width = _entry(config, "hidden_size") or 32
+    patch, frames = _entry(config, "patch_size") or 8, _entry(config, "temporal_patch_size") or 1
+    patch = channels * (patch if isinstance(patch, int) else patch[0]) ** 2
     text = {"input_ids": ids}
     boxes = {"bbox": torch.tensor([1, 2, 5, 7]).expand(2, 8, 4).clone()}
     images = {"pixel_values": _numbers(2, channels, size, size)}
@@ -156,6 +172,8 @@ def batches(model, config):
         {"inputs_embeds": _numbers(2, 8, width)}, {"hidden_states": _numbers(2, 8, width)},
         {"input_ids": ids[..., None].expand(2, 8, _entry(config, "num_codebooks") or 4)},
         {"pixel_values": _numbers(2, channels, 384, 384)},
+        *({name: _numbers(16, n), "grid_thw": torch.tensor([[1, 4, 4]])}
+          for name in ("pixel_values", "hidden_states") for n in (patch, patch * frames, width)),
     ]  # fmt: skip
     for batch in candidates:
         if all(key in names for key in batch):

@@ -18,7 +18,7 @@ __all__ = ["Projection", "Rows", "attention_pairs", "qk_pairs", "vo_pairs"]
 
 @dataclass(frozen=True)
 class Rows:
-    """A parameter that is added to queries or multiplied with them: a row for each head, or the same rows for all."""
+    """A matrix that is added to queries or multiplied with them: a row for each head, or the same rows for all heads."""
 
     module: nn.Module
     attribute: str
@@ -27,7 +27,10 @@ class Rows:
     def input_blocks(
         self, head: int, size: int, offset: int, count: int, rotary: str | None = None
     ) -> tuple[Block, ...]:
-        """Return the rows of a head."""
+        """Return the rows of a head; none if heads have another size than the rows."""
+        shape = tuple(getattr(self.module, self.attribute).shape)
+        if shape[-1] != size:
+            return ()
         rows = slice(None) if self.shared else slice(head, head + 1)
         return (block(self.module, self.attribute, rows, slice(offset, offset + count), rotary=rotary),)
 
