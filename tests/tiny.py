@@ -122,6 +122,7 @@ OWN = {
     "ministral": {"head_dim": 8}, "kyutai_speech_to_text": {"audio_pad_token_id": 0},
     **dict.fromkeys(("granitemoehybrid", "falcon_h1"), {
         "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_ssm": 64}),
+    **dict.fromkeys(("parakeet_encoder", "nemotron_asr_streaming_encoder"), {"num_key_value_heads": 4}),
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
 }  # fmt: skip
 

@@ -235,8 +235,8 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
 
     def confirmed(kind: str, place: Place) -> Place:
-        groups = (place.group, *(("positive",) if place.group == "diagonal" else ()))
-        fits = (replace(place, group=group) for group in groups)
+        scales = place.group == "diagonal" or place.size == 1
+        fits = (replace(place, group=group) for group in (place.group, *(("positive",) if scales else ())))
         return next((f for f in fits if _stays(twin, call, _pairs(kind, roles, f))), replace(place, group=_LOCAL))
 
     return confirmed("qk", qk), confirmed("vo", vo)
