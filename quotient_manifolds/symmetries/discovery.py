@@ -29,7 +29,7 @@ from .certificate import ROUNDING, UNCERTIFIED, broken, orbit_residuals
 from .merging import merged, refused
 from .mixers import proposals
 from .pairs import SymmetricPair
-from .recording import Call, copied, record, undisturbed
+from .recording import Call, copied, random_state_kept, record, undisturbed
 from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
@@ -160,7 +160,7 @@ def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
 
 
 def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
-    with Wide():
+    with random_state_kept(twin), Wide():
         return floats(twin(*call[0], **call[1]))
 
 
