@@ -34,9 +34,9 @@ from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
-__all__ = ["FAILED", "candidates", "discover", "examine", "unexamined"]
+__all__ = ["FAILED", "UNREACHED", "candidates", "discover", "examine", "unexamined"]
 
-_UNREACHED = "the batch does not reach it"
+UNREACHED = "the batch does not reach it"
 FAILED = "could not be examined"
 _ENCLOSING = "it holds another attention layer besides its own weights"
 _NONE = "no continuous symmetry was found"
@@ -271,7 +271,7 @@ def discover(
 def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
     """Return the function that lists a module's pairs: that of its kind if its own outputs agree, or a new one."""
     if call is None:
-        return _nothing(_UNREACHED)
+        return _nothing(UNREACHED)
     if roles_of(module) is None and not proposals(module, ""):
         return _nothing(_ENCLOSING)
     kind = _kind(module)
@@ -348,7 +348,7 @@ def _kind(module: nn.Module) -> object:
 
 def unexamined(pair: SymmetricPair) -> bool:
     """Tell whether a pair has no group because it could not be examined."""
-    return pair.reason in (_UNREACHED, UNCERTIFIED, _ENCLOSING) or pair.reason.startswith(FAILED)
+    return pair.reason in (UNREACHED, UNCERTIFIED, _ENCLOSING) or pair.reason.startswith(FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

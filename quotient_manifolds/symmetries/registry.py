@@ -24,7 +24,7 @@ __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attent
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
-_MOVES = "moves along its orbit change the outputs of the model on this batch"
+CHANGES = "moves along its orbit change the outputs of the model on this batch"
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
@@ -257,9 +257,9 @@ def _certified(
 
     try:
         try:
-            names, reason = failing(torch.float64, ROUNDING), _MOVES
+            names, reason = failing(torch.float64, ROUNDING), CHANGES
         except RuntimeError:  # such as a kernel that exists in single precision alone
-            names, reason = failing(torch.float32, 1e-2), _MOVES
+            names, reason = failing(torch.float32, 1e-2), CHANGES
     except Exception as error:  # whatever third-party code raises
         names = {p.name for p in pairs}
         reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
