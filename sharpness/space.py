@@ -97,7 +97,7 @@ class WeightSpace(Coordinates):
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure, self.classes = model, measure, classes
+        self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         self.model_device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
@@ -118,7 +118,7 @@ class WeightSpace(Coordinates):
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
     ) -> tuple[CanonicalForm | None, list[Block]]:
         canonical = self.measure.form == "canonical"
-        form = canonical_form(self.model, classes=self.classes) if canonical else None
+        form = canonical_form(self.model, classes=self.classes, pairs=pairs) if canonical else None
         with pointing_to(self.model, {} if form is None else form.values):
             division = divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
             return form, build_blocks(self.measure, self._parameters, self.dtype, division)
@@ -139,8 +139,9 @@ class WeightSpace(Coordinates):
             self._parts.add_squares(parts, block, c)
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
         return Direction(
-            self.measure, tensors, self.norm(xi), self.pairs, squares, tuple(pair_squares), self.classes, parts
-        )
+            self.measure, tensors, self.norm(xi), self.pairs, squares, tuple(pair_squares), self.classes, parts,
+            self.given,
+        )  # fmt: skip
 
     @functools.cached_property
     def _parts(self) -> Parts:  # finding pairs takes seconds, and there are many directions

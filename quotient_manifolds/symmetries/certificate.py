@@ -255,8 +255,10 @@ def move_(found: Iterable[PairStack], condition: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def broken(pairs: Iterable[SymmetricPair], run: Callable[[], Sequence[Tensor]]) -> list[SymmetricPair]:
-    """Find the layers of which moves change the outputs of ``run``, in float64; the weights are as before afterwards.
+def broken(
+    pairs: Iterable[SymmetricPair], run: Callable[[], Sequence[Tensor]], tolerance: float = ROUNDING
+) -> list[SymmetricPair]:
+    """Find the layers of which moves change the outputs of ``run``; the weights are as before afterwards.
 
     All pairs are moved together, and halved as long as an output changes by more than rounding. What has passed stays
     moved meanwhile, so that all that is left holds together.
@@ -272,7 +274,7 @@ def broken(pairs: Iterable[SymmetricPair], run: Callable[[], Sequence[Tensor]]) 
         moving = [p for layer in some for p in layer]
         kept = {t: t.detach().clone() for p in moving for t in p.parameters()}
         move_(stacks(moving), CONDITION, 0)
-        if change(before, run()) <= ROUNDING:
+        if change(before, run()) <= tolerance:
             return []
         for t, value in kept.items():
             t.copy_(value)

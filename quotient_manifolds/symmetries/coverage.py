@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .blocks import plain_names
-from .discovery import candidates, unexamined
+from .discovery import UNREACHED, candidates, unexamined
 from .pairs import SymmetricPair, check_pairs
 from .recording import Watch
 from .registry import handler_of
@@ -52,9 +52,9 @@ class UnknownAttentionError(ValueError):
         name = f"{self.cls.__module__}.{self.cls.__qualname__}"
         return (
             f"module {self.path!r} of class {name} computes attention (it calls {self.call}), but no handler knows the "
-            "symmetries of this class; let find_symmetric_pairs(model, batch=batch) examine it, write a handler with "
-            "quotient_manifolds.symmetries.register_attention, treat its weights as having no symmetry with "
-            'quotient_manifolds.symmetries.skip(cls), or use measure="adaptive", which needs none'
+            "symmetries of this class; write a handler with quotient_manifolds.symmetries.register_attention, treat "
+            f"its weights as having no symmetry with quotient_manifolds.symmetries.skip({name!r}), or use "
+            'measure="adaptive", which needs none'
         )
 
 
@@ -68,8 +68,10 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     run : callable
         Performs one forward pass of the model.
     pairs : iterable of SymmetricPair
-        Modules that they name, or whose projections they contain, count as examined, except those with a pair that says
-        that the batch did not reach it, that its gradient was zero, or that it could not be examined alone.
+        As :func:`find_symmetric_pairs` finds them with a batch, for example. Modules that they name, or whose
+        projections they contain, count as examined, except those with a pair that says that the batch did not reach it
+        (which are refused only if they are seen to compute attention here), that its gradient was zero, or that it
+        could not be examined.
 
     Returns
     -------
@@ -107,13 +109,19 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
     owners = {m for m in owners if handler_of(m) is None}
     covered |= {m for m in names if not owners.isdisjoint([m, *m.children()])}
-    unseen = [m for m in candidates(model, lambda m: m in covered).values() if roles_of(m) is not None]
+    unseen = [
+        m for name, m in candidates(model, lambda m: m in covered).items()
+        if roles_of(m) is not None and missed.get(plain(name)) != UNREACHED
+    ]  # fmt: skip
     for module, call in [
         *watch.calls,
         *((m, "code that cannot be watched, by the names of its weights") for m in unseen),
     ]:
         if module not in covered:
             path = names.get(module, "(outside the model)")
+            while path and module in names and next(module.parameters(), None) is None:  # such as a softmax
+                path = path.rpartition(".")[0]
+                module = model.get_submodule(path)
             reason = missed.get(plain(path))
             call = call if reason is None else f"{call}; of its examination: {reason}"
             raise UnknownAttentionError(path or "(the model itself)", type(module), call)

@@ -30,14 +30,14 @@ from .certificate import ROUNDING, UNCERTIFIED, broken, orbit_residuals
 from .merging import merged, refused
 from .mixers import proposals
 from .pairs import SymmetricPair
-from .recording import Call, Watch, copied, record, undisturbed
+from .recording import Call, Watch, copied, random_state_kept, record, undisturbed
 from .roles import PLANES, Place, Roles, holds_keys, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
-__all__ = ["FAILED", "UNNAMED", "candidates", "discover", "examine", "unexamined"]
+__all__ = ["FAILED", "UNNAMED", "UNREACHED", "candidates", "discover", "examine", "unexamined"]
 
-_UNREACHED = "the batch does not reach it"
+UNREACHED = "the batch does not reach it"
 FAILED = "could not be examined"
 _ENCLOSING = "it holds another attention layer besides its own weights"
 _NONE = "no continuous symmetry was found"
@@ -162,7 +162,7 @@ def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
 
 
 def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
-    with Wide():
+    with random_state_kept(twin), Wide():
         return floats(twin(*call[0], **call[1]))
 
 
@@ -296,7 +296,7 @@ def _unnamed(model: nn.Module, covered: Iterable[nn.Module], watch: Watch) -> It
 def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
     """Return the function that lists a module's pairs: that of its kind if its own outputs agree, or a new one."""
     if call is None:
-        return _nothing(_UNREACHED)
+        return _nothing(UNREACHED)
     if roles_of(module) is None and not proposals(module, ""):
         return _nothing(_ENCLOSING)
     kind = _kind(module)
@@ -373,7 +373,7 @@ def _kind(module: nn.Module) -> object:
 
 def unexamined(pair: SymmetricPair) -> bool:
     """Tell whether a pair has no group because it could not be examined."""
-    return pair.reason in (_UNREACHED, UNCERTIFIED, _ENCLOSING, UNNAMED) or pair.reason.startswith(FAILED)
+    return pair.reason in (UNREACHED, UNCERTIFIED, _ENCLOSING, UNNAMED) or pair.reason.startswith(FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..batches import tensors
 from .blocks import is_sharded
 
-__all__ = ["Call", "Watch", "copied", "record", "undisturbed"]
+__all__ = ["Call", "Watch", "copied", "random_state_kept", "record", "undisturbed"]
 
 #: Functions whose call makes a module an attention layer, if no handler covers it.
 _ATTENTION_CALLS = {
@@ -43,14 +43,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     modes = {m: m.training for m in model.modules()}
     buffers = [(m, dict(m._buffers)) for m in modes if not isinstance(m, torch.jit.ScriptModule)]
     contents = [(b, b.detach().clone()) for b in model.buffers()]
-    gpus = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         # Not model.eval(): some layers merge weights when they are told to.
         for module in modes:
             module.training = False
-        with torch.random.fork_rng(gpus):
+        with random_state_kept(model):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -62,6 +61,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for buffer, value in contents:
             if not torch.equal(buffer, value):
                 buffer.detach().copy_(value)
+
+
+def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Restore the random state afterwards: passes that each run within this draw the same numbers."""
+    return torch.random.fork_rng(sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
 
 
 def copied(model: Any) -> Any:

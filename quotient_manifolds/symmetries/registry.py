@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..batches import default_forward, floats
+from ..batches import default_forward, floats, tree_map
 from .blocks import ByClass, check_model, plain_names
-from .certificate import broken
+from .certificate import ROUNDING, broken
 from .discovery import FAILED, UNNAMED, discover
 from .merging import merged, refused, without_sharing
 from .pairs import SymmetricPair, check_pairs, in_copy
 from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
-from .recording import copied, undisturbed
-from .wide import Wide, widened
+from .recording import copied, random_state_kept, undisturbed
+from .wide import Wide
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
-_MOVES = "moves along its orbit change the outputs of the model on this batch"
+CHANGES = "moves along its orbit change the outputs of the model on this batch"
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
@@ -244,18 +245,24 @@ def claimed_pairs(
 def _certified(
     model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
 ) -> PairList:
-    """Refuse the pairs of which moves change the outputs of a model, on a copy of it in float64."""
-    try:
-        twin, wide = copied(model).double(), widened(batch)
+    """Refuse the pairs of which moves change the outputs of a model."""
+
+    def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
+        twin, inputs = copied(model).to(dtype), tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         modules = dict(zip(model.modules(), twin.modules(), strict=True))
 
         def run() -> list[Tensor]:
-            torch.manual_seed(0)  # what is drawn inside is drawn alike
-            return floats(forward(twin, wide))
+            with random_state_kept(twin):
+                return floats(forward(twin, inputs))
 
-        with undisturbed(twin), Wide():
-            wrong = broken([in_copy(p, modules) for p in pairs if p.group is not None], run)
-        names, reason = {p.name for p in wrong}, _MOVES
+        with undisturbed(twin), Wide() if dtype == torch.float64 else nullcontext():
+            return {p.name for p in broken((in_copy(p, modules) for p in pairs if p.group is not None), run, tolerance)}
+
+    try:
+        try:
+            names, reason = failing(torch.float64, ROUNDING), CHANGES
+        except RuntimeError:  # such as a kernel that exists in single precision alone
+            names, reason = failing(torch.float32, 1e-2), CHANGES
     except Exception as error:  # whatever third-party code raises
         names = {p.name for p in pairs}
         reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]

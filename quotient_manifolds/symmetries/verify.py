@@ -14,7 +14,7 @@ from ..batches import default_forward, floats
 from .blocks import check_model
 from .certificate import Certificate, certify, change, move_
 from .pairs import SymmetricPair, check_pairs, in_copy
-from .recording import copied, undisturbed
+from .recording import copied, random_state_kept, undisturbed
 from .registry import claimed_pairs, find_symmetric_pairs
 from .stacks import PairStack, stacks
 from .wide import Wide, widened
@@ -179,7 +179,8 @@ def verify(
     batch = widened(batch)
 
     def run() -> list[torch.Tensor]:
-        return [t.double() for t in floats(forward(twin, batch))]
+        with random_state_kept(twin):
+            return [t.double() for t in floats(forward(twin, batch))]
 
     with undisturbed(twin), Wide():
         before = run()

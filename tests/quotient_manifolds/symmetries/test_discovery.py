@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
-from quotient_manifolds.symmetries.discovery import _UNREACHED as UNREACHED
+from quotient_manifolds.symmetries.discovery import UNREACHED
 from quotient_manifolds.symmetries.roles import places, roles_of
 from quotient_manifolds.symmetries.wide import Wide, widened
 
