@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.blocks import plain_class, plain_names
+from quotient_manifolds.symmetries.registry import CHANGES, handler_of
 
 from .distributed import World
 from .losses import Objective, to_float32
@@ -207,8 +209,10 @@ def for_each_batch(
         except StopIteration:
             raise ValueError("batches is empty; pass at least one batch") from None
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
-        loss = _check_first(model, objective, first, pairs, divides=measure.divides)
-        space = _space(make, model, measure, pairs, partial(objective.value, model), first, loss)
+        remarks: list[str] = []
+        loss, known = _check_first(model, objective, first, pairs, remarks, divides=measure.divides)
+        space = _space(make, model, measure, known, partial(objective.value, model), first, loss, remarks)
+        space.remarks = remarks
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
@@ -218,23 +222,23 @@ def for_each_batch(
 
     with world.failing_together():
         try:
-            return preserve_model_state(model, measured), world
+            space = preserve_model_state(model, measured)
+            space.remarks += space.without_gradient(world)
+            return space, world
         finally:
             reshard(model)
 
 
 def _space(
     make: Callable[..., WeightSpace], model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None,
-    run: Callable[[Any], float], batch: Any, loss: float,
+    run: Callable[[Any], float], batch: Any, loss: float, remarks: list[str],
 ) -> WeightSpace:  # fmt: skip
     """Build the space; at a canonical form the loss must be unchanged, with or without centred logits."""
     if measure.form == "own":
         return make(model, measure, pairs)
-    if pairs is not None:
-        raise ValueError(f"the measure {measure.name!r} finds its pairs with the canonical form; leave pairs out")
     found = loss
     for classes in (True, False):
-        space = make(model, measure, classes=classes)
+        space = make(model, measure, pairs, classes=classes)
         if space.in_float32 and classes:
             batch = to_float32(batch)
             with make(model, get_measure("euclidean")).attached():
@@ -245,10 +249,10 @@ def _space(
         tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * inside)
         if space.world.all(abs(found - loss) <= tolerance * max(abs(loss), 1e-2)):
             if space.form is not None and not space.form.wired and _moves_others(model, space.form.pairs):
-                warnings.warn(
+                _warn(
                     f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
                     "its heads and key biases alone, and other symmetries move the result; describe it with "
-                    "register_wiring, or use the measure 'geodesic-inv'", stacklevel=2,
+                    "register_wiring, or use the measure 'geodesic-inv'", remarks,
                 )  # fmt: skip
             return space
     raise ValueError(
@@ -258,6 +262,12 @@ def _space(
     )
 
 
+def _warn(text: str, remarks: list[str]) -> None:
+    """Warn of what also stands in the result, for a warning is easily lost."""
+    warnings.warn(text, stacklevel=3)
+    remarks.append(text)
+
+
 def _moves_others(model: nn.Module, pairs: Sequence[SymmetricPair]) -> bool:
     """Tell whether weights outside pairs are trainable, as they are not where adapters alone are."""
     inside = {p for pair in pairs if pair.group is not None for p in pair.parameters()}
@@ -265,18 +275,50 @@ def _moves_others(model: nn.Module, pairs: Sequence[SymmetricPair]) -> bool:
 
 
 def _check_first(
-    model: nn.Module, objective: Objective, batch: Any, pairs: Sequence[SymmetricPair] | None, *, divides: bool
-) -> float:
-    """Check that the loss is finite, and that every attention layer is known or in the given pairs."""
+    model: nn.Module, objective: Objective, batch: Any, pairs: Sequence[SymmetricPair] | None, remarks: list[str], *,
+    divides: bool,
+) -> tuple[float, Sequence[SymmetricPair] | None]:  # fmt: skip
+    """Check that the loss is finite, and examine attention of unknown classes unless pairs are given.
+
+    Returns the loss, and the pairs: those given, those found by examination, or None if the model's classes name them.
+    """
     run = partial(objective.value, model, batch)
     try:
         loss: float = symmetries.check_coverage(model, run, pairs or ()) if divides else run()
     except symmetries.UnknownAttentionError as error:
-        if pairs is None:
+        if pairs is not None:
+            _warn(f"outside of the pairs that were given, {error}", remarks)
+            loss = run()
+        elif is_sharded_model(model):
             raise
-        warnings.warn(f"outside of the pairs that were given, {error}", stacklevel=2)
-        loss = run()
+        else:
+            pairs = _examined(model, objective, batch, remarks)
+            loss = symmetries.check_coverage(model, run, pairs)
     if not math.isfinite(loss):
         raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
     objective.check_pieces(model, batch)
-    return loss
+    return loss, pairs
+
+
+def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> symmetries.PairList:
+    """Find pairs by an examination on the first batch, and remark what was examined and what came of it."""
+
+    def losses(model: nn.Module, batch: Any) -> list[Tensor]:
+        with objective.only_values():
+            return [objective(model, part).loss for _, part in objective.pieces(model, batch)]
+
+    pairs, plain = symmetries.find_symmetric_pairs(model, batch=batch, forward=losses), plain_names(model)
+    classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if handler_of(m) is None}
+    found: dict[str, Counter[str]] = {}
+    for p in pairs:
+        if p.module in classes:
+            found.setdefault(classes[p.module], Counter())[p.reason] += 1
+    said = [
+        f"{cls} ({counts.pop('', 0)} pairs" + "".join(f"; {why}" for why in counts) + ")" for cls, counts in found.items()
+    ]
+    if said:
+        remarks.append(f"attention of classes without a handler was examined on the first batch: {', '.join(said)}")
+    refused = [p.name for p in pairs if p.reason == CHANGES and p.module not in classes]
+    if refused:
+        remarks.append(f"left out, for {CHANGES}: {', '.join(refused)}")
+    return pairs

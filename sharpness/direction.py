@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,6 +45,8 @@ class Direction:
         For measures at the canonical form: the logits are centred over the classes there.
     parts : dict of str to float
         Squared length by part of the network, see :data:`sharpness.parts.PARTS`.
+    given : sequence of SymmetricPair or None
+        The pairs that the measurement was given or found by examination; None if the model's classes name them.
 
     Examples
     --------
@@ -68,18 +70,22 @@ class Direction:
     pair_squares: tuple[float, ...] = field(default=(), repr=False)
     classes: bool = False
     parts: dict[str, float] = field(default_factory=dict, repr=False)
+    given: Sequence[SymmetricPair] | None = field(default=None, repr=False)
 
 
-def _same_pairs(model: nn.Module, direction: Direction) -> list[SymmetricPair]:
-    """Find the direction's pairs in this model, which may be another copy of the one that was measured."""
+def _same_pairs(model: nn.Module, pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
+    """Find a direction's pairs in this model, which may be another copy of the one that was measured."""
     own = {id(m) for m in model.modules()}
-    if all(id(b.module) in own for p in direction.pairs for b in p.G + p.H):
-        return list(direction.pairs)
+    if all(id(b.module) in own for p in pairs for b in p.G + p.H):
+        return list(pairs)
     found = {p.name: p for p in find_symmetric_pairs(model, include_frozen=True)}
-    missing = [p.name for p in direction.pairs if p.name not in found]
+    missing = [p.name for p in pairs if p.name not in found]
     if missing:
-        raise ValueError(f"the direction moves the pair {missing[0]!r}, which {type(model).__name__} does not have")
-    return [found[p.name] for p in direction.pairs]
+        raise ValueError(
+            f"the direction moves the pair {missing[0]!r}, which find_symmetric_pairs does not name in this "
+            f"{type(model).__name__}; use the model that was measured"
+        )
+    return [found[p.name] for p in pairs]
 
 
 @contextmanager
@@ -139,9 +145,10 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     with torch.no_grad():
         vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
         measure, canonical = direction.measure, direction.measure.form == "canonical"
-        form = canonical_form(model, classes=direction.classes) if canonical else None
+        given = _same_pairs(model, direction.given) if canonical and direction.given is not None else None
+        form = canonical_form(model, classes=direction.classes, pairs=given) if canonical else None
         base = {} if form is None else form.values
-        pairs = _same_pairs(model, direction) if form is None else None
+        pairs = _same_pairs(model, direction.pairs) if form is None else None
         moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(base.get(p, p)) for p, v in vector.items()}
         with pointing_to(model, base):
             division = divide(model, measure, pairs, moving, form=form, only_some=canonical)

@@ -50,8 +50,8 @@ def evaluate(
     Parameters
     ----------
     model : nn.Module
-        The parameters with ``requires_grad`` are measured. Attention layers must be of a known class, unless the
-        measure divides out nothing.
+        The parameters with ``requires_grad`` are measured. Attention layers of unknown classes are examined on the
+        first batch, unless the measure divides out nothing, which the result says; a sharded model cannot be examined.
     batches : iterable
         Dicts with labels for a transformers model, pairs (x, y), or any batches that ``loss_fn`` accepts.
     loss_fn : callable, optional
@@ -63,9 +63,9 @@ def evaluate(
     statistic : {"worst", "average"}
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
-        The pairs that are divided out, by default ``find_symmetric_pairs(model)``. The weights of a pair without a
-        group move as those outside pairs do. Attention of an unknown class outside these pairs is then a warning
-        instead of an error.
+        The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
+        attention of an unknown class. The weights of a pair without a group move as those outside pairs do. Attention
+        of an unknown class outside of pairs that were given is a warning and a remark.
     only : str, optional
         A regular expression. Parameters whose names do not match it, and pairs that contain them, are not moved.
     normalize_logits : bool
@@ -93,7 +93,8 @@ def evaluate(
     Raises
     ------
     UnknownAttentionError
-        A module computes attention and no handler knows its class (geodesic measures only).
+        A module computes attention, no handler knows its class, and it could not be examined (for measures that divide
+        out pairs).
     ValueError
         There is nothing to measure, the loss is NaN or random, or an argument is out of range or has no meaning.
     RemoteError
@@ -198,7 +199,7 @@ class _Evaluation:
         }
         return SharpnessResult(
             self.measure, self.statistic, self.radii, self.search, plain_class(model).__name__, *space.spectrum(),
-            len(unreached), tuple(r for r, _ in best), directions,
+            len(unreached), tuple(r for r, _ in best), tuple(space.remarks), directions,
         )  # fmt: skip
 
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:

@@ -67,10 +67,9 @@ class ShardedSpace(WeightSpace):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
-        if pairs is not None:
-            pairs = [in_copy(p, self._shards.modules) for p in pairs]
-        super().__init__(self._shards.twin, measure, pairs, classes=classes, only=only, offload=offload)
-        self.model, self.world = model, self._shards.world
+        of_twin = None if pairs is None else [in_copy(p, self._shards.modules) for p in pairs]
+        super().__init__(self._shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
+        self.model, self.world, self.given = model, self._shards.world, pairs
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
         moving, trained = self._parameters.values(), (p for p in model.parameters() if p.requires_grad)
         self._gradients = Gradients([self._shards.parameter(p) for p in moving], trained, backward=True)
@@ -80,7 +79,7 @@ class ShardedSpace(WeightSpace):
     ) -> tuple[CanonicalForm | None, list[Block]]:
         shards, form, state = self._shards, None, ShardedState(self._shards)
         if self.measure.form == "canonical":
-            form = canonical_form(self.model, classes=self.classes, state=state)
+            form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
         division = divide(
             self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some,
             read=lambda p: state.of(p).to(p.dtype), cover=False,
@@ -155,8 +154,9 @@ class ShardedSpace(WeightSpace):
         of_model = {twin: module for module, twin in shards.modules.items()}
         pairs = tuple(in_copy(p, of_model) for p in self.pairs)
         return Direction(
-            self.measure, tensors, self.norm(xi), pairs, dict(all_squares), ordered, self.classes, dict(all_parts)
-        )
+            self.measure, tensors, self.norm(xi), pairs, dict(all_squares), ordered, self.classes, dict(all_parts),
+            self.given,
+        )  # fmt: skip
 
     @functools.cached_property
     def _parts(self) -> Parts:

@@ -11,7 +11,7 @@ quantities that gradient flow conserves are the ones that certify a symmetry at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -19,15 +19,22 @@ import torch
 from torch import Tensor
 
 from ..base import standard_normal
-from ..linalg import at_least_float32
+from ..gl.gauge import canonical_gauge
+from ..linalg import at_least_float32, in_double
+from .groups import random_elements
 from .pairs import SymmetricPair
-from .stacks import PairStack
+from .stacks import PairStack, stacks
 
 __all__ = ["Certificate", "Certification", "NotASymmetryError", "certify", "orbit_residuals"]
 
 #: Residuals up to this count as rounding of half-precision gradients, which under autocast float32 weights have too.
 #: Measured on trained networks: up to 7e-3; in float32 up to 3e-6, in float64 up to 6e-15.
 HALF_PRECISION = 0.1
+#: Relative residuals and changes of outputs up to this are rounding of float64: symmetries show at most 1e-10, others at
+#: least 1e-4.
+ROUNDING = 1e-7
+#: Condition number of the group elements that confirm a symmetry: so far along an orbit, clipped values are clipped.
+CONDITION = 100.0
 #: Reason for a pair on which the gradient gives no information.
 UNCERTIFIED = "not certified: the gradient is zero"
 
@@ -216,6 +223,69 @@ def certify(
             else:
                 unreached.append(p)
     return Certificate(residuals, tuple(unreached), tolerance)
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
+    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
+
+
+def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """Return the largest change of finite outputs, relative to the largest of them; NaN if one has become NaN."""
+    finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
+    scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
+    return largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
+
+
+@torch.no_grad()
+def move_(found: Iterable[PairStack], condition: float, seed: int) -> None:
+    """Move pairs from their balanced representatives along their orbits, by random elements of the groups."""
+    generator = torch.Generator().manual_seed(seed)
+    for s in found:
+        x = in_double(s.gather())
+        A = random_elements(x, condition, generator)
+        A = A.abs() if s.group.positive else A
+        manifold = s.manifold()
+        gauge = canonical_gauge(*manifold.unpack_tensor(x))
+        # A head without full rank has no balanced representative of the same orbit, and neither has one with fixed
+        # signs.
+        full = gauge.present()[..., -1] & (not s.group.positive)
+        balanced = torch.where(full[..., None, None], gauge.x, x)
+        s.scatter_(manifold.act(balanced, A))
+
+
+@torch.no_grad()
+def broken(
+    pairs: Iterable[SymmetricPair], run: Callable[[], Sequence[Tensor]], tolerance: float = ROUNDING
+) -> list[SymmetricPair]:
+    """Find the layers of which moves change the outputs of ``run``; the weights are as before afterwards.
+
+    All pairs are moved together, and halved as long as an output changes by more than rounding. What has passed stays
+    moved meanwhile, so that all that is left holds together.
+    """
+    layers: dict[tuple[str, str], list[SymmetricPair]] = {}
+    for p in pairs:
+        layers.setdefault((p.module, p.kind), []).append(p)
+    if not layers:
+        return []
+    before = run()
+
+    def failing(some: list[list[SymmetricPair]]) -> list[SymmetricPair]:
+        moving = [p for layer in some for p in layer]
+        kept = {t: t.detach().clone() for p in moving for t in p.parameters()}
+        move_(stacks(moving), CONDITION, 0)
+        if change(before, run()) <= tolerance:
+            return []
+        for t, value in kept.items():
+            t.copy_(value)
+        half = len(some) // 2
+        return [*failing(some[:half]), *failing(some[half:])] if half else moving
+
+    original = {t: t.detach().clone() for layer in layers.values() for p in layer for t in p.parameters()}
+    found = failing(list(layers.values()))
+    for t, value in original.items():
+        t.copy_(value)
+    return found
 
 
 class Certification:

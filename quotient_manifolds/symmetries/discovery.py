@@ -13,10 +13,10 @@ of measure zero. A finite move then confirms what is divided out.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,26 +26,24 @@ from torch import Tensor, nn
 from ..base import standard_normal
 from ..batches import floats
 from .blocks import BlockStack
-from .certificate import UNCERTIFIED, orbit_residuals
-from .groups import random_elements
+from .certificate import ROUNDING, UNCERTIFIED, broken, orbit_residuals
 from .merging import merged, refused
 from .mixers import proposals
 from .pairs import SymmetricPair
-from .recording import Call, record, undisturbed
-from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
+from .recording import Call, Watch, copied, random_state_kept, record, undisturbed
+from .roles import PLANES, Place, Roles, holds_keys, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
-__all__ = ["candidates", "change", "discover", "examine", "unexamined"]
+__all__ = ["FAILED", "UNNAMED", "UNREACHED", "candidates", "discover", "examine", "unexamined"]
 
-_UNREACHED = "the batch does not reach it"
-_FAILED = "could not be examined alone"
+UNREACHED = "the batch does not reach it"
+FAILED = "could not be examined"
 _ENCLOSING = "it holds another attention layer besides its own weights"
 _NONE = "no continuous symmetry was found"
+UNNAMED = "it computes attention, but the names of its weights do not tell its queries, keys, values and outputs"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
-#: Relative residuals up to this are rounding: symmetries show at most 1e-10 in float64, others at least 1e-4.
-ROUNDING = 1e-7
 #: Inputs with entries beyond this are masks.
 _MASKED = 1e4
 #: Number of cotangents (and randomly shifted inputs) with which a hypothesis is tested.
@@ -164,7 +162,7 @@ def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
 
 
 def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
-    with Wide():
+    with random_state_kept(twin), Wide():
         return floats(twin(*call[0], **call[1]))
 
 
@@ -179,7 +177,8 @@ def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict
             loss = sum((t * standard_normal(tuple(t.shape), t, generator)).sum() for t in outputs)
             if not isinstance(loss, Tensor):
                 raise ValueError("no output depends on the weights in a way that autograd can follow")
-            found = torch.autograd.grad(loss, weights, allow_unused=True)
+            # A module may keep a part of the graph, such as biases that it has gathered once.
+            found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
         gradients: dict[Tensor, Tensor] = {p: g for p, g in zip(weights, found, strict=True) if g is not None}
         if not all(bool(g.isfinite().all()) for g in gradients.values()):
             raise ValueError("its gradients are not finite on this batch")
@@ -198,38 +197,14 @@ def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Te
     return null <= ROUNDING * seen
 
 
-def largest(numbers: Iterable[float]) -> float:
-    """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
-    return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())
-
-
-def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Return the largest change of finite outputs, relative to the largest of them; NaN if one has become NaN."""
-    finite = [(b[at], a[at]) for b, a in zip(before, after, strict=True) if (at := b.isfinite()).any()]
-    scale = max((float(b.abs().max()) for b, _ in finite), default=0.0)
-    return largest(float((a - b).abs().max()) for b, a in finite) / max(scale, 1e-300)
-
-
-def _moves(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> float:
-    """Act on all pairs at once by random group elements, and return the relative change of the outputs."""
-    generator, found = torch.Generator().manual_seed(0), stacks(p for p in pairs if not p.thin)
-    if not found:
-        return 0.0
-    kept = {p: p.detach().clone() for s in found for p in s.parameters()}
-    with torch.no_grad():
-        before = _outputs(twin, call)
-        for s in found:
-            x = s.gather()
-            s.scatter_(s.manifold().act(x, random_elements(x, 3.0, generator)))
-        after = _outputs(twin, call)
-        for p, value in kept.items():
-            p.copy_(value)
-    return largest(change([b], [a]) for b, a in zip(before, after, strict=True))
+def _stays(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> bool:
+    """Tell whether moves along the pairs leave the outputs of a module unchanged."""
+    return not broken([p for p in pairs if p.group and not p.thin], lambda: _outputs(twin, call))
 
 
 def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:
     """Copy a module and a call in float64, in evaluation mode and with gradients for frozen weights too."""
-    twin = copy.deepcopy(module).double()
+    twin = copied(module).double()
     for m in twin.modules():  # not eval(): some layers merge weights when they are told to
         m.training = False
     for p in twin.parameters():
@@ -258,11 +233,13 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
     qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
-    if not _moves(twin, call, _pairs("qk", roles, qk)) <= ROUNDING:
-        qk = replace(qk, group=_LOCAL)
-    if not _moves(twin, call, _pairs("vo", roles, vo)) <= ROUNDING:
-        vo = replace(vo, group=_LOCAL)
-    return qk, vo
+
+    def confirmed(kind: str, place: Place) -> Place:
+        scales = place.group == "diagonal" or place.size == 1
+        fits = (replace(place, group=group) for group in (place.group, *(("positive",) if scales else ())))
+        return next((f for f in fits if _stays(twin, call, _pairs(kind, roles, f))), replace(place, group=_LOCAL))
+
+    return confirmed("qk", qk), confirmed("vo", vo)
 
 
 def _known_sizes(module: nn.Module) -> list[int]:
@@ -273,7 +250,7 @@ def _known_sizes(module: nn.Module) -> list[int]:
 
 
 def discover(
-    model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Any]
+    model: nn.Module, known: Callable[[nn.Module], bool], run: Callable[[], Any]
 ) -> list[tuple[str, SymmetricPair]]:
     """Examine attention modules of unknown classes on their inputs in a forward pass.
 
@@ -281,8 +258,8 @@ def discover(
     ----------
     model : nn.Module
         It is run in evaluation mode; it and the random state are left unchanged.
-    modules : mapping of str to Module
-        Some of its modules by name, as listed by :func:`candidates`.
+    known : callable
+        Tells whether a module is of a known class.
     run : callable
         Performs a forward pass of the model.
 
@@ -292,15 +269,34 @@ def discover(
         The module's name and a pair. Where nothing can be divided out, the pair has no group, but a reason.
     """
     found: dict[object, _Emit] = {}
+    modules = candidates(model, known)
+    # Some models cannot be run in float64, because they make tensors of single precision inside.
+    wide = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
     with undisturbed(model):
-        calls = record(run, modules)
-        return [(name, p) for name, m in modules.items() for p in _emitter_of(m, calls.get(name), found)(m, name)]
+        with Wide() if wide else nullcontext(), Watch(model) as watch:
+            calls = record(run, modules)
+        emitters = {name: _emitter_of(m, calls.get(name), found) for name, m in modules.items()}
+    for name in _unnamed(model, [*filter(known, model.modules()), *modules.values()], watch):
+        modules[name], emitters[name] = model.get_submodule(name), _nothing(UNNAMED)
+    return [(name, p) for name, m in modules.items() for p in emitters[name](m, name)]
+
+
+def _unnamed(model: nn.Module, covered: Iterable[nn.Module], watch: Watch) -> Iterator[str]:
+    """Iterate over the modules with weights, outside of others, that compute attention or hold keys and values."""
+    inside = {inner for m in covered for inner in m.modules()}
+    names = {m: name for name, m in model.named_modules()}
+    for m in [*(m for m, _ in watch.calls), *(m for m in names if holds_keys(m))]:
+        path = names.get(m, "")
+        while path and next(model.get_submodule(path).parameters(), None) is None:  # such as a softmax
+            path = path.rpartition(".")[0]
+        if m in names and m not in inside:
+            yield path
 
 
 def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
     """Return the function that lists a module's pairs: that of its kind if its own outputs agree, or a new one."""
     if call is None:
-        return _nothing(_UNREACHED)
+        return _nothing(UNREACHED)
     if roles_of(module) is None and not proposals(module, ""):
         return _nothing(_ENCLOSING)
     kind = _kind(module)
@@ -308,14 +304,14 @@ def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]
         if kind not in found or not _agrees(found[kind], module, call):
             found[kind] = _emitter(module, call)
     except Exception as error:  # whatever third-party code raises
-        return _nothing(f"{_FAILED}: {type(error).__name__}: {error}".splitlines()[0])
+        return _nothing(f"{FAILED} alone: {type(error).__name__}: {error}".splitlines()[0])
     return found[kind]
 
 
 def _agrees(emit: _Emit, module: nn.Module, call: Call) -> bool:
     """Tell whether moves along the pairs leave the outputs of a module unchanged."""
     twin, call = _alone(module, call)
-    return _moves(twin, call, merged(emit(twin, ""))) <= ROUNDING
+    return _stays(twin, call, merged(emit(twin, "")))
 
 
 def _roles(module: nn.Module) -> Roles:
@@ -353,7 +349,7 @@ def _held(module: nn.Module, call: Call) -> list[int | str]:
         residuals = [r for s in samples if (r := float(orbit_residuals(stack, s))) == r]
         if not residuals:
             return UNCERTIFIED
-        sound = max(residuals) <= ROUNDING and _moves(twin, call, [pair]) <= ROUNDING
+        sound = max(residuals) <= ROUNDING and _stays(twin, call, [pair])
         return "" if sound else _NONE
 
     found = [[obstacle(pair) for pair in one] for one in proposals(twin, "")]
@@ -377,7 +373,7 @@ def _kind(module: nn.Module) -> object:
 
 def unexamined(pair: SymmetricPair) -> bool:
     """Tell whether a pair has no group because it could not be examined."""
-    return pair.reason in (_UNREACHED, UNCERTIFIED, _ENCLOSING) or pair.reason.startswith(_FAILED)
+    return pair.reason in (UNREACHED, UNCERTIFIED, _ENCLOSING, UNNAMED) or pair.reason.startswith(FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..batches import default_forward
+from ..batches import default_forward, floats, tree_map
 from .blocks import ByClass, check_model, plain_names
-from .discovery import candidates, discover
+from .certificate import ROUNDING, broken
+from .discovery import FAILED, UNNAMED, discover
 from .merging import merged, refused, without_sharing
-from .pairs import SymmetricPair, check_pairs
+from .pairs import SymmetricPair, check_pairs, in_copy
 from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
+from .recording import copied, random_state_kept, undisturbed
+from .wide import Wide
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
+CHANGES = "moves along its orbit change the outputs of the model on this batch"
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
@@ -169,7 +175,8 @@ def find_symmetric_pairs(
         Keep the group of pairs with parameters that are not trainable.
     batch : object, optional
         A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
-        float64, on the inputs that they get from this batch; see ``docs/math/certificate.md``.
+        float64, on the inputs that they get from this batch; and everything that is found has to leave the outputs of a
+        float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``.
     forward : callable
         ``forward(model, batch)``, by default as for :func:`sharpness.evaluate`, without its loss.
 
@@ -200,14 +207,28 @@ def find_symmetric_pairs(
     >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
     64
     """
+    found = claimed_pairs(
+        model, extra=extra, key_bias=key_bias, include_frozen=include_frozen, batch=batch, forward=forward
+    )
+    return found if batch is None else _certified(model, found, batch, forward)
+
+
+def claimed_pairs(
+    model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str = "keep", include_frozen: bool = False,
+    batch: Any = None, forward: Callable[[nn.Module, Any], Any] = default_forward,
+) -> PairList:  # fmt: skip
+    """List what handlers and examinations claim, before the outputs of the whole model decide."""
     if key_bias not in ("keep", "drop"):
         raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
     check_model(model)
     extra, plain = check_pairs(extra), plain_names(model)
     examined: dict[str, list[SymmetricPair]] = {}
-    unknown = {} if batch is None else candidates(model, lambda m: handler_of(m) is not None)
-    for path, p in discover(model, unknown, lambda: forward(model, batch)) if unknown else ():
-        examined.setdefault(path, []).append(replace(p, module=plain(path)))
+    given = {b.module for p in extra for b in p.G + p.H}
+    for path, p in () if batch is None else discover(
+        model, lambda m: handler_of(m) is not None, lambda: forward(model, batch)
+    ):  # fmt: skip
+        described = p.reason == UNNAMED and not given.isdisjoint(model.get_submodule(path).modules())
+        examined.setdefault(path, []).extend([] if described else [replace(p, module=plain(path))])
     found = [
         p for path, module in model.named_modules() for p in (*_of_module(module, plain(path)), *examined.get(path, ()))
     ]
@@ -218,6 +239,34 @@ def find_symmetric_pairs(
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
     return PairList(without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole]))))
+
+
+@torch.no_grad()
+def _certified(
+    model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
+) -> PairList:
+    """Refuse the pairs of which moves change the outputs of a model."""
+
+    def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
+        twin, inputs = copied(model).to(dtype), tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        modules = dict(zip(model.modules(), twin.modules(), strict=True))
+
+        def run() -> list[Tensor]:
+            with random_state_kept(twin):
+                return floats(forward(twin, inputs))
+
+        with undisturbed(twin), Wide() if dtype == torch.float64 else nullcontext():
+            return {p.name for p in broken((in_copy(p, modules) for p in pairs if p.group is not None), run, tolerance)}
+
+    try:
+        try:
+            names, reason = failing(torch.float64, ROUNDING), CHANGES
+        except RuntimeError:  # such as a kernel that exists in single precision alone
+            names, reason = failing(torch.float32, 1e-2), CHANGES
+    except Exception as error:  # whatever third-party code raises
+        names = {p.name for p in pairs}
+        reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
+    return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
 
 
 def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair]) -> None:

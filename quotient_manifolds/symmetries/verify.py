@@ -11,15 +11,11 @@ from torch import nn
 
 from ..base import standard_normal
 from ..batches import default_forward, floats
-from ..gl.gauge import canonical_gauge
-from ..linalg import in_double
 from .blocks import check_model
-from .certificate import Certificate, certify
-from .discovery import change
-from .groups import random_elements
+from .certificate import Certificate, certify, change, move_
 from .pairs import SymmetricPair, check_pairs, in_copy
-from .recording import copied, undisturbed
-from .registry import find_symmetric_pairs
+from .recording import copied, random_state_kept, undisturbed
+from .registry import claimed_pairs, find_symmetric_pairs
 from .stacks import PairStack, stacks
 from .wide import Wide, widened
 
@@ -73,22 +69,9 @@ def apply_random_symmetry_(
     check_model(model)
     if not isinstance(seed, int):
         raise TypeError(f"seed must be a whole number, got {seed!r}")
-    generator = torch.Generator().manual_seed(seed)
-    moved = 0
-    for s in stacks(find_symmetric_pairs(model) if pairs is None else pairs):
-        x = in_double(s.gather())
-        A = random_elements(x, condition, generator)
-        A = A.abs() if s.group.positive else A
-        manifold = s.manifold()
-        G, H = manifold.unpack_tensor(x)
-        gauge = canonical_gauge(G, H)
-        # A head without full rank has no balanced representative of the same orbit, and neither has one with fixed
-        # signs.
-        full = gauge.present()[..., -1] & (not s.group.positive)
-        balanced = torch.where(full[..., None, None], gauge.x, x)
-        s.scatter_(manifold.act(balanced, A))
-        moved += len(s)
-    return moved
+    found = stacks(find_symmetric_pairs(model) if pairs is None else pairs)
+    move_(found, condition, seed)
+    return sum(map(len, found))
 
 
 @dataclass(frozen=True)
@@ -191,18 +174,19 @@ def verify(
     """
     check_model(model)
     extra = check_pairs(extra)
-    twin = copied(model, lambda: forward(model, batch)).double()
+    twin = copied(model).double()
     modules = dict(zip(model.modules(), twin.modules(), strict=True))
     batch = widened(batch)
 
     def run() -> list[torch.Tensor]:
-        return [t.double() for t in floats(forward(twin, batch))]
+        with random_state_kept(twin):
+            return [t.double() for t in floats(forward(twin, batch))]
 
     with undisturbed(twin), Wide():
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-        pairs = find_symmetric_pairs(twin, extra=[in_copy(p, modules) for p in extra], batch=batch, forward=forward)
+        pairs = claimed_pairs(twin, extra=[in_copy(p, modules) for p in extra], batch=batch, forward=forward)
         certificate = _certificate(stacks(pairs), run, seed)
         changes = _changes(twin, pairs, run, before, condition, seed) if moves else {}
     return Verification(certificate, changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -120,7 +120,9 @@ def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
 
 
 @torch.no_grad()
-def canonical_form(model: nn.Module, *, classes: bool = False, state: State | None = None) -> CanonicalForm:
+def canonical_form(
+    model: nn.Module, *, classes: bool = False, pairs: Iterable[SymmetricPair] | None = None, state: State | None = None
+) -> CanonicalForm:
     """Find a network's canonical form; the network is left unchanged.
 
     Parameters
@@ -131,6 +133,8 @@ def canonical_form(model: nn.Module, *, classes: bool = False, state: State | No
     classes : bool
         The logits are used only through a softmax, so a constant added to all of them is folded too. The logits change
         by that constant.
+    pairs : iterable of SymmetricPair, optional
+        Its heads, by default those that :func:`~quotient_manifolds.symmetries.find_symmetric_pairs` names.
     state : State, optional
         Storage for values while they are folded; by default an empty one.
 
@@ -166,7 +170,7 @@ def canonical_form(model: nn.Module, *, classes: bool = False, state: State | No
     """
     check_model(model)
     wiring = wiring_of(model)
-    pairs = [*find_symmetric_pairs(model), *neuron_pairs(wiring)]
+    pairs = [*(find_symmetric_pairs(model) if pairs is None else pairs), *neuron_pairs(wiring)]
     symmetries, refused = symmetries_of(wiring, pairs, classes=classes)
     state = State() if state is None else state
     for s in symmetries:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ...base import standard_normal
 from ...batches import default_forward, floats
-from ..certificate import certify
-from ..discovery import change, largest
+from ..certificate import certify, change, largest
 from ..recording import copied, undisturbed
 from ..stacks import stacks
 from ..verify import apply_random_symmetry_
@@ -113,7 +112,7 @@ def verify_whole(
     >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
     True
     """
-    twin = copied(model, lambda: forward(model, batch)).double().requires_grad_()
+    twin = copied(model).double().requires_grad_()
     wide = widened(batch)
 
     def outputs() -> list[Tensor]:
