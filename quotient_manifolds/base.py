@@ -13,6 +13,7 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .batches import tensors
 from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
 from .linalg import C, finite, holds, in_own_precision, root
 
@@ -37,14 +38,13 @@ def _with_finite_result(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: QuotientManifold, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        for part in result if isinstance(result, tuple) else (result,):
-            if kwargs.get("on_error") != "nan" and not finite(part):
-                raise ValueError(
-                    f"{self}: {method.__name__} gives numbers that {str(part.dtype).removeprefix('torch.')} does not "
-                    "hold, or a library failed; rescale the point or the vector, or use float64; in an optimisation "
-                    "the learning rate is too high"
-                )
-        return result
+        sound = all(finite(part) for part in (result if isinstance(result, tuple) else (result,)))
+        if sound or kwargs.get("on_error") == "nan" or not all(map(finite, tensors([args, kwargs]))):
+            return result
+        raise ValueError(
+            f"{self}: {method.__name__} gives numbers that its dtype does not hold, or a decomposition has failed; "
+            "rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
+        )
 
     return wrapped
 
@@ -320,7 +320,11 @@ class QuotientManifold(geoopt.Manifold):
         """
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
-        return torch.randn(shape, dtype=dtype, device=device, **kwargs)
+        return self._as_point(torch.randn(shape, dtype=dtype, device=device, **kwargs))
+
+    def _as_point(self, x: Tensor) -> Tensor:
+        """Return a tensor that knows its manifold, as geoopt's own manifolds do."""
+        return geoopt.ManifoldTensor(x, manifold=self, requires_grad=x.requires_grad)
 
     def _vector_space(self, x: Tensor, u: Tensor) -> TangentSpace:
         check_vector(self, x, u)

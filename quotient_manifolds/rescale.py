@@ -252,7 +252,7 @@ class RescaleQuotient(QuotientManifold):
         """Return u = v = 1, of shape ``size``; ``seed``, part of geoopt's interface, is ignored."""
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
-        return torch.ones(shape, dtype=dtype, device=device)
+        return self._as_point(torch.ones(shape, dtype=dtype, device=device))
 
     def _projx(self, x: Tensor) -> Tensor:
         tiny = torch.finfo(x.dtype).tiny

@@ -268,7 +268,7 @@ class GLQuotient(QuotientManifold):
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
         G, H = (torch.eye(rows, shape[-1], dtype=dtype, device=device) for rows in self.row_split())
-        return torch.cat([G, H], dim=-2).expand(shape).clone()
+        return self._as_point(torch.cat([G, H], dim=-2).expand(shape).clone())
 
     def _projx(self, x: Tensor) -> Tensor:
         return x if self._check_point_on_manifold(x)[0] else pack(*map(_lifted, self.unpack_tensor(x)))
