@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import geoopt
@@ -11,10 +13,40 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .batches import tensors
 from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
-from .linalg import holds, in_own_precision
+from .linalg import C, finite, holds, in_own_precision, root
 
-__all__ = ["QuotientManifold", "TangentSpace"]
+__all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
+
+#: The operations of manifolds whose results are numbers: those that are too large or too small for them are an error.
+_OPERATIONS = frozenset(
+    "acceleration inner norm proju egrad2rgrad retr expmap geodesic geodesic_between parallel_transport projx random "
+    "logmap dist align mean act vertical to_matrix canonical".split()
+)
+
+
+def with_finite_results(cls: C) -> C:
+    """Let the operations that a manifold's class defines compute in their own precision, and return no NaN or inf."""
+    for name in _OPERATIONS & vars(cls).keys():
+        if not getattr(vars(cls)[name], "__isabstractmethod__", False):
+            setattr(cls, name, _with_finite_result(vars(cls)[name]))
+    return in_own_precision(cls)
+
+
+def _with_finite_result(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapped(self: QuotientManifold, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        sound = all(finite(part) for part in (result if isinstance(result, tuple) else (result,)))
+        if sound or kwargs.get("on_error") == "nan" or not all(map(finite, tensors([args, kwargs]))):
+            return result
+        raise ValueError(
+            f"{self}: {method.__name__} gives numbers that its dtype does not hold, or a decomposition has failed; "
+            "rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
+        )
+
+    return wrapped
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -76,21 +108,24 @@ class TangentSpace(ABC):
         """Draw a standard Gaussian horizontal vector of the point's shape; its law depends only on the orbit."""
 
     def norm(self, u: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Compute ‖u‖ = √⟨u, u⟩; real, shape (…) or (…, 1, 1)."""
-        return self.inner(u, keepdim=keepdim).sqrt()
+        """Compute ‖u‖ = √⟨u, u⟩, whose derivative at 0 is defined as 0; real, shape (…) or (…, 1, 1)."""
+        return root(self.inner(u, keepdim=keepdim))
 
     def retr(self, u: Tensor) -> Tensor:
         """Follow the geodesic to second order: x + u + ½ acceleration(u); shape of u."""
         return self.x + u + 0.5 * self.acceleration(u)
 
 
-@in_own_precision
+@with_finite_results
 class QuotientManifold(geoopt.Manifold):
     r"""Base class of manifolds whose points are orbits of a group that acts on full-rank tensors.
 
     A point is one real or complex tensor, a representative of its orbit; a tangent vector is the horizontal lift at
     that representative. Every operation is equivariant: a group element that acts on all arguments acts on the result.
     The class holds no buffers, because buffers of a manifold do not follow ``module.to()``.
+
+    Every operation is homogeneous in the sizes of the factors, and is computed in units of them. A result that the dtype
+    cannot hold is a ValueError: no operation returns NaN or inf.
 
     Notes
     -----
@@ -194,7 +229,7 @@ class QuotientManifold(geoopt.Manifold):
         return space.inner(u, v, keepdim=keepdim)
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
-        """Compute ‖u‖ at x; real, shape (…) or (…, 1, 1)."""
+        """Compute ‖u‖ at x, whose derivative at u = 0 is defined as 0; real, shape (…) or (…, 1, 1)."""
         return self._vector_space(x, u).norm(u, keepdim=keepdim)
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
@@ -209,11 +244,15 @@ class QuotientManifold(geoopt.Manifold):
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """Retract by the second-order geodesic x + u + ½ acceleration(x, u); shape of x + u.
 
+        Here, and wherever a geodesic is followed, u is projected first: a vector stands for the tangent vector of the
+        quotient that it represents.
+
         Notes
         -----
         Paper, §5.2 and Eq. 12. The error against the exact geodesic falls by a factor of 8 when u is halved.
         """
-        return self._vector_space(x, u).retr(u)
+        space = self._vector_space(x, u)
+        return space.retr(space.proju(u))
 
     @__scaling__(ScalingInfo(u=-1))
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
@@ -281,7 +320,11 @@ class QuotientManifold(geoopt.Manifold):
         """
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
-        return torch.randn(shape, dtype=dtype, device=device, **kwargs)
+        return self._as_point(torch.randn(shape, dtype=dtype, device=device, **kwargs))
+
+    def _as_point(self, x: Tensor) -> Tensor:
+        """Return a tensor that knows its manifold, as geoopt's own manifolds do."""
+        return geoopt.ManifoldTensor(x, manifold=self, requires_grad=x.requires_grad)
 
     def _vector_space(self, x: Tensor, u: Tensor) -> TangentSpace:
         check_vector(self, x, u)

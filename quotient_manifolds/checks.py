@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linalg import holds
+from .linalg import finite
 
 __all__ = [
     "as_count",
@@ -27,10 +27,12 @@ _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
 def check_tensors(who: object, **arguments: Any) -> None:
-    """Raise for an argument that is not a tensor."""
+    """Raise for an argument that is not a tensor, or has no numbers."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{who}: {name} must be a tensor, got {type(value).__name__}")
+        if value.is_meta:
+            raise ValueError(f"{who}: {name} is on the device meta, without numbers; load them first")
 
 
 def as_count(name: str, value: Any, who: str = "", *, least: int = 1, most: float = math.inf) -> int:
@@ -49,9 +51,10 @@ def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     """Accept a shape as one tuple or as separate numbers, as torch does."""
     if len(size) == 1 and not isinstance(size[0], int):
         size = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
-    if not all(isinstance(s, int) and not isinstance(s, bool) for s in size):
-        raise TypeError(f"a size must be one or several whole numbers, got {size!r}")
-    return size
+    try:
+        return tuple(as_count("a size", s, least=0) for s in size)
+    except ValueError as error:
+        raise TypeError(f"a size must be one or several whole numbers, got {size!r}") from error
 
 
 def dtype_fault(who: object, x: Tensor, allow_complex: bool = True) -> str | None:
@@ -69,7 +72,7 @@ def dtype_fault(who: object, x: Tensor, allow_complex: bool = True) -> str | Non
 def fault(who: object, x: Tensor, allow_complex: bool = True) -> str | None:
     """Say what is wrong with the dtype or the entries of a point, if anything."""
     reason = dtype_fault(who, x, allow_complex)
-    if reason is not None or holds(x.isfinite()):
+    if reason is not None or finite(x):
         return reason
     return (
         f"{who}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the learning "
@@ -104,7 +107,7 @@ def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:
             f"{tuple(x.shape)}; their last two dimensions must agree"
         )
     check_same(who, x, u, "the point x", f"the vector {name}")
-    if not holds(u.isfinite()):
+    if not finite(u):
         raise ValueError(
             f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "
             "gradient, check the loss, or lower the learning rate"

@@ -189,7 +189,7 @@ def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Te
 
 def _from_mean_product(manifold: Any, points: Tensor, weights: Tensor) -> Tensor:
     """Return squared distances of products from their mean, (k, …), set by set: a product has n × m entries."""
-    found = []
+    found = [points.new_zeros(len(points), 0).real] if 0 in points.shape else []
     for x in points.flatten(1, -3).unbind(1) if points.dim() > 3 else [points]:
         products = manifold.to_matrix(x).flatten(1)
         found.append((products - weights.to(products.dtype) @ products).abs().square().sum(-1))

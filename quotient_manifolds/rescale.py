@@ -8,43 +8,55 @@ import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
-from .base import QuotientManifold, TangentSpace, standard_normal
+from .base import QuotientManifold, TangentSpace, standard_normal, with_finite_results
 from .checks import as_shape, check_dtype, check_tensors, check_vector, fault
 from .gl.geodesic import raise_on_exit
 from .gl.geodesic_ode import as_times, column
 from .gl.metrics import METRICS, Motion
-from .linalg import holds, in_double
+from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root
 from .means import checked_weights
 
 __all__ = ["RescaleQuotient"]
 
 
+def _length(c: Tensor) -> Tensor:
+    """Return the Euclidean norm over the last two dimensions, (…, 1, 1), in units of the largest entry."""
+    size = power_of_two(largest(c))
+    return root((c / size).square().sum((-2, -1), keepdim=True)) * size
+
+
+@in_own_precision
 class _RescaleTangentSpace(TangentSpace):
     r"""Horizontal vectors are (u ⊙ B, v ⊙ B): :math:`η_u/u = η_v/v = B`.
 
-    In units of the point, η/x, every coordinate is a GL(1) pair with the Gram matrices 1, and the metric is (scale ·
-    η/x)² with scale 1 (inv) or |β| (mix).
+    In units of the point, η/x, every coordinate is a GL(1) pair with the Gram matrices 1. The metric is (η/unit)², with
+    the unit vectors x (inv) or x/|β| (mix).
     """
 
     manifold: RescaleQuotient
 
     def __init__(self, manifold: RescaleQuotient, x: Tensor) -> None:
-        self.manifold, self.x, self.beta = manifold, x, manifold.to_matrix(x)
-        self._metric = METRICS[manifold.metric]
-        self._scale = self.beta.abs().unsqueeze(-2) ** (0.5 - self._metric.scale_exponent)
+        self.manifold, self.x, self._metric = manifold, x, METRICS[manifold.metric]
+        size = x.abs().sqrt().prod(-2, keepdim=True)  # √|β|, a number wherever x is
+        self._unit = x if self._metric.complete else x / size / size
 
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        """Compute Σ scale² (η_u ν_u/u² + η_v ν_v/v²), with scale 1 (inv) or |β| (mix); (…) or (…, 1, 1)."""
+        """Compute Σ η ν/unit² with unit vectors x (inv) or x/|β| (mix); (…) or (…, 1, 1)."""
         v = u if v is None else v
-        return ((u / self.x) * (v / self.x) * self._scale**2).sum(dim=(-2, -1), keepdim=keepdim)
+        return ((u / self._unit) * (v / self._unit)).sum(dim=(-2, -1), keepdim=keepdim)
+
+    def norm(self, u: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Compute ‖u‖, whose derivative at 0 is 0; (…) or (…, 1, 1)."""
+        result = _length(u / self._unit)
+        return result if keepdim else result[..., 0, 0]
 
     def proju(self, u: Tensor) -> Tensor:
         """Project on (u ⊙ B, v ⊙ B) with B = ½(η_u/u + η_v/v); (…, 2, d)."""
         return self.x * (u / self.x).mean(dim=-2, keepdim=True)
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
-        """Return the horizontal part of ∇ ⊙ (x/scale)², with scale 1 (inv) or |β| (mix); (…, 2, d)."""
-        return self.proju(u * (self.x / self._scale) ** 2)
+        """Return the horizontal part of ∇ ⊙ unit², with unit vectors x (inv) or x/|β| (mix); (…, 2, d)."""
+        return self._unit * (u * self._unit).mean(dim=-2, keepdim=True)
 
     def acceleration(self, u: Tensor) -> Tensor:
         """Return (u ⊙ B², v ⊙ B²) for inv, its negative for mix; (…, 2, d). B_u and B_v may differ."""
@@ -54,14 +66,15 @@ class _RescaleTangentSpace(TangentSpace):
         return self.x * (a + b * c)[..., 0, 0]
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a Gaussian B with unit variance in the metric, ‖η‖² = 2‖scale ⊙ B‖²; (…, 2, d)."""
-        draw = standard_normal(tuple(self.beta.shape), self.x, generator)
-        return self.x * (draw.unsqueeze(-2) / (2**0.5 * self._scale))
+        """Draw Gaussian multiples of the unit vectors, of unit variance in the metric; (…, 2, d)."""
+        draw = standard_normal((*self.x.shape[:-2], self.x.shape[-1]), self.x, generator)
+        return self._unit * (draw.unsqueeze(-2) / 2**0.5)
 
 
 _scaled = QuotientManifold.__scaling__.copy()
 
 
+@with_finite_results
 class RescaleQuotient(QuotientManifold):
     r"""Pairs of vectors without zero entries, modulo (u, v) → (αu, v/α) elementwise.
 
@@ -134,7 +147,7 @@ class RescaleQuotient(QuotientManifold):
         Parameters
         ----------
         x, u : Tensor
-            Point and horizontal vector, (…, 2, d).
+            Point and vector, which is projected, (…, 2, d).
         t : float or Tensor
             Times of any shape (k…) and sign; both results are (k…, …, 2, d).
 
@@ -168,9 +181,9 @@ class RescaleQuotient(QuotientManifold):
         It is given at the representative of the first of the points, (k, …, 2, d). Their products must agree in sign.
         The weights, (k,), are divided by their sum; equal by default.
         """
-        weights = checked_weights(self, points, weights).to(points.dtype)
-        first = points[0]
-        return self.expmap(first, torch.einsum("k,k...->...", weights, self.logmap(first.expand_as(points), points)))
+        weights, wide = checked_weights(self, points, weights), in_double(points)
+        u = torch.einsum("k,k...->...", weights, self.logmap(wide[0].expand_as(wide), wide))
+        return self.expmap(wide[0], u).to(points.dtype)
 
     def _ratio(self, x: Tensor, y: Tensor) -> Tensor:
         check_vector(self, x, y, "y")
@@ -199,9 +212,8 @@ class RescaleQuotient(QuotientManifold):
         """Compute ‖log(β₁/β₀)‖/√2 (inv) or ‖β₁ − β₀‖/√2 (mix); (…) or (…, 1, 1). Raises like :meth:`logmap`."""
         ratio = self._ratio(x, y)
         step = ratio.log() if self.metric == "inv" else in_double(y).prod(-2) - in_double(x).prod(-2)
-        result = torch.linalg.vector_norm(step, dim=-1) / 2**0.5  # whose derivative at 0 is 0, not NaN
-        result = result.to(x.dtype)
-        return result[..., None, None] if keepdim else result
+        result = (_length(step.unsqueeze(-2)) / 2**0.5).to(x.dtype)
+        return result if keepdim else result[..., 0, 0]
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         """Move x along its orbit to (αu, v/α), (…, 2, d); A is α, (…, d), without zeros."""
@@ -240,11 +252,11 @@ class RescaleQuotient(QuotientManifold):
         """Return u = v = 1, of shape ``size``; ``seed``, part of geoopt's interface, is ignored."""
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
-        return torch.ones(shape, dtype=dtype, device=device)
+        return self._as_point(torch.ones(shape, dtype=dtype, device=device))
 
     def _projx(self, x: Tensor) -> Tensor:
-        tiny = torch.finfo(x.dtype).tiny ** 0.5
-        return torch.where(x.abs() < tiny, torch.where(x < 0, -tiny, tiny).to(x.dtype), x)
+        tiny = torch.finfo(x.dtype).tiny
+        return torch.where(x.abs() < tiny, torch.where(x < 0, -(tiny**0.5), tiny**0.5).to(x.dtype), x)
 
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
         shape = tuple(shape)

@@ -82,8 +82,8 @@ def geodesic_distance(model: nn.Module, start: Mapping[str, Tensor]) -> float | 
     for name, p in initial.named_parameters():
         if _has(start, name, p):
             p.copy_(start[name])
-    total = model_distance(model, initial).total
-    return total if math.isfinite(total) else None
+    found = model_distance(model, initial)
+    return found.total if all(math.isfinite(p.distance) for p in found.pairs) else None
 
 
 @torch.no_grad()

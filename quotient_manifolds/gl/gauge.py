@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from ..checks import as_count, check_dtype, check_same, check_tensors
-from ..linalg import holds, own_precision, pack
+from ..linalg import finite, holds, largest, own_precision, pack, power_of_two
 
-__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix"]
+__all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix", "gauge_in_units"]
 
 #: Singular values of G Hᴴ below this many units of rounding, relative to the largest, count as zero.
 RANK_TOLERANCE = 10.0
+#: Factors whose largest entries are between the inverse of this and itself are not rescaled.
+_ORDINARY = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,13 @@ class Gauge:
         eye = torch.eye(self.x.shape[-1], dtype=self.x.dtype, device=self.x.device).expand(self.A.shape)
         return Gauge(self.x, self.n, self.sigma, eye, eye)
 
+    def times(self, unit: Tensor) -> Gauge:
+        """Return the gauge of the point times a number, (…, 1, 1)."""
+        sigma = self.sigma * unit.squeeze(-1) * unit.squeeze(-1)
+        if not holds(sigma.isfinite() & ((sigma >= torch.finfo(sigma.dtype).tiny) | ~self.present())):
+            raise ValueError(f"the singular values of G Hᴴ over- or underflow in {sigma.dtype}; rescale the pair")
+        return Gauge(self.x * unit, self.n, sigma, self.A, self.A_inv)
+
     def to(self, dtype: torch.dtype) -> Gauge:
         """Round to another precision; real stays real and complex stays complex."""
         real = dtype.to_real()
@@ -135,11 +144,30 @@ def canonical_gauge(G: Tensor, H: Tensor) -> Gauge:
         raise ValueError(
             f"a pair has shapes (…, n, h) and (…, m, h) with h ≤ min(n, m), got {tuple(G.shape)} and {tuple(H.shape)}"
         )
-    if not holds(G.isfinite()) or not holds(H.isfinite()):
+    gauge, unit = gauge_in_units(G, H)
+    return gauge if unit is None else gauge.times(unit)
+
+
+def gauge_in_units(G: Tensor, H: Tensor) -> tuple[Gauge, Tensor | None]:
+    """Return the canonical gauge of (G, H)/unit, and the power of two ``unit``, (…, 1, 1), or None for 1.
+
+    All operations are homogeneous, so that those at (G, H) follow without over- or underflow. The sizes of G and H, of
+    which the unit is the geometric mean, may differ by any factor: it becomes a part of the group element.
+    """
+    sizes = torch.stack(torch.broadcast_tensors(largest(G), largest(H)))
+    if holds((sizes > 1 / _ORDINARY) & (sizes < _ORDINARY), unseen=False):
+        return _gauge(G, H), None
+    if not holds(sizes.isfinite()):
         raise ValueError(f"the pair of shapes {tuple(G.shape)}, {tuple(H.shape)} has NaN or infinite entries")
+    size_G, size_H = power_of_two(sizes.sqrt())  # of its root, so that the root of their product is one too
+    gauge, turn = _gauge(G / size_G / size_G, H / size_H / size_H), size_G / size_H
+    return Gauge(gauge.x, gauge.n, gauge.sigma, gauge.A * turn, gauge.A_inv / turn), size_G * size_H
+
+
+def _gauge(G: Tensor, H: Tensor) -> Gauge:
     Q_G, R_G = torch.linalg.qr(G)
     Q_H, R_H = torch.linalg.qr(H)
-    U, sigma, Vh = torch.linalg.svd(R_G @ R_H.mH, full_matrices=False)
+    U, sigma, Vh = _svd(R_G @ R_H.mH)
     V = Vh.mH
     U_hat = Q_G @ U
     peak = U_hat.gather(-2, U_hat.abs().argmax(dim=-2, keepdim=True))
@@ -187,13 +215,33 @@ def from_matrix(X: Tensor, h: int) -> Tensor:
     h = as_count("h", h, "from_matrix")
     if X.dim() < 2 or not 1 <= h <= min(X.shape[-2:]):
         raise ValueError(f"a matrix of shape {tuple(X.shape)} has no point of rank {h}")
-    if not holds(X.isfinite()):
+    if not finite(X):
         raise ValueError(f"the matrix of shape {tuple(X.shape)} has NaN or infinite entries")
-    U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
+    unit = power_of_two(largest(X).sqrt())
+    U, sigma, Vh = _svd(X / unit / unit)
     sigma = sigma[..., :h]
     if not holds(sigma[..., -1] > RANK_TOLERANCE * torch.finfo(sigma.dtype).eps * sigma[..., 0]):
         raise ValueError(f"the matrix has rank below {h}, so it is not the product of any point of the manifold")
-    return pack(U[..., :h], Vh.mH[..., :h]) * sigma.sqrt().unsqueeze(-2)
+    return pack(U[..., :h], Vh.mH[..., :h]) * (sigma.sqrt().unsqueeze(-2) * unit)
+
+
+def _svd(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the thin singular value decomposition, or raise; some libraries return NaN for one that failed."""
+    if X.requires_grad:
+        X = X.view_as(X)
+        X.register_hook(_has_derivative)
+    U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
+    if not finite(sigma):
+        raise ValueError(f"the singular value decomposition of a matrix of shape {tuple(X.shape)} failed")
+    return U, sigma, Vh
+
+
+def _has_derivative(grad: Tensor) -> None:
+    if not finite(grad):
+        raise ValueError(
+            "a canonical representative has no derivative where singular values are equal or 0; differentiate a function "
+            "of the product G Hᴴ instead"
+        )
 
 
 def _inverse(s: Tensor) -> Tensor:

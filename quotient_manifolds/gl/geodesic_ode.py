@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..linalg import holds
 from .metrics import MIX, Motion
 
 __all__ = [
@@ -83,7 +84,10 @@ def as_times(t: Any, like: Tensor) -> Tensor:
     """Return times as a real tensor with the precision and device of another tensor."""
     if t.is_complex() if isinstance(t, Tensor) else np.asarray(t).dtype.kind not in "iuf":
         raise TypeError(f"times must be real numbers, got {t!r}")
-    return torch.as_tensor(t, dtype=like.dtype.to_real(), device=like.device)
+    times = torch.as_tensor(t, dtype=like.dtype.to_real(), device=like.device)
+    if not holds(times.isfinite()):
+        raise ValueError(f"times must be finite, got {t!r}")
+    return times
 
 
 def column(t: Tensor, like: Tensor) -> Tensor:

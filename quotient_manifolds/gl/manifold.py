@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from numbers import Real
 from typing import Any, cast
 
@@ -12,21 +11,20 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from .. import means
-from ..base import QuotientManifold, standard_normal
+from ..base import QuotientManifold, is_differentiated, standard_normal, with_finite_results
 from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
-from ..linalg import column_rank_ratio, holds, in_double, in_own_precision, pack, rank_tolerance
+from ..linalg import column_rank_ratio, holds, in_double, largest, pack, power_of_two, rank_tolerance
 from . import alignment, logarithm, transport
-from .gauge import Gauge, canonical_gauge
+from .gauge import Gauge, gauge_in_units
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
 
 __all__ = ["GLQuotient", "GLQuotientInv", "GLQuotientMix"]
 
-_OUT_OF_RANGE = "the product G Hᴴ over- or underflows in {}; rescale the point, or use torch.float64"
 _scaled = QuotientManifold.__scaling__.copy()
 
 
-@in_own_precision
+@with_finite_results
 class GLQuotient(QuotientManifold):
     """Base class of the GL(h) quotients with the inv and the mix metric."""
 
@@ -54,14 +52,16 @@ class GLQuotient(QuotientManifold):
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
         G, H = x.detach().split(self.row_split(), dim=-2)
-        gauge = None
-        with contextlib.suppress(ValueError, LinAlgError):  # NaN or inf
-            gauge = canonical_gauge(G, H)
+        gauge, unit, error = None, None, None
+        try:
+            gauge, unit = gauge_in_units(G, H)
+        except (ValueError, LinAlgError) as failed:  # NaN or inf
+            error = failed
         if gauge is None or not holds(gauge.present()[..., -1]):  # only then is it worth factorising each factor
             ok, reason = self._check_point_on_manifold(x.detach())
             if not ok or gauge is None:
-                raise ValueError(reason or _OUT_OF_RANGE.format(x.dtype))
-        return GLTangentSpace(self, x, gauge, differentiable=differentiable)
+                raise ValueError(reason or f"{self}: {error}") from error
+        return GLTangentSpace(self, x, gauge, unit=unit, differentiable=differentiable)
 
     def at_gauge(
         self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
@@ -114,8 +114,14 @@ class GLQuotient(QuotientManifold):
         return G @ H.mH
 
     def canonical(self, x: Tensor) -> Tensor:
-        """Return the representative in canonical gauge, where GᴴG = HᴴH = Σ, (…, n + m, h); see :class:`Gauge`."""
-        return cast(GLTangentSpace, self.tangent_space_at(x)).gauge.x
+        """Return the representative in canonical gauge, where GᴴG = HᴴH = Σ, (…, n + m, h); see :class:`Gauge`.
+
+        Differentiable where the singular values of G Hᴴ are distinct; elsewhere a derivative that is asked for raises a
+        ValueError, because the representative is not unique. A function of the product has one everywhere.
+        """
+        self.tangent_space_at(x.detach())  # the checks
+        gauge, unit = gauge_in_units(*self.unpack_tensor(x))
+        return gauge.x if unit is None else gauge.x * unit
 
     def _gl_space(self, x: Tensor, u: Tensor) -> GLTangentSpace:
         return cast(GLTangentSpace, self._vector_space(x, u))
@@ -128,7 +134,8 @@ class GLQuotient(QuotientManifold):
 
         :meth:`retr` is the cheaper second-order approximation that optimisers use; it never leaves the manifold.
         """
-        return self._gl_space(x, u).expmap(u, relative_tol=relative_tol)
+        space = self._gl_space(x, u)
+        return space.expmap(space.proju(u), relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic(self, x: Tensor, u: Tensor, t: Any, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
@@ -137,7 +144,7 @@ class GLQuotient(QuotientManifold):
         Parameters
         ----------
         x, u : Tensor
-            Point and horizontal vector, (…, n + m, h).
+            Point and vector, which is projected, (…, n + m, h).
         t : float or Tensor
             Times of any shape (k…) and sign.
         relative_tol : float, optional
@@ -153,12 +160,14 @@ class GLQuotient(QuotientManifold):
         GeodesicExitError
             A mix geodesic reaches a rank-deficient matrix before the last time (``time``; item by item in ``times``).
         """
-        return self._gl_space(x, u).geodesic(u, t, relative_tol=relative_tol)
+        space = self._gl_space(x, u)
+        return space.geodesic(space.proju(u), t, relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
     def exit_time(self, x: Tensor, u: Tensor, until: float = 1.0) -> Tensor:
         """Return the time in (0, until] at which each geodesic leaves the manifold, inf where it stays; (…)."""
-        return self._gl_space(x, u).exit_time(u, until)
+        space = self._gl_space(x, u)
+        return space.exit_time(space.proju(u), until)
 
     @_scaled(ScalingInfo(1))
     def logmap(self, x: Tensor, y: Tensor, *, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
@@ -185,7 +194,8 @@ class GLQuotient(QuotientManifold):
         """
         _check_search(self, x, y, n_starts, on_error)
         with torch.no_grad():
-            return logarithm.logmap(self, self._in_double(x), self._in_double(y), n_starts, on_error).to(x.dtype)
+            unit, a, b = self._in_units(x, y)
+            return (logarithm.logmap(self, a, b, n_starts, on_error) * unit).to(x.dtype)
 
     @_scaled(ScalingInfo(1))
     def dist(
@@ -199,8 +209,10 @@ class GLQuotient(QuotientManifold):
         Once differentiable in both points; at distance 0 the derivative is defined as 0.
         """
         _check_search(self, x, y, n_starts, on_error)
-        result = logarithm.distance(self, self._in_double(x), self._in_double(y), n_starts, on_error).to(x.real.dtype)
-        return result[..., None, None] if keepdim else result
+        unit, a, b = self._in_units(x, y)
+        result = logarithm.distance(self, a, b, n_starts, on_error)[..., None, None]
+        result = (result if self.metric.scale_exponent > 0 else result * unit * unit).to(x.real.dtype)
+        return result if keepdim else result[..., 0, 0]
 
     def align(self, x: Tensor, y: Tensor, *, relative_tol: float = 1e-7) -> Tensor:
         """Return the representative of y's orbit that is nearest to x in the metric at x (a local minimum).
@@ -209,7 +221,8 @@ class GLQuotient(QuotientManifold):
         """
         check_vector(self, x, y, "y")
         with torch.no_grad():
-            return alignment.align(self, self._in_double(x), self._in_double(y), relative_tol).to(x.dtype)
+            unit, a, b = self._in_units(x, y)
+            return (alignment.align(self, a, b, relative_tol) * unit).to(x.dtype)
 
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any, *, n_starts: int | None = None) -> Tensor:
         """Interpolate from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …), differentiable in t."""
@@ -219,7 +232,9 @@ class GLQuotient(QuotientManifold):
 
     def mean(self, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> Tensor:
         """Return the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
-        return means.frechet_mean(self, points, weights, n_starts=n_starts).point
+        means.checked_weights(self, points, weights)
+        unit, first, rest = self._in_units(points[0], points)
+        return (means.frechet_mean(self, rest, weights, n_starts=n_starts).point * unit).to(points.dtype)
 
     @_scaled(ScalingInfo.NotCompatible)
     def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,14 +246,20 @@ class GLQuotient(QuotientManifold):
         """
         check_vector(self, x, u)
         check_vector(self, x, v, "v")
-        x_wide, u_wide, v_wide = self._in_double(x), in_double(u), in_double(v)
-        end, carried = transport.parallel_transport(self, self._gl_space(x_wide, u_wide), u_wide, v_wide)
-        return end.to(x.dtype), carried.to(x.dtype)
+        unit, a = self._in_units(x)
+        space, size = self.tangent_space_at(a.detach()), power_of_two(largest(v))
+        u, v = (space.proju(in_double(w) / s) for w, s in ((u, unit), (v, size)))
+        end, carried = transport.parallel_transport(self, space, u, v)
+        return (end * unit).to(x.dtype), (carried * size).to(x.dtype)
 
-    def _in_double(self, x: Tensor) -> Tensor:
-        """Check a point in its own precision, whose rounding would count as rank in double precision, and widen it."""
-        self.tangent_space_at(x.detach())
-        return in_double(x)
+    def _in_units(self, *points: Tensor) -> list[Tensor]:
+        """Return the unit of the first point, (…, 1, 1), and the points in double precision and in units of it.
+
+        They are checked in their own precision, whose rounding would count as rank in double precision.
+        """
+        spaces = [cast(GLTangentSpace, self.tangent_space_at(x.detach())) for x in points]
+        unit = in_double(spaces[0].unit)
+        return [unit, *(in_double(x) / unit for x in points)]
 
     # -- geoopt's checks ---------------------------------------------------------------------------------------------
 
@@ -247,7 +268,7 @@ class GLQuotient(QuotientManifold):
         shape = as_shape(size)
         self._assert_check_shape(shape, "x")
         G, H = (torch.eye(rows, shape[-1], dtype=dtype, device=device) for rows in self.row_split())
-        return torch.cat([G, H], dim=-2).expand(shape).clone()
+        return self._as_point(torch.cat([G, H], dim=-2).expand(shape).clone())
 
     def _projx(self, x: Tensor) -> Tensor:
         return x if self._check_point_on_manifold(x)[0] else pack(*map(_lifted, self.unpack_tensor(x)))

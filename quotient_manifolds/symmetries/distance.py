@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -56,7 +57,7 @@ class ModelDistance:
     pairs : tuple of PairDistance
         In the order of the first model's pairs.
     skipped : dict of str to str
-        Names of what was not compared, with the reason.
+        Names of what was not compared, or has no distance, with the reason.
 
     Examples
     --------
@@ -72,8 +73,12 @@ class ModelDistance:
 
     @property
     def total(self) -> float:
-        """The root of the sum of squares: the distance in the product of all pairs' manifolds."""
-        return sum(p.distance**2 for p in self.pairs) ** 0.5
+        """The root of the sum of squares, over the pairs that have a distance; ``skipped`` names the others.
+
+        It is the distance in the product of those pairs' manifolds; NaN if there is none.
+        """
+        squares = [p.distance**2 for p in self.pairs if not math.isnan(p.distance)]
+        return sum(squares) ** 0.5 if squares else math.nan
 
     def table(self, kind: str) -> tuple[list[str], Tensor]:
         """Return the modules and, for one kind of pair, their heads' distances (modules, heads), NaN if absent."""
@@ -159,6 +164,8 @@ def model_distance(
             # A diagonal group: every column is a separate pair.
             total = d.reshape(len(numbers), -1).square().sum(1).sqrt()
             distances.update(zip(numbers, total.tolist(), strict=True))
+    lost = "no geodesic was found, or a factor lacks full column rank in one of the models (as LoRA's B = 0)"
+    skipped.update({p.name: lost for i, p in enumerate(first) if math.isnan(distances[i])})
     return ModelDistance(
         metric,
         tuple(

@@ -85,8 +85,11 @@ def test_a_pair_without_full_rank_is_one_nan():
     one, other = encoder(), encoder()
     with torch.no_grad():
         other.self_attn.out_proj.weight[:, :6] = 0
-    found = {(p.kind, p.head): p.distance for p in model_distance(one, other).pairs}
+    result = model_distance(one, other)
+    found = {(p.kind, p.head): p.distance for p in result.pairs}
     assert [place for place, d in found.items() if math.isnan(d)] == [("vo", 0)]
+    assert result.total == pytest.approx(sum(d**2 for d in found.values() if not math.isnan(d)) ** 0.5, rel=1e-14)
+    assert [name for name, why in result.skipped.items() if "full column rank" in why] == ["self_attn vo head 0"]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -122,7 +125,9 @@ class TestAdapters:
         assert model_distance(one, copy.deepcopy(one)).total < 1e-6
 
     def test_fresh_ones_have_no_distance(self):
-        assert all(math.isnan(p.distance) for p in model_distance(self.model(1), self.model(2)).pairs)
+        found = model_distance(self.model(1), self.model(2))
+        assert all(math.isnan(p.distance) for p in found.pairs)
+        assert math.isnan(found.total)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
