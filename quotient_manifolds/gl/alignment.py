@@ -19,6 +19,9 @@ from .tangent import GLTangentSpace
 
 __all__ = ["GLManifold", "align", "restrict_to_span"]
 
+#: Steps after which an alignment gives up, a few dozen suffice; conjugate gradients in each.
+_STEPS, _INNER = 500, 100
+
 
 class GLManifold(Protocol):
     """What is needed of a GL(h) quotient here: products and tangent spaces, also for other numbers of rows."""
@@ -55,41 +58,67 @@ def restrict_to_span(
     return small, restricted, back
 
 
-def _alignment_step(space: GLTangentSpace, y: Tensor) -> Tensor:
-    r"""Compute the Λ of a Gauss–Newton step of :func:`align` at y = (G, H), in canonical gauge.
+def _newton_step(space: GLTangentSpace, y: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Compute the Λ of a Newton step of :func:`align` at y = (G, H), in canonical gauge, and the slope along it.
 
-    Minimises :math:`\|(r_G + GΛ) W^{1/2}\|^2 + \|(r_H - HΛ^H) W^{1/2}\|^2`, r = y − x:
-    :math:`M Λ W + W Λ N = W r_H^H H - G^H r_G W`.
+    The second derivative of :math:`\tfrac12 \|ψ(e^{-Λ}, y) - x\|^2` is, with r = y − x and
+    :math:`E = W r_G^H G + H^H r_H W`,
+
+    .. math:: Λ \mapsto M Λ W + W Λ N + \tfrac12 (E Λ + Λ E)^H .
+
+    The first two terms are those of Gauss and Newton, a Sylvester equation that preconditions conjugate gradients.
+    Where points are far apart the last one is as large; a direction in which the sum is negative is followed.
     """
     (G, H), (r_G, r_H) = space.split(y), space.split(y - space.x)
     w = row_power(space.sigma_hat, space.present, -2 * space.metric.scale_exponent)
     root = torch.diag_embed(w.squeeze(-2).rsqrt()).to(y.dtype)
-    return weighted_sylvester(G.mH @ G, H.mH @ H, root, root)(w.mT * (r_H.mH @ H) - (G.mH @ r_G) * w)
-
-
-def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
-    """Align in canonical gauge; result, and the size of the last step relative to 1."""
-    y = y.clone()
-    value = space.norm(y - space.x)
-    size = torch.full_like(value, torch.inf)
-    for _ in range(max_iter):
-        L = _alignment_step(space, y)
-        size = torch.linalg.matrix_norm(L)
-        if bool((size <= tol).all()):
+    M, N, G_r, r_H_H = G.mH @ G, H.mH @ H, G.mH @ r_G * w, w.mT * (r_H.mH @ H)
+    precondition, E = weighted_sylvester(M, N, root, root), (G_r + r_H_H).mH
+    first = r = r_H_H - G_r
+    p = z = precondition(r)
+    square = start = _dot(r, z)
+    enough = torch.minimum(start / space.inner(y - space.x), torch.full_like(start, 0.01)) * start
+    L, going = torch.zeros_like(r), square > 0
+    for _ in range(_INNER):
+        Hp = M @ p * w + w.mT * (p @ N) + (E @ p + p @ E).mH / 2
+        bend = _dot(p, Hp)
+        length = torch.where(bend > 0, square / bend, 1 / torch.linalg.matrix_norm(p))
+        step = torch.where(going, length, 0)[..., None, None]
+        L, r, going = L + step * p, r - step * Hp, going & (bend > 0)
+        z = precondition(r)
+        last, square = square, _dot(r, z)
+        going = going & (square > enough)
+        if not bool(going.any()):
             break
-        L = L * (1 / size).clamp_max(1)[..., None, None]
-        todo = torch.ones_like(value, dtype=torch.bool)
+        p = torch.where(going[..., None, None], z + (square / last)[..., None, None] * p, p)
+    return L, -_dot(first, L)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a.conj() * b).real.sum((-2, -1))
+
+
+def _aligned(space: GLTangentSpace, y: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+    """Align in canonical gauge; result, and the size of the last step relative to 1."""
+    value = space.inner(y - space.x) / 2
+    size, rounding = torch.full_like(value, torch.inf), 10 * torch.finfo(value.dtype).eps
+    moving = torch.ones_like(value, dtype=torch.bool)
+    for _ in range(_STEPS):
+        L, slope = _newton_step(space, y)
+        size = torch.where(moving, torch.linalg.matrix_norm(L), size)
+        todo = moving & (size > tol)
+        t = (y.shape[-1] ** 0.5 / size).clamp_max(1)
+        moving = torch.zeros_like(moving)
         for _ in range(30):
-            trial = moved_end(space.gauge.n, y, L)
-            new = space.norm(trial - space.x)
-            better = todo & (new <= value)
-            y = torch.where(better[..., None, None], trial, y)
-            value = torch.where(better, new, value)
-            todo = todo & ~better
             if not bool(todo.any()):
                 break
-            L = torch.where(todo[..., None, None], L / 2, 0)
-        if bool(todo.all()):
+            trial = moved_end(space.gauge.n, y, torch.where(todo, t, 0)[..., None, None] * L)
+            new = space.inner(trial - space.x) / 2
+            better = todo & (new <= value * (1 + rounding) + 1e-4 * t * slope)
+            y = torch.where(better[..., None, None], trial, y)
+            value, t = torch.where(better, new, value), t / 2
+            moving, todo = moving | better, todo & ~better
+        if not bool(moving.any()):
             break
     return y, size
 
@@ -97,8 +126,8 @@ def _aligned(space: GLTangentSpace, y: Tensor, tol: float, max_iter: int) -> tup
 def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Tensor:
     r"""Return the representative of y's orbit nearest to x in the metric at x.
 
-    A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Gauss–Newton with step halving; every step is one Sylvester
-    equation. It starts from the canonical gauges of both points.
+    A local minimum over A of :math:`\|ψ(A, y) - x\|_x`, by Newton steps that are halved until the distance falls. It
+    starts from the unitary matrix that fits the canonical gauges of both points best.
     """
     y = torch.broadcast_to(y, torch.broadcast_shapes(x.shape, y.shape))
     space = manifold.tangent_space_at(x.expand_as(y))
@@ -106,7 +135,11 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Te
     g, (G, H) = canonical_gauge(*flat.split(y)), flat.split(flat.x)
     # The unitary between the two canonical gauges, from both factors together.
     start = g.x @ polar(g.G.mH @ G + g.H.mH @ H)
-    result, size = _aligned(flat, start, relative_tol, 500)
+    result, size = _aligned(flat, start, relative_tol)
     if bool((size > max(relative_tol, 1e-5)).any()):
-        raise ConvergenceError(f"align: steps of size {size.max().item():.1e} after 500 iterations", size)
+        raise ConvergenceError(
+            f"align: steps of size {size.max().item():.1e} after {_STEPS} iterations; where the singular values of G Hᴴ "
+            "spread over 1e6, points that are far apart are out of reach",
+            size,
+        )
     return space.from_gauge(*space.split(result))

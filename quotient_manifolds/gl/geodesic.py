@@ -251,7 +251,7 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
             active = active & ~near & (here.time < until)
         if not bool(active.any()):
             return waypoints, exit_time
-    raise RuntimeError(f"mix geodesic: {int(active.sum())} not finished after an inv length of {_MAX_LENGTH}")
+    raise ArithmeticError(f"mix geodesic: {int(active.sum())} not finished after an inv length of {_MAX_LENGTH}")
 
 
 def _default_tolerance(x: Tensor) -> float:

@@ -127,6 +127,8 @@ class _Search:
 
     def best(self, n_starts: int | None) -> Shortest:
         """Refine the paths of several starts, the shortest first."""
+        if self.n == self.m == self.x.shape[-1] and not self.manifold.metric.complete:
+            return self._straight()
         starts = self._starts(n_starts)
         values, order = torch.stack([s.value for s in starts]).sort(0)
         found = Shortest.nothing(self.x)
@@ -141,6 +143,25 @@ class _Search:
                 if len(at):
                     found.improve(at, self._refined(at, start.path[at], start.softest[at]))
         return found
+
+    def _straight(self) -> Shortest:
+        r"""Return the geodesics of mix between square factors, along which the product moves on a straight line.
+
+        With D = Y − X the velocity is :math:`\tfrac12 (D H^{-H}, (G^{-1} D)^H)`, at both ends. No path is shorter than
+        :math:`\|D\|_F / \sqrt 2`, and the line leaves the manifold at :math:`-1/z`, z a real eigenvalue of X⁻¹D.
+        """
+        D = self.target - self.manifold.to_matrix(self.x)
+        u, velocity = (
+            torch.cat([torch.linalg.solve(H.mH, D, left=False), torch.linalg.solve(G, D).mH], -2) / 2
+            for G, H in map(self._split, (self.x, self.y))
+        )
+        z = torch.linalg.eigvals(torch.linalg.solve(self.manifold.to_matrix(self.x), D))
+        real = z.imag.abs() <= 10 * torch.finfo(z.real.dtype).eps * z.abs()
+        exits = torch.where(real & (z.real <= -1), -1 / z.real, torch.inf).amin(-1)
+        leaves, one = exits.isfinite(), torch.ones_like(exits)
+        length = self.manifold.at_gauge(self.gauge).norm(u)
+        residual, lowest = torch.where(leaves, torch.inf, 0 * one), torch.where(leaves, 0, one)
+        return Shortest(u, self.y, velocity, residual, length, exits, one, lowest)
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
@@ -268,6 +289,11 @@ class _Search:
         except GeodesicExitError as error:
             exits = exits if error.times is None else error.times
             end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u), relative_tol=tol)
+        except ArithmeticError:  # the equation cannot be solved for some: the others are followed one by one
+            found = Shortest.nothing(u)
+            for i in torch.arange(len(at), device=at.device).split(1) if len(at) > 1 else ():
+                found.put(i, self._followed(at[i], path[i], least[i], tol))
+            return found
         missing = torch.linalg.matrix_norm(self.manifold.to_matrix(end) - self.target[at]) / self.size[at]
         residual = torch.where(exits.isfinite(), torch.inf, missing)
         return Shortest(u, end, velocity, residual, space.norm(u), exits, least, self._lowest(path))

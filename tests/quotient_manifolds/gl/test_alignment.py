@@ -1,8 +1,9 @@
 import numpy as np
+import pytest
 import scipy.optimize
 import torch
 
-from tests.geodesics import METRICS, metric
+from tests.geodesics import METRICS, field, metric
 
 
 @metric
@@ -25,3 +26,34 @@ def test_align_finds_the_nearest_representative(name):
     )
     assert value <= best + 1e-9
     assert float(manifold.norm(x, y - x)) > 1.5 * value
+
+
+@metric
+@field
+@pytest.mark.parametrize(("n", "m", "h", "spread"), [(33, 32, 8, 1), (6, 5, 2, 1e3), (4, 4, 4, 10), (9, 7, 1, 1)])
+def test_align_reaches_a_minimum_between_independent_points(name, dtype, n, m, h, spread):
+    """Heads of networks that were trained apart: Gauss and Newton's steps alone do not get there."""
+    manifold = METRICS[name](n, m)
+    scale = spread ** torch.linspace(0, -0.5, h)
+    x, y = (
+        manifold.act(manifold.canonical(manifold.random(6, n + m, h, dtype=dtype)) * scale, A)
+        for A in torch.randn(2, 6, h, h, dtype=dtype)
+    )
+    found = manifold.align(x, y)
+    torch.testing.assert_close(manifold.to_matrix(found), manifold.to_matrix(y), rtol=1e-6, atol=1e-6)
+    to_gauge = manifold.tangent_space_at(x).to_gauge
+    space, L = manifold.tangent_space_at(manifold.canonical(x)), torch.randn(50, 6, h, h, dtype=dtype)
+
+    def squares(step):
+        """In the gauge of x: f(e^{±sΛ}) for random Λ of length 1."""
+        exponent = step * L / torch.linalg.matrix_norm(L)[..., None, None]
+        there = torch.cat(to_gauge(found), -2).split([n, m], -2)
+        A = torch.linalg.matrix_exp(exponent)
+        moved = torch.cat([there[0] @ A, there[1] @ torch.linalg.inv(A).mH], -2)
+        return space.inner(moved - space.x)
+
+    least, plus, minus = squares(0.0), squares(1e-4), squares(-1e-4)
+    first, second = (plus - minus) / 2e-4, (plus + minus - 2 * least) / 1e-8
+    assert second.min() > 0
+    assert (first**2 / (2 * second) / least).max() < 1e-9  # by how much a step along Λ could shorten it
+    assert (least[0] <= space.inner(torch.cat(to_gauge(manifold.canonical(y)), -2) - space.x)).all()

@@ -110,18 +110,28 @@ def test_pairs_of_vectors_against_the_closed_form():
     assert float((plus - minus).min()) < 0 < float((plus - minus).max())
 
 
-def test_square_matrices_of_mix_go_straight():
-    """n = m = h: the product moves on a straight line, d = ‖ΔX‖/√2, which may leave the manifold."""
+@field
+def test_square_matrices_of_mix_go_straight(dtype):
+    """n = m = h: the product moves on a straight line, d = ‖ΔX‖/√2, which may leave the manifold (if it is real)."""
     manifold = GLQuotientMix(3, 3)
-    x = manifold.random(8, 6, 3)
-    y = manifold.pack_point(manifold.unpack_tensor(x)[0] + 0.2 * torch.randn(8, 3, 3), manifold.unpack_tensor(x)[1])
+    x = manifold.random(60, 6, 3, dtype=dtype)
+    y = x + torch.cat([0.2 * torch.randn(60, 3, 3, dtype=dtype), torch.zeros(60, 3, 3)], -2)
+    y = manifold.act(y, torch.randn(60, 3, 3, dtype=dtype))
     X, Y = manifold.to_matrix(x), manifold.to_matrix(y)
-    t = torch.linspace(0, 1, 400)[:, None, None, None]
-    stays = (torch.linalg.det(X + t * (Y - X)) * torch.linalg.det(X) > 0).all(0)
+    t = torch.linspace(0, 1, 4000)[:, None, None, None]
+    turned = torch.linalg.det(X + t * (Y - X)) / torch.linalg.det(X)
+    leaves = (turned.real < 0).any(0) if dtype == torch.float64 else torch.zeros(60, dtype=torch.bool)
     d = manifold.dist(x, y, on_error="nan")
+    assert torch.equal(d.isnan(), leaves)
+    assert dtype.is_complex or 1 < leaves.sum() < 59
     expected = torch.linalg.matrix_norm(Y - X) / 2**0.5
-    torch.testing.assert_close(d[stays], expected[stays], rtol=1e-8, atol=0)
-    assert stays.sum() >= 4
+    torch.testing.assert_close(d[~leaves], expected[~leaves], rtol=1e-8, atol=0)
+    u = manifold.logmap(x[~leaves], y[~leaves])
+    (G, H), (P, R) = manifold.unpack_tensor(x[~leaves]), manifold.unpack_tensor(u)
+    torch.testing.assert_close(P @ H.mH + G @ R.mH, (Y - X)[~leaves], rtol=1e-6, atol=1e-8)
+    if leaves.any():
+        with pytest.raises(ConvergenceError, match="different components|leaves the manifold .* at t = "):
+            manifold.logmap(x[leaves], y[leaves])
 
 
 def test_what_has_no_logarithm_is_named_and_fails_alone():
@@ -257,8 +267,7 @@ def test_a_distance_says_that_it_differentiates_once():
 @metrics
 def test_derivatives_where_some_pairs_have_no_distance(metric):
     manifold = MANIFOLDS[metric](2, 2)
-    torch.manual_seed(0)
-    x = torch.randn(3, 4, 2)
+    x = torch.eye(2).repeat(3, 2, 1) + 0.1 * torch.randn(3, 4, 2)  # products near 1, and so of one component
     y = x + 0.02 * torch.randn(3, 4, 2)
     y[1, :2] = y[1, :2] @ torch.diag(torch.tensor([1.0, -1.0]))  # another component
     sound = torch.tensor([0, 2])

@@ -1,6 +1,7 @@
 import torch
 
 from quotient_manifolds.gl.bent import first_path
+from quotient_manifolds.gl.metrics import INV
 from quotient_manifolds.gl.path import Path, energy, flat, unflat
 from tests.geodesics import field, metric, problem
 
@@ -50,7 +51,9 @@ def test_vectors_of_coefficients_and_of_the_end():
 
 
 def test_only_well_conditioned_paths_are_rounded_to_single_precision():
-    _, path = some_path("inv")
+    x, y = torch.linalg.qr(torch.randn(2, 3, 6, 2)).Q, torch.linalg.qr(torch.randn(2, 3, 5, 2)).Q
+    start, end = torch.cat([x[0], y[0]], -2), torch.cat([x[0] + 0.1 * x[1], y[0] + 0.1 * y[1]], -2)
+    path = Path(INV, 6, start, end, 0.1 * torch.randn(3, 3, 11, 2) / 11)
     single = path.in_single()
     assert single.x.dtype == single.y.dtype == single.c.dtype == torch.float32
     torch.testing.assert_close(energy(single)[0].double(), energy(path)[0], rtol=1e-5, atol=0)
