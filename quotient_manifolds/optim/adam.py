@@ -134,19 +134,19 @@ class QuotientAdam(QuotientOptimizer):
         V = K_inv @ (C / correction2) @ K_inv.mH
         least = _LEAST * torch.linalg.matrix_norm(V, keepdim=True)
         root = inverse_root(V + least * torch.eye(V.shape[-1], dtype=V.dtype, device=V.device))
-        A = K_inv.mH @ root @ K_inv / correction1
-        halfway = s.scaled(K_inv.mH @ root, 1.0)
+        coordinates = s.scaled(K_inv.mH @ root)
 
         def direction(part: Part) -> Tensor:
             g = s.gradient(part)
             m = s.state("moment", part).mul_(s.keep(beta1, 1.0)).add_(g, alpha=1 - beta1)
-            size = torch.linalg.vector_norm(g @ of_part(halfway, part), dim=-1, keepdim=True)
+            A = of_part(coordinates, part)
+            size = torch.linalg.vector_norm(g @ A, dim=-1, keepdim=True)
             r = s.state("rows", part)
             r.mul_(s.keep(beta2, 1.0)).addcmul_(size, size, value=(1 - beta2) / g.shape[-1])
             second = correction2[part.pairs].squeeze(-3).to(r.dtype)
-            return m / ((r / second).sqrt() + eps)
+            return (m @ A).div_((r / second).sqrt_().add_(eps))
 
-        T = s.advance_(direction, A * (_RANK / s.bucket.stack.group.h) ** 0.5, lr, weight_decay)
+        T = s.advance_(direction, K_inv * (_RANK / s.bucket.stack.group.h) ** 0.5 / correction1, lr, weight_decay)
         s.write("step", count)
         T = T.to(C.dtype)
         s.write("matrix", T.mH @ C @ T)

@@ -140,7 +140,6 @@ class QuotientOptimizer(Optimizer):
             steps = [s for s in begun if s is not None]
             sound = check_anchors(steps)
             self._certify(gradients)
-            clip = self._clip(steps, gradients)
             if isinstance(ok, Tensor):
                 finite, ok = ok, ok if sound is None else ok & sound.to(ok.device)
                 self._skipped = (finite & ~ok if found_inf is not None else ~ok).to(torch.int64) + self._skipped
@@ -151,7 +150,11 @@ class QuotientOptimizer(Optimizer):
                         return loss
                     ok = True
             for s in steps:
-                s.clip, s.ok = clip, ok if isinstance(ok, Tensor) else None
+                s.ok = ok if isinstance(ok, Tensor) else None
+                s.balance_()
+            clip = self._clip(steps, gradients)
+            for s in steps:
+                s.clip = clip
             self._step_all(steps, gradients, clip)
         return loss
 

@@ -104,6 +104,7 @@ class PairBucket:
         self.members, self.flipped, self.group = list(members), flipped, group
         self.scale = abs(pairs[0].scale) or 1.0
         self.state: dict[str, Tensor] = {}
+        self.steps = 0
         self._layouts: dict[tuple[int, ...], tuple[tuple[Part, ...], Tensor | None]] = {}
 
     def _active(self) -> list[int]:
@@ -216,6 +217,40 @@ class PairStep:
             g = g * self.clip.to(g.device, g.real.dtype)
         return g if self.ok is None else torch.where(self.ok.to(g.device), g, 0)  # NaN times 0 is not 0
 
+    def balance_(self) -> None:
+        r"""Move pairs with a skewed anchor to factors of the same product in which it has orthonormal columns.
+
+        With :math:`N = L L^H` these are :math:`(G L, H L^{-H})`; moments and gradients, being covectors, become
+        :math:`(\nabla_G L^{-H}, \nabla_H L)`. L is as accurate as the condition of N allows, hence the repetitions. Off
+        the CPU the host does not know which anchors are skewed: there all pairs are multiplied, skewed ones not by 1,
+        but only at every eighth step.
+        """
+        self.bucket.steps += 1
+        on_cpu = self.preconditioner.on_cpu
+        for _ in range(3 if on_cpu or self.bucket.steps == 1 else self.bucket.steps % 8 == 0):
+            skewed = self.keep(self.preconditioner.is_skewed(), False)
+            if on_cpu and not bool(skewed.any()):
+                return
+            change = self.preconditioner.straightening()
+            eye = torch.eye(change.shape[-1], dtype=change.dtype, device=change.device)
+            self._change_gauge_(torch.where(skewed[..., None, None, None], change, eye))
+
+    def _change_gauge_(self, change: Tensor) -> None:
+        """Multiply G, H by the matrices (A⁻¹, Aᴴ), (pairs, …, 2, h, h), and covectors by (Aᴴ, A⁻¹)."""
+        dual = change.flip(-3)
+        for part in self.parts:
+            x = self.weights(part)
+            x.copy_(wide(x) @ of_part(change, part))
+            part.write_(x)
+            g = self._read(part, True)
+            self._views[id(part), True] = (wide(g) @ of_part(dual, part)).to(g.dtype)
+            if "moment G" in self.bucket.state:
+                m = self.state("moment", part)
+                m.copy_(wide(m) @ of_part(dual, part))
+        if "matrix" in self.bucket.state:
+            self.write("matrix", dual.mH @ self.read("matrix") @ dual)
+        self.preconditioner = self._metric(*self.grams(self.weights).unbind(-3))
+
     @cached_property
     def gradient_grams(self) -> Tensor:
         """Gram matrices of the gradients of G and H before clipping."""
@@ -259,13 +294,13 @@ class PairStep:
         ok = self.ok.to(self.weights(self.parts[0]).device, torch.float32)  # several devices may hold buckets
         return wide(ok) * (value - otherwise) + otherwise
 
-    def scaled(self, A: Tensor, factor: float) -> Tensor:
+    def scaled(self, A: Tensor, factor: float = 1.0) -> Tensor:
         """Multiply matrices by a number, or by 0 in a step that must change nothing, in the precision of the rows."""
         found: Tensor = self.keep(A * factor, 0)
         return found.to(self.weights(self.parts[0]).dtype)
 
     def move_(self, part: Part, direction: Tensor, A: Tensor, decay: float) -> Tensor:
-        """Multiply the product by 1 - ``decay``, add a direction times its matrices A to the rows, and return them."""
+        """Multiply the product by 1 - ``decay``, add coordinates times their basis A to the rows, and return them."""
         x, A = self.weights(part), of_part(A, part)
         keep = max(1 - decay, 0) ** 0.5 if part.decays else 1.0
         if x.dim() == 3 and (self.ok is None or keep == 1):

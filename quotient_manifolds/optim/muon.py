@@ -10,14 +10,26 @@ from torch import Tensor
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairBucket, PairStep, Part, trace
+from .buckets import PairBucket, PairStep, Part, of_part, trace
 from .newton_schulz import inverse_root
-from .preconditioner import Preconditioner
+from .preconditioner import Factorised, Preconditioner
 
 __all__ = ["QuotientMuon"]
 
 #: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
 _LEAST = 1e-3
+
+
+class _Ridge(Preconditioner):
+    r"""The metric whose step of H is that of a ridge regression: none where the product has no singular value."""
+
+    @property
+    def inverse_roots(self) -> Tensor:
+        r"""F of G and of H, (…, 2, h, h): K⁻¹, and :math:`s R \hat M^{-1}` with :math:`M = R^H R`."""
+        W = self._M.S
+        least = torch.finfo(W.dtype).eps ** 0.75  # so that R exists at M = 0; a function of the orbit
+        M = Factorised(self._scale**2 * self._M_plain + least * W)
+        return torch.stack([self._N.L_inv / self._scale, M.L.mH @ self._M.inverse], dim=-3)
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -108,10 +120,11 @@ class QuotientMuon(QuotientOptimizer):
         super().__init__(params, pairs, defaults)
 
     def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
-        step = float(self.param_groups[bucket.group]["lr"]) / 2
+        group = self.param_groups[bucket.group]
+        step = float(group["lr"]) / (4 * (1 - group["momentum"]))
         floor = (_LEAST * bucket.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
-        return Preconditioner(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+        return _Ridge(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         momentum, lr = group["momentum"], float(group["lr"])
@@ -124,9 +137,9 @@ class QuotientMuon(QuotientOptimizer):
         def direction(part: Part) -> Tensor:
             return torch.add(s.gradient(part), s.state("moment", part), alpha=past)
 
-        K_inv = s.preconditioner.inverse_roots
-        A = K_inv.mH @ inverse_root(K_inv @ s.grams(direction) @ K_inv.mH) @ K_inv
-        step, keep = s.scaled(A, -lr / 2), s.keep(momentum, 1.0)
+        F = s.preconditioner.inverse_roots
+        coordinates = s.scaled(F.mH @ inverse_root(F @ s.grams(direction) @ F.mH))
+        basis, keep = s.scaled(F, -lr / 2), s.keep(momentum, 1.0)
         for part in s.parts:
-            s.move_(part, direction(part), step, lr * group["weight_decay"])
+            s.move_(part, direction(part) @ of_part(coordinates, part), basis, lr * group["weight_decay"])
             s.state("moment", part).mul_(keep).add_(s.gradient(part))

@@ -23,7 +23,10 @@ from torch import Tensor
 
 from ..linalg import in_double
 
-__all__ = ["Preconditioner", "gram", "wide"]
+__all__ = ["Factorised", "Preconditioner", "gram", "wide"]
+
+#: Condition of the anchor above which the pair moves to another gauge, and so does a size beyond this or its inverse.
+_CONDITION, _SIZE = 1e2, 1e4
 
 
 def wide(X: Tensor) -> Tensor:
@@ -37,13 +40,14 @@ def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:
     return X.mH @ (X if Y is None else wide(Y))
 
 
-class _Factorised:
+class Factorised:
     """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
 
     def __init__(self, S: Tensor) -> None:
         diagonal = S.diagonal(dim1=-2, dim2=-1).real
         rounding = torch.finfo(S.dtype).eps * S.shape[-1]
-        self.L, _ = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
+        self.S = S
+        self.L, self.info = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
         eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
         self.L_inv = torch.linalg.solve_triangular(self.L, eye, upper=False)
         self.inverse = self.L_inv.mH @ self.L_inv
@@ -60,13 +64,29 @@ class Preconditioner:
     """
 
     def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | float = 1.0) -> None:
-        self._scale = scale
-        self._N = _Factorised(N)
-        self._M = _Factorised(scale**2 * M + floor * self._N.inverse)
+        self._scale, self._M_plain = scale, M
+        self._N = Factorised(N)
+        self._M = Factorised(scale**2 * M + floor * self._N.inverse)
 
     def is_sound(self) -> Tensor:
         """Tell where H has full column rank, and everything is finite; (…)."""
-        return self._N.L_inv.isfinite().all(-1).all(-1) & self._M.L_inv.isfinite().all(-1).all(-1)
+        found = [(f.info == 0) & f.L_inv.isfinite().all(-1).all(-1) for f in (self._N, self._M)]
+        return found[0] & found[1]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the host reads numbers without waiting."""
+        return self._N.S.device.type == "cpu"
+
+    def is_skewed(self) -> Tensor:
+        """Tell where the columns of H are too far from orthonormal ones for the precision of the factors; (…)."""
+        size, inverse = (torch.linalg.matrix_norm(S) for S in (self._N.S, self._N.inverse))
+        bound = _CONDITION**2 * self._N.S.shape[-1] ** 0.5
+        return (size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)
+
+    def straightening(self) -> Tensor:
+        """Return the matrices, (…, 2, h, h), by which G and H become factors of the same product with N = I."""
+        return torch.stack([self._N.L, self._N.L_inv.mH], dim=-3)
 
     @property
     def inverse_roots(self) -> Tensor:

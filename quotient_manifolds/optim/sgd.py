@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairStep, Part
+from .buckets import PairStep, Part, of_part
 
 __all__ = ["QuotientSGD"]
 
@@ -89,14 +89,16 @@ class QuotientSGD(QuotientOptimizer):
         if momentum and "moment G" not in s.bucket.state:
             s.make_room("moment")
 
+        coordinates = s.scaled(K_inv.mH)
+
         def direction(part: Part) -> Tensor:
             g = s.gradient(part)
-            if not momentum:
-                return g
-            m = s.state("moment", part).mul_(s.keep(momentum, 1.0)).add_(g)
-            return torch.add(g, m, alpha=momentum) if group["nesterov"] else m
+            if momentum:
+                m = s.state("moment", part).mul_(s.keep(momentum, 1.0)).add_(g)
+                g = torch.add(g, m, alpha=momentum) if group["nesterov"] else m
+            return g @ of_part(coordinates, part)
 
-        s.advance_(direction, K_inv.mH @ K_inv, lr, weight_decay)
+        s.advance_(direction, K_inv, lr, weight_decay)
 
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         for p in params:
