@@ -82,6 +82,7 @@ def divide(
     Division
     """
     found: list[PairStack] = []
+    known: Sequence[SymmetricPair] = ()
     if measure.divides:
         pairs = form.pairs if form is not None else pairs
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
@@ -103,7 +104,7 @@ def divide(
     covered = with_constants(coverage(found) if cover else {}, {} if form is None else form.constant)
     lengths = {}
     if measure.elementwise == "vector":
-        lengths = vector_lengths(model, None if form is None else form.wiring, read)
+        lengths = vector_lengths(model, None if form is None else form.wiring, known, read)
     return Division(found, covered, lengths)
 
 

@@ -108,6 +108,10 @@ class Block:
         """Number of rows that the block contributes to its stack."""
         return self.size[0]
 
+    def of(self, whole: Tensor) -> Tensor:
+        """View the block in a contiguous tensor of the parameter's shape."""
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
 
 def block(
     module: nn.Module,

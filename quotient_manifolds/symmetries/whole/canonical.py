@@ -181,7 +181,7 @@ def canonical_form(
         p = c.tensor if isinstance(c, Block) else c
         mask = constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
         if isinstance(c, Block):
-            mask.as_strided(c.size, c.stride, c.offset).fill_(True)
+            c.of(mask).fill_(True)
             whole.add((id(p), c.offset))
         else:
             mask.fill_(True)

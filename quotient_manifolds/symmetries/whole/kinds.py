@@ -147,7 +147,7 @@ def reader(site: Site, affine: Affine) -> Symmetry:
         u = null_input(norm, state, W[0])
         move(state, -(W @ u) / (u @ u))
 
-    rows = affine.W.shape[affine.stream_dim]
+    rows = len(affine.matrix(State()))
     return Symmetry("reader", site.name, rows, (rows,), affine.parameters, [], move, fold)
 
 
@@ -168,14 +168,14 @@ def writer(name: str, affine: Affine, kind: str = "writer", overlap: int = 0) ->
     return Symmetry(kind, name, size - overlap, (size,), affine.parameters, [], move, fold)
 
 
-def writer_table(name: str, table: Table) -> Symmetry:
-    """Vectors of a stream that a LayerNorm centres: each + c 1."""
+def writer_table(name: str, table: Table, kind: str = "writer") -> Symmetry:
+    """Vectors of a stream that a LayerNorm centres: each + c 1; or (kind "classes") the biases of a softmax's logits."""
 
     def fold(state: State) -> None:
         table.add(state, -table.vectors(state).mean(1, keepdim=True))
 
     rows = table.vectors(State()).shape[0]
-    return Symmetry("writer", name, rows, (rows, 1), [table.parameter], [], table.add, fold)
+    return Symmetry(kind, name, rows, (rows, 1), [table.parameter], [], table.add, fold)
 
 
 def common(name: str, source: Table, targets: Sequence[Table], centred: bool) -> Symmetry:
@@ -226,7 +226,7 @@ class _Bias:
     norm: Norm | None = None
 
     def read(self, state: State) -> Tensor:
-        part = self._part(state.of(self.block.tensor).contiguous())
+        part = self.block.of(state.of(self.block.tensor).contiguous())
         if self.norm is None:
             return part[0]
         u, beta = self._directions(state, part)
@@ -234,16 +234,13 @@ class _Bias:
 
     def add(self, state: State, t: Tensor) -> None:
         whole = state.of(self.block.tensor).clone(memory_format=torch.contiguous_format)
-        part = self._part(whole)
+        part = self.block.of(whole)
         if self.norm is None:
             part.add_(t)
         else:
             u, beta = self._directions(state, part)
             part.add_(torch.outer(u, t / (u @ beta)))
         state[self.block.tensor] = whole
-
-    def _part(self, whole: Tensor) -> Tensor:
-        return whole.as_strided(self.block.size, self.block.stride, self.block.offset)
 
     def _directions(self, state: State, part: Tensor) -> tuple[Tensor, Tensor]:
         assert self.norm is not None
@@ -293,8 +290,7 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
     def move(state: State, t: Tensor) -> None:
         own.add(state, t)
         for b, bias in outputs:
-            weight = state.of(b.tensor).contiguous().as_strided(b.size, b.stride, b.offset)
-            state[bias] = state.of(bias) - weight @ t
+            state[bias] = state.of(bias) - b.of(state.of(b.tensor).contiguous()) @ t
 
     h = own.block.size[1]
     moving = [own.block.tensor, *(bias for _, bias in outputs)]
@@ -343,7 +339,7 @@ def rotation(name: str, wiring: Wiring, shifts: Sequence[Tensor] = ()) -> Symmet
 
     There is no fold, because the metrics of pairs and of vectors in the stream do not depend on it.
     """
-    readers = {(id(r.module), r.weight, r.inputs): r for s in wiring.sites for r in s.readers}
+    readers = {(id(r.module), r.weight, r.inputs, r.outputs): r for s in wiring.sites for r in s.readers}
     tables = list(dict.fromkeys(t.parameter for _, t in wiring.tables))
     d = int(next(iter(readers.values())).matrix(State()).shape[1])
     k = d - wiring.centred

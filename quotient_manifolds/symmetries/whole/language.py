@@ -1,20 +1,52 @@
-"""The wiring of transformers' language models."""
+"""The wiring of transformers' language models: of their backbones, and of the heads that the library has for them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from .layout import Layout, Sublayer, affine, rectified, table, wire
-from .wiring import Neurons, Norm, Wiring, register_wiring
+from .layout import Layout, Sublayer, affine, has, norm, rectified, table, wire
+from .wiring import Affine, Neurons, Norm, Site, Wiring, register_backbone, register_wiring
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
 
 
 def _all(family: str, *classes: str) -> list[str]:
     return [_HF.format(family, c) for c in classes]
+
+
+#: What reads the last norm: of each line the first that exists.
+_READERS = (
+    "cls.predictions.transform.dense|lm_head.dense|generator_predictions.dense|predictions.dense|vocab_transform|lm_head|"
+    "embed_out",
+    "discriminator_predictions.dense|pre_classifier|qa_outputs|score|sequence_summary.summary|multiple_choice_head.summary",
+    "pooler.dense|pooler",
+)
+#: The norm inside a language model's head, and the decoder that reads it.
+_NORM = (
+    "cls.predictions.transform.LayerNorm|lm_head.layer_norm|generator_predictions.LayerNorm|predictions.LayerNorm|"
+    "vocab_layer_norm"
+)
+_DECODER = "cls.predictions.decoder|lm_head.decoder|generator_lm_head|predictions.decoder|vocab_projector"
+#: What computes the logits of a softmax.
+_LOGITS = (
+    f"{_DECODER}|lm_head|embed_out|score|classifier.out_proj|classifier",
+    "cls.seq_relationship|sop_classifier.classifier",
+)
+
+
+def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
+    """Wire a model's head and return what reads the last norm: nothing of a backbone alone, whose outputs are used raw."""
+    if model is base:
+        w.closed = False
+        return []
+    readers = [affine(root, n) for root, n in zip((model, model, base), _READERS, strict=True) if has(root, n)]
+    if has(model, _NORM):
+        w.sites.append(Site("head", norm(model, _NORM, _BERT), (affine(model, _DECODER),)))
+    w.classifiers += [(names.split("|")[-1], affine(model, names)) for names in _LOGITS if has(model, names)]
+    return readers or [affine(model, "classifier.dense|classifier")]
 
 
 _BERT = Layout(
@@ -33,27 +65,62 @@ _BERT = Layout(
 )  # fmt: skip
 
 
-@register_wiring(
-    *_all("bert", "BertForSequenceClassification"),
-    *_all("roberta", "RobertaForSequenceClassification"),
-    *_all("electra", "ElectraForSequenceClassification"),
-)
-def _bert(model: Any) -> Wiring:
-    base = model.base_model
-    pooled = type(base).__name__ == "BertModel"
-    head = affine(model, "classifier" if pooled else "classifier.out_proj")
-    reader = affine(base, "pooler.dense") if pooled else affine(model, "classifier.dense")
-    layout = rectified(_BERT, model.config.hidden_act)
-    if hasattr(base, "embeddings_project") or model.config.is_decoder:
-        return Wiring(closed=False)
-    if type(base).__name__ == "RobertaModel":  # padding alone has its own index as position, other tokens later ones
-        pad, (words, positions, types) = model.config.pad_token_id, layout.tables
+def _untied(w: Wiring, base: Any, layout: Layout) -> Layout:
+    """Exchange vectors between positions and types alone where a decoder uses the words too."""
+    words, positions, types = layout.tables
+    tied = any(a.W is base.embeddings.word_embeddings.weight for _, a in w.classifiers)
+    return replace(layout, common=((positions, types),)) if tied else layout
+
+
+def _projected(w: Wiring, base: Any, layout: Layout, projection: str) -> Layout:
+    """Wire embeddings of another width, whose norm only a projection reads; the first layer reads that without a norm."""
+    w.sites.append(Site(layout.last, norm(base, layout.last, layout), (affine(base, projection),)))
+    return replace(layout, last="")
+
+
+@register_backbone(
+    *_all("bert", "BertModel"), *_all("roberta", "RobertaModel"), *_all("camembert", "CamembertModel"),
+    *_all("xlm_roberta", "XLMRobertaModel"), *_all("electra", "ElectraModel"),
+)  # fmt: skip
+def _bert(model: Any, base: Any) -> Wiring:
+    w, layout = Wiring(closed=False), rectified(_BERT, base.config.hidden_act)
+    if getattr(base.config, "add_cross_attention", False):
+        return w
+    if hasattr(base, "embeddings_project"):
+        layout = _projected(w, base, layout, "embeddings_project")
+    pad = getattr(base.embeddings, "padding_idx", None)
+    if pad is not None:  # padding alone has its own index as position, other tokens later ones
+        words, positions, types = layout.tables
         others = (f"{positions}[{pad + 1}:]", f"{words}[:{pad}]+{words}[{pad + 1}:]")
         of_padding = (f"{positions}[{pad}:{pad + 1}]", f"{words}[{pad}:{pad + 1}]")
         layout = replace(
             layout, tables=(words, f"{positions}[{pad}:]", types), common=(of_padding, others, layout.common[1])
         )
-    return wire(Wiring(classifiers=[("classifier", head)], closed=False), base, layout, [reader])
+    readers = _head(w, model, base)
+    return wire(w, base, _untied(w, base, layout), readers)
+
+
+_ALBERT = Layout(
+    layers="albert_layers",
+    sublayers=(
+        Sublayer("attention.LayerNorm", tuple(f"attention.{x}" for x in ("query", "key", "value")), "attention.dense"),
+        Sublayer("full_layer_layer_norm", ("ffn",), "ffn_output"),
+    ),
+    last="",
+    post_norm=True,
+)
+
+
+@register_backbone(*_all("albert", "AlbertModel"))
+def _albert(model: Any, base: Any) -> Wiring:
+    """Groups of layers are used several times, so that different layers read the last norm of each."""
+    w = Wiring(closed=False)
+    _head(w, model, base)
+    embedded = _projected(w, base, _untied(w, base, _BERT), "encoder.embedding_hidden_mapping_in")
+    wire(w, base, replace(embedded, layers="encoder.albert_layer_groups", sublayers=()), [])
+    for i, group in enumerate(base.encoder.albert_layer_groups):
+        wire(w, group, rectified(_ALBERT, base.config.hidden_act), [], f"groups.{i}.")
+    return w
 
 
 _DISTILBERT = Layout(
@@ -69,18 +136,19 @@ _DISTILBERT = Layout(
 )
 
 
-@register_wiring(*_all("distilbert", "DistilBertForSequenceClassification"))
-def _distilbert(model: Any) -> Wiring:
-    """Its head has a hidden layer with a ReLU."""
-    reader, head = affine(model, "pre_classifier"), affine(model, "classifier")
-    neurons = [Neurons("pre_classifier", "relu", reader, head)]
-    w = Wiring(classifiers=[("classifier", head)], neurons=neurons, closed=False)
-    return wire(w, model.distilbert, rectified(_DISTILBERT, model.config.activation), [reader])
+@register_backbone(*_all("distilbert", "DistilBertModel"))
+def _distilbert(model: Any, base: Any) -> Wiring:
+    """Its head for classification has a hidden layer with a ReLU."""
+    w = Wiring(closed=False)
+    readers = _head(w, model, base)
+    if has(model, "pre_classifier"):
+        w.neurons.append(Neurons("pre_classifier", "relu", readers[0], affine(model, "classifier")))
+    return wire(w, base, rectified(_DISTILBERT, base.config.activation), readers)
 
 
 def _causal(model: Any, base: Any, layout: Layout) -> Wiring:
-    head = affine(model, "lm_head|score")
-    return wire(Wiring(classifiers=[("head", head)]), base, layout, [head])
+    w = Wiring()
+    return wire(w, base, layout, _head(w, model, base))
 
 
 _GPT2 = Layout(
@@ -95,11 +163,27 @@ _GPT2 = Layout(
 )
 
 
-@register_wiring(*_all("gpt2", "GPT2LMHeadModel", "GPT2ForSequenceClassification"))
-def _gpt2(model: Any) -> Wiring:
-    if model.config.add_cross_attention:
+@register_backbone(*_all("gpt2", "GPT2Model"))
+def _gpt2(model: Any, base: Any) -> Wiring:
+    if base.config.add_cross_attention:
         return Wiring(closed=False)
-    return _causal(model, model.transformer, rectified(_GPT2, model.config.activation_function))
+    return _causal(model, base, rectified(_GPT2, base.config.activation_function))
+
+
+_NEOX = Layout(
+    layers="layers",
+    sublayers=(
+        Sublayer("input_layernorm", ("attention.query_key_value",), "attention.dense"),
+        Sublayer("post_attention_layernorm", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
+    ),
+    last="final_layer_norm",
+    tables=("embed_in",),
+)
+
+
+@register_backbone(*_all("gpt_neox", "GPTNeoXModel"))
+def _gpt_neox(model: Any, base: Any) -> Wiring:
+    return _causal(model, base, rectified(_NEOX, base.config.hidden_act))
 
 
 _OPT = Layout(
@@ -114,12 +198,20 @@ _OPT = Layout(
 )
 
 
-@register_wiring(*_all("opt", "OPTForCausalLM", "OPTForSequenceClassification"))
-def _opt(model: Any) -> Wiring:
-    config = model.config
-    if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
-        return Wiring(closed=False)
-    return _causal(model, model.model.decoder, rectified(_OPT, config.activation_function))
+@register_backbone(*_all("opt", "OPTModel"))
+def _opt(model: Any, base: Any) -> Wiring:
+    """Words may have a width of their own; post-norm, the first layer reads the embeddings without a norm."""
+    w, decoder = Wiring(), base.decoder
+    readers, layout = _head(w, model, base), rectified(_OPT, base.config.activation_function)
+    if has(decoder, "project_in"):
+        layout = replace(layout, tables=layout.tables[1:], common=())
+        w.writers.append(("project_in", affine(decoder, "project_in")))
+        readers = [affine(decoder, "project_out")]
+    if not has(decoder, "final_layer_norm"):
+        if base.config.do_layer_norm_before:  # the head reads the stream itself
+            return Wiring(closed=False)
+        layout, w.writers, w.closed = replace(layout, last="", tables=(), common=(), post_norm=True), [], False
+    return wire(w, decoder, layout, readers)
 
 
 def _gated(attention: tuple[str, ...], mlp: tuple[str, ...]) -> Layout:
@@ -137,12 +229,11 @@ def _gated(attention: tuple[str, ...], mlp: tuple[str, ...]) -> Layout:
 
 
 _LLAMA = _gated(tuple(f"self_attn.{x}_proj" for x in "qkv"), ("mlp.gate_proj", "mlp.up_proj"))
-_HEADS = ("ForCausalLM", "ForSequenceClassification")
 
 
 def _like_llama(layout: Layout, *names: str) -> None:
-    classes = (c for name in names for c in _all(name.lower(), *(name + h for h in _HEADS)))
-    register_wiring(*classes)(lambda model: _causal(model, cast("Any", model).model, layout))
+    classes = (c for name in names for c in _all(name.lower(), f"{name}Model"))
+    register_backbone(*classes)(lambda model, base: _causal(model, base, layout))
 
 
 _like_llama(_LLAMA, "Llama", "Mistral", "Qwen2")
@@ -150,11 +241,11 @@ _like_llama(replace(_LLAMA, offset=1.0), "Gemma")
 _like_llama(_gated(("self_attn.qkv_proj",), ("mlp.gate_up_proj",)), "Phi3")
 
 
-@register_wiring(*_all("qwen3", *("Qwen3" + h for h in _HEADS)))
-def _qwen3(model: Any) -> Wiring:
+@register_backbone(*_all("qwen3", "Qwen3Model"))
+def _qwen3(model: Any, base: Any) -> Wiring:
     """Norms of queries and keys, whose gains can be scaled inversely."""
-    w = _causal(model, model.model, _LLAMA)
-    for i, layer in enumerate(model.model.layers):
+    w = _causal(model, base, _LLAMA)
+    for i, layer in enumerate(base.layers):
         attention = layer.self_attn
         w.qk_norms.append((f"layers.{i}", Norm(attention.q_norm, False), Norm(attention.k_norm, False)))
     return w

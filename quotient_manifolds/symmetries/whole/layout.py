@@ -10,7 +10,7 @@ from torch import nn
 
 from .wiring import Affine, Neurons, Norm, Site, Table, Wiring
 
-__all__ = ["Layout", "Sublayer", "affine", "norm", "rectified", "table", "wire"]
+__all__ = ["Layout", "Sublayer", "affine", "has", "norm", "rectified", "table", "wire"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,14 @@ def _find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
         if found is not None:
             return module, attribute, found
     raise AttributeError(f"{type(root).__name__} has none of {names}")
+
+
+def has(root: nn.Module, names: str) -> bool:
+    """Tell whether one of some names exists."""
+    try:
+        return _find(root, names)[2] is not None
+    except AttributeError:
+        return False
 
 
 def affine(root: nn.Module, name: str, *, blind: bool = False) -> Affine:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..pairs import SymmetricPair
 from . import kinds
 from .kinds import Symmetry
-from .wiring import Site, Wiring
+from .wiring import Site, Table, Wiring
 
 __all__ = ["symmetries_of"]
 
@@ -85,7 +85,8 @@ def symmetries_of(
             add(kinds.writer_table(name, table))
     if classes:
         for name, affine in w.classifiers:
-            add(kinds.writer(name, affine, "classes", parts.get(affine.W, 0)))
+            if not add(kinds.writer(name, affine, "classes", parts.get(affine.W, 0))) and affine.b is not None:
+                add(kinds.writer_table(f"{name} biases", Table(affine.module, affine.bias), "classes"))
     if w.closed and w.sites and not w.reads_stream_raw and all(folded) and not scaled:
         left = [s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted]
         add(kinds.rotation("the stream", w, left))

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from .layout import Layout, Sublayer, affine, norm, rectified, table, wire
-from .wiring import Site, Table, Wiring, register_wiring
+from ..blocks import plain_class
+from .layout import Layout, Sublayer, affine, has, norm, rectified, table, wire
+from .wiring import Affine, Site, Table, Wiring, register_wiring, wiring_of
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
 _QKV = tuple(f"attention.{x}_proj" for x in "qkv")
@@ -101,34 +102,67 @@ def _beit(model: Any) -> Wiring:
     return w
 
 
-_CLIP_VISION = Layout(
+_CLIP_TEXT = Layout(
     layers="encoder.layers",
     sublayers=(
         Sublayer("layer_norm1", tuple(f"self_attn.{x}_proj" for x in "qkv"), "self_attn.out_proj"),
         Sublayer("layer_norm2", ("mlp.fc1",), "mlp.fc2"),
     ),
+    last="final_layer_norm",
+    tables=("embeddings.token_embedding", "embeddings.position_embedding"),
+    common=(("embeddings.position_embedding", "embeddings.token_embedding"),),
+)
+_SIGLIP = replace(
+    _CLIP_TEXT,
     last="post_layernorm",
+    tables=("embeddings.position_embedding",),
+    patches="embeddings.patch_embedding",
+    common=(("embeddings.patch_embedding.bias", "embeddings.position_embedding"),),
+)
+_CLIP = replace(
+    _SIGLIP,
+    tables=("embeddings.class_embedding", "embeddings.position_embedding"),
+    common=(("embeddings.class_embedding", "embeddings.position_embedding[:1]"),),
 )
 
 
-@register_wiring(_HF.format("clip", "CLIPForImageClassification"), _HF.format("clip", "CLIPVisionModelWithProjection"))
-def _clip_vision(model: Any) -> Wiring:
-    """Wire the image tower: a norm before the stream; the classifier reads the patches' mean without a norm."""
-    base = getattr(model.vision_model, "vision_model", model.vision_model)
-    classifies = hasattr(model, "classifier")
-    head = affine(model, "classifier" if classifies else "visual_projection")
-    layout = _CLIP_VISION if not classifies else replace(_CLIP_VISION, last="")
-    w = Wiring(classifiers=[("classifier", head)] if classifies else [])
-    wire(w, base, rectified(layout, base.config.hidden_act), [head])
-    _embedded_norm(w, base, "pre_layrnorm", layout)
-    if classifies:
-        w.reads_stream_raw, w.closed = True, False
-    e = "embeddings."
-    positions = f"{e}position_embedding"
-    w.common.append((f"{e}class_embedding", table(base, f"{e}class_embedding"), (table(base, f"{positions}[:1]"),)))
-    w.writers.append((f"{e}patch_embedding", affine(base, f"{e}patch_embedding")))
-    w.tables += [(n, table(base, n)) for n in (f"{e}class_embedding", positions)]
+@register_wiring(
+    *(_HF.format("clip", f"CLIP{c}Model") for c in ("", "Text", "Vision")),
+    *(_HF.format("clip", f"CLIP{c}ModelWithProjection") for c in ("Text", "Vision")),
+    *(_HF.format("siglip", f"Siglip{c}Model") for c in ("", "Text", "Vision")),
+    *(_HF.format(f, f"{name}ForImageClassification") for f, name in (("clip", "CLIP"), ("siglip", "Siglip"))),
+)
+def _towers(model: Any) -> Wiring:
+    """Wire towers of images and of text; the outputs of one alone are used raw."""
+    parts = [name for name in ("vision_model", "text_model") if has(model, name)]
+    w = Wiring(closed=len(parts) == 1)
+    if has(model, "classifier"):
+        w.classifiers.append(("classifier", affine(model, "classifier")))
+    for name in parts or [""]:
+        base = model.get_submodule(name)
+        _tower(w, model, getattr(base, name, base) if name else base, name)
     return w
+
+
+def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
+    image, embedded = has(base, "post_layernorm"), has(base, "pre_layrnorm")
+    layout = rectified(_CLIP if embedded else _SIGLIP if image else _CLIP_TEXT, base.config.hidden_act)
+    projections = ["visual_projection" if image else "text_projection", *([] if embedded else ["classifier"])]
+    readers = [affine(model, n) for n in projections if has(model, n)]
+    if has(base, "head.probe"):  # one query attends to the last norm's outputs
+        d = base.config.hidden_size
+        readers.append(Affine(base.head.attention, "in_proj_weight", "in_proj_bias", outputs=(d, 3 * d)))
+        w.sites.append(Site(f"{name} head", norm(base, "head.layernorm", layout), (affine(base, "head.mlp.fc1"),)))
+        w.closed = False
+    elif has(base, "head"):
+        readers.append(affine(base, "head"))
+    if plain_class(model).__name__.endswith(("VisionModel", "TextModel")):
+        readers, w.closed = [], False
+    if embedded and not readers:  # the patches' outputs, or the classifier, have no norm
+        layout, w.reads_stream_raw = replace(layout, last=""), True
+    wire(w, base, layout, readers, f"{name}.")
+    if embedded:
+        _embedded_norm(w, base, "pre_layrnorm", layout)
 
 
 def _embedded_norm(w: Wiring, base: nn.Module, name: str, layout: Layout) -> None:
@@ -204,6 +238,17 @@ def _open_clip(model: Any) -> Wiring:
     w.tables += [(n, table(model, n)) for n in ("class_embedding", "positional_embedding")]
     w.common.append(("class_embedding", table(model, "class_embedding"), (table(model, "positional_embedding[:1]"),)))
     return w
+
+
+@register_wiring("open_clip.model.CLIP")
+def _open_clip_both(model: Any) -> Wiring:
+    """Wire both towers."""
+    w = wiring_of(model.visual) or Wiring()
+    if not w.sites:
+        return Wiring(closed=False)
+    tables = ("token_embedding", "positional_embedding")
+    layout = replace(_OPEN_CLIP, last="ln_final", tables=tables, common=(tables[::-1],))
+    return wire(w, model, layout, [affine(model, "text_projection")], "text ")
 
 
 @register_wiring("torch.nn.modules.transformer.TransformerEncoder")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..blocks import ByClass
+from ..blocks import ByClass, plain_class
 
 __all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "register_wiring", "wiring_of"]
 
@@ -44,8 +44,8 @@ class Affine:
         Their names; the bias may be missing or None. Dimensions after the second count as inputs (convolutions).
     transposed : bool
         The weight is (inputs, outputs), as GPT-2's ``Conv1D``.
-    inputs : (int, int)
-        First and last (exclusive) column of W, where one layer reads several things.
+    inputs, outputs : (int, int)
+        First and last (exclusive) column or row of W, where one layer reads several things.
     blind : bool
         A constant added to the output has no effect, as for keys under softmax.
 
@@ -62,6 +62,7 @@ class Affine:
     bias: str = "bias"
     transposed: bool = False
     inputs: tuple[int | None, int | None] = (None, None)
+    outputs: tuple[int | None, int | None] = (None, None)
     blind: bool = False
 
     @property
@@ -85,24 +86,29 @@ class Affine:
         """The dimension of the weight that runs over the outputs."""
         return 1 if self.transposed else 0
 
+    @property
+    def _part(self) -> tuple[slice, slice]:
+        return slice(*self.outputs), slice(*self.inputs)
+
     def matrix(self, state: State) -> Tensor:
         """Read W, (outputs, inputs)."""
         w = state.of(self.W)
-        return (w.T if self.transposed else w.flatten(1))[:, slice(*self.inputs)]
+        return (w.T if self.transposed else w.flatten(1))[self._part]
 
     def set_matrix(self, state: State, W: Tensor) -> None:
         """Write W."""
         whole = state.of(self.W)
         flat = W
-        if self.inputs != (None, None):
+        if self._part != (slice(None, None), slice(None, None)):
             flat = (whole.T if self.transposed else whole.flatten(1)).clone()
-            flat[:, slice(*self.inputs)] = W
+            flat[self._part] = W
         state[self.W] = (flat.T if self.transposed else flat).reshape(whole.shape)
 
     def add_to_bias(self, state: State, c: Tensor) -> None:
         """Add a constant to the output; one without effect is left out."""
         if self.b is not None:
-            state[self.b] = state.of(self.b) + c
+            state[self.b] = after = state.of(self.b).clone()
+            after[self._part[0]] += c
         else:
             assert self.blind, "no bias"
 
@@ -324,6 +330,10 @@ class Wiring:
 
 Adapter = Callable[[nn.Module], Wiring]
 _ADAPTERS = ByClass[Adapter]()
+#: From a whole network and its backbone, of a known class, to a wiring.
+_BACKBONES = ByClass[Callable[[nn.Module, nn.Module], Wiring]]()
+#: A decorator for such functions: they wire a backbone alone, and below every head that is defined beside its class.
+register_backbone = _BACKBONES.register
 
 
 def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
@@ -356,7 +366,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
 
 
 def wiring_of(model: nn.Module) -> Wiring | None:
-    """Look up the wiring of a network by its exact class.
+    """Look up the wiring of a network by its exact class, or by that of its backbone under a head of the same library.
 
     Parameters
     ----------
@@ -379,6 +389,12 @@ def wiring_of(model: nn.Module) -> Wiring | None:
         model = next(model.children())
     adapter = _ADAPTERS.of(model)
     try:
-        return None if adapter is None else adapter(model)
+        if adapter is not None:
+            return adapter(model)
+        for base in (model, *model.children()):
+            headed = _BACKBONES.of(base)
+            if headed is not None and plain_class(base).__module__ == plain_class(model).__module__:
+                return headed(model, base)
+        return None
     except AttributeError:  # replaced layers, options that the adapter does not cover
         return Wiring(closed=False)
