@@ -13,7 +13,26 @@ from .groups import GL
 from .pairs import SymmetricPair, pair_or_reason
 from .peft_lora import is_lora, lora_factors, lora_obstacle
 
-__all__ = ["Projection", "attention_pairs", "qk_pairs", "vo_pairs"]
+__all__ = ["Projection", "Rows", "attention_pairs", "qk_pairs", "vo_pairs"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix that is added to queries or multiplied with them: a row for each head, or the same rows for all heads."""
+
+    module: nn.Module
+    attribute: str
+    shared: bool
+
+    def input_blocks(
+        self, head: int, size: int, offset: int, count: int, rotary: str | None = None
+    ) -> tuple[Block, ...]:
+        """Return the rows of a head; none if heads have another size than the rows."""
+        shape = tuple(getattr(self.module, self.attribute).shape)
+        if shape[-1] != size:
+            return ()
+        rows = slice(None) if self.shared else slice(head, head + 1)
+        return (block(self.module, self.attribute, rows, slice(offset, offset + count), rotary=rotary),)
 
 
 @dataclass(frozen=True)
@@ -36,8 +55,8 @@ class Projection:
         Further parameters whose last dimension runs over the heads: more rows of the same stack.
     bias_module : nn.Module, optional
         Owner of the bias, if it is another module; there the heads are consecutive.
-    further : tuple of Projection
-        Other projections that add to the same scores, such as those of positions: more rows of the same stack.
+    further : tuple of Projection or Rows
+        Others that add to the same scores, such as those of positions: more rows of the same stack.
     examined : bool
         Gradients and moves decide whether the module is linear, so a subclass of ``nn.Linear`` is not refused.
 
@@ -63,7 +82,7 @@ class Projection:
     conv1d: bool = False
     rows: tuple[str, ...] = ()
     bias_module: nn.Module | None = None
-    further: tuple[Projection, ...] = ()
+    further: tuple[Projection | Rows, ...] = ()
     examined: bool = False
 
     def dimensions(self, *, into: bool = True) -> int:

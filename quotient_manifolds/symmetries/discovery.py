@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,17 +30,18 @@ from .certificate import ROUNDING, UNCERTIFIED, broken, orbit_residuals
 from .merging import merged, refused
 from .mixers import proposals
 from .pairs import SymmetricPair
-from .recording import Call, copied, random_state_kept, record, undisturbed
-from .roles import PLANES, Place, Roles, layout_pairs, places, roles_of
+from .recording import Call, Watch, copied, random_state_kept, record, undisturbed
+from .roles import PLANES, Place, Roles, holds_keys, layout_pairs, places, roles_of
 from .stacks import stacks
 from .wide import Wide, widened
 
-__all__ = ["FAILED", "UNREACHED", "candidates", "discover", "examine", "unexamined"]
+__all__ = ["FAILED", "UNNAMED", "UNREACHED", "candidates", "discover", "examine", "unexamined"]
 
 UNREACHED = "the batch does not reach it"
 FAILED = "could not be examined"
 _ENCLOSING = "it holds another attention layer besides its own weights"
 _NONE = "no continuous symmetry was found"
+UNNAMED = "it computes attention, but the names of its weights do not tell its queries, keys, values and outputs"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
 #: Inputs with entries beyond this are masks.
@@ -231,9 +233,13 @@ def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
     vo = _best("vo", roles, samples, _known_sizes(module))
     qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
     qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
-    qk = qk if _stays(twin, call, _pairs("qk", roles, qk)) else replace(qk, group=_LOCAL)
-    vo = vo if _stays(twin, call, _pairs("vo", roles, vo)) else replace(vo, group=_LOCAL)
-    return qk, vo
+
+    def confirmed(kind: str, place: Place) -> Place:
+        scales = place.group == "diagonal" or place.size == 1
+        fits = (replace(place, group=group) for group in (place.group, *(("positive",) if scales else ())))
+        return next((f for f in fits if _stays(twin, call, _pairs(kind, roles, f))), replace(place, group=_LOCAL))
+
+    return confirmed("qk", qk), confirmed("vo", vo)
 
 
 def _known_sizes(module: nn.Module) -> list[int]:
@@ -244,7 +250,7 @@ def _known_sizes(module: nn.Module) -> list[int]:
 
 
 def discover(
-    model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Any]
+    model: nn.Module, known: Callable[[nn.Module], bool], run: Callable[[], Any]
 ) -> list[tuple[str, SymmetricPair]]:
     """Examine attention modules of unknown classes on their inputs in a forward pass.
 
@@ -252,8 +258,8 @@ def discover(
     ----------
     model : nn.Module
         It is run in evaluation mode; it and the random state are left unchanged.
-    modules : mapping of str to Module
-        Some of its modules by name, as listed by :func:`candidates`.
+    known : callable
+        Tells whether a module is of a known class.
     run : callable
         Performs a forward pass of the model.
 
@@ -263,9 +269,28 @@ def discover(
         The module's name and a pair. Where nothing can be divided out, the pair has no group, but a reason.
     """
     found: dict[object, _Emit] = {}
+    modules = candidates(model, known)
+    # Some models cannot be run in float64, because they make tensors of single precision inside.
+    wide = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
     with undisturbed(model):
-        calls = record(run, modules)
-        return [(name, p) for name, m in modules.items() for p in _emitter_of(m, calls.get(name), found)(m, name)]
+        with Wide() if wide else nullcontext(), Watch(model) as watch:
+            calls = record(run, modules)
+        emitters = {name: _emitter_of(m, calls.get(name), found) for name, m in modules.items()}
+    for name in _unnamed(model, [*filter(known, model.modules()), *modules.values()], watch):
+        modules[name], emitters[name] = model.get_submodule(name), _nothing(UNNAMED)
+    return [(name, p) for name, m in modules.items() for p in emitters[name](m, name)]
+
+
+def _unnamed(model: nn.Module, covered: Iterable[nn.Module], watch: Watch) -> Iterator[str]:
+    """Iterate over the modules with weights, outside of others, that compute attention or hold keys and values."""
+    inside = {inner for m in covered for inner in m.modules()}
+    names = {m: name for name, m in model.named_modules()}
+    for m in [*(m for m, _ in watch.calls), *(m for m in names if holds_keys(m))]:
+        path = names.get(m, "")
+        while path and next(model.get_submodule(path).parameters(), None) is None:  # such as a softmax
+            path = path.rpartition(".")[0]
+        if m in names and m not in inside:
+            yield path
 
 
 def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
@@ -348,7 +373,7 @@ def _kind(module: nn.Module) -> object:
 
 def unexamined(pair: SymmetricPair) -> bool:
     """Tell whether a pair has no group because it could not be examined."""
-    return pair.reason in (UNREACHED, UNCERTIFIED, _ENCLOSING) or pair.reason.startswith(FAILED)
+    return pair.reason in (UNREACHED, UNCERTIFIED, _ENCLOSING, UNNAMED) or pair.reason.startswith(FAILED)
 
 
 def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:

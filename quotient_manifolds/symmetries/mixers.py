@@ -28,11 +28,13 @@ _LATENT = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
+#: The projection of the queries, with that of a gate beside them in the second.
+_QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")
 
 
 def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
     """List the possible pairs of a layer, each with its alternatives; empty for a layer of another kind."""
-    if all(hasattr(module, a) for a in _LATENT) and (hasattr(module, "q_b_proj") or hasattr(module, "q_proj")):
+    if all(hasattr(module, a) for a in _LATENT) and any(hasattr(module, a) for a in _QUERIES):
         return list(_latent(module, name))
     conv = getattr(module, "conv1d", None)
     if isinstance(conv, nn.Conv1d) and conv.groups == conv.in_channels == conv.out_channels:
@@ -43,14 +45,19 @@ def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
 def _latent(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
     """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
     nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
-    source = m.q_proj if getattr(m, "q_b_proj", None) is None else m.q_b_proj
-    q, k = Projection(source, stride=nope + rope), Projection(m.kv_b_proj, stride=nope + size)
+    source = next(found for a in _QUERIES if (found := getattr(m, a, None)) is not None)
     v, o = Projection(m.kv_b_proj, start=nope, stride=nope + size), Projection(m.o_proj)
     heads = o.dimensions(into=False) // size
+    q, k = Projection(source, stride=Projection(source).dimensions() // heads), Projection(m.kv_b_proj, stride=v.stride)
     for i in range(heads):
-        G, H = q.input_blocks(i, nope, 0, nope), k.input_blocks(i, nope, 0, nope)
-        yield (SymmetricPair(name, "qk", GL(nope), G, H, head=i),)
-        yield (SymmetricPair(name, "vo", GL(size), v.input_blocks(i, size, 0, size), o.output_blocks(i, size), head=i),)
+        if nope:
+            G, H = q.input_blocks(i, nope, 0, nope), k.input_blocks(i, nope, 0, nope)
+            yield (SymmetricPair(name, "qk", GL(nope), G, H, head=i),)
+        G, H = v.input_blocks(i, size, 0, size), o.output_blocks(i, size)
+        gated = GL(size, diagonal=True)  # what a gate leaves
+        yield tuple(SymmetricPair(name, "vo", group, G, H, head=i) for group in (GL(size), gated))
+    if not rope:
+        return
     turned, shared = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
     group = GL(rope // 2, diagonal=True, field="complex")
     yield tuple(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..batches import default_forward, floats, tree_map
 from .blocks import ByClass, check_model, plain_names
 from .certificate import ROUNDING, broken
-from .discovery import FAILED, candidates, discover
+from .discovery import FAILED, UNNAMED, discover
 from .merging import merged, refused, without_sharing
 from .pairs import SymmetricPair, check_pairs, in_copy
 from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
@@ -223,9 +223,12 @@ def claimed_pairs(
     check_model(model)
     extra, plain = check_pairs(extra), plain_names(model)
     examined: dict[str, list[SymmetricPair]] = {}
-    unknown = {} if batch is None else candidates(model, lambda m: handler_of(m) is not None)
-    for path, p in discover(model, unknown, lambda: forward(model, batch)) if unknown else ():
-        examined.setdefault(path, []).append(replace(p, module=plain(path)))
+    given = {b.module for p in extra for b in p.G + p.H}
+    for path, p in () if batch is None else discover(
+        model, lambda m: handler_of(m) is not None, lambda: forward(model, batch)
+    ):  # fmt: skip
+        described = p.reason == UNNAMED and not given.isdisjoint(model.get_submodule(path).modules())
+        examined.setdefault(path, []).extend([] if described else [replace(p, module=plain(path))])
     found = [
         p for path, module in model.named_modules() for p in (*_of_module(module, plain(path)), *examined.get(path, ()))
     ]

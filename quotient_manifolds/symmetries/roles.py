@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from .attention import Projection, qk_pairs, vo_pairs
+from .attention import Projection, Rows, qk_pairs, vo_pairs
 from .groups import GL
 from .pairs import SymmetricPair
 
-__all__ = ["Place", "Roles", "layout_pairs", "places", "roles_of"]
+__all__ = ["Place", "Roles", "holds_keys", "layout_pairs", "places", "roles_of"]
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
 _NOISE = frozenset("""
-    proj projection lin linear layer attn attention self dense to fc head heads weight in net post pack unify
+    proj project projection lin linear layer attn attention self dense to fc head heads weight in net post pack unify
     kernel base default w c att states
 """.split())  # fmt: skip  # noqa: SIM905
 _LETTERS = {
@@ -27,9 +27,16 @@ _LETTERS = {
     "o": "o", "out": "o", "output": "o", "wo": "o",
 }  # fmt: skip
 _PACKED = ("c_attn", "in_proj", "in_proj_weight", "w_pack")
-_FURTHER = frozenset({"pos", "global"})
+_FURTHER = frozenset({"pos", "global", "relative"})
+#: Parameters of relative positions: to which letter their rows belong, and whether all heads have the same.
+_ROWS = {
+    **dict.fromkeys(("bias_u", "bias_v", "pos_bias_u", "pos_bias_v"), ("q", False)),
+    **dict.fromkeys(("rel_pos_h", "rel_pos_w"), ("k", True)),
+}
 #: Largest head size that is tried.
 LARGEST = 512
+#: Numbers a column, of any sign or only positive ones.
+_DIAGONAL = ("diagonal", "positive")
 #: How RoPE pairs dimensions.
 PLANES = ("half", "interleaved")
 
@@ -44,7 +51,7 @@ class Roles:
     """
 
     main: Mapping[str, Projection]
-    further: Mapping[str, tuple[Projection, ...]]
+    further: Mapping[str, tuple[Projection | Rows, ...]]
     beside: Mapping[str, dict[str, Any]]
 
     def home(self, letter: str) -> str:
@@ -62,7 +69,7 @@ class Place:
     """Where the heads lie in the matrices, and what acts on them.
 
     A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
-    every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"half"`` or ``"interleaved"`` (RoPE
+    every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"positive"``, ``"half"`` or ``"interleaved"`` (RoPE
     on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out; ``dimension`` is the
     dimension of the symmetry that was found on a head, whether it is divided out or not.
     """
@@ -109,10 +116,15 @@ def _letters(words: set[str]) -> str | None:
     return "".join(c for c in "qkvo" if any(c in (letters or "") for letters in found))
 
 
+def _projects(module: nn.Module) -> bool:
+    """Tell whether a module may be a projection; gradients and moves judge those with a forward of their own."""
+    return isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(module).__name__ in ("Conv1D", "QuantLinear")
+
+
 def _weights(module: nn.Module, path: str = "", without: Container[nn.Module] = ()) -> Iterator[tuple[str, Projection]]:
     """Iterate over possible projections: linear layers, adapted ones, convolutions, and bare matrices."""
     base = getattr(module, "base_layer", module)
-    if isinstance(base, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(base).__name__ == "Conv1D" or base is not module:
+    if _projects(base) or base is not module:
         yield path, Projection(module, conv1d=type(base).__name__ == "Conv1D")
         return
     for name, p in module.named_parameters(recurse=False):
@@ -131,10 +143,11 @@ def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | N
     if any(hasattr(module, mark) for mark in ("conv1d", "A_log")):  # a state-space layer
         return None
     main: dict[str, Projection] = {}
-    further: dict[str, tuple[Projection, ...]] = {}
+    further: dict[str, tuple[Projection | Rows, ...]] = {}
     for name, found in _weights(module, without=without):
         words = _words(name)
         letters = "qkv" if name.lower().endswith(_PACKED) else _letters(words - _FURTHER)
+        letters = "k" if name.endswith("linear_pos") else letters
         if letters is None or (letters == "o" and words & _FURTHER):
             continue
         if words & _FURTHER:
@@ -147,7 +160,17 @@ def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | N
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
+    for owner, name in ((m, n) for m in module.modules() for n, p in m.named_parameters(recurse=False) if p.dim() == 2):
+        if name in _ROWS:
+            letter, shared = _ROWS[name]
+            further[letter] = (*further.get(letter, ()), Rows(owner, name, shared))
     return Roles(main, further, {c: _beside(module, main, c) for c in "qkv"})
+
+
+def holds_keys(module: nn.Module) -> bool:
+    """Tell whether the children of a module are named like keys, values and outputs, with or without queries."""
+    found = (_letters(_words(n)) for n, m in module.named_children() if _projects(m))
+    return set("kvo") <= set("".join(letters or "" for letters in found))
 
 
 def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
@@ -159,7 +182,7 @@ def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> d
             found |= {"bias_module": owner, "bias": f"{letter}_bias", "bias_start": 0}
         if letter in main and "in_proj_bias" in known:
             found |= {"bias": "in_proj_bias", "bias_start": "qkv".index(letter) * main[letter].dimensions()}
-        if f"bias_{letter}" in known:
+        if f"bias_{letter}" in known and any(owner is p.module for p in main.values()):  # else of another meaning
             found["rows"] = (f"bias_{letter}",)
     return found
 
@@ -172,7 +195,7 @@ def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) ->
             continue
         one, two = (place.projection(roles, c) for c in kind)
         heads, size, rotary = (place.heads, place.kv_heads), place.size, place.group if place.group in PLANES else None
-        reason = "" if rotary or place.group in ("GL", "diagonal") else place.group
+        reason = "" if rotary or place.group in ("GL", *_DIAGONAL) else place.group
         if kind == "qk":
             turned, null = place.rotary_size if rotary else 0, place.key_bias_null
             emitted = qk_pairs(
@@ -181,8 +204,9 @@ def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) ->
         else:
             group = GL(size // 2, diagonal=True, field="complex") if rotary else None
             emitted = vo_pairs(name, *heads, one, two, size, group=group, rotary=rotary, obstruction=reason)
-        if place.group == "diagonal":
-            emitted = (p if p.group is None else replace(p, group=GL(size, diagonal=True)) for p in emitted)
+        if place.group in _DIAGONAL:
+            diagonal = GL(size, diagonal=True, positive=place.group == "positive")
+            emitted = (p if p.group is None else replace(p, group=diagonal) for p in emitted)
         found += emitted
     return sorted(found, key=lambda p: p.head or 0)
 

@@ -11,11 +11,14 @@ from torch import nn
 
 from quotient_manifolds.batches import default_forward, tensors
 from quotient_manifolds.symmetries import (
+    GL,
     UnknownAttentionError,
     apply_random_symmetry_,
+    block,
     check_coverage,
     discovery,
     find_symmetric_pairs,
+    pair,
     recording,
     registry,
     stacks,
@@ -428,3 +431,94 @@ def test_what_is_not_finite_is_no_symmetry():
     assert groups(nn.Sequential(Plain()), batch) == [
         "could not be examined alone: ValueError: its gradients are not finite on this batch"
     ]
+
+
+class Narrow(Plain):
+    """It computes in single precision inside, so that torch refuses it in float64."""
+
+    def forward(self, x):
+        weights = (self.q_proj(x) @ self.k_proj(x).mT).softmax(-1, dtype=torch.float32)
+        return self.o_proj(weights @ self.v_proj(x))
+
+
+def test_a_model_that_cannot_run_in_float64_is_examined_there():
+    model, x = nn.Sequential(Narrow()), torch.randn(2, 5, 4)
+    with pytest.raises(RuntimeError, match="scalar type"):
+        model(x)
+    assert groups(model, x) == ["GL(4)", "GL(4)"]
+    assert groups(model.float(), x.float()) == ["GL(4)", "GL(4)"]
+
+
+class Nameless(nn.Module):
+    """Attention, but its names do not say of what."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.normalise = nn.Softmax(-1)
+
+    def forward(self, x):
+        return self.d(self.normalise(self.a(x) @ self.b(x).mT) @ self.c(x))
+
+
+class Receptance(nn.Module):
+    """Keys and values without queries, as in RWKV."""
+
+    def __init__(self):
+        super().__init__()
+        self.key, self.value, self.receptance, self.output = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        weights = self.key(x).exp()
+        mean = (weights * self.value(x)).cumsum(1) / weights.cumsum(1)
+        return self.output(self.receptance(x).sigmoid() * mean)
+
+
+def test_attention_without_names_has_a_reason():
+    """At the module that holds its weights; not where a pair of the user describes it, and not at other modules."""
+    x = torch.randn(2, 5, 4)
+    for attention in (Nameless(), Receptance()):
+        model = nn.Sequential(nn.Linear(4, 4), attention, nn.Tanh())
+        assert [(p.module, p.reason) for p in find_symmetric_pairs(model, batch=x)] == [("1", discovery.UNNAMED)]
+    model = nn.Sequential(Nameless())
+    found = find_symmetric_pairs(model, batch=x)
+    with pytest.raises(UnknownAttentionError, match="calls softmax"):
+        check_coverage(model, lambda: model(x), found)
+    own = pair([block(model[0].c, "weight", transpose=True), block(model[0].c, "bias")], [block(model[0].d, "weight")],
+               GL(4))  # fmt: skip
+    assert find_symmetric_pairs(model, batch=x, extra=[own]) == [own]
+    assert find_symmetric_pairs(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), batch=x) == []
+
+
+def test_scales_that_have_to_be_positive():
+    assert groups(nn.Sequential(Plain(torch.relu))) == ["GL(4)", *["(ℝ+)^1"] * 4]
+
+
+class Relative(Plain):
+    """Two heads with terms of positions: added to the queries, and multiplied with them, of each head or of all."""
+
+    def __init__(self, *, shared):
+        super().__init__()
+        if shared:
+            self.rel_pos_h = nn.Parameter(torch.randn(5, 2))
+        else:
+            self.bias_u, self.bias_v = (nn.Parameter(torch.randn(2, 2)) for _ in range(2))
+            self.relative_k_proj = nn.Linear(4, 4, bias=False)
+        self.register_buffer("positions", torch.randn(5, 4))
+
+    def forward(self, x):
+        q, k, v = (m(x).unflatten(-1, (2, 2)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "rel_pos_h"):
+            scores = q @ k.mT + q @ self.rel_pos_h.T
+        else:
+            positions = self.relative_k_proj(self.positions).unflatten(-1, (2, 2)).transpose(0, 1)
+            scores = (q + self.bias_u[:, None]) @ k.mT + (q + self.bias_v[:, None]) @ positions.mT
+        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize(("shared", "count"), [(False, 2), (True, 1)])
+def test_rows_of_positions(shared, count):
+    """One group acts on all heads where they share a row."""
+    found = find_symmetric_pairs(nn.Sequential(Relative(shared=shared)), batch=torch.randn(2, 5, 4))
+    assert [str(p.group) for p in found if p.kind == "qk"] == ["GL(2)"] * count
+    assert [str(p.group) for p in found if p.kind == "vo"] == ["GL(2)"] * 2

@@ -98,3 +98,28 @@ def test_latent_attention_without_the_queries_that_are_known_is_let_be():
     for name in mixers._LATENT:
         setattr(layer, name, 1)
     assert mixers.proposals(layer, "") == []
+
+
+class Latent(nn.Module):
+    """Latent attention of two heads, none of whose dimensions are rotated, with a gate or without."""
+
+    kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = 5, 2, 0, 3
+
+    def __init__(self, gated):
+        super().__init__()
+        self.add_module("q_gate_proj" if gated else "q_proj", nn.Linear(6, 2 * (2 + 3 * gated)))
+        self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = nn.Linear(6, 5), nn.Linear(5, 10), nn.Linear(6, 6)
+
+    def forward(self, x):
+        source = self.q_gate_proj if hasattr(self, "q_gate_proj") else self.q_proj
+        latent = nn.functional.normalize(self.kv_a_proj_with_mqa(x), dim=-1)
+        q, kv = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (source(x), self.kv_b_proj(latent)))
+        y = (q[..., :2] @ kv[..., :2].mT).softmax(-1) @ kv[..., 2:]
+        y = y * q[..., 2:].sigmoid() if hasattr(self, "q_gate_proj") else y
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize(("gated", "values"), [(False, "GL(3)"), (True, "(ℝ*)^3")])
+def test_latent_attention_without_a_rotated_part(gated, values):
+    found = find_symmetric_pairs(nn.Sequential(Latent(gated)), batch=torch.randn(2, 5, 6))
+    assert [(p.kind, str(p.group)) for p in found] == [("qk", "GL(2)"), ("vo", values)] * 2

@@ -61,3 +61,21 @@ def test_places_try_every_divisor():
     assert {(p.heads, p.kv_heads, p.size) for p in places(roles_of(layer), "qk")} == {
         (12, 6, 1), (6, 3, 2), (4, 2, 3), (2, 1, 6)
     }  # fmt: skip
+
+
+class QuantLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+
+def test_layers_of_other_classes_and_names():
+    """I-BERT's linear layers are no subclass of torch's; CPM-Ant projects; a layer of positions belongs to the keys."""
+    layer = nn.Module()
+    for name in ("project_q", "project_k", "project_v", "attention_out"):
+        layer.add_module(name, QuantLinear())
+    layer.linear_pos = nn.Linear(8, 8, bias=False)
+    found = roles_of(layer)
+    assert sorted(found.main) == ["k", "o", "q", "v"]
+    assert [p.module for p in found.further["k"]] == [layer.linear_pos]
+    assert {k: p.module for k, p in found.main.items()}["q"] is layer.project_q

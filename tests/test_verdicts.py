@@ -1,0 +1,32 @@
+"""Every architecture: its pairs are right or there is a reason, and a measure is invariant or refused with a sentence."""
+
+import csv
+
+import pytest
+
+from . import tiny, verdicts
+from .extent import EXHAUSTIVE
+
+#: What has gone wrong once, for every run of the tests: types that compute in single precision inside, latent attention
+#: without a rotated part, names that say little or mislead, rows of positions.
+SAMPLE = [("transformers", name) for name in ("xglm", "glm5_next", "cpmant", "rwkv", "parakeet_encoder", "jetmoe")]
+CASES = [(lib, name) for lib in tiny.NAMES for name in tiny.NAMES[lib]()] if EXHAUSTIVE else SAMPLE
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "name"), CASES)
+def test_nothing_is_wrong_and_nothing_crashes(library, name):
+    row = verdicts.judge(library, name)
+    if "left out" in row:
+        assert EXHAUSTIVE, row["left out"]
+        pytest.skip(row["left out"])
+    assert verdicts.word(row["pairs"]) in ("right", "no attention", "none, with a reason"), row
+    assert {verdicts.word(row[measure]) for measure in verdicts.MEASURES} <= {"right", "refused"}, row
+
+
+def test_the_table_says_that_nothing_is_wrong():
+    with verdicts.TABLE.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {r["question"] for r in rows} == {"pairs", *verdicts.MEASURES}
+    assert all(r["wrong"] == r["crash"] == "0" for r in rows)
+    assert sum(int(r["models"]) for r in rows if r["question"] == "pairs" and r["library"] == "transformers") >= 370
