@@ -36,7 +36,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default in (None, False, argparse.SUPPRESS) or "(default" in (action.help or ""):
             return action.help
         if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(action.default)})"
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
