@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RemoteError", "imported", "naming", "words_of"]
+__all__ = ["RemoteError", "failed_call", "imported", "naming", "words_of"]
 
 
 def words_of(error: BaseException) -> str:
@@ -41,6 +41,15 @@ def naming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"{what}: {words_of(error)}") from error
+
+
+def failed_call(error: BaseException, *functions: Any) -> dict[str, Any]:
+    """Return the arguments of the innermost call of one of some functions that an error passed; empty if of none."""
+    codes, found, trace = [f.__code__ for f in functions], dict[str, Any](), error.__traceback__
+    while trace is not None:
+        found = trace.tb_frame.f_locals if trace.tb_frame.f_code in codes else found
+        trace = trace.tb_next
+    return found
 
 
 def imported(name: str, what: str) -> Any:

@@ -92,5 +92,5 @@ def test_run_on_a_table(tmp_path, capsys):
     assert "the label 'pos' is mapped twice" in capsys.readouterr().err
     assert cli.main([*command, "--label-map", "pos=7,neg=0"]) == 2
     err = capsys.readouterr().err
-    assert "the labels go from 0 to 7, but BertForSequenceClassification has fewer classes" in err
+    assert "the labels go from 0 to 7, but BertForSequenceClassification has 3 classes" in err
     assert err.count("\n") == 1
