@@ -207,8 +207,10 @@ def for_each_batch(
         except StopIteration:
             raise ValueError("batches is empty; pass at least one batch") from None
         first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
-        loss = _check_first(model, objective, first, pairs, divides=measure.divides)
-        space = _space(make, model, measure, pairs, partial(objective.value, model), first, loss)
+        remarks: list[str] = []
+        loss = _check_first(model, objective, first, pairs, remarks, divides=measure.divides)
+        space = _space(make, model, measure, pairs, partial(objective.value, model), first, loss, remarks)
+        space.remarks = remarks
         with space.attached():
             for index, batch in enumerate(itertools.chain([first], stream)):
                 mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
@@ -218,14 +220,16 @@ def for_each_batch(
 
     with world.failing_together():
         try:
-            return preserve_model_state(model, measured), world
+            space = preserve_model_state(model, measured)
+            space.remarks += space.without_gradient(world)
+            return space, world
         finally:
             reshard(model)
 
 
 def _space(
     make: Callable[..., WeightSpace], model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None,
-    run: Callable[[Any], float], batch: Any, loss: float,
+    run: Callable[[Any], float], batch: Any, loss: float, remarks: list[str],
 ) -> WeightSpace:  # fmt: skip
     """Build the space; at a canonical form the loss must be unchanged, with or without centred logits."""
     if measure.form == "own":
@@ -245,10 +249,10 @@ def _space(
         tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * inside)
         if space.world.all(abs(found - loss) <= tolerance * max(abs(loss), 1e-2)):
             if space.form is not None and not space.form.wired and _moves_others(model, space.form.pairs):
-                warnings.warn(
+                _warn(
                     f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
                     "its heads and key biases alone, and other symmetries move the result; describe it with "
-                    "register_wiring, or use the measure 'geodesic-inv'", stacklevel=2,
+                    "register_wiring, or use the measure 'geodesic-inv'", remarks,
                 )  # fmt: skip
             return space
     raise ValueError(
@@ -258,6 +262,12 @@ def _space(
     )
 
 
+def _warn(text: str, remarks: list[str]) -> None:
+    """Warn of what also stands in the result, for a warning is easily lost."""
+    warnings.warn(text, stacklevel=3)
+    remarks.append(text)
+
+
 def _moves_others(model: nn.Module, pairs: Sequence[SymmetricPair]) -> bool:
     """Tell whether weights outside pairs are trainable, as they are not where adapters alone are."""
     inside = {p for pair in pairs if pair.group is not None for p in pair.parameters()}
@@ -265,8 +275,9 @@ def _moves_others(model: nn.Module, pairs: Sequence[SymmetricPair]) -> bool:
 
 
 def _check_first(
-    model: nn.Module, objective: Objective, batch: Any, pairs: Sequence[SymmetricPair] | None, *, divides: bool
-) -> float:
+    model: nn.Module, objective: Objective, batch: Any, pairs: Sequence[SymmetricPair] | None, remarks: list[str], *,
+    divides: bool,
+) -> float:  # fmt: skip
     """Check that the loss is finite, and that every attention layer is known or in the given pairs."""
     run = partial(objective.value, model, batch)
     try:
@@ -274,7 +285,7 @@ def _check_first(
     except symmetries.UnknownAttentionError as error:
         if pairs is None:
             raise
-        warnings.warn(f"outside of the pairs that were given, {error}", stacklevel=2)
+        _warn(f"outside of the pairs that were given, {error}", remarks)
         loss = run()
     if not math.isfinite(loss):
         raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")

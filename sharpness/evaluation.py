@@ -198,7 +198,7 @@ class _Evaluation:
         }
         return SharpnessResult(
             self.measure, self.statistic, self.radii, self.search, plain_class(model).__name__, *space.spectrum(),
-            len(unreached), tuple(r for r, _ in best), directions,
+            len(unreached), tuple(r for r, _ in best), tuple(space.remarks), directions,
         )  # fmt: skip
 
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:

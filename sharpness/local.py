@@ -80,6 +80,8 @@ class LocalResult:
     model : str
         Class of the model.
     batches : tuple of LocalBatch
+    remarks : tuple of str
+        As in :class:`sharpness.SharpnessResult`.
 
     Examples
     --------
@@ -92,6 +94,7 @@ class LocalResult:
     measure: Measure
     model: str
     batches: tuple[LocalBatch, ...]
+    remarks: tuple[str, ...] = ()
 
     @property
     def gradient_norm(self) -> float:
@@ -113,7 +116,8 @@ class LocalResult:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, strings, lists and dicts."""
         means = {name: getattr(self, name) for name in ("gradient_norm", "max_eigenvalue", "trace")}
-        return {**asdict(self), **means, "batches": [asdict(b) for b in self.batches]}
+        lists = {"batches": [asdict(b) for b in self.batches], "remarks": list(self.remarks)}
+        return {**asdict(self), **means, **lists}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, which is replaced completely or not at all.
@@ -128,11 +132,13 @@ class LocalResult:
         batches = f"{len(self.batches)} batch{'es' * (len(self.batches) > 1)}"
         if self.trace is None:
             metric = f"in the metric of {self.measure.name}"
-            return f"gradient norm of {self.model} {metric}: {self.gradient_norm:.6g}, {batches}"
-        return (
-            f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {self.max_eigenvalue:.6g}, "
-            f"trace {self.trace:.6g}, {batches}"
-        )
+            line = f"gradient norm of {self.model} {metric}: {self.gradient_norm:.6g}, {batches}"
+        else:
+            line = (
+                f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {self.max_eigenvalue:.6g}, "
+                f"trace {self.trace:.6g}, {batches}"
+            )
+        return "\n".join([line, *self.remarks])
 
 
 def gradient_norm(
@@ -237,9 +243,9 @@ def _at_the_weights(
         found.append(LocalBatch(**values, seconds=time.perf_counter() - began))
 
     with World(group).losing_others():
-        _, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
+        space, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
         found = sorted(world.gather(found), key=lambda b: b.batch)
-    return LocalResult(measure, plain_class(model).__name__, tuple(found))
+    return LocalResult(measure, plain_class(model).__name__, tuple(found), tuple(space.remarks))
 
 
 #: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.

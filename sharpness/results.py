@@ -128,6 +128,9 @@ class SharpnessResult:
         Number of pairs that got no gradient from any batch, so that nothing certifies that they are symmetries.
     batches : tuple of BatchResult
         All batches at all radii.
+    remarks : tuple of str
+        What else was noticed, in sentences: pairs that were found by examination, weights without a gradient, what the
+        measure does not divide out.
 
     Examples
     --------
@@ -158,6 +161,7 @@ class SharpnessResult:
     num_clamped: int
     num_uncertified: int
     batches: tuple[BatchResult, ...]
+    remarks: tuple[str, ...] = ()
     _directions: dict[tuple[int, float], Direction] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, rho: float) -> SharpnessResult:
@@ -271,6 +275,7 @@ class SharpnessResult:
             "rhos": list(self.rhos),
             "sharpness": {str(rho): float(self[rho]) for rho in self.rhos},
             "batches": batches,
+            "remarks": list(self.remarks),
         }
 
     def to_dataframe(self) -> Any:
@@ -388,4 +393,4 @@ def _remarks(result: SharpnessResult) -> list[str]:
     ):
         if count:
             lines.append(f"{count} of {len(batches)} {what}")
-    return lines
+    return [*lines, *result.remarks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from .blocks import Block, ElementwiseBlock
 from .building import build_blocks, divide
 from .coordinates import Coordinates
 from .direction import Direction
+from .distributed import World
 from .losses import Objective
 from .measures import Measure
 from .parts import Parts
@@ -26,6 +28,9 @@ from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_b
 from .weights import trainable
 
 __all__ = ["WeightSpace"]
+
+#: Number of modules or weights that a remark names.
+_NAMED = 12
 
 
 class WeightSpace(Coordinates):
@@ -54,6 +59,8 @@ class WeightSpace(Coordinates):
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
     model_device : torch.device
         That of the weights, to which batches belong.
+    remarks : list of str
+        What a reader of the result has to know, in sentences.
 
     Raises
     ------
@@ -104,6 +111,8 @@ class WeightSpace(Coordinates):
         self._gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
         self._copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
+        self._unreached = set(self._parameters)
+        self.remarks: list[str] = []
 
     def _build(
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
@@ -216,19 +225,42 @@ class WeightSpace(Coordinates):
         Raises
         ------
         ValueError
-            The loss does not depend on a pair.
+            The loss depends on none of the weights.
         """
         found = self._differentiate([losses] if isinstance(losses, Tensor) else losses)
+        if not found:
+            raise ValueError(
+                "the loss depends on none of the weights that are measured, which get no gradient; check only=, "
+                "requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
+            )
         if self._at is None:
             self._certify(found)
+            reached = {name: found[p].any() for name in self._unreached if (p := self._parameters[name]) in found}
+            if reached:
+                self._unreached -= set(itertools.compress(reached, torch.stack([*reached.values()]).tolist()))
         out = self.empty() if room is None else room()
         self._pull_back_(out, found, self._at, spend=True)
         return out
 
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
-        if self.certification.last is None:
-            _check_pairs(self.pairs, gradient)
         self.certification.see(gradient, tolerance=self.tolerance)
+
+    def without_gradient(self, world: World) -> list[str]:
+        """Name the weights that had no gradient yet on any process, in a sentence if there are any."""
+        unreached = set.intersection(*world.gather(self.world.gather([self._unreached])))
+        if not unreached:
+            return []
+        sizes = {name: p.numel() for name, p in self._parameters.items()}
+        met = {part for name in sizes if name not in unreached for part in _within(name)}
+        # A whole module that is not reached is one name.
+        names = list(
+            dict.fromkeys(next(m for m in _within(name) if m not in met) for name in sizes if name in unreached)
+        )
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return [
+            f"{sum(sizes[name] for name in unreached):,} of {sum(sizes.values()):,} weights got no gradient from any "
+            f"batch, so the result says nothing about them: {', '.join(names[:_NAMED])}{more}"
+        ]
 
     @own_precision
     @torch.no_grad()
@@ -288,11 +320,6 @@ def _last_used(blocks: Sequence[Block]) -> list[list[Tensor]]:
     return found
 
 
-def _check_pairs(pairs: Sequence[SymmetricPair], found: Mapping[Tensor, Tensor]) -> None:
-    """Refuse pairs without any gradient, whose layer is skipped or bypassed."""
-    for pair in pairs:
-        if not any(p in found for p in pair.parameters()):
-            raise ValueError(
-                f"the pair {pair.name!r} gets no gradient: the loss does not depend on it; freeze its weights with "
-                "requires_grad_(False), or check that the layer takes part"
-            )
+def _within(name: str) -> list[str]:
+    """List the modules that hold a parameter, from the outside, and its own name."""
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, stacks
@@ -72,10 +73,43 @@ def test_a_layer_that_takes_no_part_is_named():
             return self.used(x)
 
     model, batch = networks.shake(Half()), networks.tokens(width=4)
-    with pytest.raises(ValueError, match=r"pair 'unused\.attention qk head 0' gets no gradient"):
-        sharpness.evaluate(model, [batch], rho=0.1)
-    model.unused.requires_grad_(False)
-    assert float(sharpness.evaluate(model, [batch], rho=0.1)) > 0
+    for measure in ("geodesic-inv", "geodesic-mix", "adaptive"):
+        (found, local), sizes = (
+            results(model, batch, measure),
+            [sum(p.numel() for p in m.parameters()) for m in (model.unused, model)],
+        )
+        remark = f"{sizes[0]:,} of {sizes[1]:,} weights got no gradient from any batch, so the result says nothing about them: unused"
+        assert found.remarks == local.remarks == (remark,)
+        assert remark in str(found).splitlines()
+        assert remark in str(local).splitlines()
+        assert found.to_dict()["remarks"] == local.to_dict()["remarks"] == [remark]
+        assert all(bool(t.any()) != name.startswith("unused") for name, t in found.direction(0).tensors.items())
+        model.unused.requires_grad_(False)
+        assert [float(r) for r in (results(model, batch, measure)[0],)] == [float(found)]
+        model.unused.requires_grad_(True)
+
+
+def results(model, batch, measure, **options):
+    found = sharpness.evaluate(model, [batch], measure=measure, rho=0.1, steps=3, **options)
+    return found, sharpness.gradient_norm(model, [batch], measure=measure)
+
+
+def test_single_weights_without_a_gradient_are_named_and_none_at_all_is_an_error():
+    model, (x, y) = networks.shake(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))), networks.tokens(width=4)
+
+    def loss(m, batch):
+        hidden = F.linear(m[0](batch[0]), m[1].weight, m[1].bias.detach())
+        return F.cross_entropy(hidden.mean(1), batch[1])
+
+    options = {"measure": "adaptive", "rho": 0.1, "steps": 2}
+    (remark,) = sharpness.evaluate(model, [(x, y)], loss, **options).remarks
+    assert remark == "24 of 60 weights got no gradient from any batch, so the result says nothing about them: 1.bias, 2"
+    assert sharpness.evaluate(model, [(x, y)], loss, only=r"0|1\.weight", **options).remarks == ()
+    with pytest.raises(ValueError, match="depends on none of the weights that are measured"):
+        sharpness.evaluate(model, [(x, y)], loss, only=r"1\.bias|2", **options)
+    many = nn.ModuleDict({"used": model, **{f"idle{i}": nn.Linear(1, 1) for i in range(14)}})
+    (remark,) = sharpness.evaluate(many, [(x, y)], lambda m, b: loss(m["used"], b), **options).remarks
+    assert remark.endswith(": used.1.bias, used.2, " + ", ".join(f"idle{i}" for i in range(10)) + " and 4 more")
 
 
 def test_complex_pairs_beside_an_odd_number_of_coordinates():
