@@ -54,7 +54,7 @@ def _sweep(options: argparse.Namespace) -> int:
     part = shard(options.shard)
     check_folder(options.out, create=False)
     sweep = read_config(options.config)
-    _refuse_results(options.out)
+    _refuse_results(options.out, options.config, sweep)
     device = checked_device(sweep.device)
     with torchrun(device if sweep.sharded else torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
@@ -102,9 +102,17 @@ def _places(path: Path) -> set[str]:
     return {str([row.get(k) for k in ("checkpoint", "kind", "measure", "ablation", "rho")]) for row in rows}
 
 
-def _refuse_results(folder: Path) -> None:
-    """Raise for a folder whose results a sweep would replace, though no sweep wrote them."""
+def _refuse_results(folder: Path, config: Path, sweep: Any) -> None:
+    """Raise for a folder whose results a sweep would replace, though it reads them or no sweep wrote them."""
+    from ..files import check_apart
+    from ..sweep.digests import places
+
+    data = [path for d in (sweep.data, sweep.train, sweep.test) if d is not None for path in places(d.source)]
+    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights, c.head)]
+    table = [] if sweep.accuracies is None else [sweep.accuracies.file]
+    files = [path for path in (config, *read, *table, *data) if path is not None and not Path(path).is_dir()]
     for name in ("results.jsonl", "results.csv"):
+        check_apart(folder / name, files, [path for path in data if path.is_dir()])
         if (folder / name).exists() and not (folder / "jobs").is_dir():
             raise ValueError(f"{folder / name} is not from a sweep into this folder; choose another --out, or move it")
 
@@ -190,15 +198,15 @@ def _has_rows(job: Path) -> bool:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from ..files import check_file, write_text
+    from ..files import check_apart, check_file, write_text
     from ..rows import targets
     from ..tables import FEWEST_MODELS
 
     if options.out is not None:
         check_file(options.out)
-        read = {Path(options.results, name).resolve() for name in ("", "results.jsonl", "results.csv")}
-        if options.out.resolve() in read:
-            raise ValueError(f"--out {options.out} would replace the results, which are read; choose another file")
+        folder = options.results if options.results.is_dir() else options.results.parent
+        files = [folder / "results.jsonl", folder / "results.csv", *({options.results} - {folder})]
+        check_apart(options.out, files, [folder / "jobs"])
     if not 0 < options.level < 1:
         raise ValueError(f"--level must lie between 0 and 1, got {options.level}")
     rows = _rows(options.results)

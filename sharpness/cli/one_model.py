@@ -256,14 +256,13 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-
-    from ..data.loading import source_files
     from ..distributed import torchrun
     from ..errors import naming
     from ..evaluation import checked_radii, evaluate
-    from ..files import check_file, write_json
+    from ..files import check_apart, check_file, write_json
     from ..local import hessian, measure_of
     from ..models import load
+    from ..sweep.digests import places
 
     for measure in options.measure:  # before any of them is run
         checked = measure_of(measure)
@@ -271,14 +270,14 @@ def _run(options: argparse.Namespace) -> int:
             checked_radii(checked, options.rho)
         elif options.rho is not None:
             raise ValueError(f"{measure} has no radius; leave --rho out")
+    data = places(options.data)
+    whole = [path for path in data if path.is_dir()]
     if options.figures is not None:
+        check_apart(options.figures, (), whole)
         _check_figures(options.figures)
     if options.out is not None:
         check_file(options.out)
-        data = [] if Path(options.data).is_dir() else [path for _, path in source_files(options.data)]
-        for source in (options.model, *data, options.checkpoint, options.head):
-            if source is not None and Path(source).resolve() == Path(options.out).resolve():
-                raise ValueError(f"--out {options.out} would replace {source}, which is read; choose another file")
+        check_apart(options.out, [*places(options.model), options.checkpoint, options.head, *data], whole)
     device = checked_device(options.device)
     with torchrun(device) as group:
         loaded = load(options.model, options.checkpoint, head=options.head)

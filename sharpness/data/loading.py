@@ -22,13 +22,13 @@ from .images import idx_images, image_archive, image_folder, labels_beside, need
 from .saved_datasets import datasets_folder, is_datasets_folder
 from .text import TABLES, TextColumns, read_table, table_of_text
 
-__all__ = ["DataChoice", "check_source", "is_function", "load_examples", "source_files"]
+__all__ = ["DataChoice", "check_source", "divided", "is_function", "load_examples", "source_files"]
 
 #: Suffixes of files of tensors.
 _TENSORS = {"", ".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
 
 
-def _divided(source: str) -> tuple[Path, str]:
+def divided(source: str) -> tuple[Path, str]:
     """Split a source into a path and a name inside it: ``archive.zip:inside``, ``folder:split``."""
     if not isinstance(source, str):
         raise TypeError(f"a source of data is a string, got {type(source).__name__}")
@@ -41,12 +41,12 @@ def _divided(source: str) -> tuple[Path, str]:
 def is_function(source: str, base: Path = Path()) -> bool:
     """Tell whether a source is ``module:function`` rather than a file below ``base``, or a part of one."""
     path = base / source
-    return ":" in source and _divided(str(path))[0] == path and not path.exists()
+    return ":" in source and divided(str(path))[0] == path and not path.exists()
 
 
 def source_files(source: str) -> list[tuple[str, Path]]:
     """List the files of a source, by the relevant part of their names; all files of a folder of classes."""
-    path, inside = _divided(source)
+    path, inside = divided(source)
     if path.is_dir():
         return [(f"{inside}:{p.relative_to(path).as_posix()}", p) for p in sorted(path.rglob("*")) if p.is_file()]
     files = [(f"{inside}{path.suffix}", path)] if path.is_file() else []
@@ -56,7 +56,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
 
 def check_source(source: str) -> None:
     """Raise unless there is something to read at a source; call it before the work that needs it."""
-    if not is_function(source) and not _divided(source)[0].exists():
+    if not is_function(source) and not divided(source)[0].exists():
         raise FileNotFoundError(f"there is no data at {source}")
 
 
@@ -88,7 +88,7 @@ def load_examples(
     ``images`` is the image format that a model expects; ``tokenizer`` and ``labels`` translate texts and class names.
     """
     text, labels = text or TextColumns(), labels or {}
-    path, inside = _divided(source)
+    path, inside = divided(source)
     if not path.exists():
         raise FileNotFoundError(f"there is no data at {path}")
     if is_datasets_folder(path):
@@ -219,7 +219,7 @@ class DataChoice:
     @property
     def is_text(self) -> bool:
         """Whether it holds text."""
-        path, inside = _divided(self.source)
+        path, inside = divided(self.source)
         if is_datasets_folder(path):
             about = list((path / inside).glob("**/dataset_info.json"))
             return not any('"Image"' in p.read_text(encoding="utf-8") for p in about)
