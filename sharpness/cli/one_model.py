@@ -285,10 +285,15 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"{options.model} names an architecture without weights; give them with --checkpoint")
         model = loaded.model.to(device)
         batches = data_choice(options).load(loaded, device)
+        remarks = [*loaded.remarks, *batches.remarks]
         leader = group is None or int(os.environ["RANK"]) == 0
-        source = _source(options) if leader and (options.out is not None or options.json) else {}
+        source: dict[str, Any] = {}
+        if leader and (options.out is not None or options.json):
+            source = {**_source(options), "remarks": remarks}
         if leader and not options.quiet:
-            print(_about(model, batches), file=sys.stderr, flush=True)
+            print(_about(loaded, batches), file=sys.stderr, flush=True)
+        if leader and not options.json:
+            print(*remarks, sep="\n", end="\n" * bool(remarks), flush=True)
         found = []
         for measure in options.measure:
             with naming(f"{options.model} on {options.data}"), _offering():
@@ -352,17 +357,17 @@ def _spread(result: Any) -> list[str]:
     return [f"standard error over the {count} batches: {errors}"]
 
 
-def _about(model: Any, batches: Any) -> str:
+def _about(loaded: Any, batches: Any) -> str:
     """Describe model and data in one line, which also shows in a log that the files were read."""
     from quotient_manifolds.batches import tensors
     from quotient_manifolds.symmetries import find_symmetric_pairs
 
-    pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
+    pairs = [p for p in find_symmetric_pairs(loaded.model) if p.group is not None]
     layers = len({p.module for p in pairs})
     examples = sum(next((len(t) for t in tensors(b) if t.dim()), 1) for b in batches)
     return (
-        f"measuring {type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} weights, {len(pairs)} "
-        f"symmetric pairs in {layers} layers; {examples} examples in {len(batches)} batch{'es' * (len(batches) > 1)}"
+        f"measuring {type(loaded.model).__name__}: {loaded.weights}, {len(pairs)} symmetric pairs in {layers} layers; "
+        f"{examples} examples in {len(batches)} batch{'es' * (len(batches) > 1)}"
     )
 
 

@@ -109,6 +109,12 @@ def load_examples(
     return _tensors(path)
 
 
+class Batches(list[Any]):
+    """The batches of a source, with remarks about it, such as on files that were left out."""
+
+    remarks: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class DataChoice:
     """A data set, with the choice of examples and their format.
@@ -170,7 +176,7 @@ class DataChoice:
                 f"the batch size and the number of batches must be at least 1, got {self.batch_size} and {self.batches}"
             )
 
-    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> list[Any]:
+    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
         """Read the batches for a model.
 
         Parameters
@@ -184,7 +190,8 @@ class DataChoice:
         -------
         list
             Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs (x, y), where images x
-            are float32 (examples, channels, height, width) and y are int64 (examples,).
+            are float32 (examples, channels, height, width) and y are int64 (examples,). Its ``remarks`` say what was
+            left out.
 
         Raises
         ------
@@ -194,19 +201,22 @@ class DataChoice:
         with naming(f"the device {device!r} cannot be used"):
             device = torch.device(device)
         batches: Iterable[Any]
+        remarks: tuple[str, ...] = ()
         if is_function(self.source):
             if self.num_examples is not None or self.subset_seed is not None:
                 raise ValueError(f"{self.source} is a function, which chooses its examples itself")
             batches = call(self.source)
         else:
             examples = self.open(loaded)
+            remarks = examples.remarks
             chosen = examples.choose(self.num_examples, self.subset_seed)
             chosen = chosen[: None if self.batches is None else self.batches * self.batch_size]
             parts = np.array_split(chosen, -(-len(chosen) // self.batch_size))
             batches = (examples.batch(part.tolist()) for part in parts)
-        result = [tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, self.batches)]
+        result = Batches(tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, self.batches))
         if not result:
             raise ValueError(f"{self.source} gave no batch")
+        result.remarks = remarks
         return result
 
     def open(self, loaded: LoadedModel) -> Examples:

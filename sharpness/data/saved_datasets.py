@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import naming
 from ..models import ImageFormat
 from .examples import Examples
 from .images import image_examples, needed_format, pixels
@@ -45,7 +46,12 @@ def datasets_folder(
         return _texts(found, named, source, columns, tokenizer, known)
 
     how = needed_format(images, source)
-    return image_examples(source, lambda i: pixels(found[i][pictures[0]], how), found[columns.label], named, known)
+
+    def read(row: int) -> Any:
+        with naming(f"the image in row {row} of {source} cannot be read"):
+            return pixels(found[row][pictures[0]], how)
+
+    return image_examples(source, read, found[columns.label], named, known)
 
 
 def _texts(

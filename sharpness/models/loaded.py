@@ -120,6 +120,18 @@ class LoadedModel:
                 found.model_max_length = positions
         return found
 
+    @property
+    def weights(self) -> str:
+        """How many weights are measured, of how many: those that are not frozen."""
+        every, moved = (sum(p.numel() for p in self.model.parameters() if p.requires_grad >= least) for least in (0, 1))
+        return f"{moved:,} of {every:,} weights"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a report says of the model: that some of its weights are frozen, as it was loaded."""
+        frozen = not all(p.requires_grad for p in self.model.parameters())
+        return (f"{self.weights} of the model are measured; the others are frozen",) if frozen else ()
+
     def text_key(self) -> str:
         """Hash everything that determines how texts are tokenised: equal keys mean equal tokens."""
         files = [] if self.folder is None else files_of(self.folder, TOKENIZER)
