@@ -200,7 +200,7 @@ def _has_rows(job: Path) -> bool:
 def _table(options: argparse.Namespace) -> int:
     from ..files import check_apart, check_file, write_text
     from ..rows import targets
-    from ..tables import FEWEST_MODELS
+    from ..tables import FEWEST_MODELS, remarks
 
     if options.out is not None:
         check_file(options.out)
@@ -215,6 +215,11 @@ def _table(options: argparse.Namespace) -> int:
     if listed and (options.given or options.level != LEVEL):
         print("sharpness: --given and --level are for a ranking; here models are listed one by one", file=sys.stderr)
     text = _models(options, rows, count) if listed else _ranking(options, rows)
+    if said := [] if options.json else remarks(rows):
+        if options.format in ("text", "markdown"):
+            text += "\nRemarks on the measurements:\n\n" + "".join(f"- {remark}\n" for remark in said)
+        else:
+            print(*(f"sharpness: {remark}" for remark in said), sep="\n", file=sys.stderr)
     if options.out is None:
         print(text, end="")
     else:
@@ -225,34 +230,36 @@ def _table(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int) -> str:
     """Return a row for each model."""
     from ..rows import targets
-    from ..tables import FEWEST_MODELS, model_records, per_model
+    from ..tables import FEWEST_MODELS, model_records, per_model, remarks
 
     if options.json:
-        return as_json(model_records(rows, short=options.short))
+        records = model_records(rows, short=options.short)
+        own = {r["model"]: remarks([row for row in rows if row["checkpoint"] == r["model"]]) for r in records}
+        return as_json([{**r, **({"remarks": own[r["model"]]} if own[r["model"]] else {})} for r in records])
     text = per_model(rows, options.format, short=options.short)
-    remarks = ["Losses and sharpness are in nats; errors and the gap are fractions."]
+    notes = ["Losses and sharpness are in nats; errors and the gap are fractions."]
     measured = [row["per_batch"] for row in rows if row.get("per_batch")]
     if measured and all(len(values) == 1 for values in measured):
-        remarks.append("Each sharpness is that of one batch: no spread.")
+        notes.append("Each sharpness is that of one batch: no spread.")
     elif measured:
-        remarks.append("± is the standard error over the batches.")
+        notes.append("± is the standard error over the batches.")
     if count < FEWEST_MODELS:
         what = f"{count} model{'s' * (count != 1)} with a {options.target}"
         losses = [] if count else targets(rows, "loss-gap")
         give = "choose --target loss-gap or test-loss" if losses else "give the sweep test data or accuracies"
         why = "" if count else f"; {give}"
-        remarks.append(f"{what}: too few to correlate. A ranking needs at least {FEWEST_MODELS}{why}.")
+        notes.append(f"{what}: too few to correlate. A ranking needs at least {FEWEST_MODELS}{why}.")
     if options.format in ("text", "markdown"):
-        return text + "".join(f"\n{v}\n" for v in remarks)
-    for remark in remarks if count < FEWEST_MODELS else ():
-        print(f"sharpness: {remark}", file=sys.stderr)
+        return text + "".join(f"\n{v}\n" for v in notes)
+    for note in notes if count < FEWEST_MODELS else ():
+        print(f"sharpness: {note}", file=sys.stderr)
     return text
 
 
 def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Return a row for each quantity that ranks the models."""
     from ..comparison import CONTROLS, compare
-    from ..tables import controls_in_words, formatted, verdicts
+    from ..tables import controls_in_words, formatted, remarks, verdicts
 
     given = tuple(dict.fromkeys([*CONTROLS, *(name.replace("-", "_") for name in options.given)]))
     found, further = compare(rows, options.target, level=options.level, given=given), given[len(CONTROLS) :]
@@ -260,7 +267,7 @@ def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     if options.short:
         found = [r for r in found if r.choice != "ρ" or "," in r.quantity]  # all of ablations
     if options.json:
-        return as_json({"rankings": found, "verdicts": said, "given": given})
+        return as_json({"rankings": found, "verdicts": said, "given": given, "remarks": remarks(rows)})
     text = formatted(found, options.format, further)
     if options.format in ("text", "markdown") and said:
         text += f"\nDoes it predict anything beyond {controls_in_words(given)}?\n\n"
