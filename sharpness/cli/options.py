@@ -132,7 +132,7 @@ def _label_map(text: str) -> dict[str, int]:
     names = {}
     for entry in filter(None, text.split(",")):
         name, _, number = entry.rpartition("=")
-        if not name or not number.isdigit():
+        if not name or not number.isdecimal():
             raise argparse.ArgumentTypeError(
                 f"labels are mapped by NAME=NUMBER,…, but {entry!r} does not have this form"
             )
@@ -185,6 +185,6 @@ def checked_device(name: str) -> Any:
 def shard(text: str) -> tuple[int, int]:
     """Read i/n."""
     first, _, last = text.partition("/")
-    if not (first.isdigit() and last.isdigit()):
+    if not (first.isdecimal() and last.isdecimal()):
         raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} does not have this form")
     return int(first), int(last)

@@ -82,17 +82,19 @@ def load_examples(
     text: TextColumns | None = None,
     tokenizer: Any = None,
     labels: Mapping[str, int] | None = None,
+    predicts: str | None = None,
 ) -> Examples:
     """Open the source of a :class:`DataChoice` that is not a function.
 
-    ``images`` is the image format that a model expects; ``tokenizer`` and ``labels`` translate texts and class names.
+    ``images`` is the image format that a model expects; ``tokenizer`` and ``labels`` translate texts and class names;
+    ``predicts`` says what a language model predicts, see :attr:`LoadedModel.predicts`.
     """
     text, labels = text or TextColumns(), labels or {}
     path, inside = divided(source)
     if not path.exists():
         raise FileNotFoundError(f"there is no data at {path}")
     if is_datasets_folder(path):
-        return datasets_folder(path, inside, images, text, tokenizer, labels)
+        return datasets_folder(path, inside, images, text, tokenizer, labels, predicts)
     if path.is_dir():
         return image_folder(path, needed_format(images, source), labels)
     if path.suffix.lower() == ".zip":
@@ -100,7 +102,7 @@ def load_examples(
     if path.name.removesuffix(".gz").lower().endswith(("idx3-ubyte", ".idx3")):
         return idx_images(path, needed_format(images, source))
     if path.suffix.lower() in TABLES:
-        return table_of_text(path, read_table(path, text.header), text, tokenizer, labels)
+        return table_of_text(path, read_table(path, text.header), text, tokenizer, labels, predicts)
     if path.suffix.lower() not in _TENSORS:
         raise ValueError(
             f"{path} is not data by its name: tables end in {', '.join(sorted(TABLES))}, images are in folders of "
@@ -223,7 +225,7 @@ class DataChoice:
         """Open all examples for a model; they are read on demand where the format allows it."""
         return load_examples(
             self.source, images=self.image_format(loaded.images), text=self.columns,
-            tokenizer=loaded.tokenizer if self.is_text else None, labels=loaded.labels,
+            tokenizer=loaded.tokenizer if self.is_text else None, labels=loaded.labels, predicts=loaded.predicts,
         )  # fmt: skip
 
     @property
