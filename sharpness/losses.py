@@ -18,7 +18,7 @@ from quotient_manifolds.checks import as_count
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries.blocks import plain_class
 
-from .errors import failed_call
+from .errors import failed_call, wrong_cast
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -79,6 +79,7 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
         return _default_loss(model, batch, normalize_logits)
     except Exception as error:
         reason = _wrong_ids(model, batch, error) or _wrong_labels(model, batch, error)
+        reason = reason or wrong_cast(error, (*model.parameters(), *model.buffers(), *tensors(batch)))
         if reason is None:
             raise
         raise ValueError(reason) from error

@@ -324,6 +324,23 @@ def test_an_error_of_the_models_own_is_not_explained(kind, words):
     assert str(raised.value) == words
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_by_hand_is_named(dtype):
+    """Half-precision models are measured in float32, which such a module does not know."""
+
+    class Casts(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(dtype))
+
+    torch.set_default_dtype(torch.float32)
+    model, batch = Casts(4, 3).to(dtype), (torch.randn(4, 4), CLASSES)
+    assert default_loss(model, batch).loss.isfinite()
+    with pytest.raises(ValueError, match=f"the model casts to {dtype} by itself, while it is measured in torch.float32;"):
+        sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # of another cause
+        default_loss(model, (torch.randn(4, 5), CLASSES))
+
+
 def test_outputs_that_are_dicts():
     class Plain(nn.Module):
         def __init__(self, loss):
