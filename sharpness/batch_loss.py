@@ -313,9 +313,7 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
     for p in pairs:
         if p.module in classes:
             found.setdefault(classes[p.module], Counter())[p.reason] += 1
-    said = [
-        f"{cls} ({counts.pop('', 0)} pairs" + "".join(f"; {why}" for why in counts) + ")" for cls, counts in found.items()
-    ]
+    said = [f"{cls} ({n.pop('', 0)} pairs" + "".join(f"; {why}" for why in n) + ")" for cls, n in found.items()]
     if said:
         remarks.append(f"attention of classes without a handler was examined on the first batch: {', '.join(said)}")
     refused = [p.name for p in pairs if p.reason == CHANGES and p.module not in classes]
