@@ -17,7 +17,7 @@ from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import plain_class, plain_names
-from quotient_manifolds.symmetries.registry import CHANGES, handler_of
+from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
 
 from .distributed import World
 from .losses import Objective, to_float32
@@ -300,7 +300,7 @@ def _check_first(
     return loss, pairs
 
 
-def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> symmetries.PairList:
+def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> PairList:
     """Find pairs by an examination on the first batch, and remark what was examined and what came of it."""
 
     def losses(model: nn.Module, batch: Any) -> list[Tensor]:

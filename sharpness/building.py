@@ -155,8 +155,8 @@ def warn_of_unknown(model: nn.Module) -> None:
     if trained:
         names = ", ".join(sorted({type(m).__name__ for m in trained}))
         warnings.warn(
-            f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their weights "
-            "move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
+            f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their "
+            "weights move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from .roles import roles_of
 
 __all__ = ["UnknownAttentionError", "check_coverage"]
 
+
 class UnknownAttentionError(ValueError):
     """A module computes attention, but no handler knows which symmetries its weights have.
 

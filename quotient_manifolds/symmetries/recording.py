@@ -134,7 +134,7 @@ class Watch(TorchFunctionMode):
         self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Watch:
         enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
         self._hooks = [enter, register_module_forward_hook(self._leave, always_call=True)]
         super().__enter__()

@@ -344,7 +344,7 @@ def test_attention_that_cannot_be_examined_is_refused_with_what_to_do(monkeypatc
     model, batch = networks.shake(nn.Sequential(Mystery())), networks.tokens()
     before = snapshot(model)
     for measure in GEODESIC:
-        with pytest.raises(UnknownAttentionError, match="module '0' of class .*Mystery computes attention") as caught:
+        with pytest.raises(UnknownAttentionError, match=r"module '0' of class .*Mystery computes attention") as caught:
             sharpness.evaluate(model, [batch], measure=measure, rho=0.1)
     assert_same(snapshot(model), before)
     for measure in ("adaptive", "euclidean"):

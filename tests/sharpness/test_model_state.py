@@ -213,7 +213,9 @@ class Frozen(nn.Module):
 def test_weights_behind_a_cache_that_stays_are_named():
     (_, batches), model = small(), Frozen()
     (remark,) = sharpness.evaluate(model, batches, measure="adaptive", rho=0.1, steps=2).remarks
-    assert remark == "6 of 8 weights got no gradient from any batch, so the result says nothing about them: linear.weight"
+    assert (
+        remark == "6 of 8 weights got no gradient from any batch, so the result says nothing about them: linear.weight"
+    )
 
 
 def test_threads_put_the_fast_path_back():

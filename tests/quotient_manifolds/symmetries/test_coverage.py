@@ -230,4 +230,6 @@ def test_pairs_of_ones_own_cover_the_module_that_holds_their_projections():
         sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, pairs=[mine(layer) for layer in model])
     examined = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2)
     assert len(examined.direction(0).pairs) == 4
-    assert examined.remarks == ("attention of classes without a handler was examined on the first batch: Attending (4 pairs)",)
+    assert examined.remarks == (
+        "attention of classes without a handler was examined on the first batch: Attending (4 pairs)",
+    )

@@ -168,7 +168,9 @@ def test_a_batch_certifies_what_the_names_of_classes_claim(kind):
     claimed, found = find_symmetric_pairs(model), find_symmetric_pairs(model, batch=batch)
     assert all(p.group is not None for p in claimed)
     assert [p.name for p in found] == [p.name for p in claimed]
-    assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {(found[0].module, kind): registry.CHANGES}
+    assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {
+        (found[0].module, kind): registry.CHANGES
+    }
     assert len(find_symmetric_pairs(model, batch=batch, include_frozen=True)) == len(found)
 
 
