@@ -57,11 +57,14 @@ def _finetune(options: argparse.Namespace) -> int:
     from reproduction.collection import train_collection
     from reproduction.recipes import Recipe, random_recipe
     from sharpness.data.loading import check_source
+    from sharpness.files import check_apart
+    from sharpness.sweep.digests import places
 
     checked_device(options.device)
     data = data_choice(options)
-    if options.test is not None:
-        check_source(options.test)
+    for source in filter(None, (options.data, options.test)):
+        check_source(source)
+        check_apart(options.out, (), [path for path in places(source) if path.is_dir()])
     given: dict[str, Any] = {"lr": options.lr, "epochs": options.epochs, "batch": options.batch}
     most = 1 if options.vary == "seed" else 2
     for name in ("lr", "epochs"):

@@ -17,7 +17,7 @@ from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import plain_class, plain_names
-from quotient_manifolds.symmetries.registry import CHANGES, handler_of
+from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
 
 from .distributed import World
 from .losses import Objective, to_float32
@@ -300,7 +300,7 @@ def _check_first(
     return loss, pairs
 
 
-def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> symmetries.PairList:
+def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> PairList:
     """Find pairs by an examination on the first batch, and remark what was examined and what came of it."""
 
     def losses(model: nn.Module, batch: Any) -> list[Tensor]:
@@ -313,9 +313,7 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
     for p in pairs:
         if p.module in classes:
             found.setdefault(classes[p.module], Counter())[p.reason] += 1
-    said = [
-        f"{cls} ({counts.pop('', 0)} pairs" + "".join(f"; {why}" for why in counts) + ")" for cls, counts in found.items()
-    ]
+    said = [f"{cls} ({n.pop('', 0)} pairs" + "".join(f"; {why}" for why in n) + ")" for cls, n in found.items()]
     if said:
         remarks.append(f"attention of classes without a handler was examined on the first batch: {', '.join(said)}")
     refused = [p.name for p in pairs if p.reason == CHANGES and p.module not in classes]

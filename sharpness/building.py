@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries.discovery import candidates
 from quotient_manifolds.symmetries.pairs import check_pairs
+from quotient_manifolds.symmetries.registry import handler_of
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm
 
@@ -19,7 +22,7 @@ from .measures import Measure
 from .stream import vector_lengths
 from .vectors import Memory
 
-__all__ = ["Division", "build_blocks", "divide", "pair_block_class", "with_constants"]
+__all__ = ["Division", "build_blocks", "divide", "pair_block_class", "warn_of_unknown", "with_constants"]
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
@@ -143,6 +146,18 @@ def build_blocks(
     kind = pair_block_class(measure.pair_block)
     memory = Memory(dtype, next(iter(parameters.values())).device)
     return single + [kind(s, measure, dtype, memory, at_model=at_model) for s in division.stacks]
+
+
+def warn_of_unknown(model: nn.Module) -> None:
+    """Say which trainable attention has no pairs because no handler knows its class, where no batch can tell."""
+    found = candidates(model, lambda m: handler_of(m) is not None).values()
+    trained = [m for m in found if any(p.requires_grad for name, p in m.named_parameters() if "lora_" not in name)]
+    if trained:
+        names = ", ".join(sorted({type(m).__name__ for m in trained}))
+        warnings.warn(
+            f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their "
+            "weights move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
+        )  # fmt: skip
 
 
 def pair_block_class(name: str) -> type[PairBlock]:

@@ -131,6 +131,8 @@ def run(
     numbers = out.with_suffix(".json")
     check_figure(out)
     check_file(numbers)
+    if numbers.exists() and '"output_change"' not in numbers.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(f"{numbers}, which the numbers would replace, is not from a demo; choose another picture")
     train(model, x_train, y_train, seed=seed, progress=progress)
     right, right_in_test = _accuracy(model, x_train, y_train), _accuracy(model, x_test, y_test)
     print(

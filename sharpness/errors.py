@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["RemoteError", "imported", "naming", "words_of"]
+__all__ = ["RemoteError", "failed_call", "imported", "naming", "words_of", "wrong_cast"]
 
 
 def words_of(error: BaseException) -> str:
@@ -41,6 +41,25 @@ def naming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"{what}: {words_of(error)}") from error
+
+
+def failed_call(error: BaseException, *functions: Any) -> dict[str, Any]:
+    """Return the arguments of the innermost call of one of some functions that an error passed; empty if of none."""
+    codes, found, trace = [f.__code__ for f in functions], dict[str, Any](), error.__traceback__
+    while trace is not None:
+        found = trace.tb_frame.f_locals if trace.tb_frame.f_code in codes else found
+        trace = trace.tb_next
+    return found
+
+
+def wrong_cast(error: BaseException, read: Iterable[torch.Tensor]) -> str | None:
+    """Say that a model casts to a half precision that nothing which it reads has; None if that is not the error."""
+    present = {t.dtype for t in read if t.is_floating_point()}
+    for dtype, word in ((torch.bfloat16, "BFloat16"), (torch.float16, "Half")):
+        if word in str(error) and present and dtype not in present:
+            others = " and ".join(sorted(map(str, present)))
+            return f"the model casts to {dtype} by itself, while it is measured in {others}; let it cast to that"
+    return None
 
 
 def imported(name: str, what: str) -> Any:

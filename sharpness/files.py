@@ -6,12 +6,12 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_write", "check_file", "check_folder", "flush", "kind_of", "naming_file", "write_json", "write_text"]
+__all__ = ["atomic_write", "check_apart", "check_file", "check_folder", "flush", "kind_of", "naming_file", "write_json", "write_text"]
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -40,6 +40,20 @@ def check_folder(path: str | os.PathLike[str], *, create: bool = True) -> Path:
         place = next(p for p in (path, *path.absolute().parents) if p.is_dir())
         with tempfile.TemporaryFile(dir=place):
             return path
+
+
+def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], whole: Iterable[Path] = ()) -> None:
+    """Raise if writing at ``out`` would change what is read; call it before the work whose result it will hold.
+
+    Refused are what is read, what there is already in folders that are read, and any place in those of ``whole``, all
+    of whose files are data.
+    """
+    place, whole = out.resolve(), list(whole)
+    for source in (*filter(None, read), *whole):
+        one = Path(source).resolve()
+        if place == one or (one.is_dir() and place.is_relative_to(one) and (source in whole or place.exists())):
+            how = "replace" if place == one else "change"
+            raise ValueError(f"writing to {out} would {how} {source}, which is read; choose another place")
 
 
 def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:

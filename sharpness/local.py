@@ -88,7 +88,7 @@ class LocalResult:
     >>> import sharpness, torch
     >>> model, batch = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     >>> print(sharpness.hessian(model, [batch], lambda f, x: f(x).square().sum(), measure="euclidean"))
-    euclidean Hessian of Linear: largest eigenvalue 2, trace 2, 1 batch
+    euclidean Hessian of Linear: largest eigenvalue 2, trace 2 ± 0, 1 batch
     """
 
     measure: Measure
@@ -113,9 +113,15 @@ class LocalResult:
         found = [b.trace for b in self.batches if b.trace is not None]
         return fmean(found) if found else None
 
+    @property
+    def std_error(self) -> float | None:
+        """Standard error of the trace's estimate, at most: the batches share the random vectors; None without one."""
+        found = [b.std_error for b in self.batches if b.std_error is not None]
+        return fmean(found) if found else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, strings, lists and dicts."""
-        means = {name: getattr(self, name) for name in ("gradient_norm", "max_eigenvalue", "trace")}
+        means = {name: getattr(self, name) for name in ("gradient_norm", "max_eigenvalue", "trace", "std_error")}
         lists = {"batches": [asdict(b) for b in self.batches], "remarks": list(self.remarks)}
         return {**asdict(self), **means, **lists}
 
@@ -136,7 +142,7 @@ class LocalResult:
         else:
             line = (
                 f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {self.max_eigenvalue:.6g}, "
-                f"trace {self.trace:.6g}, {batches}"
+                f"trace {self.trace:.6g} ± {self.std_error or 0.0:.2g}, {batches}"
             )
         return "\n".join([line, *self.remarks])
 

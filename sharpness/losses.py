@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from quotient_manifolds.batches import default_forward, tensors, tree_map
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries.blocks import plain_class
+
+from .errors import failed_call, wrong_cast
 
 __all__ = ["LossFunction", "normalized_logits"]
 
@@ -74,27 +77,65 @@ def default_loss(model: nn.Module, batch: Any, normalize_logits: bool = False) -
     """
     try:
         return _default_loss(model, batch, normalize_logits)
-    except IndexError as error:
-        labels, ids = _labels(batch), batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if ids is not None and "out of range" in str(error):
-            raise ValueError(
-                f"the token ids go up to {int(ids.max())} and inputs to {ids.shape[1]} tokens, which is more than "
-                f"{plain_class(model).__name__} has; use its own tokenizer, and shorter inputs"
-            ) from error
-        if labels is None or "out of bounds" not in str(error):
+    except Exception as error:
+        reason = _wrong_ids(model, batch, error) or _wrong_labels(model, batch, error)
+        reason = reason or wrong_cast(error, (*model.parameters(), *model.buffers(), *tensors(batch)))
+        if reason is None:
             raise
-        raise ValueError(
-            f"the labels go from {int(labels.min())} to {int(labels.max())}, but {plain_class(model).__name__} has "
-            f"fewer classes ({' '.join(str(error).split())}); check that model and data belong together"
-        ) from error
-    except RuntimeError as error:
-        labels, said = _labels(batch), str(error)
-        if labels is None or labels.is_floating_point() or not ("Long" in said or "multi-target" in said):
-            raise
-        raise ValueError(
-            f"the labels are {labels.dtype} of shape {tuple(labels.shape)}, but cross-entropy takes one int64 for each "
-            "example, (examples,); convert them, for example by labels.long().flatten()"
-        ) from error
+        raise ValueError(reason) from error
+
+
+def _wrong_ids(model: nn.Module, batch: Any, error: BaseException) -> str | None:
+    """Say which rows an embedding lacks, or that a text has more tokens than the model has positions."""
+    name, call = plain_class(model).__name__, failed_call(error, F.embedding)
+    if call and call["input"].numel():
+        rows, asked = len(call["weight"]), [int(call["input"].min()), int(call["input"].max())]
+        if asked[0] < 0 or asked[1] >= rows:
+            path = next((n for n, p in model.named_parameters() if p is call["weight"]), "an embedding")
+            return (
+                f"rows {asked[0]} to {asked[1]} of {path} are asked for, but {name} has {rows} of them; use its own "
+                "tokenizer, and inputs that are no longer than it has positions"
+            )
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    sizes = {} if ids is None else {str(ids.shape[-1]), str(most)}
+    if most and sizes and ids.shape[-1] > most and sizes <= set(re.findall(r"\d+", str(error))):
+        return f"the inputs have {ids.shape[-1]} tokens, but {name} has {most} positions; use shorter inputs"
+    return None
+
+
+def _wrong_labels(model: nn.Module, batch: Any, error: BaseException) -> str | None:
+    """Say how the labels do not fit the scores that a loss was given with them."""
+    given = batch.get("labels") if isinstance(batch, Mapping) else batch[1] if isinstance(batch, (list, tuple)) else 0
+    kind = type(given).__name__
+    if isinstance(given, (list, tuple)) and kind in str(error) and all(isinstance(v, (int, float)) for v in given):
+        return f"the labels are a {kind} of numbers; give a tensor, torch.tensor(labels)"
+    call = failed_call(error, F.cross_entropy, F.binary_cross_entropy_with_logits)
+    scores, labels, shown = call.get("input"), call.get("target"), _labels(batch)
+    if not isinstance(scores, Tensor) or not isinstance(labels, Tensor) or shown is None or scores.dim() == 0:
+        return None
+    name, several = plain_class(model).__name__, "ignore_index" not in call
+    if not several and labels.dtype == torch.int64 and labels.shape == scores.shape[:1] + scores.shape[2:]:
+        classes, counted = scores.shape[1:2].numel(), labels[labels != call["ignore_index"]]
+        if not counted.numel() or 0 <= int(counted.min()) <= int(counted.max()) < classes:
+            return None
+        return (
+            f"the labels go from {int(counted.min())} to {int(counted.max())}, but {name} has {classes} classes; check "
+            "that model and data belong together"
+        )
+    if labels.is_floating_point() and labels.shape == scores.shape:
+        return None
+    if isinstance(batch, Mapping) and len(scores) > len(labels) == len(shown):
+        return (
+            f"{name} scores every token ({len(scores)}), but there are {len(labels)} labels, one for each example; load "
+            "a class such as …ForSequenceClassification, or label every token"
+        )
+    one = ' (with config.problem_type = "single_label_classification")' if several else ""
+    return (
+        f"the labels are {shown.dtype} of shape {tuple(shown.shape)}, but the loss of {name} takes floats of the "
+        f"scores' shape {tuple(scores.shape)} for several classes of an example, labels.float(), or one int64 for each "
+        f"example{one}, labels.long().flatten()"
+    )
 
 
 def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outcome:
@@ -106,19 +147,18 @@ def _default_loss(model: nn.Module, batch: Any, normalize_logits: bool) -> Outco
         )
     output = default_forward(model, batch)
     scores, labels = _scores(output), batch.get("labels") if by_name else batch[1]
-    loss: Any = getattr(output, "loss", None)
+    loss = _field(output, "loss")
     if by_name:
         if isinstance(output, tuple) and hasattr(model, "config"):
             raise ValueError(f"{name} returns tuples; set model.config.return_dict = True, or pass loss_fn")
-        if loss is None and "labels" in batch:
+        if loss is None and scores is None and "labels" in batch:
             raise ValueError(
                 f"{name} has no head that gives a loss; load a folder saved from a class such as "
                 "…ForSequenceClassification, or pass loss_fn"
             )
         if loss is None:
-            raise ValueError(
-                f"{name} returned no loss for a dict with the keys {sorted(batch)}; add the labels, or pass loss_fn"
-            )
+            add = "" if "labels" in batch else "add the labels, or "
+            raise ValueError(f"{name} returned no loss for a dict with the keys {sorted(batch)}; {add}pass loss_fn")
     elif scores is None:
         raise ValueError(f"{name} returned {type(output).__name__} without logits; pass loss_fn")
     elif scores.dim() > 1 and scores.shape[1] == 1:
@@ -152,7 +192,12 @@ def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | N
 
 
 def _scores(output: Any) -> Any:
-    return output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return output if isinstance(output, Tensor) else _field(output, "logits")
+
+
+def _field(output: Any, name: str) -> Any:
+    """Look up a field of an output, which models return as an attribute or in a dict."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _is_classification(scores: Any, labels: Any) -> bool:
@@ -330,7 +375,7 @@ def _without_padding(batch: Any) -> Any:
     if lengths is None:
         return batch
     shape, longest = batch["attention_mask"].shape, max(1, int(lengths.max()))
-    return tree_map(lambda t: t[:, :longest] if t.shape[:2] == shape else t, dict(batch))
+    return tree_map(lambda t: t[:, :longest].contiguous() if t.shape[:2] == shape else t, dict(batch))
 
 
 def _counted_labels(model: nn.Module, batch: Any) -> int:

@@ -66,6 +66,7 @@ class _Sharpness(_Row, tag="sharpness"):
     sharpness: Finite
     trace: Finite | None = None
     per_batch: list[Finite] | None = None
+    remarks: list[str] | None = None
 
 
 #: Required fields of a row of each kind.
@@ -75,8 +76,8 @@ _OF_FIT, _OF_BASELINES = (kind.__struct_fields__[1:] for kind in (_Fit, _Baselin
 BASELINES = {"train_loss": "fit", "train_error": "fit"} | dict.fromkeys(_OF_BASELINES, "baselines")
 #: Columns of a .csv file; columns without meaning for a fit or baseline row are empty.
 _COLUMNS = (
-    *_TEXT, "ablation", "rho", "sharpness", "trace", "base_loss", "error_increase", *_COUNTS, "seconds", *_OF_FIT,
-    *_OF_BASELINES,
+    *_TEXT, "ablation", "rho", "sharpness", "trace", "base_loss", "error_increase", *_COUNTS, "seconds", "remarks",
+    *_OF_FIT, *_OF_BASELINES,
 )  # fmt: skip
 
 
@@ -178,14 +179,14 @@ def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, (Mapping, list)):
         return json.dumps(value, sort_keys=True) if value else ""
     return f"{value:.8g}" if isinstance(value, float) else value
 
 
 def _row_of_cells(cells: Mapping[str, str]) -> dict[str, Any]:
     def value(column: str, text: str) -> Any:
-        if column == "ablation":
+        if column in ("ablation", "remarks"):
             return json.loads(text)
         return text if column in _TEXT else int(text) if column in _COUNTS else float(text)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,9 @@ from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification
-from quotient_manifolds.symmetries.discovery import candidates
-from quotient_manifolds.symmetries.registry import handler_of
 
 from .blocks import Block, PairBlock
-from .building import build_blocks, divide
+from .building import build_blocks, divide, warn_of_unknown
 from .measures import Measure, get_measure
 from .weights import trainable
 
@@ -64,18 +61,6 @@ def _check_numbers(rho: Any, refresh: Any) -> None:
             f"rho must be positive and at most 1e30, got {rho}; without a perturbation, use the base optimiser itself"
         )
     as_count("refresh", refresh)
-
-
-def _warn_of_unknown(model: nn.Module) -> None:
-    """Say which trainable attention has no pairs because no handler knows its class."""
-    found = candidates(model, lambda m: handler_of(m) is not None).values()
-    trained = [m for m in found if any(p.requires_grad for name, p in m.named_parameters() if "lora_" not in name)]
-    if trained:
-        warnings.warn(
-            f"no handler knows the symmetries of {', '.join(sorted({type(m).__name__ for m in trained}))}, and GeodesicSAM "
-            "has no batch to examine them on, so their weights move one by one; pass "
-            "pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
-        )  # fmt: skip
 
 
 def _watch(sam: GeodesicSAM) -> None:
@@ -268,7 +253,7 @@ class GeodesicSAM(Optimizer):
         self.model, self.base_optimizer = model, base_optimizer
         self.rho, self.measure, self.refresh = float(rho), measure, refresh
         if pairs is None and measure.divides:
-            _warn_of_unknown(model)
+            warn_of_unknown(model)
         dtype = next(iter(parameters.values())).dtype
         division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
         self._inner = _InnerStep(list(parameters.values()), build_blocks(measure, parameters, dtype, division))

@@ -17,7 +17,7 @@ from .measures import MEASURES
 from .rows import Row, targets
 from .statistics import Correlation
 
-__all__ = ["FEWEST_MODELS", "STYLES", "formatted", "per_model", "verdicts"]
+__all__ = ["FEWEST_MODELS", "STYLES", "formatted", "per_model", "remarks", "verdicts"]
 
 #: With fewer models a rank correlation says next to nothing: for nine models, one in thirteen unrelated quantities has
 #: a τ of at least 0.5 or at most -0.5.
@@ -231,6 +231,36 @@ def per_model(rows: Sequence[Row], style: str = "text", *, short: bool = False) 
         spreads = {c: "" if style == "csv" else _number(record.get(c + _SPREAD), 2, " ± ") for c in columns}
         lines.append([str(record["model"]), *(_number(record[c]) + spreads[c] for c in columns[1:])])
     return _laid_out(lines, style)
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """List what was remarked on the measurements of a sweep, each once, with the models that it is about.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of a sweep, see :func:`sharpness.rows.read_results`.
+
+    Returns
+    -------
+    list of str
+
+    Examples
+    --------
+    >>> row = {"checkpoint": "run 7", "kind": "sharpness", "measure": "adaptive", "ablation": {}, "remarks": ["so"]}
+    >>> remarks([row, row])
+    ['so (adaptive; run 7)']
+    """
+    about: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for row in rows:
+        for remark in row.get("remarks") or ():
+            measures, models = about.setdefault(remark, ({}, {}))
+            measures[label(row["measure"], row["ablation"])] = models[row["checkpoint"]] = None
+    few = 3
+    return [
+        f"{remark} ({', '.join(measures)}; {', '.join(models) if len(models) <= few else f'{len(models)} models'})"
+        for remark, (measures, models) in about.items()
+    ]
 
 
 def _one_radius(places: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:

@@ -54,8 +54,13 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
     if len(devices) > 1:
         raise ValueError(f"the trainable parameters lie on several devices ({devices}); move the model to one")
     for name, p in found.items():
-        if not p.is_floating_point():
+        if not p.is_floating_point() or p.element_size() < 2:  # integers, float8
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
+        if p.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made under torch.inference_mode, where nothing can be differentiated; make the "
+                "model outside of it"
+            )
         if not is_sharded(p) and not bool(p.detach().isfinite().all()):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
         if isinstance(p, geoopt.ManifoldParameter) and not isinstance(p.manifold, geoopt.Euclidean):

@@ -20,6 +20,12 @@ COLOUR = ImageFormat((6, 4), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
 FORMAT = ImageFormat((8, 8), (0.25,), (0.5,), channels=1)
 
 
+def flat():
+    """A classifier of images of 4 × 4 pixels."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2)).float()
+
+
 class Words:
     """A tokenizer: a token a word, numbered by its length."""
 

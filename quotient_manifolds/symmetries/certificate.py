@@ -30,8 +30,8 @@ __all__ = ["Certificate", "Certification", "NotASymmetryError", "certify", "orbi
 #: Residuals up to this count as rounding of half-precision gradients, which under autocast float32 weights have too.
 #: Measured on trained networks: up to 7e-3; in float32 up to 3e-6, in float64 up to 6e-15.
 HALF_PRECISION = 0.1
-#: Relative residuals and changes of outputs up to this are rounding of float64: symmetries show at most 1e-10, others at
-#: least 1e-4.
+#: Relative residuals and changes of outputs up to this are rounding of float64: symmetries show at most 1e-10, others
+#: at least 1e-4.
 ROUNDING = 1e-7
 #: Condition number of the group elements that confirm a symmetry: so far along an orbit, clipped values are clipped.
 CONDITION = 100.0

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batches import tensors
 from .blocks import is_sharded
 
-__all__ = ["Call", "Watch", "copied", "random_state_kept", "record", "undisturbed"]
+__all__ = ["Call", "Watch", "caching", "copied", "drop_caches", "random_state_kept", "record", "undisturbed"]
 
 #: Functions whose call makes a module an attention layer, if no handler covers it.
 _ATTENTION_CALLS = {
@@ -43,16 +44,21 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     modes = {m: m.training for m in model.modules()}
     buffers = [(m, dict(m._buffers)) for m in modes if not isinstance(m, torch.jit.ScriptModule)]
     contents = [(b, b.detach().clone()) for b in model.buffers()]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
+    fast_path, hooks = torch.backends.mha.get_fastpath_enabled(), list[RemovableHandle]()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         # Not model.eval(): some layers merge weights when they are told to.
         for module in modes:
             module.training = False
+        hooks += [m.register_forward_pre_hook(drop_caches) for m in caching(model)]
         with random_state_kept(model):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        for hook in hooks:
+            hook.remove()
+        for module in caching(model):
+            drop_caches(module)
         for module, training in modes.items():
             module.training = training
         for module, found in buffers:
@@ -61,6 +67,22 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for buffer, value in contents:
             if not torch.equal(buffer, value):
                 buffer.detach().copy_(value)
+
+
+def caching(model: nn.Module) -> list[nn.Module]:
+    """List the modules that do something when ``train()`` is called, and hold no others that do."""
+    return [m for m in model.modules() if [c for c in m.modules() if type(c).train is not nn.Module.train] == [m]]
+
+
+def drop_caches(module: nn.Module, *_: Any) -> None:
+    """Tell a module that keeps tensors besides parameters and buffers to drop what depends on its mode.
+
+    timm's LeViT and others gather biases once in evaluation mode, and would not see weights that move.
+    """
+    own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers")}
+    if next(tensors(own), None) is not None:
+        module.train()
+        module.train(False)
 
 
 def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:

@@ -54,7 +54,7 @@ def _sweep(options: argparse.Namespace) -> int:
     part = shard(options.shard)
     check_folder(options.out, create=False)
     sweep = read_config(options.config)
-    _refuse_results(options.out)
+    _refuse_results(options.out, options.config, sweep)
     device = checked_device(sweep.device)
     with torchrun(device if sweep.sharded else torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
@@ -102,9 +102,17 @@ def _places(path: Path) -> set[str]:
     return {str([row.get(k) for k in ("checkpoint", "kind", "measure", "ablation", "rho")]) for row in rows}
 
 
-def _refuse_results(folder: Path) -> None:
-    """Raise for a folder whose results a sweep would replace, though no sweep wrote them."""
+def _refuse_results(folder: Path, config: Path, sweep: Any) -> None:
+    """Raise for a folder whose results a sweep would replace, though it reads them or no sweep wrote them."""
+    from ..files import check_apart
+    from ..sweep.digests import places
+
+    data = [path for d in (sweep.data, sweep.train, sweep.test) if d is not None for path in places(d.source)]
+    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights, c.head)]
+    table = [] if sweep.accuracies is None else [sweep.accuracies.file]
+    files = [path for path in (config, *read, *table, *data) if path is not None and not Path(path).is_dir()]
     for name in ("results.jsonl", "results.csv"):
+        check_apart(folder / name, files, [path for path in data if path.is_dir()])
         if (folder / name).exists() and not (folder / "jobs").is_dir():
             raise ValueError(f"{folder / name} is not from a sweep into this folder; choose another --out, or move it")
 
@@ -190,15 +198,15 @@ def _has_rows(job: Path) -> bool:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from ..files import check_file, write_text
+    from ..files import check_apart, check_file, write_text
     from ..rows import targets
-    from ..tables import FEWEST_MODELS
+    from ..tables import FEWEST_MODELS, remarks
 
     if options.out is not None:
         check_file(options.out)
-        read = {Path(options.results, name).resolve() for name in ("", "results.jsonl", "results.csv")}
-        if options.out.resolve() in read:
-            raise ValueError(f"--out {options.out} would replace the results, which are read; choose another file")
+        folder = options.results if options.results.is_dir() else options.results.parent
+        files = [folder / "results.jsonl", folder / "results.csv", *({options.results} - {folder})]
+        check_apart(options.out, files, [folder / "jobs"])
     if not 0 < options.level < 1:
         raise ValueError(f"--level must lie between 0 and 1, got {options.level}")
     rows = _rows(options.results)
@@ -207,6 +215,11 @@ def _table(options: argparse.Namespace) -> int:
     if listed and (options.given or options.level != LEVEL):
         print("sharpness: --given and --level are for a ranking; here models are listed one by one", file=sys.stderr)
     text = _models(options, rows, count) if listed else _ranking(options, rows)
+    if said := [] if options.json else remarks(rows):
+        if options.format in ("text", "markdown"):
+            text += "\nRemarks on the measurements:\n\n" + "".join(f"- {remark}\n" for remark in said)
+        else:
+            print(*(f"sharpness: {remark}" for remark in said), sep="\n", file=sys.stderr)
     if options.out is None:
         print(text, end="")
     else:
@@ -217,34 +230,36 @@ def _table(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int) -> str:
     """Return a row for each model."""
     from ..rows import targets
-    from ..tables import FEWEST_MODELS, model_records, per_model
+    from ..tables import FEWEST_MODELS, model_records, per_model, remarks
 
     if options.json:
-        return as_json(model_records(rows, short=options.short))
+        records = model_records(rows, short=options.short)
+        own = {r["model"]: remarks([row for row in rows if row["checkpoint"] == r["model"]]) for r in records}
+        return as_json([{**r, **({"remarks": own[r["model"]]} if own[r["model"]] else {})} for r in records])
     text = per_model(rows, options.format, short=options.short)
-    remarks = ["Losses and sharpness are in nats; errors and the gap are fractions."]
+    notes = ["Losses and sharpness are in nats; errors and the gap are fractions."]
     measured = [row["per_batch"] for row in rows if row.get("per_batch")]
     if measured and all(len(values) == 1 for values in measured):
-        remarks.append("Each sharpness is that of one batch: no spread.")
+        notes.append("Each sharpness is that of one batch: no spread.")
     elif measured:
-        remarks.append("± is the standard error over the batches.")
+        notes.append("± is the standard error over the batches.")
     if count < FEWEST_MODELS:
         what = f"{count} model{'s' * (count != 1)} with a {options.target}"
         losses = [] if count else targets(rows, "loss-gap")
         give = "choose --target loss-gap or test-loss" if losses else "give the sweep test data or accuracies"
         why = "" if count else f"; {give}"
-        remarks.append(f"{what}: too few to correlate. A ranking needs at least {FEWEST_MODELS}{why}.")
+        notes.append(f"{what}: too few to correlate. A ranking needs at least {FEWEST_MODELS}{why}.")
     if options.format in ("text", "markdown"):
-        return text + "".join(f"\n{v}\n" for v in remarks)
-    for remark in remarks if count < FEWEST_MODELS else ():
-        print(f"sharpness: {remark}", file=sys.stderr)
+        return text + "".join(f"\n{v}\n" for v in notes)
+    for note in notes if count < FEWEST_MODELS else ():
+        print(f"sharpness: {note}", file=sys.stderr)
     return text
 
 
 def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Return a row for each quantity that ranks the models."""
     from ..comparison import CONTROLS, compare
-    from ..tables import controls_in_words, formatted, verdicts
+    from ..tables import controls_in_words, formatted, remarks, verdicts
 
     given = tuple(dict.fromkeys([*CONTROLS, *(name.replace("-", "_") for name in options.given)]))
     found, further = compare(rows, options.target, level=options.level, given=given), given[len(CONTROLS) :]
@@ -252,7 +267,7 @@ def _ranking(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     if options.short:
         found = [r for r in found if r.choice != "ρ" or "," in r.quantity]  # all of ablations
     if options.json:
-        return as_json({"rankings": found, "verdicts": said, "given": given})
+        return as_json({"rankings": found, "verdicts": said, "given": given, "remarks": remarks(rows)})
     text = formatted(found, options.format, further)
     if options.format in ("text", "markdown") and said:
         text += f"\nDoes it predict anything beyond {controls_in_words(given)}?\n\n"

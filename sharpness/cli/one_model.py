@@ -256,14 +256,13 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-
-    from ..data.loading import source_files
     from ..distributed import torchrun
     from ..errors import naming
     from ..evaluation import checked_radii, evaluate
-    from ..files import check_file, write_json
+    from ..files import check_apart, check_file, write_json
     from ..local import hessian, measure_of
     from ..models import load
+    from ..sweep.digests import places
 
     for measure in options.measure:  # before any of them is run
         checked = measure_of(measure)
@@ -271,14 +270,14 @@ def _run(options: argparse.Namespace) -> int:
             checked_radii(checked, options.rho)
         elif options.rho is not None:
             raise ValueError(f"{measure} has no radius; leave --rho out")
+    data = places(options.data)
+    whole = [path for path in data if path.is_dir()]
     if options.figures is not None:
+        check_apart(options.figures, (), whole)
         _check_figures(options.figures)
     if options.out is not None:
         check_file(options.out)
-        data = [] if Path(options.data).is_dir() else [path for _, path in source_files(options.data)]
-        for source in (options.model, *data, options.checkpoint, options.head):
-            if source is not None and Path(source).resolve() == Path(options.out).resolve():
-                raise ValueError(f"--out {options.out} would replace {source}, which is read; choose another file")
+        check_apart(options.out, [*places(options.model), options.checkpoint, options.head, *data], whole)
     device = checked_device(options.device)
     with torchrun(device) as group:
         loaded = load(options.model, options.checkpoint, head=options.head)
@@ -286,10 +285,15 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"{options.model} names an architecture without weights; give them with --checkpoint")
         model = loaded.model.to(device)
         batches = data_choice(options).load(loaded, device)
+        remarks = [*loaded.remarks, *batches.remarks]
         leader = group is None or int(os.environ["RANK"]) == 0
-        source = _source(options) if leader and (options.out is not None or options.json) else {}
+        source: dict[str, Any] = {}
+        if leader and (options.out is not None or options.json):
+            source = {**_source(options), "remarks": remarks}
         if leader and not options.quiet:
-            print(_about(model, batches), file=sys.stderr, flush=True)
+            print(_about(loaded, batches), file=sys.stderr, flush=True)
+        if leader and not options.json:
+            print(*remarks, sep="\n", end="\n" * bool(remarks), flush=True)
         found = []
         for measure in options.measure:
             with naming(f"{options.model} on {options.data}"), _offering():
@@ -353,17 +357,17 @@ def _spread(result: Any) -> list[str]:
     return [f"standard error over the {count} batches: {errors}"]
 
 
-def _about(model: Any, batches: Any) -> str:
+def _about(loaded: Any, batches: Any) -> str:
     """Describe model and data in one line, which also shows in a log that the files were read."""
     from quotient_manifolds.batches import tensors
     from quotient_manifolds.symmetries import find_symmetric_pairs
 
-    pairs = [p for p in find_symmetric_pairs(model) if p.group is not None]
+    pairs = [p for p in find_symmetric_pairs(loaded.model) if p.group is not None]
     layers = len({p.module for p in pairs})
     examples = sum(next((len(t) for t in tensors(b) if t.dim()), 1) for b in batches)
     return (
-        f"measuring {type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} weights, {len(pairs)} "
-        f"symmetric pairs in {layers} layers; {examples} examples in {len(batches)} batch{'es' * (len(batches) > 1)}"
+        f"measuring {type(loaded.model).__name__}: {loaded.weights}, {len(pairs)} symmetric pairs in {layers} layers; "
+        f"{examples} examples in {len(batches)} batch{'es' * (len(batches) > 1)}"
     )
 
 

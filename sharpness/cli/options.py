@@ -36,7 +36,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default in (None, False, argparse.SUPPRESS) or "(default" in (action.help or ""):
             return action.help
         if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(action.default)})"
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -132,7 +132,7 @@ def _label_map(text: str) -> dict[str, int]:
     names = {}
     for entry in filter(None, text.split(",")):
         name, _, number = entry.rpartition("=")
-        if not name or not number.isdigit():
+        if not name or not number.isdecimal():
             raise argparse.ArgumentTypeError(
                 f"labels are mapped by NAME=NUMBER,…, but {entry!r} does not have this form"
             )
@@ -185,6 +185,6 @@ def checked_device(name: str) -> Any:
 def shard(text: str) -> tuple[int, int]:
     """Read i/n."""
     first, _, last = text.partition("/")
-    if not (first.isdigit() and last.isdigit()):
+    if not (first.isdecimal() and last.isdecimal()):
         raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} does not have this form")
     return int(first), int(last)

@@ -17,13 +17,14 @@ class Examples:
     """A source of examples: its size, and ``batch``, from positions to a batch on the CPU.
 
     ``classes`` are the names of the classes, in the order of their numbers, where the files give them; ``sorted`` says
-    that the examples stand class by class, see :func:`is_sorted`.
+    that the examples stand class by class, see :func:`is_sorted`; ``remarks`` say what a listing left out.
     """
 
     size: int
     batch: Callable[[Sequence[int]], Any] = field(repr=False)
     classes: tuple[str, ...] | None = None
     sorted: bool = False
+    remarks: tuple[str, ...] = ()
 
     def choose(self, count: int | None = None, seed: int | None = None) -> list[int]:
         """Choose the first ``count`` examples or, with a seed, as many at random, in random order.

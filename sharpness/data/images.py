@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from .examples import Examples, class_number, is_sorted
 
 __all__ = ["idx_images", "image_archive", "image_examples", "image_folder", "labels_beside", "needed_format", "pixels"]
 
-_IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+_IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
 def _image_module() -> Any:
@@ -95,42 +96,55 @@ def _read_image(name: str, data: bytes, how: ImageFormat) -> Tensor:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             return pixels(image, how)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"the image {name} cannot be read ({error}); remove it or replace it") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        why = "it is no image that Pillow knows" if isinstance(error, Image.UnidentifiedImageError) else error
+        raise ValueError(f"the image {name} cannot be read ({why}); remove it or replace it") from error
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
 
 
 def _of_classes(
     source: str, names: Sequence[str], folders: Sequence[str], read: Callable[[str], bytes], how: ImageFormat,
     known: Mapping[str, int],
 ) -> Examples:  # fmt: skip
-    """Collect images named …/CLASS/NAME; folders are all class folders, to notice empty ones."""
-    by_class: dict[str, list[str]] = {folder: [] for folder in folders}
-    for name in names:
-        by_class.setdefault(str(PurePosixPath(name).parent), []).append(name)
+    """Collect images named CLASS/NAME; names are of all files, and folders all class folders, to notice empty ones."""
+    images = [n for n in names if n.count("/") == 1 and PurePosixPath(n).suffix.lower() in _IMAGES and not _hidden(n)]
+    by_class: dict[str, list[str]] = {folder: [] for folder in folders if not _hidden(folder)}
+    for name in images:
+        by_class.setdefault(name.split("/")[0], []).append(name)
     empty = sorted(folder for folder, found in by_class.items() if not found)
     if empty:
         raise ValueError(f"the class folder {empty[0]} of {source} holds no image; fill it or remove it")
     if not by_class:
         raise ValueError(f"{source} has no class folders with images (CLASS/NAME.jpg or .png)")
-    # Unless the model says otherwise, classes are numbered by sorted folder names, as in torchvision's ImageFolder.
-    classes = sorted(by_class)
+    # Unless the model says otherwise, classes are numbered by sorted folder names, as in torchvision's ImageFolder; but
+    # where all names are numbers, 2 comes before 10.
+    classes = sorted(by_class, key=int if all(map(str.isdecimal, by_class)) else None)
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
     found = image_examples(
-        source,
-        lambda i: _read_image(items[i][0], read(items[i][0]), how),
-        [label for _, label in items],
-        [PurePosixPath(c).name for c in classes],
-        known,
+        source, lambda i: _read_image(items[i][0], read(items[i][0]), how), [label for _, label in items], classes, known
     )
-    return replace(found, sorted=True)
+    taken = set(images)
+    others = sorted(name for name in names if name not in taken)
+    remark = (
+        f"{len(others)} of the {len(names)} files of {source} are left out, such as {others[0]}: they are hidden, not "
+        "directly in the folder of a class, or no images by their names" if others else ""
+    )  # fmt: skip
+    return replace(found, sorted=True, remarks=(remark,) * bool(others))
 
 
 def image_folder(folder: Path, how: ImageFormat, known: Mapping[str, int]) -> Examples:
     """Open a folder of class folders."""
-    classes = sorted(p for p in folder.iterdir() if p.is_dir())
-    names = [f"{c.name}/{p.name}" for c in classes for p in c.iterdir() if p.suffix.lower() in _IMAGES]
-    return _of_classes(str(folder), names, [c.name for c in classes], lambda n: (folder / n).read_bytes(), how, known)
+    inside = list(folder.iterdir())
+    classes = [p.name for p in inside if p.is_dir()]
+    names = [p.name for p in inside if not p.is_dir()]
+    for c in classes:
+        for place, _, files in os.walk(folder / c):
+            names += [f"{Path(place).relative_to(folder).as_posix()}/{name}" for name in files]
+    return _of_classes(str(folder), names, classes, lambda n: (folder / n).read_bytes(), how, known)
 
 
 def image_archive(path: Path, inside: str, how: ImageFormat, known: Mapping[str, int]) -> Examples:
@@ -140,19 +154,19 @@ def image_archive(path: Path, inside: str, how: ImageFormat, known: Mapping[str,
     except (zipfile.BadZipFile, OSError) as error:
         raise ValueError(f"{path} is not a readable zip archive ({error})") from error
     root = inside.strip("/") + "/" if inside.strip("/") else ""
-    below = [n for n in archive.namelist() if n.startswith(root)]
-    names = [n for n in below if PurePosixPath(n).suffix.lower() in _IMAGES and n[len(root) :].count("/") == 1]
-    folders = [n.rstrip("/") for n in below if n.endswith("/") and n[len(root) :].count("/") == 1]
-    if not names:
-        tops = sorted({"/".join(n.split("/")[: root.count("/") + 1]) for n in below if n.count("/") > root.count("/")})
-        hint = f"; name a folder in it, as {path}:{tops[0]}" if tops else ""
+    below = [n[len(root) :] for n in archive.namelist() if n.startswith(root) and n != root]
+    names = [n for n in below if not n.endswith("/")]
+    folders = [n.rstrip("/") for n in below if n.endswith("/") and n.count("/") == 1]
+    if not any(n.count("/") == 1 and PurePosixPath(n).suffix.lower() in _IMAGES and not _hidden(n) for n in names):
+        tops = sorted({n.split("/")[0] for n in below if "/" in n and not _hidden(n)})
+        hint = f"; name a folder in it, as {path}:{root}{tops[0]}" if tops else ""
         raise ValueError(f"{path} has no images CLASS/NAME below {root or 'its top'!r}{hint}")
 
     def read(name: str) -> bytes:
         try:
-            return archive.read(name)
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{name} in {path} cannot be read ({error}); create the archive again") from error
+            return archive.read(root + name)
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last for passwords, methods
+            raise ValueError(f"{root}{name} in {path} cannot be read ({error}); create the archive again") from error
 
     return _of_classes(f"{path}:{root}" if root else str(path), names, folders, read, how, known)
 

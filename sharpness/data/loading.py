@@ -22,13 +22,13 @@ from .images import idx_images, image_archive, image_folder, labels_beside, need
 from .saved_datasets import datasets_folder, is_datasets_folder
 from .text import TABLES, TextColumns, read_table, table_of_text
 
-__all__ = ["DataChoice", "check_source", "is_function", "load_examples", "source_files"]
+__all__ = ["DataChoice", "check_source", "divided", "is_function", "load_examples", "source_files"]
 
 #: Suffixes of files of tensors.
 _TENSORS = {"", ".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
 
 
-def _divided(source: str) -> tuple[Path, str]:
+def divided(source: str) -> tuple[Path, str]:
     """Split a source into a path and a name inside it: ``archive.zip:inside``, ``folder:split``."""
     if not isinstance(source, str):
         raise TypeError(f"a source of data is a string, got {type(source).__name__}")
@@ -41,12 +41,12 @@ def _divided(source: str) -> tuple[Path, str]:
 def is_function(source: str, base: Path = Path()) -> bool:
     """Tell whether a source is ``module:function`` rather than a file below ``base``, or a part of one."""
     path = base / source
-    return ":" in source and _divided(str(path))[0] == path and not path.exists()
+    return ":" in source and divided(str(path))[0] == path and not path.exists()
 
 
 def source_files(source: str) -> list[tuple[str, Path]]:
     """List the files of a source, by the relevant part of their names; all files of a folder of classes."""
-    path, inside = _divided(source)
+    path, inside = divided(source)
     if path.is_dir():
         return [(f"{inside}:{p.relative_to(path).as_posix()}", p) for p in sorted(path.rglob("*")) if p.is_file()]
     files = [(f"{inside}{path.suffix}", path)] if path.is_file() else []
@@ -56,7 +56,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
 
 def check_source(source: str) -> None:
     """Raise unless there is something to read at a source; call it before the work that needs it."""
-    if not is_function(source) and not _divided(source)[0].exists():
+    if not is_function(source) and not divided(source)[0].exists():
         raise FileNotFoundError(f"there is no data at {source}")
 
 
@@ -82,17 +82,19 @@ def load_examples(
     text: TextColumns | None = None,
     tokenizer: Any = None,
     labels: Mapping[str, int] | None = None,
+    predicts: str | None = None,
 ) -> Examples:
     """Open the source of a :class:`DataChoice` that is not a function.
 
-    ``images`` is the image format that a model expects; ``tokenizer`` and ``labels`` translate texts and class names.
+    ``images`` is the image format that a model expects; ``tokenizer`` and ``labels`` translate texts and class names;
+    ``predicts`` says what a language model predicts, see :attr:`LoadedModel.predicts`.
     """
     text, labels = text or TextColumns(), labels or {}
-    path, inside = _divided(source)
+    path, inside = divided(source)
     if not path.exists():
         raise FileNotFoundError(f"there is no data at {path}")
     if is_datasets_folder(path):
-        return datasets_folder(path, inside, images, text, tokenizer, labels)
+        return datasets_folder(path, inside, images, text, tokenizer, labels, predicts)
     if path.is_dir():
         return image_folder(path, needed_format(images, source), labels)
     if path.suffix.lower() == ".zip":
@@ -100,13 +102,19 @@ def load_examples(
     if path.name.removesuffix(".gz").lower().endswith(("idx3-ubyte", ".idx3")):
         return idx_images(path, needed_format(images, source))
     if path.suffix.lower() in TABLES:
-        return table_of_text(path, read_table(path, text.header), text, tokenizer, labels)
+        return table_of_text(path, read_table(path, text.header), text, tokenizer, labels, predicts)
     if path.suffix.lower() not in _TENSORS:
         raise ValueError(
             f"{path} is not data by its name: tables end in {', '.join(sorted(TABLES))}, images are in folders of "
             f"classes or a .zip, and files of tensors end in {', '.join(sorted(filter(None, _TENSORS)))}"
         )
     return _tensors(path)
+
+
+class Batches(list[Any]):
+    """The batches of a source, with remarks about it, such as on files that were left out."""
+
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,7 @@ class DataChoice:
                 f"the batch size and the number of batches must be at least 1, got {self.batch_size} and {self.batches}"
             )
 
-    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> list[Any]:
+    def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
         """Read the batches for a model.
 
         Parameters
@@ -184,7 +192,8 @@ class DataChoice:
         -------
         list
             Batches as :func:`sharpness.evaluate` takes them: dicts of text with labels, or pairs (x, y), where images x
-            are float32 (examples, channels, height, width) and y are int64 (examples,).
+            are float32 (examples, channels, height, width) and y are int64 (examples,). Its ``remarks`` say what was
+            left out.
 
         Raises
         ------
@@ -194,32 +203,35 @@ class DataChoice:
         with naming(f"the device {device!r} cannot be used"):
             device = torch.device(device)
         batches: Iterable[Any]
+        remarks: tuple[str, ...] = ()
         if is_function(self.source):
             if self.num_examples is not None or self.subset_seed is not None:
                 raise ValueError(f"{self.source} is a function, which chooses its examples itself")
             batches = call(self.source)
         else:
             examples = self.open(loaded)
+            remarks = examples.remarks
             chosen = examples.choose(self.num_examples, self.subset_seed)
             chosen = chosen[: None if self.batches is None else self.batches * self.batch_size]
             parts = np.array_split(chosen, -(-len(chosen) // self.batch_size))
             batches = (examples.batch(part.tolist()) for part in parts)
-        result = [tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, self.batches)]
+        result = Batches(tree_map(lambda t: t.to(device), b) for b in itertools.islice(batches, self.batches))
         if not result:
             raise ValueError(f"{self.source} gave no batch")
+        result.remarks = remarks
         return result
 
     def open(self, loaded: LoadedModel) -> Examples:
         """Open all examples for a model; they are read on demand where the format allows it."""
         return load_examples(
             self.source, images=self.image_format(loaded.images), text=self.columns,
-            tokenizer=loaded.tokenizer if self.is_text else None, labels=loaded.labels,
+            tokenizer=loaded.tokenizer if self.is_text else None, labels=loaded.labels, predicts=loaded.predicts,
         )  # fmt: skip
 
     @property
     def is_text(self) -> bool:
         """Whether it holds text."""
-        path, inside = _divided(self.source)
+        path, inside = divided(self.source)
         if is_datasets_folder(path):
             about = list((path / inside).glob("**/dataset_info.json"))
             return not any('"Image"' in p.read_text(encoding="utf-8") for p in about)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import naming
 from ..models import ImageFormat
 from .examples import Examples
 from .images import image_examples, needed_format, pixels
@@ -21,8 +22,9 @@ def is_datasets_folder(path: Path) -> bool:
 
 
 def datasets_folder(
-    folder: Path, split: str, images: ImageFormat | None, columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
-) -> Examples:
+    folder: Path, split: str, images: ImageFormat | None, columns: TextColumns, tokenizer: Any, known: Mapping[str, int],
+    predicts: str | None = None,
+) -> Examples:  # fmt: skip
     """Open what ``datasets.save_to_disk`` wrote: texts, or images with their class."""
     try:
         import datasets
@@ -37,6 +39,8 @@ def datasets_folder(
             raise ValueError(f"{folder} has the splits {', '.join(found)}; name one as {folder}:{next(iter(found))}")
         found = found[split]
     source = f"{folder}:{split}" if split else str(folder)
+    if predicts is not None:
+        return table_of_text(source, [strings(row) for row in found], columns, tokenizer, known, predicts)
     if columns.label not in found.features:
         raise ValueError(f"{source} has no column {columns.label!r}; it has {', '.join(found.features)}")
     named = getattr(found.features[columns.label], "names", None)
@@ -45,7 +49,12 @@ def datasets_folder(
         return _texts(found, named, source, columns, tokenizer, known)
 
     how = needed_format(images, source)
-    return image_examples(source, lambda i: pixels(found[i][pictures[0]], how), found[columns.label], named, known)
+
+    def read(row: int) -> Any:
+        with naming(f"the image in row {row} of {source} cannot be read"):
+            return pixels(found[row][pictures[0]], how)
+
+    return image_examples(source, read, found[columns.label], named, known)
 
 
 def _texts(

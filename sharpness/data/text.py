@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import naming
+from ..losses import IGNORED
 from .examples import Examples, class_number, is_sorted
 
 __all__ = ["TABLES", "TextColumns", "read_table", "strings", "table_of_text"]
@@ -72,18 +73,23 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
         return [strings(_json_object(line, f"line {number} of {path}")) for number, line in lines if line.strip()]
     # Quotation marks are text in a .tsv.
     tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    form = tabs if path.suffix.lower() == ".tsv" else {"strict": True}
+    first = text.partition("\n")[0]
+    commas = {"delimiter": ";" if ";" in first and "," not in first else ",", "strict": True}
+    form = tabs if path.suffix.lower() == ".tsv" else commas
+    limit = csv.field_size_limit(2**31 - 1)  # by default texts of 131,072 characters are refused
     try:
         table = [line for line in csv.reader(io.StringIO(text, newline=""), **form) if line]
     except csv.Error as error:
         raise ValueError(f"{path} is not a readable table ({error})") from error
+    finally:
+        csv.field_size_limit(limit)
     names = table.pop(0) if header and table else [str(i) for i in range(max(map(len, table), default=0))]
     double = [name for name in names if names.count(name) > 1]
     if double:
         raise ValueError(f"{path} has two columns {double[0]!r}; rename one of them")
     for number, row in enumerate(table, 1):
         if len(row) != len(names):
-            fix = "" if form is tabs or len(row) < len(names) else "; quote values that contain a comma"
+            fix = "" if form is tabs or len(row) < len(names) else f"; quote values that contain {form['delimiter']!r}"
             raise ValueError(f"row {number} of {path} has {len(row)} columns, not {len(names)}{fix}")
     return [dict(zip(names, line, strict=True)) for line in table]
 
@@ -115,7 +121,7 @@ def _class_number(label: str, columns: TextColumns, known: Mapping[str, int], pa
     number = class_number(label, names)
     if number is not None:
         return number
-    if not columns.label_map and label.lstrip("-").isdigit():
+    if not columns.label_map and label.removeprefix("-").isdecimal():
         return int(label)
     raise ValueError(
         f"{path} has the label {label!r}, which is not the name of a class ({', '.join(names) or 'none are named'}); "
@@ -125,24 +131,54 @@ def _class_number(label: str, columns: TextColumns, known: Mapping[str, int], pa
 
 
 def table_of_text(
-    path: Path | str, rows: Sequence[Mapping[str, str]], columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
-) -> Examples:
-    """Open the rows of a table for a model's tokenizer; ``known`` are the model's own class names."""
+    path: Path | str, rows: Sequence[Mapping[str, str]], columns: TextColumns, tokenizer: Any, known: Mapping[str, int],
+    predicts: str | None = None,
+) -> Examples:  # fmt: skip
+    """Open the rows of a table for a model's tokenizer; ``known`` are the model's own class names.
+
+    For a model that predicts tokens (``predicts``: ``"next"``, ``"masked"`` or ``"text"``) the labels are tokens: all
+    of the text, 15 % of it, or all of the label's text.
+    """
     if tokenizer is None:
         raise ValueError(f"{path} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
     if not rows:
         raise ValueError(f"{path} has no rows")
     texts = [columns.text] if columns.pair is None else [columns.text, columns.pair]
-    _check_columns(rows, [*texts, columns.label], path)
-    labels = [_class_number(row[columns.label].strip(), columns, known, path) for row in rows]
+    _check_columns(rows, texts if predicts in ("next", "masked") else [*texts, columns.label], path)
+    labels = [] if predicts else [_class_number(row[columns.label].strip(), columns, known, path) for row in rows]
     broken = f"the tokenizer for {path} does not work"
     with naming(broken):
         length = min(columns.max_length, int(getattr(tokenizer, "model_max_length", columns.max_length)))
+    how: dict[str, Any] = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "pt"}
 
     def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
         given = [[rows[i][c] for i in chosen] for c in texts]
         with naming(broken):
-            coded = tokenizer(*given, truncation=True, max_length=length, padding=True, return_tensors="pt")
-        return {**coded, "labels": torch.tensor([labels[i] for i in chosen])}
+            coded = tokenizer(*given, **how)
+            if predicts is None:
+                return {**coded, "labels": torch.tensor([labels[i] for i in chosen])}
+            if predicts == "masked":
+                return _masked(coded, chosen, tokenizer)
+            wanted = coded
+            if predicts == "text":
+                wanted = tokenizer(text_target=[rows[i][columns.label] for i in chosen], **how)
+            return {**coded, "labels": wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, IGNORED)}
 
     return Examples(len(rows), batch, sorted=is_sorted(labels))
+
+
+def _masked(coded: Mapping[str, Tensor], chosen: Sequence[int], tokenizer: Any) -> dict[str, Tensor]:
+    """Replace 15 % of each text's tokens, at least one, by the mask token; they are the labels.
+
+    Which ones is drawn with the number of the row as seed, so it does not depend on the batch.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError("it has no mask token, which a masked language model needs")
+    ids, picked = coded["input_ids"], torch.zeros_like(coded["input_ids"], dtype=torch.bool)
+    for row, number, tokens in zip(picked, chosen, ids.tolist(), strict=True):
+        special = tokenizer.get_special_tokens_mask(tokens, already_has_special_tokens=True)
+        places = torch.tensor([i for i, s in enumerate(special) if not s], dtype=torch.long)
+        order = torch.rand(len(places), generator=torch.Generator().manual_seed(int(number))).argsort()
+        row[places[order[: max(1, round(0.15 * len(places)))]]] = True
+    hidden = ids.masked_fill(picked, tokenizer.mask_token_id)
+    return {**coded, "input_ids": hidden, "labels": ids.masked_fill(~picked, IGNORED)}

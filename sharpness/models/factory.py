@@ -62,8 +62,6 @@ def load(name: str, checkpoint: str | None = None, *, head: str | None = None) -
             f"{name!r} is a file; pass the name of the model that its weights belong to, and the file as checkpoint"
         )
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
         if checkpoint is not None or head is not None:
             raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
         return load_folder(folder)

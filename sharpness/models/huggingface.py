@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ __all__ = ["load_folder"]
 
 #: Largest number of layers: building more takes minutes, whatever the weights are.
 _MOST_LAYERS = 1000
+#: Image processors whose steps are followed, and the settings that say them; any other step is refused.
+_PROCESSORS = {"Beit", "Bit", "Blip", "CLIP", "ChineseCLIP", "ConvNext", "DINOv3ViT", "DeiT", "Gemma3", "Llava",
+               "MobileNetV1", "MobileNetV2", "OwlViT", "Pvt", "Segformer", "Siglip", "ViT"}  # fmt: skip
+_FOLLOWED = {"crop_size", "do_center_crop", "do_normalize", "do_rescale", "do_resize", "image_mean", "image_std",
+             "resample", "rescale_factor", "size", "image_processor_type", "feature_extractor_type"}  # fmt: skip
+_FOLLOWED |= {"do_convert_rgb", "do_reduce_labels", "processor_class", "data_format", "device", "return_tensors",
+              "default_to_square", "_valid_processor_keys"}  # of no effect on an image and its class  # fmt: skip
+#: Pillow's numbers.
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 #: Why weights that do not match are refused, and how to fix it.
 _MATCH = (
     "a model with random or missing weights would not be the one that was saved: use the configuration that they were "
@@ -31,11 +41,14 @@ def load_folder(folder: Path) -> LoadedModel:
     with require_extra(f"reading {folder} needs transformers", "transformers"):
         import transformers
     path = folder / "config.json"
-    if not path.is_file() and (folder / "adapter_config.json").is_file():
+    if (folder / "adapter_config.json").is_file():  # transformers would attach it, and freeze everything else
+        how = "beside the weights of a model" if path.is_file() else "without the model that it adapts"
         raise ValueError(
-            f"{folder} holds a PEFT adapter without the model that it adapts; save the whole model after "
-            "merge_and_unload(), or return it from a function of yours (module:function)"
+            f"{folder} holds a PEFT adapter {how}; save the whole model after merge_and_unload(), move "
+            "adapter_config.json away, or return what is to be measured from a function of yours (module:function)"
         )
+    if not path.is_file():
+        raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
     settings = _read_json(path)
     for key, value in settings.items():
         if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
@@ -98,30 +111,39 @@ def _preprocessor(folder: Path, config: Any) -> ImageFormat | None:
     normalized = found.get("do_normalize", True)
     if not {"size", "crop_size"} & set(found) or (normalized and "image_mean" not in found):
         return None  # for sound, for example
-    kind = str(found.get("image_processor_type", found.get("feature_extractor_type", "")))
-    other = [k for k in ("rescale_offset", "do_flip_channel_order", "crop_pct") if found.get(k)]
-    if abs(255 * found.get("rescale_factor", 1 / 255) - 1) > 1e-6 or found.get("do_rescale") is False:
-        other.append("rescale_factor" if found.get("do_rescale", True) else "do_rescale")
-    convnext = kind.startswith("ConvNext")
-    if [k for k in other if not (convnext and k == "crop_pct")] or kind.startswith("Levit"):
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as BY_MODEL
+
+    kind = found.get("image_processor_type", found.get("feature_extractor_type", ""))
+    named = re.search(r"(\w+?)(ImageProcessor|FeatureExtractor)", str(kind or BY_MODEL.get(config.model_type)))
+    kind = named[1] if named else "no image_processor_type"
+    crop, given, convnext = bool(found.get("do_center_crop")), found.get("size"), kind == "ConvNext"
+    other = [k for k, v in found.items() if v and k not in _FOLLOWED and not (convnext and k == "crop_pct")]
+    other += [k for k in ("do_rescale", "do_resize") if found.get(k) is False]
+    if abs(255 * found.get("rescale_factor", 1 / 255) - 1) > 1e-6:
+        other.append("rescale_factor")
+    resample = found.get("resample", 2 if kind == "ViT" else None)
+    if resample not in _RESAMPLE:
+        other.append("resample")
+    if "crop_size" in found and "do_center_crop" not in found:  # classes differ in what that means
+        other.append("crop_size")
+    if isinstance(given, dict) and ("longest_edge" in given or not ("height" in given or crop or convnext)):
+        other.append("size")
+    if other or kind not in _PROCESSORS:
         raise ValueError(
             f"{path} prepares images in a way that is not known here ({', '.join(other) or kind}); prepare them "
             "yourself, and pass a file of tensors"
         )
     with naming(f"{path} does not say how images are preprocessed"):
-        crop = bool(found.get("do_center_crop"))
         size = sides(found.get("crop_size" if crop else "size", found.get("size")))
-        resample = {0: "nearest", 1: "lanczos", 3: "bicubic"}.get(found.get("resample", 2), "bilinear")
         channels = getattr(getattr(config, "vision_config", config), "num_channels", 3)
         mean, std = (found["image_mean"], found["image_std"]) if normalized else ((0.0,), (1.0,))
         resize: int | tuple[int, int] | None = None
-        if crop and "size" in found and found.get("do_resize", True):
-            given = found["size"]
-            both = "height" in given if isinstance(given, dict) else kind.startswith("DeiT")
+        if crop and given is not None:
+            both = "height" in given if isinstance(given, dict) else kind == "DeiT"
             resize = sides(given) if both else min(sides(given))
         elif convnext and min(size) < 384:  # its own rule
             crop, resize = True, int(min(size) / found.get("crop_pct", 224 / 256))
-        return ImageFormat(size, tuple(mean), tuple(std), channels, crop, resample, resize)
+        return ImageFormat(size, tuple(mean), tuple(std), channels, crop, _RESAMPLE[resample], resize)
 
 
 def _transformers_example(config: Any) -> dict[str, torch.Tensor]:

@@ -113,17 +113,52 @@ class LoadedModel:
             return None
         from transformers import AutoTokenizer
 
-        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        config: Any = getattr(self.model, "config", None)
         with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
             found = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-            if positions and found.model_max_length > 1e6:  # it does not say
-                found.model_max_length = positions
+            longest = getattr(config, "max_position_embeddings", None) or found.model_max_length
+            found.model_max_length = min(found.model_max_length, longest)
+            if found.pad_token is None:  # any token will do, for a mask hides it
+                padding = getattr(config, "pad_token_id", None)
+                padding = padding if padding is not None else found.eos_token_id or 0
+                found.pad_token = found.convert_ids_to_tokens(padding)
+            if config is not None and getattr(config, "pad_token_id", None) is None:
+                config.pad_token_id = found.pad_token_id  # by which classifiers find the last token of a text
         return found
+
+    @property
+    def predicts(self) -> str | None:
+        """What a language model predicts: ``"next"`` or ``"masked"`` tokens, or a ``"text"``; None for others."""
+        if self.folder is None:
+            return None
+        from transformers.models.auto import modeling_auto as auto
+
+        kinds = {  # some stand in several lists; XLNet does not predict the next token
+            "text": set(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()),
+            "masked": set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()),
+            "next": set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - {"XLNetLMHeadModel"},
+        }
+        return next((kind for kind, names in kinds.items() if type(self.model).__name__ in names), None)
+
+    @property
+    def weights(self) -> str:
+        """How many weights are measured, of how many: those that are not frozen."""
+        every, moved = (sum(p.numel() for p in self.model.parameters() if p.requires_grad >= least) for least in (0, 1))
+        return f"{moved:,} of {every:,} weights"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a report says of the model: that some of its weights are frozen, as it was loaded."""
+        frozen = not all(p.requires_grad for p in self.model.parameters())
+        return (f"{self.weights} of the model are measured; the others are frozen",) if frozen else ()
 
     def text_key(self) -> str:
         """Hash everything that determines how texts are tokenised: equal keys mean equal tokens."""
         files = [] if self.folder is None else files_of(self.folder, TOKENIZER)
-        digest = hashlib.sha256(json.dumps([self.labels, [p.name for p in files]], sort_keys=True).encode())
+        config = getattr(self.model, "config", None)
+        about = [getattr(config, name, None) for name in ("max_position_embeddings", "pad_token_id")]
+        known = [self.labels, self.predicts, about, [p.name for p in files]]
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
         for p in files:
             digest.update(p.read_bytes())
         return digest.hexdigest()

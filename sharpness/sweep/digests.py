@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from ..data.loading import is_function, source_files
+from ..data.images import labels_beside
+from ..data.loading import divided, is_function, source_files
 from ..models.loaded import TOKENIZER, files_of
 
-__all__ = ["of_data", "of_model", "versions"]
+__all__ = ["of_data", "of_model", "places", "versions"]
 
 #: What transformers reads of a model in a folder, besides its tokenizer.
 _MODEL = ("config.json", "preprocessor_config.json", "*.safetensors", "*.bin", "*.index.json")
@@ -23,6 +24,12 @@ _MODEL = ("config.json", "preprocessor_config.json", "*.safetensors", "*.bin", "
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that results depend on."""
     return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
+
+
+def places(name: str) -> list[Path]:
+    """List what is read of a model or a source of data: a folder, files, or the code of ``module:function``."""
+    path = divided(name)[0]
+    return _code(name) if is_function(name) else list(dict.fromkeys([path, labels_beside(path)]))
 
 
 def of_data(source: str) -> str:

@@ -25,6 +25,7 @@ from ..baselines import (
 )  # fmt: skip
 from ..batch_loss import RadiusError
 from ..data import DataChoice
+from ..data.loading import Batches
 from ..errors import words_of
 from ..evaluation import evaluate
 from ..local import LOCAL, LocalResult, hessian
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["do_job"]
 
 #: Returns the batches of a choice of data for the current model.
-Read = Callable[[DataChoice], list[Any]]
+Read = Callable[[DataChoice], Batches]
 
 
 def do_job(
@@ -52,11 +53,14 @@ def do_job(
     """
     start = time.perf_counter()
     if job["kind"] == "sharpness":
+        batches = read(sweep.data)
         if job["measure"] in LOCAL:
-            found = _local_row(_local(job, model, read(sweep.data), group))
-            return {"rows": [{**job, **found, "seconds": time.perf_counter() - start}]}
-        result, too_large = _measured(job, model, read(sweep.data), group)
-        return {"rows": list(_rows(job, result, time.perf_counter() - start)), "too_large": too_large}
+            local = _local(job, model, batches, group)
+            about = {"remarks": [*batches.remarks, *local.remarks], "seconds": time.perf_counter() - start}
+            return {"rows": [{**job, **_local_row(local), **about}]}
+        result, too_large = _measured(job, model, batches, group)
+        about = {"remarks": [*batches.remarks, *result.remarks], "seconds": time.perf_counter() - start}
+        return {"rows": [{**job, **row, **about} for row in _rows(result)], "too_large": too_large}
     found = _fit(job, sweep, model, read) if job["kind"] == "fit" else _baselines(sweep, model, read)
     wrong = [k for k, v in found.items() if isinstance(v, float) and not math.isfinite(v)]
     if wrong:
@@ -82,11 +86,10 @@ def _measured(
             too_large[str(radii.pop())] = words_of(error)
 
 
-def _rows(job: Job, result: SharpnessResult, seconds: float) -> Iterator[dict[str, Any]]:
+def _rows(result: SharpnessResult) -> Iterator[dict[str, Any]]:
     for rho in result.rhos:
         batches = result[rho].batches
         yield {
-            **job,
             "rho": rho,
             "sharpness": float(result[rho]),
             "per_batch": [b.value for b in batches],
@@ -96,7 +99,6 @@ def _rows(job: Job, result: SharpnessResult, seconds: float) -> Iterator[dict[st
             "unconverged": sum(b.converged is False for b in batches),
             "min_singular_value": result.min_singular_value,
             "num_null": result.num_null,
-            "seconds": seconds,
         }
 
 

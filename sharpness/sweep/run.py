@@ -13,7 +13,7 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from ..data import DataChoice
-from ..data.loading import check_source
+from ..data.loading import Batches, check_source
 from ..distributed import World, counter, everybody, shard_
 from ..errors import naming, words_of
 from ..files import check_folder, write_json
@@ -217,9 +217,9 @@ class _Cache:
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self.device, self.group = device, group
-        self._batches: dict[str, list[Any]] = {}
+        self._batches: dict[str, Batches] = {}
 
-    def batches(self, choice: DataChoice, loaded: LoadedModel) -> list[Any]:
+    def batches(self, choice: DataChoice, loaded: LoadedModel) -> Batches:
         key = json.dumps([as_data(choice), repr(choice.image_format(loaded.images)), loaded.text_key()], sort_keys=True)
         if key not in self._batches:
             if len(self._batches) > 2:  # training, test and measured examples of one kind of model
@@ -260,7 +260,10 @@ def _attempt(job: Job, sweep: Sweep, loaded: LoadedModel | str, cache: _Cache) -
     if isinstance(loaded, str):
         return {"error": loaded}
     try:
-        return do_job(job, sweep, loaded.model, lambda choice: cache.batches(choice, loaded), cache.group)
+        found = do_job(job, sweep, loaded.model, lambda choice: cache.batches(choice, loaded), cache.group)
+        for row in found["rows"] if job["kind"] == "sharpness" else ():
+            row["remarks"] = [*loaded.remarks, *row["remarks"]]
+        return found
     except Exception as error:
         return {"error": words_of(error)}
 

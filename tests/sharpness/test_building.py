@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_
+from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.whole import apply_random_moves_, neuron_pairs, wiring_of
 from sharpness import MEASURES, get_measure
 from sharpness.building import pair_block_class
@@ -98,10 +98,14 @@ def test_a_wiring_that_is_not_the_models_is_refused():
         worst(model, "vit", "complete-inv")
 
 
-def test_pairs_and_sam_are_refused():
+def test_pairs_that_are_given_are_those_of_the_canonical_form():
     model = build("vit")
-    with pytest.raises(ValueError, match="leave pairs out"):
-        worst(model, "vit", "complete-inv", pairs=[])
+    assert worst(model, "vit", "complete-inv", pairs=find_symmetric_pairs(model)) == worst(model, "vit", "complete-inv")
+    assert worst(model, "vit", "complete-inv", pairs=[]) != worst(model, "vit", "complete-inv")
+
+
+def test_sam_is_refused():
+    model = build("vit")
     with pytest.raises(ValueError, match="one by one"):
         sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1, measure="complete-inv")
 

@@ -314,15 +314,89 @@ class Mystery(nn.Module):
         return self.head(self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)).mean(1)))
 
 
-def test_unknown_attention_is_refused_by_geodesic_measures_only():
-    model, batch = networks.shake(Mystery()), networks.tokens()
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+
+class Readable(nn.Module):
+    """Attention that can be examined, beside a second layer that the batch does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle, self.head = Attending(), Attending(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.used(x).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.parametrize("measure", ["geodesic-inv", "geodesic-mix", "complete-inv", "complete-mix"])
+def test_unknown_attention_is_examined_on_the_first_batch(measure):
+    model, batch = networks.shake(Readable()), networks.tokens()
+    before, options = snapshot(model), {"measure": measure, "rho": 0.1, "steps": 3}
+    found = sharpness.evaluate(model, [batch, batch], **options)
+    assert_same(snapshot(model), before)
+    remark = "attention of classes without a handler was examined on the first batch: Attending (2 pairs; "
+    assert found.remarks[0] == remark + "the batch does not reach it)"
+    assert found.remarks[-1].endswith("so the result says nothing about them: idle")
+    pairs = find_symmetric_pairs(model, batch=batch)
+    assert {p.name for p in found.direction(0).pairs} == {p.name for p in pairs if p.group is not None}
+    given = sharpness.evaluate(model, [batch, batch], pairs=pairs, **options)
+    assert float(given) == float(found)
+    twin = copy.deepcopy(model)
+    apply_random_symmetry_(twin, 30.0, pairs=find_symmetric_pairs(twin, batch=batch))
+    assert float(sharpness.evaluate(twin, [batch, batch], **options)) == pytest.approx(float(found), rel=1e-8)
+    with torch.no_grad(), sharpness.perturbed(model, found.direction(0)) as moved:
+        loss = float(F.cross_entropy(moved(batch[0]), batch[1]))
+    assert loss == pytest.approx(found.batches[0].worst_loss, rel=1e-8)
+    if "geodesic" in measure:
+        for local in (sharpness.gradient_norm, sharpness.hessian):
+            one, two = (local(m, [batch], measure=measure) for m in (model, twin))
+            assert one.gradient_norm == pytest.approx(two.gradient_norm, rel=1e-8)
+            assert one.remarks[0] == found.remarks[0]
+
+
+def test_attention_that_cannot_be_examined_is_refused_with_what_to_do(monkeypatch):
+    model, batch = networks.shake(nn.Sequential(Mystery())), networks.tokens()
     before = snapshot(model)
     for measure in GEODESIC:
-        with pytest.raises(UnknownAttentionError, match="Mystery"):
+        with pytest.raises(UnknownAttentionError, match=r"module '0' of class .*Mystery computes attention") as caught:
             sharpness.evaluate(model, [batch], measure=measure, rho=0.1)
+    assert_same(snapshot(model), before)
     for measure in ("adaptive", "euclidean"):
         assert float(sharpness.evaluate(model, [batch], measure=measure, rho=0.1)) > 0
-    assert_same(snapshot(model), before)
+    monkeypatch.setattr(symmetries.registry, "_HANDLERS", ByClass(symmetries.registry._HANDLERS))
+    name = f"{__name__}.Mystery"
+    assert f"skip({name!r})" in str(caught.value)
+    symmetries.skip(name)
+    assert float(sharpness.evaluate(model, [batch], rho=0.1)) > 0
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vit, self.readable = networks.vit(), Readable()
+
+    def forward(self, x):
+        return self.vit(x).logits + self.readable(x.squeeze(1))
+
+
+def test_a_hook_beside_unknown_attention_is_named_too():
+    """All pairs of such a model are certified on the batch, those of known classes too."""
+    model, batch = networks.shake(Both()), networks.images()
+    attention = networks.vit_layers(model.vit)[0].attention
+    networks.projections(attention)[2].register_forward_hook(lambda m, x, y: y.relu())
+    wrong = [p.name for p in find_symmetric_pairs(model) if "vo" in p.name and ".0." in p.name]
+    assert sharpness.evaluate(model, [batch], rho=0.1, steps=1).remarks[:2] == (
+        "attention of classes without a handler was examined on the first batch: Attending (2 pairs; "
+        "the batch does not reach it)",
+        f"left out, for {symmetries.registry.CHANGES}: {', '.join(wrong)}",
+    )
 
 
 def test_registered_attention_is_measured(monkeypatch):

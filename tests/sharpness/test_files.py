@@ -6,7 +6,7 @@ import os
 import pytest
 
 from sharpness import cli
-from sharpness.files import atomic_write, check_file, check_folder, write_json, write_text
+from sharpness.files import atomic_write, check_apart, check_file, check_folder, write_json, write_text
 
 
 def tree(folder):
@@ -67,3 +67,16 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: '.*a\.txt'"):
         atomic_write(tmp_path / "a.txt", half)
     assert tree(tmp_path) == {"a.txt": b"old"}
+
+
+def test_nothing_that_is_read_is_written(place):
+    """Files in folders that are read count, through links and other spellings, and new ones where all files are data."""
+    mine, thesis = place / "mine", place / "mine" / "deep" / "thesis.txt"
+    for out in (thesis, place / "mine" / ".." / "mine" / "deep" / "thesis.txt", place / "link"):
+        for read in (thesis, mine, place / "link"):
+            with pytest.raises(ValueError, match=r"writing to .* would (replace|change) .*, which is read; choose another"):
+                check_apart(out, [None, read])
+    check_apart(mine / "new.json", [mine, thesis])
+    check_apart(place / "other", [mine, thesis], [mine])
+    with pytest.raises(ValueError, match="would change .*mine, which is read"):
+        check_apart(mine / "new.json", (), [mine])

@@ -33,6 +33,10 @@ def test_results_and_pieces(trained_small):
     result = sharpness.hessian(model, [batch], num_matvecs=9)
     assert "geodesic-inv Hessian of ViTForImageClassification: largest eigenvalue" in str(result)
     assert result.to_dict()["batches"][0]["trace"] == result.trace is not None
+    twice = sharpness.hessian(model, [batch, batch], num_matvecs=9)
+    assert result.std_error == result.batches[0].std_error > 0
+    assert f"trace {result.trace:.6g} ± {result.std_error:.2g}, 1 batch" in str(result)
+    assert twice.std_error == twice.to_dict()["std_error"] == pytest.approx(result.std_error)  # of the same vectors
     pieces = sharpness.hessian(model, [batch], num_matvecs=9, micro_batch=5)
     assert pieces.max_eigenvalue == pytest.approx(result.max_eigenvalue, rel=1e-9)
     assert pieces.trace == pytest.approx(result.trace, rel=1e-9)

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -116,6 +118,13 @@ def test_texts_of_similar_length_share_a_piece_without_padding():
     whole, pieces = (float(sharpness.evaluate(model, [batch], rho=0.1, steps=4, micro_batch=m)) for m in (None, 2))
     assert pieces == pytest.approx(whole, rel=1e-12)
     assert batch["input_ids"].shape == (7, 8)
+
+    # A head for tokens takes a view of the labels, which must be in one piece.
+    tokens = {**batch, "labels": batch["input_ids"].remainder(3).masked_fill(batch["attention_mask"] == 0, -100)}
+    config, options = model.config, {"rho": 0.1, "steps": 2, "relative_tol": 0}
+    model = networks.shake(BertForTokenClassification(config))
+    whole, pieces = (float(sharpness.evaluate(model, [tokens], micro_batch=m, **options)) for m in (None, 2))
+    assert pieces == pytest.approx(whole, rel=1e-12)
 
     # What is cut is what nothing uses: labels of tokens stay, and so do tensors of another width, and padding in front.
     batch["labels"] = torch.full((7, 8), -100).index_fill(1, torch.tensor([6]), 1)
@@ -249,13 +258,107 @@ def test_tuples_are_named():
     assert default_loss(model, batch).loss.isfinite()
 
 
-@pytest.mark.parametrize("labels", [torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[0], [1]])])
+@pytest.mark.parametrize(
+    "labels", [torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[0], [1]]), torch.tensor([0.0, 1.0])]
+)
 def test_labels_of_another_form_are_named(labels):
-    found = rf"labels are {labels.dtype} of shape .*{labels.shape[0]}.*takes one int64 for each example.*labels.long"
+    found = rf"labels are {labels.dtype} of shape .*{labels.shape[0]}.*one int64 for each example, labels.long"
     with pytest.raises(ValueError, match=found):
         default_loss(nn.Linear(3, 2), (torch.randn(2, 3), labels))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):  # torch's own, of another cause
         default_loss(nn.Linear(4, 2), (torch.randn(2, 3), labels))
+
+
+def classifier(**options):
+    config = BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=12, num_labels=3, **options,
+    )  # fmt: skip
+    return BertForSequenceClassification(config).eval()
+
+
+IDS = torch.arange(3, 27).reshape(4, 6)
+CLASSES = torch.tensor([0, 1, 2, 0])
+SEVERAL = {"problem_type": "multi_label_classification"}
+HINTS = {
+    "ids": ({}, {"input_ids": IDS + 9, "labels": CLASSES}, "rows 12 to 35 of bert.embeddings.word_embeddings.* has 30 "),
+    "types": ({}, {"input_ids": IDS, "token_type_ids": IDS, "labels": CLASSES}, "token_type_embeddings.* has 2 of them"),
+    "positions": ({}, {"input_ids": IDS.repeat(1, 4), "labels": CLASSES}, "have 24 tokens, but .* has 12 positions"),
+    "classes": ({}, {"input_ids": IDS, "labels": CLASSES + 1}, "go from 1 to 3, but .* has 3 classes"),
+    "negative": ({}, {"input_ids": IDS, "labels": CLASSES - 1}, "go from -1 to 1, but .* has 3 classes"),
+    "list": ({}, {"input_ids": IDS, "labels": [0, 1, 2, 0]}, "are a list of numbers; give a tensor"),
+    "floats": ({}, {"input_ids": IDS, "labels": CLASSES.float()}, r"float32 of shape \(4,\).*labels.long\(\)"),
+    "several": (SEVERAL, {"input_ids": IDS, "labels": torch.ones(4, 3).long()}, r"shape \(4, 3\).*labels.float\(\)"),
+}
+
+
+@pytest.mark.parametrize("case", HINTS)
+def test_hints_say_what_is_wrong(case):
+    """Whole numbers for several classes were to become one class for each example."""
+    options, batch, words = HINTS[case]
+    with pytest.raises(ValueError, match=words):
+        default_loss(classifier(**options), batch)
+
+
+def test_a_head_for_tokens_with_labels_of_examples_is_named():
+    with pytest.raises(ValueError, match=r"BertForMaskedLM scores every token \(24\), but there are 4 labels"):
+        default_loss(BertForMaskedLM(classifier().config), {"input_ids": IDS, "labels": CLASSES})
+
+
+@pytest.mark.parametrize("kind", [IndexError, RuntimeError, ValueError])
+@pytest.mark.parametrize("words", ["index out of range in self", "Target 7 is out of bounds.", "expected Long", "24 12"])
+def test_an_error_of_the_models_own_is_not_explained(kind, words):
+    """Each was said to come from ids or labels, which are as they should be; the length is beyond a table not used."""
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, **batch):
+            self.inner(**batch)
+            raise kind(words)
+
+    with pytest.raises(kind) as raised:
+        default_loss(Broken(), {"input_ids": IDS, "labels": CLASSES})
+    assert str(raised.value) == words
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_by_hand_is_named(dtype):
+    """Half-precision models are measured in float32, which such a module does not know."""
+
+    class Casts(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(dtype))
+
+    torch.set_default_dtype(torch.float32)
+    model, batch = Casts(4, 3).to(dtype), (torch.randn(4, 4), CLASSES)
+    assert default_loss(model, batch).loss.isfinite()
+    with pytest.raises(ValueError, match=f"the model casts to {dtype} by itself, while it is measured in torch.float32;"):
+        sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # of another cause
+        default_loss(model, (torch.randn(4, 5), CLASSES))
+
+
+def test_outputs_that_are_dicts():
+    class Plain(nn.Module):
+        def __init__(self, loss):
+            super().__init__()
+            self.out, self.loss = nn.Linear(3, 2), loss
+
+        def forward(self, x, labels=None):
+            scores = self.out(x)
+            return {"logits": scores, **({"loss": F.cross_entropy(scores, labels)} if self.loss else {})}
+
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    model = Plain(True)
+    for found, batch in ((Plain(False), (x, y)), (model, {"x": x, "labels": y})):
+        outcome = default_loss(found, batch)
+        torch.testing.assert_close(outcome.loss, F.cross_entropy(found.out(x), y))
+        assert outcome.counted == 4
+    with pytest.raises(ValueError, match=r"returned no loss for a dict with the keys \['labels', 'x'\]; pass loss_fn"):
+        default_loss(Plain(False), {"x": x, "labels": y})
 
 
 def test_normalized_logits():

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import peft
 import pytest
@@ -598,3 +599,26 @@ def test_only_what_the_base_optimiser_trains_is_perturbed():
     sam.restore()
     with pytest.raises(ValueError, match="trains no parameter of this"):
         GeodesicSAM(model, torch.optim.SGD(small().parameters(), 0.1), rho=0.1)
+
+
+class Unknown(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
+    model, x = shake(nn.Sequential(Unknown(8, 2, batch_first=True))), batch_of(Encoder)
+    base = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"symmetries of Unknown, .* pass pairs=find_symmetric_pairs\(model, batch=b"):
+        sam = GeodesicSAM(model, base, rho=0.1)
+    assert not sam._inner.certification.open
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sam = GeodesicSAM(model, base, rho=0.1, pairs=find_symmetric_pairs(model, batch=x))
+        GeodesicSAM(model, base, rho=0.1, measure="adaptive")
+        known = small()
+        GeodesicSAM(known, torch.optim.SGD(known.parameters(), 0.1), rho=0.1)
+        model[0].requires_grad_(False)
+        model.append(nn.Linear(8, 8))
+        GeodesicSAM(model, torch.optim.SGD(model[1].parameters(), 0.1), rho=0.1)
+    assert len(sam._inner.certification.open) == 4

@@ -73,19 +73,19 @@ def test_a_layer_that_takes_no_part_is_named():
             return self.used(x)
 
     model, batch = networks.shake(Half()), networks.tokens(width=4)
+    lost, whole = (sum(p.numel() for p in m.parameters()) for m in (model.unused, model))
+    said = "weights got no gradient from any batch, so the result says nothing about them: unused"
+    remark = f"{lost:,} of {whole:,} {said}"
     for measure in ("geodesic-inv", "geodesic-mix", "adaptive"):
-        (found, local), sizes = (
-            results(model, batch, measure),
-            [sum(p.numel() for p in m.parameters()) for m in (model.unused, model)],
-        )
-        remark = f"{sizes[0]:,} of {sizes[1]:,} weights got no gradient from any batch, so the result says nothing about them: unused"
+        found, local = results(model, batch, measure)
         assert found.remarks == local.remarks == (remark,)
         assert remark in str(found).splitlines()
         assert remark in str(local).splitlines()
         assert found.to_dict()["remarks"] == local.to_dict()["remarks"] == [remark]
         assert all(bool(t.any()) != name.startswith("unused") for name, t in found.direction(0).tensors.items())
         model.unused.requires_grad_(False)
-        assert [float(r) for r in (results(model, batch, measure)[0],)] == [float(found)]
+        frozen, _ = results(model, batch, measure)
+        assert (float(frozen), frozen.remarks) == (float(found), ())
         model.unused.requires_grad_(True)
 
 

@@ -23,6 +23,7 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.blocks import ByClass
+from quotient_manifolds.symmetries.certificate import broken, change, move_
 from tests import networks
 from tests.architectures import IDS, transformers_model
 
@@ -311,3 +312,47 @@ def test_moves_agree_with_the_certificate():
         assert (moved > 1e-8) == (residual > 1e-8), (p.name, moved, residual)
         seen.add(moved > 1e-8)
     assert seen == {True, False}
+
+
+def test_halving_finds_the_layers_that_single_moves_find():
+    """Each layer moved by itself is the oracle; hooks bend some of eight, and the weights are as before."""
+    model, (x, _) = networks.vit(layers=4), networks.images()
+    layers = networks.vit_layers(model)
+    for layer, which in ((0, 2), (2, 0), (3, 0), (3, 2)):
+        bend(networks.projections(layers[layer].attention)[which], 0.3)
+    pairs, before, passes = find_symmetric_pairs(model), copy.deepcopy(model.state_dict()), []
+
+    @torch.no_grad()
+    def run():
+        passes.append(1)
+        return [model(x).logits]
+
+    wrong = set()
+    for module, kind in dict.fromkeys((p.module, p.kind) for p in pairs):
+        outputs, mine = run(), [p for p in pairs if (p.module, p.kind) == (module, kind)]
+        move_(stacks(mine), 100.0, 1)
+        wrong |= set(mine) if change(outputs, run()) > 1e-9 else set()
+        model.load_state_dict(before)
+    assert len(wrong) == 4 * 2
+    passes.clear()
+    assert set(broken(pairs, run)) == wrong
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    passes.clear()
+    assert broken([p for p in pairs if p not in wrong], run) == []
+    assert len(passes) == 2  # all of them at once
+    assert broken([], run) == []
+
+
+def test_clipped_values_are_no_symmetry_however_far_the_clip():
+    """Flat at the weights and for small moves: at condition 3 nothing is clipped."""
+    model, (x, _) = networks.vit(), networks.images()
+    bound = []
+    values = projection(model, 2)
+    hook = values.register_forward_hook(lambda m, a, y: bound.append(y.abs().max()))
+    model(x)
+    hook.remove()
+    values.register_forward_hook(lambda m, a, y: y.clamp(-2 * bound[0], 2 * bound[0]))
+    found = find_symmetric_pairs(model, batch=(x, None))
+    assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {
+        (found[0].module, "vo"): registry.CHANGES
+    }  # fmt: skip

@@ -146,6 +146,29 @@ def test_a_registered_layer_says_nothing_of_what_holds_it():
         check_coverage(model, lambda: model(x), found)
 
 
+class BySoftmax(Named):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.Softmax(-1)
+
+    def forward(self, x):
+        return self.o_proj(self.attend(self.q_proj(x) @ self.k_proj(x).mT) @ self.v_proj(x))
+
+
+def test_a_module_without_weights_is_named_by_what_holds_it():
+    """To skip softmax, as the error advised, would switch the check off everywhere."""
+    model, x = nn.Sequential(BySoftmax()), torch.randn(2, 3, 4)
+    with pytest.raises(UnknownAttentionError, match=r"module '0' .*skip\('.*BySoftmax'\)"):
+        check_coverage(model, lambda: model(x))
+
+
+def test_what_no_pass_reaches_is_not_refused():
+    model, x = Two(), torch.randn(2, 3, 4)
+    found = find_symmetric_pairs(model, batch=x, forward=lambda m, x: m(x, cached=False, both=False))
+    assert {p.reason for p in found if p.module == "two"} == {"the batch does not reach it"}
+    check_coverage(model, lambda: model(x, cached=False, both=False), found)
+
+
 class TurningCache:
     def turned(self, x):
         return -x
@@ -200,8 +223,13 @@ def test_pairs_of_ones_own_cover_the_module_that_holds_their_projections():
     with pytest.warns(UserWarning, match="outside of the pairs that were given, module '1' of class .*Attending"):
         found = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, pairs=[mine(model[0])])
     assert float(found) > 0
+    (remark,) = found.remarks
+    assert remark.startswith("outside of the pairs that were given, module '1' of class ")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2, pairs=[mine(layer) for layer in model])
-    with pytest.raises(UnknownAttentionError):
-        sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2)
+    examined = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2)
+    assert len(examined.direction(0).pairs) == 4
+    assert examined.remarks == (
+        "attention of classes without a handler was examined on the first batch: Attending (4 pairs)",
+    )

@@ -22,6 +22,7 @@ from quotient_manifolds.symmetries import (
     recording,
     registry,
     stacks,
+    verify,
 )
 from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
@@ -112,7 +113,7 @@ def changes(run, pairs):
 def check(model, batch):
     """Hold what is found of a model against null spaces and moves; give the groups in words."""
 
-    def outputs():
+    def outputs(model=model):
         torch.manual_seed(0)  # ViT-MAE draws its mask
         with Wide():
             return [t for t in tensors(default_forward(model, batch)) if t.is_floating_point()]
@@ -133,7 +134,7 @@ def check(model, batch):
         kinds = {kind: place for kind, place in kinds.items() if place is not None}
         for kind, found in nullities(modules[name], call, kinds) if kinds else ():
             assert found == expected[kind], (name, kind, kinds[kind])
-    found = find_symmetric_pairs(model, batch=batch, forward=lambda *_: outputs())
+    found = find_symmetric_pairs(model, batch=batch, forward=lambda m, _: outputs(m))
     pairs = [p for p in found if p.group is not None]
     if pairs:
         whole, half = changes(outputs, pairs)
@@ -362,7 +363,8 @@ def test_modules_that_differ_are_not_taken_for_one(monkeypatch):
     assert discovery._kind(masked[0]) == discovery._kind(masked[1])
     assert groups(masked) == [*sound, *bent]
     monkeypatch.setattr(discovery, "_agrees", lambda *_: True)
-    assert groups(masked) == [*sound, *sound]  # the move on its own inputs is what tells them apart
+    # The move on its own inputs is what tells them apart; else the whole model does.
+    assert groups(masked) == [*sound, "GL(4)", registry.CHANGES]
 
 
 def test_modules_of_one_kind_are_examined_once(monkeypatch):
@@ -370,6 +372,36 @@ def test_modules_of_one_kind_are_examined_once(monkeypatch):
     monkeypatch.setattr(discovery, "_emitter", lambda *args: count.append(1) or emitter(*args))
     assert groups(nn.Sequential(*(Plain() for _ in range(4)))) == ["GL(4)"] * 8
     assert len(count) == 1
+
+
+class Drawing(Plain):
+    def forward(self, x):
+        return super().forward(x) + torch.randn(x.shape)
+
+
+def test_passes_that_are_compared_draw_the_same_numbers():
+    model, x = nn.Sequential(Drawing(), Drawing()), torch.randn(2, 5, 4)
+    assert groups(model, x) == ["GL(4)"] * 4
+    assert verify(model, x).ok
+    assert not torch.equal(model(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reformer_is_certified_alike_at_two_lengths():
+    """Inputs longer than a chunk are hashed at random."""
+    from transformers import ReformerConfig, ReformerModel
+
+    config = ReformerConfig(
+        vocab_size=40, hidden_size=16, num_attention_heads=2, attention_head_size=4, attn_layers=["local", "lsh"],
+        axial_pos_embds=False, max_position_embeddings=64, feed_forward_size=8, lsh_attn_chunk_length=8,
+        local_attn_chunk_length=8, is_decoder=False, num_buckets=4,
+    )  # fmt: skip
+    model = networks.shake(ReformerModel(config).double())
+    short, long = (
+        find_symmetric_pairs(model, batch={"input_ids": torch.arange(n).unsqueeze(0) % 37 + 3}) for n in (6, 32)
+    )
+    assert same(short, long)
+    assert [str(p.group) for p in long if p.kind == "vo"] == ["GL(4)"] * 4
 
 
 class Brittle(Plain):

@@ -2,10 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import find_symmetric_pairs
+from quotient_manifolds.symmetries import find_symmetric_pairs, verify
 from quotient_manifolds.symmetries.recording import record, undisturbed
 
 
@@ -60,3 +61,41 @@ def test_inner_modules_are_reached_where_torch_has_a_fast_path():
     assert torch.equal(calls["a"][0][0], x)
     assert torch.backends.mha.get_fastpath_enabled() == fast
     assert all(m.training for m in layer.modules())
+
+
+class Cached(nn.MultiheadAttention):
+    """Adds to its inputs what it has gathered once in evaluation mode."""
+
+    def __init__(self):
+        super().__init__(8, 2, batch_first=True)
+        self.table, self.cache = nn.Parameter(torch.ones(3, 8)), {}
+
+    def train(self, mode=True):
+        self.cache = {}
+        return super().train(mode)
+
+    def forward(self, x):
+        if "table" not in self.cache:
+            self.cache["table"] = self.table[[0, 1, 2, 1, 0]]
+        x = x + self.cache["table"]
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class Keeping(Cached):
+    """As the other, but nothing drops its cache."""
+
+    def train(self, mode=True):
+        return nn.Module.train(self, mode)
+
+
+@pytest.mark.parametrize("kind", [Cached, Keeping])
+def test_caches_with_a_graph_hinder_no_examination(kind):
+    model, x = nn.Sequential(kind()).eval(), torch.randn(2, 5, 8)
+    model(x)
+    for _ in range(2):
+        assert [p.reason for p in find_symmetric_pairs(model, batch=x)] == [""] * 4
+        assert verify(model, x).ok
+    assert not model[0]._forward_pre_hooks
+    with torch.no_grad():
+        before = model(x)
+        assert torch.equal(model(x), before)

@@ -1,7 +1,9 @@
 """From a model to its pairs."""
 
 import copy
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.symmetries import (
+    GL,
     PairStack,
     Projection,
     attention_pairs,
+    block,
     check_coverage,
     find_symmetric_pairs,
+    pair,
     register_attention,
     registry,
     skip,
@@ -153,3 +158,98 @@ def test_keys_that_are_the_values_are_refused(name):
     found = find_symmetric_pairs(model)
     assert all(p.group is None for p in found)
     assert verify(model, batch).ok
+
+
+@pytest.mark.parametrize("kind", ["vo", "qk"])
+def test_a_batch_certifies_what_the_names_of_classes_claim(kind):
+    model, batch = networks.vit(), networks.images()
+    attention = networks.vit_layers(model)[0].attention
+    networks.projections(attention)["qkvo".index(kind[0])].register_forward_hook(lambda module, x, y: y.relu())
+    claimed, found = find_symmetric_pairs(model), find_symmetric_pairs(model, batch=batch)
+    assert all(p.group is not None for p in claimed)
+    assert [p.name for p in found] == [p.name for p in claimed]
+    assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {
+        (found[0].module, kind): registry.CHANGES
+    }
+    assert len(find_symmetric_pairs(model, batch=batch, include_frozen=True)) == len(found)
+
+
+def test_pairs_of_ones_own_are_certified_with_a_batch():
+    model = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 4))
+    G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
+    wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
+    right = pair(G, [block(model[2], "weight")], GL(3, diagonal=True, positive=True), name="layers")
+    x = torch.randn(8, 5)
+    assert [p.reason for p in find_symmetric_pairs(model, extra=[wrong], batch=x)] == [registry.CHANGES]
+    assert find_symmetric_pairs(model, extra=[right], batch=x) == [right]
+    assert verify(model, x, extra=[wrong]).failures == ["layers"]
+
+
+class Residual(nn.Module):
+    """Attention whose values the next layer adds to its own; it hands them over in an object, not as a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, before=None):
+        v = self.v_proj(x)
+        out = nn.functional.scaled_dot_product_attention(
+            self.q_proj(x), self.k_proj(x), v if before is None else v + before.values
+        )
+        return self.o_proj(out), SimpleNamespace(values=v)
+
+
+class Residuals(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = Residual(), Residual(), Residual()
+
+    def forward(self, x):
+        y, before = self.one(x)
+        return self.three(self.two(x + y, before)[0])[0]
+
+
+def test_what_leaves_a_module_by_another_way_counts():
+    """Alone, each layer keeps its outputs when its values move; the model does not."""
+    found = find_symmetric_pairs(Residuals(), batch=torch.randn(2, 5, 4))
+    reasons = {(p.module, p.kind): p.reason for p in found}
+    assert reasons[("one", "vo")] == registry.CHANGES
+    assert {key for key, reason in reasons.items() if not reason} >= {("one", "qk"), ("two", "qk")}
+
+
+class SinglePrecision(nn.Module):
+    """A kernel that takes nothing else, as torch's grouped products of experts."""
+
+    def __init__(self, bent):
+        super().__init__()
+        self.attention, self.expert = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+        self.bent = bent
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise RuntimeError(f"expected Float32, got {x.dtype}")
+        if self.bent:
+            self.attention.out_proj.weight.data.clamp_(-0.3, 0.3)
+        return self.expert(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_a_kernel_without_float64_is_certified_in_float32():
+    x = torch.randn(2, 5, 8, dtype=torch.float32)
+    sound, bent = (find_symmetric_pairs(SinglePrecision(b).float(), batch=x) for b in (False, True))
+    assert [p.group is None for p in sound] == [False] * 4
+    assert [p.reason for p in bent if p.kind == "vo"] == [registry.CHANGES] * 2
+
+
+def test_a_model_that_cannot_be_copied_or_moved_has_a_reason():
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.key = nn.MultiheadAttention(8, 2, batch_first=True), threading.Lock()
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    model, x = Once(), torch.randn(2, 5, 8)
+    found = find_symmetric_pairs(model, batch=x)
+    assert {p.reason.split(":")[0] for p in found} == {"could not be examined in the whole model"}

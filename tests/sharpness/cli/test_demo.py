@@ -25,3 +25,11 @@ def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
         assert abs(moved[name] / network[name] - 1) < 5e-3
     for name, moved in (("adaptive", heads), ("euclidean", gain), ("geodesic-inv", gain)):
         assert abs(moved[name] / network[name] - 1) > 0.05
+
+
+def test_numbers_of_another_origin_are_not_replaced(tmp_path, capsys):
+    """The numbers go beside the picture: beside config.png stands a model's configuration."""
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main(["demo", "--quiet", "--out", str(tmp_path / "config.png")]) == 2
+    assert "config.json, which the numbers would replace, is not from a demo" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_text() == "{}"

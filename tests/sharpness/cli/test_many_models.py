@@ -52,10 +52,31 @@ def test_results_are_not_replaced_by_their_table(tmp_path, capsys):
     (tmp_path / "sweep").mkdir()
     write_results(tmp_path / "r.csv", study())
     write_results(tmp_path / "sweep" / "results.jsonl", study())
-    for read, out in (("r.csv", "r.csv"), ("sweep", "sweep/results.csv"), ("sweep", "sweep/../sweep/results.jsonl")):
+    (tmp_path / "sweep" / "jobs").mkdir()
+    for read, out in (
+        ("r.csv", "r.csv"), ("sweep", "sweep/results.csv"), ("sweep", "sweep/../sweep/results.jsonl"),
+        ("sweep", "sweep/jobs/a.json"), ("sweep/results.jsonl", "sweep/jobs/a.json"),
+    ):  # fmt: skip
         assert cli.main(["table", str(tmp_path / read), "--short", "--out", str(tmp_path / out)]) == 2
-        assert "would replace the results" in capsys.readouterr().err
-    assert cli.main(["table", str(tmp_path / "r.csv"), "--short"]) == 0
+        assert f"writing to {tmp_path / out} would " in capsys.readouterr().err
+    for _ in range(2):  # a table may stand beside the results, and be written again
+        assert cli.main(["table", str(tmp_path / "sweep"), "--short", "--out", str(tmp_path / "sweep" / "table.txt")]) == 0
+
+
+def test_a_sweep_replaces_nothing_that_it_reads(tmp_path, capsys):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for name in ("results.csv", "net.pt"):
+        (tmp_path / name).write_text("name,test")
+    config = {"checkpoints": [{"path": "net.pt", "model": "torch.nn:PReLU"}], "data": "net.pt"}
+    for more, out in (
+        ({"accuracies": {"file": "results.csv", "name": "name", "test": "test"}}, tmp_path),
+        ({"data": "images"}, tmp_path / "images" / "results"),
+    ):
+        (tmp_path / "sweep.json").write_text(json.dumps(config | more))
+        assert cli.main(["sweep", str(tmp_path / "sweep.json"), "--out", str(out), "--quiet"]) == 2
+        assert "which is read; choose another place" in capsys.readouterr().err
+    assert (tmp_path / "results.csv").read_text() == "name,test"
 
 
 def test_few_models_are_listed_one_by_one(tmp_path, capsys):

@@ -95,13 +95,25 @@ def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
     assert words in capsys.readouterr().err
 
 
-def test_an_archive_that_is_read_is_not_replaced(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "out", ["images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"]
+)
+def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
+    """A model was replaced by its results, with exit code 0."""
     monkeypatch.chdir(tmp_path)
-    Path("images.zip").write_bytes(b"archive")
-    run = ["run", "tests.spread:model", "images.zip:train", "--rho", "0.1", "--quiet", "--out", "images.zip"]
+    for name in ("images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "w.pt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(b"read")
+    monkeypatch.setattr("sharpness.models.load", None)  # before any work
+    model, data = ("bert", "data") if "/" in out else ("mine:model", "images.zip:train")
+    run = ["run", model, data, "--checkpoint", "w.pt", "--rho", "0.1", "--quiet", "--out", out]
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     assert cli.main(run) == 2
-    assert "--out images.zip would replace images.zip, which is read" in capsys.readouterr().err
-    assert Path("images.zip").read_bytes() == b"archive"
+    assert f"writing to {out} would " in capsys.readouterr().err
+    if data == "data":
+        assert cli.main([*run[:-2], "--figures", "data/figures"]) == 2
+        assert "writing to data/figures would change data, which is read" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
 
 
 def test_what_the_command_line_offers_is_named(capsys, monkeypatch):

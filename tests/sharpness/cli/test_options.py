@@ -3,7 +3,33 @@ import sys
 
 import pytest
 
+import reproduction.cli
 from sharpness import cli
+
+
+def commands(parser, *names):
+    """The names of every command below a parser, and its own."""
+    yield names
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for name, command in action.choices.items():
+                yield from commands(command, *names, name)
+
+
+@pytest.mark.parametrize("program", [cli, reproduction.cli], ids=["sharpness", "reproduction"])
+def test_every_command_prints_its_help(program, capsys):
+    """Two ended in a TypeError, for a default that is a list of numbers."""
+    found = list(commands(program.parser()))
+    assert len(found) > 7
+    for names in found:
+        with pytest.raises(SystemExit) as ended:
+            program.main([*names, "--help"])
+        assert ended.value.code == 0
+        assert " ".join(["usage:", program.parser().prog, *names]) in capsys.readouterr().out
+    if program is reproduction.cli:
+        with pytest.raises(SystemExit):
+            program.main(["diagonal", "--help"])
+        assert "(default: 0.001 0.1)" in capsys.readouterr().out
 
 
 def test_mistakes_end_in_one_line(tmp_path, capsys):

@@ -1,10 +1,13 @@
 import gzip
+import io
+import json
 import zipfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sharpness import cli
 from sharpness.data.images import image_examples, pixels
@@ -21,6 +24,69 @@ def test_class_folders(folder, pictures):
     for got, name in zip(x, ("cat/0.png", "dog/1.png"), strict=True):
         expected = (pictures[name] / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
         assert np.allclose(got.permute(1, 2, 0).numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, packed, capsys, monkeypatch):
+    """Half of the images were left out in silence, and a hidden folder became class 0, which moved all labels."""
+    assert load_examples(str(folder), images=COLOUR).remarks == ()
+    image = png(np.zeros((6, 4, 3), dtype=np.uint8))
+    for name in (".ipynb_checkpoints/0.png", "__MACOSX/cat/._0.png", "cat/._0.png", "cat/notes.txt", "cat/more/9.png", "x.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(image)
+    Image.open(io.BytesIO(image)).save(folder / "dog" / "9.gif")
+    source = tmp_path / "images.zip" if packed else folder
+    if packed:
+        with zipfile.ZipFile(source, "w") as archive:
+            for path in sorted(folder.rglob("*")):
+                archive.write(path, path.relative_to(folder))
+    found = load_examples(str(source), images=COLOUR)
+    assert (len(found), found.classes) == (7, ("cat", "dog"))
+    assert torch.equal(found.batch([6])[0], found.batch([6])[0])
+    (remark,) = found.remarks
+    assert f"6 of the 13 files of {source} are left out, such as .ipynb_checkpoints/0.png: they are hidden" in remark
+    (tmp_path / "a_network.py").write_text("from tests.pictures import flat as model\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    command = ["run", "a_network:model", str(source), "--measure", "adaptive", "--rho", "0.1", "--steps", "1", "--quiet"]
+    command += ["--image-size", "4", "--mean", "0.5", "0.5", "0.5", "--std", "1"]
+    assert cli.main(command) == 0
+    assert remark in capsys.readouterr().out
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] == [remark]
+
+
+def test_classes_that_are_numbers_are_in_their_order(tmp_path):
+    """The label of folder 10 was 2."""
+    for name in map(str, range(12)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(png(np.full((8, 8), int(name), dtype=np.uint8)))
+    found = load_examples(str(tmp_path), images=ImageFormat((8, 8), (0.0,), (1 / 255,), channels=1))
+    assert found.classes == tuple(map(str, range(12)))
+    x, y = found.batch(range(12))
+    assert x[:, 0, 0, 0].round().tolist() == y.tolist() == list(range(12))
+
+
+def test_images_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.png").write_bytes(b"text")
+    with pytest.raises(ValueError, match=r"the image a/x.png cannot be read \(it is no image that Pillow knows\)"):
+        load_examples(str(tmp_path), images=FORMAT).batch([0])
+    (tmp_path / "a" / "x.png").write_bytes(png(np.zeros((40, 40), dtype=np.uint8)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"the image a/x.png cannot be read \(Image size \(1600 pixels\) exceeds"):
+        load_examples(str(tmp_path), images=FORMAT).batch([0])
+    path = tmp_path / "locked.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/x.png", b"image")
+    for place, change, words in ((6, 1, "password required"), (8, 9, "compression method")):
+        raw = bytearray(path.read_bytes())
+        at = raw.index(b"PK\x01\x02")
+        raw[place] |= change  # in the file's own header, and in the directory
+        raw[at + place + 2] |= change
+        (tmp_path / "b.zip").write_bytes(bytes(raw))
+        with pytest.raises(ValueError, match=rf"a/x.png in .*b.zip cannot be read \(.*{words}.*\); create the archive"):
+            load_examples(str(tmp_path / "b.zip"), images=FORMAT).batch([0])
 
 
 @pytest.mark.parametrize("inside", ["", "data/train"])

@@ -1,4 +1,5 @@
 import errno
+import importlib
 import itertools
 import json
 import math
@@ -41,6 +42,62 @@ def test_finished_jobs_are_not_done_again(place, monkeypatch):
     config["steps"] = 5
     Path("other.json").write_text(json.dumps(config))
     assert rows_of("out", "other.json") == [r for r in rows_of("out") if r["kind"] != "sharpness"]
+
+
+def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeypatch):
+    """They were warnings, which the command line swallows."""
+    Path("halves.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.out, self.spare = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(2, 2)\n"
+        "        self.a.requires_grad_(False)\n"
+        "    def forward(self, x):\n"
+        "        return self.out(torch.tanh(self.a(x)))\n"
+        "def model():\n"
+        "    torch.manual_seed(0)\n"
+        "    return Net().float()\n"
+    )
+    monkeypatch.syspath_prepend(place)
+    halves = importlib.import_module("halves")
+    Path("halves").mkdir()
+    for name in "ab":
+        torch.save(halves.model().state_dict(), f"halves/{name}.pt")
+    config = {**json.loads(Path("sweep.json").read_text()), "baselines": False, "ablations": [{}]}
+    config |= {"measures": ["adaptive", "gradient-norm"], "rho": {"adaptive": 0.1}}
+    config["checkpoints"] = [{"path": "halves/*.pt", "model": "halves:model"}]
+    Path("halves.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "halves.json", "--out", "out", "--quiet"]) == 0
+    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if row["kind"] == "sharpness"):
+        frozen, unused = row["remarks"]
+        assert frozen == "33 of 89 weights of the model are measured; the others are frozen"
+        assert "spare" in unused
+    capsys.readouterr()
+    lines = [f"{remark} (adaptive, gradient-norm; a.pt, b.pt)" for remark in (frozen, unused)]
+    for results in ("out", "out/results.csv"):
+        assert cli.main(["table", results]) == 0
+        printed = capsys.readouterr().out
+        assert all(f"- {line}\n" in printed for line in lines)
+    assert cli.main(["table", "out", "--format", "csv"]) == 0
+    assert all(line in capsys.readouterr().err for line in lines[:1])
+    assert cli.main(["table", "out", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert first["remarks"] == [line.replace("a.pt, b.pt", "a.pt") for line in lines]
+    # A ranking of more models has them too.
+    with open("out/results.jsonl", "a") as file:
+        for k, row in itertools.product(range(10), rows):
+            file.write(json.dumps({**row, "checkpoint": f"{row['checkpoint']}{k}"}) + "\n")
+    assert cli.main(["table", "out/results.jsonl"]) == 0
+    assert f"- {frozen} (adaptive, gradient-norm; 22 models)" in capsys.readouterr().out
+    assert cli.main(["table", "out/results.jsonl", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["remarks"]) == 2
+    run = ["run", "halves:model", "train.pt", "--measure", "adaptive", "--rho", "0.1", "--quiet"]
+    assert cli.main(run) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(frozen)
+    assert unused in printed
 
 
 def test_shards_give_the_same_rows(place):
