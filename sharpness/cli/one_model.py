@@ -331,7 +331,7 @@ def _offering() -> Iterator[None]:
     except UnknownAttentionError as error:
         raise ValueError(
             f"module {error.path!r} of class {error.cls.__qualname__} computes attention whose symmetries are not "
-            "known; pass --measure adaptive, which needs none, or use Python: find_symmetric_pairs(model, batch=…)"
+            "known; pass --measure adaptive, which needs none"
         ) from error
 
 
