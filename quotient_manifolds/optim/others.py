@@ -1,17 +1,20 @@
-"""AdamW for parameters outside pairs: classifiers, biases, DoRA's magnitudes."""
+"""AdamW for parameters outside pairs: classifiers, biases, DoRA's magnitudes, adapters that form no pair."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-__all__ = ["adamw_", "check_options", "is_number"]
+from ..symmetries import SymmetricPair
+from .buckets import is_flipped
+
+__all__ = ["adamw_", "check_options", "is_number", "orientation", "parameters_of", "reasons"]
 
 
 def is_number(value: Any) -> bool:
@@ -81,4 +84,34 @@ def adamw_(
         foreach=group["foreach"],
         has_complex=any(p.is_complex() for p in params),
         maximize=False,  # the sign of the gradients is set already
+    )
+
+
+def parameters_of(pair: SymmetricPair) -> set[Tensor]:
+    """Return the parameters of a pair's factors, and those from which factors are computed."""
+    found = set[Tensor]()
+    for b in pair.G + pair.H:
+        found |= {b.tensor} if isinstance(b.tensor, nn.Parameter) else set(b.module.parameters())
+    return found
+
+
+def orientation(pair: SymmetricPair) -> bool | None:
+    """Tell whether the factors of a pair must swap roles; None for an adapter of lower rank that gradients can move."""
+    if any(b.tensor.is_meta for b in pair.G + pair.H):
+        raise ValueError(f"pair {pair.name!r} is on the meta device; load its weights before making an optimiser")
+    try:
+        return is_flipped(pair)
+    except ValueError:
+        if pair.kind == "lora" and bool(pair.gather().any()):
+            return None
+        raise
+
+
+def reasons(pairs: Iterable[SymmetricPair]) -> str:
+    """Join the reasons why pairs have no group, each with the first of its pairs."""
+    names: dict[str, list[str]] = {}
+    for p in pairs:
+        names.setdefault(p.reason, []).append(p.name)
+    return "; ".join(
+        f"{why} ({first!r}{f' and {len(rest)} more' if rest else ''})" for why, (first, *rest) in names.items()
     )

@@ -102,8 +102,8 @@ class PairList(list[SymmetricPair]):
         return "\n".join(rows) or "no symmetric pairs"
 
 
-def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
-    """Remove the group from a pair that cannot be used."""
+def usable(pair: SymmetricPair, include_frozen: bool = False, thin: bool = False) -> SymmetricPair:
+    """Remove the group from a pair that cannot be used; ``thin`` factors are no points, but optimisers train them."""
     if pair.group is None:
         return pair
     for b in pair.G + pair.H:
@@ -112,7 +112,7 @@ def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
     frozen = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
     if frozen and not include_frozen:
         return refused(pair, f"frozen: {', '.join(sorted(frozen))}", frozen=True)
-    if pair.thin:
+    if pair.thin and not thin:
         return refused(pair, f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
     return pair
 
@@ -217,7 +217,8 @@ def find_symmetric_pairs(
         whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
-    return PairList(without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole]))))
+    found = without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole])))
+    return PairList(replace(p, model=model) for p in found)
 
 
 def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair]) -> None:
@@ -244,13 +245,14 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
     names : sequence of str, optional
         Names of adapters; by default those of all adapters.
     include_frozen : bool
-        Treat frozen factors like trainable ones. By default pairs with two of them are left out, and pairs with one
+        Treat frozen factors like trainable ones. By default adapters with two of them are left out, and pairs with one
         have no group.
 
     Returns
     -------
     PairList
-        Pairs with a rank above the sizes of their layer, or of tied adapters, have no group.
+        Tied adapters have no group. Where the rank is above a width of the layer, the pair is ``thin``: optimisers
+        train it, but it is no point of a manifold.
 
     Raises
     ------
@@ -280,6 +282,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
         found.extend(lora_pairs(m, path, wanted))
     kept = [
         p for p in merged(found)
-        if include_frozen or p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)
+        if include_frozen or any(b.tensor.requires_grad for b in p.G + p.H)
     ]  # fmt: skip
-    return PairList(without_sharing([usable(p, include_frozen) for p in kept]))
+    found = without_sharing([usable(p, include_frozen, thin=True) for p in kept])
+    return PairList(replace(p, model=model) for p in found)
