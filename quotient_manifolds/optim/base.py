@@ -22,7 +22,7 @@ from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of
 from .gradients import all_finite, collect_gradients
-from .others import adamw_, check_options, is_number, orientation, parameters_of, reasons
+from .others import adamw_, alone, check_options, is_number, orientation, reasons
 from .places import GONE, Places
 from .preconditioner import Preconditioner, wide
 
@@ -67,20 +67,20 @@ class QuotientOptimizer(Optimizer):
         bound = defaults["max_grad_norm"]
         if bound is not None and not (is_number(bound) and bound > 0):
             raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None turns clipping off")
-        self._pairs, self._buckets, self._places = list[SymmetricPair](), list[PairBucket](), list[Places]()
+        self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
+        self._buckets, self._places = list[PairBucket](), list[Places]()
         self._certification = Certification([])
         self._skipped: Tensor | int = 0
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
-        given = list(pairs)
-        self.add_pairs(given)
-        if not self._pairs and not any(p.kind == "lora" and parameters_of(p) & self._own() for p in given):
-            why = reasons(p for p in given if p.group is None)
+        self.add_pairs(pairs)
+        if not self._pairs and not any(p.kind == "lora" for p in self._alone):
+            why = f" ({reasons(self._alone)})" if self._alone else ""
             raise ValueError(
-                f"no pair (G, H) is among the parameters{f' ({why})' if why else ''}, so the quotient optimiser has "
-                "nothing to do; pass quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA "
-                "or attention weights are trainable, or use torch.optim.AdamW"
+                f"no pair (G, H) is among the parameters{why}, so the quotient optimiser has nothing to do; pass "
+                "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights "
+                "are trainable, or use torch.optim.AdamW"
             )
 
     @staticmethod
@@ -131,7 +131,7 @@ class QuotientOptimizer(Optimizer):
                 chosen.setdefault((group, flipped, pair.scale), []).append(pair)
                 found.append(pair)
             elif group is not None:
-                given[i] = refused(pair, f"both factors have a rank below {pair.group}")
+                given[i] = refused(pair, f"both factors have a rank below {pair.usable_group().h}")
         self._pairs = found
         position = {id(p): i for i, p in enumerate(found)}
         for (group, flipped, _), members in chosen.items():
@@ -144,13 +144,11 @@ class QuotientOptimizer(Optimizer):
         models = [*(places.model for places in self._places), *(p.model for p in given if p.model is not None)]
         self._places = [Places(m, home.keys()) for m in dict.fromkeys(models)]
         paired = {b.tensor for p in found for b in p.G + p.H}
-        plain = [p for p in given if p.group is None and not p.frozen and parameters_of(p) & home.keys() - paired]
-        if plain and (found or any(p.kind == "lora" for p in plain)):
+        self._alone = alone(given, home.keys() - paired)
+        if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
             what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
-            warnings.warn(
-                f"{self._others} trains {len(plain)} of {len(given)} {what}, which form no pair: {reasons(plain)}",
-                stacklevel=5,
-            )
+            which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
+            warnings.warn(f"{self._others} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
         """Record which entries of the pairs' parameters belong to pairs, and the other entries of those parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ..symmetries import SymmetricPair
+from ..symmetries.blocks import plain_names
 from .buckets import is_flipped
 
-__all__ = ["adamw_", "check_options", "is_number", "orientation", "parameters_of", "reasons"]
+__all__ = ["adamw_", "alone", "check_options", "is_number", "orientation", "reasons"]
 
 
 def is_number(value: Any) -> bool:
@@ -87,12 +89,22 @@ def adamw_(
     )
 
 
-def parameters_of(pair: SymmetricPair) -> set[Tensor]:
-    """Return the parameters of a pair's factors, and those from which factors are computed."""
-    found = set[Tensor]()
-    for b in pair.G + pair.H:
-        found |= {b.tensor} if isinstance(b.tensor, nn.Parameter) else set(b.module.parameters())
-    return found
+def alone(pairs: Iterable[SymmetricPair], own: AbstractSet[Tensor]) -> list[SymmetricPair]:
+    """List what forms no pair, but has parameters among ``own``: in its blocks, or else matrices in its module."""
+    modules: dict[nn.Module, dict[str, nn.Module]] = {}
+
+    def parameters(p: SymmetricPair) -> set[Tensor]:
+        if p.G:  # a parametrised weight is computed from other parameters of its module
+            tensors = ((b.tensor, b.module) for b in p.G + p.H)
+            return {q for t, m in tensors for q in ([t] if isinstance(t, nn.Parameter) else m.parameters())}
+        if p.model is None:
+            return set()
+        if p.model not in modules:
+            plain = plain_names(p.model)
+            modules[p.model] = {plain(path): m for path, m in p.model.named_modules()}
+        return {q for q in modules[p.model][p.module].parameters() if q.dim() > 1}
+
+    return [p for p in pairs if p.group is None and not p.frozen and parameters(p) & own]
 
 
 def orientation(pair: SymmetricPair) -> bool | None:

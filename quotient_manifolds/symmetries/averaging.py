@@ -130,9 +130,9 @@ def _means_of_others(
     tensors = adapter_tensors(model)
     own = {name: {place: t for place, t in tensors[name].items() if t not in factors} for name in found}
     for name, _ in shares:
-        shapes, target = ({(place, t.shape) for place, t in own[a].items()} for a in (name, into))
-        if shapes != target:
-            place, shape = min(shapes ^ target)
+        shapes, wanted = ({(place, t.shape) for place, t in own[a].items()} for a in (name, into))
+        if shapes != wanted:
+            place, shape = min(shapes ^ wanted)
             raise ValueError(f"adapters {name!r} and {into!r} differ in {place}, {tuple(shape)}: one of them lacks it")
     rest = []
     for place, target in own[into].items():

@@ -118,8 +118,8 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
         if any(getattr(*place).dim() < 2 for place in (A, B)):
             raise ValueError(
                 f"the factors of adapter {adapter!r} in {name} are no matrices, as FSDP1 "
-                "(use_orig_params=True) and ZeRO-3 leave them, but their geometry needs whole factors; use DDP, or keep "
-                "these modules out of the sharding"
+                "(use_orig_params=True) and ZeRO-3 leave them, but their geometry needs whole factors; use DDP, or "
+                "keep these modules out of the sharding"
             )
         G, H = block(*B), block(*A, transpose=True)
         variant = _variant(module, adapter)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..batches import default_forward
 from .blocks import ByClass, check_model, plain_names
@@ -84,8 +85,9 @@ def skip(*classes: type | str) -> None:
 
 
 def handler_of(module: nn.Module) -> Handler | None:
-    """Look up the handler for the exact class of a module."""
-    return _HANDLERS.of(module)
+    """Look up the handler for the exact class of a module, as it was before it was parametrised."""
+    cls = type(module).__mro__[1] if is_parametrized(module) else None
+    return _HANDLERS.of(module) if cls is None else _HANDLERS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 class PairList(list[SymmetricPair]):
