@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -15,11 +17,13 @@ from torch.optim import Optimizer
 from ..linalg import at_least_float32
 from ..symmetries import SymmetricPair, stacks
 from ..symmetries.certificate import Certification
+from ..symmetries.merging import refused
 from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
-from .buckets import PairBucket, PairStep, check_anchors, group_of, is_flipped
+from .buckets import PairBucket, PairStep, check_anchors, group_of
 from .gradients import all_finite, collect_gradients
-from .others import adamw_, check_options, is_number
+from .others import adamw_, alone, check_options, is_number, orientation, reasons
+from .places import GONE, Places
 from .preconditioner import Preconditioner, wide
 
 __all__ = ["QuotientOptimizer"]
@@ -43,9 +47,14 @@ class QuotientOptimizer(Optimizer):
     certify : bool
         Check the symmetry of every pair with the first gradients. Set it to False where gradients are not taken at the
         weights that are updated, as with sharpness-aware minimisers other than ``sharpness.GeodesicSAM``.
+    rest : float
+        The learning rate of parameters outside pairs, as a share of the optimiser's; a group's own is for all of it.
     """
 
-    certify = True
+    certify, rest = True, 1.0
+
+    #: What trains parameters outside pairs.
+    _others = "AdamW"
 
     #: In the state of a bucket that has taken a step.
     _state_names = frozenset({"moment G", "moment H"})
@@ -58,23 +67,37 @@ class QuotientOptimizer(Optimizer):
         bound = defaults["max_grad_norm"]
         if bound is not None and not (is_number(bound) and bound > 0):
             raise ValueError(f"max_grad_norm must be positive, got {bound!r}; None turns clipping off")
-        self._pairs, self._buckets = list[SymmetricPair](), list[PairBucket]()
+        self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
+        self._buckets, self._places = list[PairBucket](), list[Places]()
         self._certification = Certification([])
         self._skipped: Tensor | int = 0
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
         self.add_pairs(pairs)
-        if not self._pairs:
+        if not self._pairs and not any(p.kind == "lora" for p in self._alone):
+            why = f" ({reasons(self._alone)})" if self._alone else ""
             raise ValueError(
-                "no pair (G, H) is among the parameters, so the quotient optimiser has nothing to do; pass "
+                f"no pair (G, H) is among the parameters{why}, so the quotient optimiser has nothing to do; pass "
                 "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights "
                 "are trainable, or use torch.optim.AdamW"
             )
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap :meth:`step` as torch does for every class of optimisers, and keep ``torch.compile`` out of it."""
+        return torch.compiler.disable(Optimizer.profile_hook_step(func))
+
+    def _own(self) -> AbstractSet[Tensor]:
+        return dict.fromkeys(p for group in self.param_groups for p in group["params"]).keys()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among them."""
+        """Add a group of parameters, as torch's optimisers do; its key ``"pairs"`` may hold the pairs among them.
+
+        Its ``lr`` holds for all of them; without one, that of the optimiser does, as for the groups it was made with.
+        """
         group = dict(param_group)
+        group.setdefault("rest", 1.0 if "lr" in group else self.rest)
         if "params" not in group:
             raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(group) or 'none'}")
         pairs = group.pop("pairs", ())
@@ -90,19 +113,25 @@ class QuotientOptimizer(Optimizer):
             raise
 
     def add_pairs(self, pairs: Iterable[SymmetricPair]) -> None:
-        """Tell which of the optimiser's parameters form pairs; known pairs are ignored."""
+        """Tell which of the optimiser's parameters form pairs; known pairs are ignored.
+
+        Adapters that form no pair are trained like parameters outside pairs, and a warning names them.
+        """
         home = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         found, given = list(self._pairs), check_pairs(pairs)
         known = {b.key for p in found for b in p.G + p.H}
         paired = {b.tensor for p in (*found, *given) if p.group is not None for b in p.G + p.H}
         chosen: dict[tuple[int, bool, float], list[SymmetricPair]] = {}
-        for pair in given:
+        for i, pair in enumerate(given):
             keys = {b.key for b in pair.G + pair.H}
             group = None if keys & known else group_of(pair, home, paired)
-            if group is not None:
+            flipped = None if group is None else orientation(pair)
+            if group is not None and flipped is not None:
                 known |= keys
-                chosen.setdefault((group, is_flipped(pair), pair.scale), []).append(pair)
+                chosen.setdefault((group, flipped, pair.scale), []).append(pair)
                 found.append(pair)
+            elif group is not None:
+                given[i] = refused(pair, f"both factors have a rank below {pair.usable_group().h}")
         self._pairs = found
         position = {id(p): i for i, p in enumerate(found)}
         for (group, flipped, _), members in chosen.items():
@@ -110,6 +139,16 @@ class QuotientOptimizer(Optimizer):
                 self._buckets.append(PairBucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._certification = Certification(b.stack for b in self._buckets)
         self._cover()
+        for places in self._places:
+            places.check(home.keys())
+        models = [*(places.model for places in self._places), *(p.model for p in given if p.model is not None)]
+        self._places = [Places(m, home.keys()) for m in dict.fromkeys(models)]
+        paired = {b.tensor for p in found for b in p.G + p.H}
+        self._alone = alone(given, home.keys() - paired)
+        if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
+            what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
+            which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
+            warnings.warn(f"{self._others} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
         """Record which entries of the pairs' parameters belong to pairs, and the other entries of those parameters."""
@@ -129,11 +168,14 @@ class QuotientOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        first = self._own_parameters()[0]
+        first = self._first_parameter()
         with torch.autocast(first.device.type, enabled=False):
             found_inf = getattr(self, "found_inf", None)
             gradients = collect_gradients(self.param_groups, getattr(self, "grad_scale", None))
             ok = all_finite(gradients, found_inf) if gradients else False
+            if not gradients:
+                for places in self._places:
+                    places.warn_of_others()
             if ok is False:
                 return loss
             begun = [b.begin(partial(self._metric, b), gradients) for b in self._buckets]
@@ -158,11 +200,13 @@ class QuotientOptimizer(Optimizer):
             self._step_all(steps, gradients, clip)
         return loss
 
-    def _own_parameters(self) -> list[Tensor]:
-        """List the parameters; those of the pairs must still be among them, and in the model."""
-        found: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
-        _check_owned(self._pairs, set(found))
-        return found
+    def _first_parameter(self) -> Tensor:
+        """Return a parameter; all must still be in the model, and those of the pairs among the optimiser's."""
+        own = self._own()
+        _check_owned([p for p in self._pairs if p.model is None], own)
+        for places in self._places:
+            places.check(own)
+        return next(iter(own))
 
     def _is_other(self, p: Tensor) -> bool:
         """Tell whether entries of a parameter belong to no pair."""
@@ -172,14 +216,15 @@ class QuotientOptimizer(Optimizer):
         """Update the parameters that have a gradient."""
         for group in self.param_groups:
             own = {p: gradients[p] for p in group["params"] if p in gradients and self._is_other(p)}
+            outside = {**group, "lr": group.get("rest", 1.0) * float(group["lr"])} if own else group
             if clip is not None:
                 own = {p: g * clip.to(g.device) for p, g in own.items()}
             others = {p: g.to(p.dtype) for p, g in own.items() if p not in self._rests}
             if others:
-                self._step_others(group, list(others), list(others.values()))
+                self._step_others(outside, list(others), list(others.values()))
             for p, g in own.items():
                 if p in self._rests:
-                    self._step_rest(group, p, g)
+                    self._step_rest(outside, p, g)
         for s in steps:
             self._step_pairs(self.param_groups[s.bucket.group], s)
 
@@ -219,19 +264,18 @@ class QuotientOptimizer(Optimizer):
     def _step_rest(self, group: Mapping[str, Any], p: Tensor, gradient: Tensor) -> None:
         """Update the entries outside pairs of a parameter that belongs to pairs in part.
 
-        They have the rate of parameters outside pairs, as a share of the group's (so that schedules apply), and decay
-        as those do.
+        Vectors do not decay.
         """
-        own = {"lr": group.get("rest", 1.0) * float(group["lr"]), "weight_decay": (p.dim() > 1) * group["weight_decay"]}
         stand_in = p.to(at_least_float32(p.dtype), copy=True)
         self.state[stand_in] = self.state[p]
-        self._step_others({**group, **own}, [stand_in], [gradient.to(stand_in.dtype)])
+        group = {**group, "weight_decay": (p.dim() > 1) * group["weight_decay"]}
+        self._step_others(group, [stand_in], [gradient.to(stand_in.dtype)])
         del self.state[stand_in]
         rest = self._rests[p].to(p.device)
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "_skipped", "certify")
+        names = ("_pairs", "_buckets", "_places", "_certification", "_covered", "_rests", "_skipped", "certify")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -241,7 +285,7 @@ class QuotientOptimizer(Optimizer):
                 group.setdefault(name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state and, under ``"pairs"`` and ``"buckets"``, the state of the pairs.
+        """Return a copy of torch's state and, under ``"pairs"`` and ``"buckets"``, the state of the pairs.
 
         It warns of steps off the CPU that changed nothing because gradients were not finite or an anchor lacked full
         rank.
@@ -250,10 +294,9 @@ class QuotientOptimizer(Optimizer):
         found = super().state_dict()
         found["kind"], found["pairs"] = type(self).__name__, [p.name for p in self._pairs]
         found["buckets"] = [
-            {"members": list(b.members), "flipped": b.flipped, "group": b.group, "state": dict(b.state)}
-            for b in self._buckets
+            {"members": b.members, "flipped": b.flipped, "group": b.group, "state": b.state} for b in self._buckets
         ]
-        return found
+        return copy.deepcopy(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
@@ -265,10 +308,14 @@ class QuotientOptimizer(Optimizer):
             )
         for entry in state_dict["buckets"]:
             _check_names(entry["state"].keys(), self._state_names)
-        if state_dict["pairs"] != [p.name for p in self._pairs]:
-            differing = sorted(set(state_dict["pairs"]) ^ {p.name for p in self._pairs})[:3]
+        names = set(state_dict["pairs"])
+        sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
+        # An adapter may have reached full rank since the saved optimiser was created.
+        pairs = [p for p in self._pairs if p.name in names or sizes[0] != sizes[1]]
+        if state_dict["pairs"] != [p.name for p in pairs]:
+            differing = sorted(names ^ {p.name for p in pairs})[:3]
             raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
-        buckets = [_restored(entry, self._pairs) for entry in state_dict["buckets"]]
+        buckets = [_restored(entry, pairs) for entry in state_dict["buckets"]]
         keys = list(itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
         params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
         states = state_dict["state"]
@@ -276,8 +323,10 @@ class QuotientOptimizer(Optimizer):
             for given in states.get(key, {}).values():
                 if isinstance(given, Tensor) and given.dim():
                     _check_shape(given, p)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("kind", "pairs", "buckets")})
-        self._buckets = buckets
+        # torch would keep tensors of the given state, which the next step changes.
+        given = {k: v for k, v in state_dict.items() if k not in ("kind", "pairs", "buckets")}
+        super().load_state_dict({**given, "state": copy.deepcopy(states)})
+        self._pairs, self._buckets = pairs, buckets
         self._cover()
         # torch rounds state to the dtype of its parameter; that of entries outside the pairs is wider.
         for key, p in zip(keys, params, strict=True):
@@ -296,15 +345,11 @@ def _warn_of_skipped(steps: int) -> None:
         )
 
 
-def _check_owned(pairs: Iterable[SymmetricPair], own: set[Tensor]) -> None:
+def _check_owned(pairs: Iterable[SymmetricPair], own: AbstractSet[Tensor]) -> None:
     """Raise if parameters of pairs were replaced."""
     for pair in pairs:
         if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
-            raise ValueError(
-                f"parameters of the pair {pair.name!r} have been replaced or deleted since this optimiser was created "
-                "(load_state_dict(assign=True), delete_adapter, or FSDP2 and DeepSpeed, whose shards have no geometry "
-                "of their own); create it anew, or use DDP"
-            )
+            raise ValueError(f"parameters of the pair {pair.name!r} {GONE}")
 
 
 def _check_names(given: Collection[str], wanted: frozenset[str]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
-from ..symmetries.peft_lora import is_lora
+from ..symmetries.discovery import candidates
+from ..symmetries.peft_lora import adapter_tensors, is_lora
+from ..symmetries.registry import handler_of
 from .adam import QuotientAdam
 from .base import QuotientOptimizer
 from .muon import QuotientMuon
@@ -17,9 +19,6 @@ from .muon import QuotientMuon
 __all__ = ["create_quotient_lora_optimizer", "create_quotient_optimizer"]
 
 OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": QuotientAdam, "muon": QuotientMuon}
-
-#: Learning rate of Muon over that of AdamW: .02 instead of 1e-3. It is a starting point, not a tuned value.
-_MUON_OVER_ADAMW = 20.0
 
 
 def create_quotient_lora_optimizer(
@@ -46,8 +45,8 @@ def create_quotient_lora_optimizer(
         The adapters to train; by default all whose factors are trainable, active or not.
     other_params_lr : float, optional
         Learning rate of all parameters outside pairs: ``modules_to_save``, biases, DoRA's magnitudes, and adapters that
-        form no pair (a warning names them). By default ``lr`` for Adam and ``lr / 20`` for Muon, which is a starting
-        point. Vectors and biases do not decay.
+        form no pair (a warning names them; there may be no others). By default ``lr`` for Adam and ``lr / 20`` for
+        Muon, which is a starting point. Vectors and biases do not decay.
     **options
         ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm`` and other options of the optimiser.
 
@@ -80,20 +79,11 @@ def create_quotient_lora_optimizer(
     True
     """
     pairs = adapter_pairs(model, adapter_names)
-    if all(p.group is None for p in pairs):
-        why = _reasons(pairs)
-        raise ValueError(
-            "the model has no LoRA adapter of peft with two trainable factors"
-            + (f" ({'; '.join(why)})" if why else _no_adapter(model))
-        )
-    plain = [p for p in pairs if p.group is None and not p.frozen]
-    if plain:
-        warnings.warn(
-            f"AdamW trains {len(plain)} of {len(pairs)} adapters, which form no pair: "
-            + "; ".join(f"{why} ({_names(p.name for p in plain if p.reason == why)})" for why in _reasons(plain)),
-            stacklevel=2,
-        )
-    left = set() if adapter_names is None else _of_other_adapters(model, adapter_names)
+    if not pairs:
+        raise ValueError(f"the model has no LoRA adapter of peft with two trainable factors{_no_adapter(model)}")
+    chosen = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+    others = {} if chosen is None else {a: own for a, own in adapter_tensors(model).items() if a not in chosen}
+    left = {id(t) for own in others.values() for t in own.values()}
     return _create(model, pairs, left, lr, other_params_lr, optimizer, options)
 
 
@@ -116,7 +106,8 @@ def create_quotient_optimizer(
         Learning rate.
     pairs : sequence of SymmetricPair, optional
         By default ``find_symmetric_pairs(model, key_bias="drop")``: the key bias has no effect, and its gradient is
-        pure rounding error, which Adam would scale up to full steps; it is not trained.
+        pure rounding error, which Adam would scale up to full steps; it is not trained. With ``batch=…`` that also
+        finds those of attention classes that this package does not know.
     optimizer, other_params_lr, **options
         As for :func:`create_quotient_lora_optimizer`.
 
@@ -127,7 +118,7 @@ def create_quotient_optimizer(
     Raises
     ------
     ValueError
-        No pair is trainable.
+        No pair is trainable, or the classes of the attention are unknown.
 
     Examples
     --------
@@ -140,7 +131,18 @@ def create_quotient_optimizer(
     >>> optimizer.state_dict()["pairs"]
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
-    pairs = find_symmetric_pairs(model, key_bias="drop") if pairs is None else pairs
+    if pairs is None:
+        pairs = find_symmetric_pairs(model, key_bias="drop")
+        unknown = candidates(model, lambda m: handler_of(m) is not None).values()
+        names = {type(m).__name__ for m in unknown if any(p.requires_grad for p in m.parameters())}
+        if names:
+            advice = (
+                f"attention of classes that are not known here ({', '.join(sorted(names))}) forms no pair until it is "
+                'examined on a batch: pass pairs=find_symmetric_pairs(model, batch=batch, key_bias="drop")'
+            )
+            if all(p.group is None for p in pairs):
+                raise ValueError(advice)
+            warnings.warn(f"AdamW trains parts of the model: {advice}", stacklevel=2)
     return _create(model, pairs, set(), lr, other_params_lr, optimizer, options)
 
 
@@ -161,27 +163,6 @@ def _is_matrix(w: nn.Parameter) -> bool:
     return w.dim() == 2 or sum(size > 1 for size in w.shape) > 1
 
 
-def _reasons(pairs: Iterable[SymmetricPair]) -> list[str]:
-    return sorted({p.reason for p in pairs})
-
-
-def _names(names: Iterable[str]) -> str:
-    first, *rest = names
-    return f"{first!r} and {len(rest)} more" if rest else repr(first)
-
-
-def _of_other_adapters(model: nn.Module, names: str | Sequence[str]) -> set[int]:
-    """Find all parameters of adapters that were not named: factors, biases, DoRA's magnitudes, modules_to_save."""
-    chosen = {names} if isinstance(names, str) else set(names)
-    parts = [part for m in model.modules() if is_lora(m) or hasattr(m, "modules_to_save") for part in m.children()]
-    return {
-        id(p)
-        for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict)
-        for name, own in part.items() if name not in chosen
-        for p in ([own] if isinstance(own, nn.Parameter) else own.parameters())
-    }  # fmt: skip
-
-
 def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
     return {id(b.tensor) for p in pairs for b in p.G + p.H}
 
@@ -199,7 +180,7 @@ def _create(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
     mine = _parameters(p for p in pairs if p.group is not None)
-    rate = other_lr if other_lr is not None else lr / (_MUON_OVER_ADAMW if optimizer == "muon" else 1)
+    rate = other_lr if other_lr is not None else lr * OPTIMIZERS[optimizer].rest
     groups: list[dict[str, Any]] = [
         {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0},
         {"params": [], "lr": rate}, {"params": [], "lr": rate, "weight_decay": 0.0},

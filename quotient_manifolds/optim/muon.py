@@ -60,8 +60,8 @@ class QuotientMuon(QuotientOptimizer):
     weight_decay : float
         λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
     betas, eps
-        Options of AdamW, for parameters outside pairs; put those into a group of their own, with their own learning
-        rate.
+        Options of AdamW, for parameters outside pairs. They have the learning rate η/20, or that of their group if it
+        has one of its own.
 
     Raises
     ------
@@ -118,6 +118,8 @@ class QuotientMuon(QuotientOptimizer):
             "eps": eps, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
         }  # fmt: skip
         super().__init__(params, pairs, defaults)
+
+    rest = 1 / 20  # .001 instead of .02
 
     def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
         group = self.param_groups[bucket.group]

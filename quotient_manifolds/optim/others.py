@@ -1,17 +1,22 @@
-"""AdamW for parameters outside pairs: classifiers, biases, DoRA's magnitudes."""
+"""AdamW for parameters outside pairs: classifiers, biases, DoRA's magnitudes, adapters that form no pair."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-__all__ = ["adamw_", "check_options", "is_number"]
+from ..symmetries import SymmetricPair
+from ..symmetries.blocks import plain_names
+from .buckets import is_flipped
+
+__all__ = ["adamw_", "alone", "check_options", "is_number", "orientation", "reasons"]
 
 
 def is_number(value: Any) -> bool:
@@ -81,4 +86,44 @@ def adamw_(
         foreach=group["foreach"],
         has_complex=any(p.is_complex() for p in params),
         maximize=False,  # the sign of the gradients is set already
+    )
+
+
+def alone(pairs: Iterable[SymmetricPair], own: AbstractSet[Tensor]) -> list[SymmetricPair]:
+    """List what forms no pair, but has parameters among ``own``: in its blocks, or else matrices in its module."""
+    modules: dict[nn.Module, dict[str, nn.Module]] = {}
+
+    def parameters(p: SymmetricPair) -> set[Tensor]:
+        if p.G:  # a parametrised weight is computed from other parameters of its module
+            tensors = ((b.tensor, b.module) for b in p.G + p.H)
+            return {q for t, m in tensors for q in ([t] if isinstance(t, nn.Parameter) else m.parameters())}
+        if p.model is None:
+            return set()
+        if p.model not in modules:
+            plain = plain_names(p.model)
+            modules[p.model] = {plain(path): m for path, m in p.model.named_modules()}
+        return {q for q in modules[p.model][p.module].parameters() if q.dim() > 1}
+
+    return [p for p in pairs if p.group is None and not p.frozen and parameters(p) & own]
+
+
+def orientation(pair: SymmetricPair) -> bool | None:
+    """Tell whether the factors of a pair must swap roles; None for an adapter of lower rank that gradients can move."""
+    if any(b.tensor.is_meta for b in pair.G + pair.H):
+        raise ValueError(f"pair {pair.name!r} is on the meta device; load its weights before making an optimiser")
+    try:
+        return is_flipped(pair)
+    except ValueError:
+        if pair.kind == "lora" and bool(pair.gather().any()):
+            return None
+        raise
+
+
+def reasons(pairs: Iterable[SymmetricPair]) -> str:
+    """Join the reasons why pairs have no group, each with the first of its pairs."""
+    names: dict[str, list[str]] = {}
+    for p in pairs:
+        names.setdefault(p.reason, []).append(p.name)
+    return "; ".join(
+        f"{why} ({first!r}{f' and {len(rest)} more' if rest else ''})" for why, (first, *rest) in names.items()
     )

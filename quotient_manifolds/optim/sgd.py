@@ -100,6 +100,8 @@ class QuotientSGD(QuotientOptimizer):
 
         s.advance_(direction, K_inv, lr, weight_decay)
 
+    _others = "SGD"
+
     def _step_others(self, group: Mapping[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
         for p in params:
             p.mul_(1 - float(group["lr"]) * group["weight_decay"])

@@ -46,6 +46,8 @@ class SymmetricPair:
         query. A block that was removed from H (``find_symmetric_pairs(key_bias="drop")``) is left out of every measure.
     scale : float
         s: α/r for LoRA as it was when the pair was found, otherwise 1. Optimisers and distances count it.
+    model : Module or None
+        The model in which the pair was found, and in which an optimiser expects its parameters.
 
     Raises
     ------
@@ -76,6 +78,7 @@ class SymmetricPair:
     frozen: bool = False
     null: tuple[Block, ...] = field(default=(), repr=False)
     scale: float = 1.0
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("G", "H", "null"):
@@ -258,7 +261,7 @@ def in_copy(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> Symm
         G, H, null = (tuple(replace(b, module=modules[b.module]) for b in v) for v in (pair.G, pair.H, pair.null))
     except KeyError:
         raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
-    return replace(pair, G=G, H=H, null=null)
+    return replace(pair, G=G, H=H, null=null, model=None if pair.model is None else modules.get(pair.model))
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import block
 from .groups import GL
 from .pairs import SymmetricPair
 
-__all__ = ["adapter_names", "is_lora", "is_merged", "lora_factors", "lora_obstacle", "lora_pairs", "prefix_tuned"]
+__all__ = [
+    "adapter_names",
+    "adapter_tensors",
+    "is_lora",
+    "is_merged",
+    "lora_factors",
+    "lora_layers",
+    "lora_obstacle",
+    "lora_pairs",
+    "prefix_tuned",
+]
 
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
@@ -74,12 +84,44 @@ def adapter_names(module: Any) -> list[str]:
     return [*module.lora_A, *module.lora_embedding_A]
 
 
+def lora_layers(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
+    """Yield every LoRA layer of a model with the name and the factor B of each of its adapters."""
+    for m in model.modules():
+        if is_lora(m):
+            yield from ((m, name, getattr(*B)) for name, _, B in _factors(m, adapter_names(m)))
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Look up what belongs to each adapter: factors, biases, DoRA's magnitudes, saved modules and tokens, by place."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, m in model.named_modules():
+        layer: Any = m  # a LoRA layer, or what wraps a module that is saved, or trained for some tokens
+        tokens = getattr(layer, "token_indices", {})
+        if is_lora(m) or (type(m).__module__.startswith("peft.") and (tokens or hasattr(m, "original_module"))):
+            for place, part in m.named_children():
+                if isinstance(part, nn.ModuleDict | nn.ParameterDict) and place != "original_module":
+                    for name, own in part.items():
+                        where = f"{path}.{place}" + (f" of the tokens {tokens[name]}" if name in tokens else "")
+                        tensors = own.state_dict(keep_vars=True) if isinstance(own, nn.Module) else {"": own}
+                        found.setdefault(name, {}).update((f"{where}.{k}".rstrip("."), t) for k, t in tensors.items())
+    return found
+
+
 def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) -> Iterator[SymmetricPair]:
     """Yield the pair G = B (out, r), H = Aᵀ (in, r) with the group GL(r) for every active adapter of a LoRA layer.
 
     ``adapters`` names other adapters to use instead, active or not.
     """
     for adapter, A, B in _factors(module, module.active_adapters if adapters is None else adapters):
+        if B[0] is A[0] and A[1] == B[1]:
+            continue
+        if any(getattr(*place).dim() < 2 for place in (A, B)):
+            raise ValueError(
+                f"the factors of adapter {adapter!r} in {name} are no matrices, as FSDP1 "
+                "(use_orig_params=True) and ZeRO-3 leave them, but their geometry needs whole factors; use DDP, or "
+                "keep these modules out of the sharding"
+            )
+        G, H = block(*B), block(*A, transpose=True)
         variant = _variant(module, adapter)
         if module.merged and adapters is None:
             reason = "merged into the base weight; unmerge it"
@@ -88,14 +130,10 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
         elif variant and not variant.startswith(_PRODUCT_VARIANTS):
             reason = f"no known symmetry of {variant}"
         elif getattr(module, "num_experts", 1) > 1:
-            reason = "several experts share one factor"
-        elif B[0] is A[0] and A[1] == B[1]:
-            continue
-        else:
-            G, H = block(*B), block(*A, transpose=True)
-            if G.size[1] == H.size[1]:
-                scale = float(module.scaling[adapter])
-                yield SymmetricPair(name, "lora", GL(G.size[1]), (G,), (H,), part=adapter, scale=scale)
-                continue
+            reason = "the factors of its experts are stacked in two matrices"
+        elif G.size[1] != H.size[1]:
             reason = "a grouped convolution"
-        yield SymmetricPair(name, "lora", None, part=adapter, reason=reason)
+        else:
+            reason = ""
+        group, scale = None if reason else GL(G.size[1]), float(module.scaling[adapter])
+        yield SymmetricPair(name, "lora", group, (G,), (H,), part=adapter, reason=reason, scale=scale)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..batches import default_forward, floats, tree_map
 from .blocks import ByClass, check_model, plain_names
@@ -90,8 +91,9 @@ def skip(*classes: type | str) -> None:
 
 
 def handler_of(module: nn.Module) -> Handler | None:
-    """Look up the handler for the exact class of a module."""
-    return _HANDLERS.of(module)
+    """Look up the handler for the exact class of a module, as it was before it was parametrised."""
+    cls = type(module).__mro__[1] if is_parametrized(module) else None
+    return _HANDLERS.of(module) if cls is None else _HANDLERS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 class PairList(list[SymmetricPair]):
@@ -108,8 +110,8 @@ class PairList(list[SymmetricPair]):
         return "\n".join(rows) or "no symmetric pairs"
 
 
-def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
-    """Remove the group from a pair that cannot be used."""
+def usable(pair: SymmetricPair, include_frozen: bool = False, thin: bool = False) -> SymmetricPair:
+    """Remove the group from a pair that cannot be used; ``thin`` factors are no points, but optimisers train them."""
     if pair.group is None:
         return pair
     for b in pair.G + pair.H:
@@ -118,7 +120,7 @@ def usable(pair: SymmetricPair, include_frozen: bool = False) -> SymmetricPair:
     frozen = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
     if frozen and not include_frozen:
         return refused(pair, f"frozen: {', '.join(sorted(frozen))}", frozen=True)
-    if pair.thin:
+    if pair.thin and not thin:
         return refused(pair, f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
     return pair
 
@@ -238,7 +240,8 @@ def claimed_pairs(
         whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
     if prefix_tuned(model):
         whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
-    return PairList(without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole]))))
+    found = without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole])))
+    return PairList(replace(p, model=model) for p in found)
 
 
 @torch.no_grad()
@@ -293,13 +296,14 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
     names : sequence of str, optional
         Names of adapters; by default those of all adapters.
     include_frozen : bool
-        Treat frozen factors like trainable ones. By default pairs with two of them are left out, and pairs with one
+        Treat frozen factors like trainable ones. By default adapters with two of them are left out, and pairs with one
         have no group.
 
     Returns
     -------
     PairList
-        Pairs with a rank above the sizes of their layer, or of tied adapters, have no group.
+        Tied adapters have no group. Where the rank is above a width of the layer, the pair is ``thin``: optimisers
+        train it, but it is no point of a manifold.
 
     Raises
     ------
@@ -329,6 +333,7 @@ def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, inclu
         found.extend(lora_pairs(m, path, wanted))
     kept = [
         p for p in merged(found)
-        if include_frozen or p.group is None or any(b.tensor.requires_grad for b in p.G + p.H)
+        if include_frozen or any(b.tensor.requires_grad for b in p.G + p.H)
     ]  # fmt: skip
-    return PairList(without_sharing([usable(p, include_frozen) for p in kept]))
+    found = without_sharing([usable(p, include_frozen, thin=True) for p in kept])
+    return PairList(replace(p, model=model) for p in found)
