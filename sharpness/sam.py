@@ -40,7 +40,7 @@ class _Restore:
         evaluated = not (sam._held or torch.is_grad_enabled() or sam.model.training)  # noqa: SLF001, of this file
         if self._always or evaluated:
             sam.restore()
-            sam._pending = False  # noqa: SLF001: what follows is at the weights, not at the perturbed ones
+            sam._pending = False  # noqa: SLF001
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_sam": None, "_always": self._always}
@@ -367,8 +367,8 @@ class GeodesicSAM(Optimizer):
                     closure()
         elif not self._pending:
             raise ValueError(
-                "GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it, which no state_dict(), "
-                "load_state_dict() or pass in evaluation mode has undone"
+                "GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it, "
+                "which no state_dict(), load_state_dict() or pass in evaluation mode has undone"
             )
         self.restore()
         self._pending = False

@@ -65,8 +65,8 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
         if isinstance(p, geoopt.ManifoldParameter) and not isinstance(p.manifold, geoopt.Euclidean):
             raise ValueError(
-                f"parameter {name!r} is a point of the manifold {p.manifold}, which a step in flat weights would leave; "
-                "leave it out by only=, or freeze it with requires_grad_(False)"
+                f"parameter {name!r} is a point of the manifold {p.manifold}, which a step in flat weights would "
+                "leave; leave it out by only=, or freeze it with requires_grad_(False)"
             )
     _check_memory(model, found)
     return found
@@ -89,7 +89,8 @@ def _check_memory(model: nn.Module, moving: dict[str, nn.Parameter]) -> None:
             if other not in moving and other in dict(model.named_buffers()):
                 fix = "compute the buffer from the weight in every forward pass"
             raise ValueError(
-                f"{names[0]!r} and {other!r} share memory but are two tensors, so that a step would move them apart; {fix}"
+                f"{names[0]!r} and {other!r} share memory but are two tensors, so that a step would move them "
+                f"apart; {fix}"
             )
 
 

@@ -89,7 +89,7 @@ def test_parameters_that_share_memory_are_refused(how):
         lambda: sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.3, measure="euclidean"),
         lambda: norms(model),
     ):
-        with pytest.raises(ValueError, match="share memory but are two tensors|is expanded"):
+        with pytest.raises(ValueError, match=r"share memory but are two tensors|is expanded"):
             measured()
 
 
@@ -107,6 +107,6 @@ def test_points_of_a_manifold_are_not_measured_as_flat_weights():
     batch = torch.randn(5, 3), torch.arange(5) % 4
     with pytest.raises(ValueError, match=r"'weight' is a point of the manifold Stiefel.*only="):
         sharpness.evaluate(net, [batch], measure="euclidean", rho=0.1)
-    with pytest.raises(ValueError, match="'weight' is a point of the manifold Stiefel"):
+    with pytest.raises(ValueError, match=r"'weight' is a point of the manifold Stiefel"):
         sharpness.GeodesicSAM(net, torch.optim.SGD(net.parameters(), 0.1), rho=0.1, measure="euclidean")
     assert float(sharpness.evaluate(net, [batch], measure="euclidean", rho=0.1, only="bias")) > 0
