@@ -48,7 +48,10 @@ OPT = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_
        "max_position_embeddings": 8}  # fmt: skip
 BERT = {**SMALL, **WORDS, "max_position_embeddings": 8, "type_vocab_size": 2, "num_labels": 2}
 GATED = {**SMALL, **CAUSAL, "max_position_embeddings": 8, "num_labels": 2}
-TEXT, IMAGE = {**SMALL, "vocab_size": 11, "eos_token_id": 10}, {**SMALL, "image_size": 8, "patch_size": 4, "num_channels": 1}
+TEXT, IMAGE = (
+    {**SMALL, "vocab_size": 11, "eos_token_id": 10},
+    {**SMALL, "image_size": 8, "patch_size": 4, "num_channels": 1},
+)
 
 #: Backbone: (folder of its library, configuration's class, options, a head that every run of the tests looks at).
 BACKBONES = {
@@ -66,14 +69,16 @@ BACKBONES = {
     "albert-groups": ("albert", "AlbertConfig",
                       {**BERT, "embedding_size": 4, "num_hidden_layers": 4, "num_hidden_groups": 2,
                        "inner_group_num": 2}, "AlbertForPreTraining"),
-    "gpt2": ("gpt2", "GPT2Config", {**GPT2, "n_positions": 8, "num_labels": 2, "pad_token_id": 0}, "GPT2DoubleHeadsModel"),
+    "gpt2": ("gpt2", "GPT2Config", {**GPT2, "n_positions": 8, "num_labels": 2, "pad_token_id": 0},
+             "GPT2DoubleHeadsModel"),
     "opt": ("opt", "OPTConfig", {**OPT, "word_embed_proj_dim": 8, "num_labels": 2}, "OPTForQuestionAnswering"),
     "opt-narrow": ("opt", "OPTConfig", {**OPT, "word_embed_proj_dim": 4, "num_labels": 2}, "OPTForCausalLM"),
     "opt-post-norm": ("opt", "OPTConfig",
                       {**OPT, "word_embed_proj_dim": 4, "do_layer_norm_before": False, "num_labels": 2},
                       "OPTForCausalLM"),
     "gpt_neox": ("gpt_neox", "GPTNeoXConfig",
-                 {**SMALL, "vocab_size": 11, "rotary_pct": 0.5, "num_labels": 2, "pad_token_id": 0}, "GPTNeoXForCausalLM"),
+                 {**SMALL, "vocab_size": 11, "rotary_pct": 0.5, "num_labels": 2, "pad_token_id": 0},
+                 "GPTNeoXForCausalLM"),
     "llama": ("llama", "LlamaConfig", GATED, "LlamaForTokenClassification"),
     "qwen3": ("qwen3", "Qwen3Config", GATED, "Qwen3ForSequenceClassification"),
     "gemma": ("gemma", "GemmaConfig", GATED, "GemmaForTokenClassification"),
@@ -172,8 +177,7 @@ def headed(family, name):
         config, both = config.replace("Config", f"{kind}Config"), {"text_config": TEXT, "vision_config": image}
         options = sizes[kind] if kind else {**both, "num_labels": 3, "projection_dim": 5}
     torch.manual_seed(0)
-    decodes = {"is_decoder": True} if name.endswith(("ForCausalLM", "LMHeadModel")) and "encoder" in repr(options) else {}
-    model = getattr(transformers, name)(getattr(transformers, config)(**options, **decodes)).double().eval()
+    model = getattr(transformers, name)(getattr(transformers, config)(**options)).double().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn(p.shape, dtype=p.dtype))

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quotient_manifolds.symmetries import GL, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs, mixers, registry
+from quotient_manifolds.symmetries import (
+    GL,
+    SymmetricPair,
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+    mixers,
+    registry,
+)
 from quotient_manifolds.symmetries.blocks import Block, block
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
 from quotient_manifolds.symmetries.wide import Wide

@@ -24,7 +24,7 @@ def test_every_parameter_has_a_place(family):
 
 @pytest.mark.parametrize(("family", "name"), NETWORKS)
 def test_a_backbone_is_wired_under_every_head(family, name):
-    """Each kind of symmetry, by gradient and by moves: language models, towers of images and text, alone or together."""
+    """Each kind of symmetry, by gradient and by moves: of language models, and towers of images and text."""
     model, batch = headed(family, name)
     assert canonical_form(model).wired
     for classes in (False, *([True] if "labels" in batch else [])):
@@ -35,7 +35,7 @@ def test_a_backbone_is_wired_under_every_head(family, name):
 
 
 def test_what_reads_the_last_norm_is_folded():
-    """A backbone alone hands its last norm's output to anybody; under a head the readers' gains and shifts are found."""
+    """A backbone alone hands its last norm's output to anybody; below a head gain and shift are found."""
     alone, below = (count(headed("bert", name)[0]) for name in ("BertModel", "BertForTokenClassification"))
     assert below["shift"] - alone["shift"] == below["gain"] == 8
     assert "gain" not in alone
