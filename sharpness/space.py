@@ -236,9 +236,12 @@ class WeightSpace(Coordinates):
             )
         if self._at is None:
             self._certify(found)
-            reached = {name: found[p].any() for name in self._unreached if (p := self._parameters[name]) in found}
-            if reached:
-                self._unreached -= set(itertools.compress(reached, torch.stack([*reached.values()]).tolist()))
+            sizes = {
+                name: torch.linalg.vector_norm(found[p], 1).to(self.dtype)
+                for name in self._unreached if (p := self._parameters[name]) in found and p.numel()
+            }  # fmt: skip
+            if sizes:
+                self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
         out = self.empty() if room is None else room()
         self._pull_back_(out, found, self._at, spend=True)
         return out
