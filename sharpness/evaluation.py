@@ -183,9 +183,9 @@ class _Evaluation:
                 model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, only=only,
                 group=group, jobs=len(self.jobs), offload=offload,
             )  # fmt: skip
-        shares = world.gather([(self.found, space.uncertified())])
-        self.found = [r for found, _ in shares for r in found]
-        unreached = set.intersection(*(open_pairs for _, open_pairs in shares))
+        shares = world.gather([(self.found, space.uncertified(), space.unreached())])
+        self.found = [r for found, _, _ in shares for r in found]
+        uncertified, unreached = (set.intersection(*(share[i] for share in shares)) for i in (1, 2))
         best = [(r, r.rho) for r in self._best()]
         if self.statistic == "worst":
             best = sorted(
@@ -199,7 +199,7 @@ class _Evaluation:
         }
         return SharpnessResult(
             self.measure, self.statistic, self.radii, self.search, plain_class(model).__name__, *space.spectrum(),
-            len(unreached), tuple(r for r, _ in best), tuple(space.remarks), directions,
+            len(uncertified), tuple(r for r, _ in best), (*space.remarks, *space.without_gradient(unreached)), directions,
         )  # fmt: skip
 
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
