@@ -197,9 +197,10 @@ class _Evaluation:
             for r, origin in best
             if self.directions.get((r.batch, origin), (None,))[0] == r.value
         }
+        remarks = (*space.remarks, *space.without_gradient(unreached))
         return SharpnessResult(
             self.measure, self.statistic, self.radii, self.search, plain_class(model).__name__, *space.spectrum(),
-            len(uncertified), tuple(r for r, _ in best), (*space.remarks, *space.without_gradient(unreached)), directions,
+            len(uncertified), tuple(r for r, _ in best), remarks, directions,
         )  # fmt: skip
 
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:

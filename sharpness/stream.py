@@ -28,13 +28,13 @@ def vector_lengths(
     """
     wiring = Wiring() if wiring is None else wiring
     moved: dict[Tensor, list[Block]] = {}
-    for b in (b for pair in pairs if pair.group is not None for b in pair.G + pair.H):
-        moved.setdefault(b.tensor, []).append(b)
+    for part in (b for pair in pairs if pair.group is not None for b in pair.G + pair.H):
+        moved.setdefault(part.tensor, []).append(part)
 
     def inside(p: Tensor) -> Tensor:
         mask = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
-        for b in moved.get(p, ()):
-            b.of(mask).fill_(True)
+        for part in moved.get(p, ()):
+            part.of(mask).fill_(True)
         return mask
 
     def norm(p: Tensor, *dims: int) -> Tensor:
@@ -73,8 +73,8 @@ def vector_lengths(
             found[p] = norm(p, -1) if p.dim() else read(p).abs()
     for pair in (p for p in pairs if p.group is not None and p.group.positive and p.part != "neurons"):
         for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector
-            columns = torch.cat([b.of(read(b.tensor)) for b in side]).norm(dim=0)
-            for b in side:
-                found[b.tensor] = found[b.tensor].expand(b.shape).clone()
-                b.of(found[b.tensor]).copy_(columns)
+            columns = torch.cat([part.of(read(part.tensor)) for part in side]).norm(dim=0)
+            for part in side:
+                found[part.tensor] = found[part.tensor].expand(part.shape).clone()
+                part.of(found[part.tensor]).copy_(columns)
     return found

@@ -44,6 +44,50 @@ TRANSFORMERS = {
     "t5": ("T5ForConditionalGeneration", "T5Config",
            {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }  # fmt: skip
+OPT = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 12, "vocab_size": 11,
+       "max_position_embeddings": 8}  # fmt: skip
+BERT = {**SMALL, **WORDS, "max_position_embeddings": 8, "type_vocab_size": 2, "num_labels": 2}
+GATED = {**SMALL, **CAUSAL, "max_position_embeddings": 8, "num_labels": 2}
+TEXT, IMAGE = (
+    {**SMALL, "vocab_size": 11, "eos_token_id": 10},
+    {**SMALL, "image_size": 8, "patch_size": 4, "num_channels": 1},
+)
+
+#: Backbone: (folder of its library, configuration's class, options, a head that every run of the tests looks at).
+BACKBONES = {
+    "bert": ("bert", "BertConfig", BERT, "BertForMaskedLM"),
+    "bert-pretraining": ("bert", "BertConfig", BERT, "BertForPreTraining"),
+    "roberta": ("roberta", "RobertaConfig", BERT, "RobertaForMaskedLM"),
+    "camembert": ("camembert", "CamembertConfig", BERT, "CamembertForTokenClassification"),
+    "xlm_roberta": ("xlm_roberta", "XLMRobertaConfig", BERT, "XLMRobertaForMultipleChoice"),
+    "electra": ("electra", "ElectraConfig", {**BERT, "embedding_size": 8}, "ElectraForPreTraining"),
+    "electra-narrow": ("electra", "ElectraConfig", {**BERT, "embedding_size": 4}, "ElectraForMaskedLM"),
+    "distilbert": ("distilbert", "DistilBertConfig",
+                   {**WORDS, "dim": 8, "n_layers": 2, "n_heads": 2, "hidden_dim": 12, "num_labels": 2},
+                   "DistilBertForMaskedLM"),
+    "albert": ("albert", "AlbertConfig", {**BERT, "embedding_size": 4}, "AlbertForMaskedLM"),
+    "albert-groups": ("albert", "AlbertConfig",
+                      {**BERT, "embedding_size": 4, "num_hidden_layers": 4, "num_hidden_groups": 2,
+                       "inner_group_num": 2}, "AlbertForPreTraining"),
+    "gpt2": ("gpt2", "GPT2Config", {**GPT2, "n_positions": 8, "num_labels": 2, "pad_token_id": 0},
+             "GPT2DoubleHeadsModel"),
+    "opt": ("opt", "OPTConfig", {**OPT, "word_embed_proj_dim": 8, "num_labels": 2}, "OPTForQuestionAnswering"),
+    "opt-narrow": ("opt", "OPTConfig", {**OPT, "word_embed_proj_dim": 4, "num_labels": 2}, "OPTForCausalLM"),
+    "opt-post-norm": ("opt", "OPTConfig",
+                      {**OPT, "word_embed_proj_dim": 4, "do_layer_norm_before": False, "num_labels": 2},
+                      "OPTForCausalLM"),
+    "gpt_neox": ("gpt_neox", "GPTNeoXConfig",
+                 {**SMALL, "vocab_size": 11, "rotary_pct": 0.5, "num_labels": 2, "pad_token_id": 0},
+                 "GPTNeoXForCausalLM"),
+    "llama": ("llama", "LlamaConfig", GATED, "LlamaForTokenClassification"),
+    "qwen3": ("qwen3", "Qwen3Config", GATED, "Qwen3ForSequenceClassification"),
+    "gemma": ("gemma", "GemmaConfig", GATED, "GemmaForTokenClassification"),
+    "phi3": ("phi3", "Phi3Config", GATED, "Phi3ForTokenClassification"),
+    "clip": ("clip", "CLIPConfig", {}, "CLIPModel"),
+    "clip-image": ("clip", "CLIPConfig", {}, "CLIPVisionModel"),
+    "siglip": ("siglip", "SiglipConfig", {}, "SiglipModel"),
+    "siglip-image": ("siglip", "SiglipConfig", {}, "SiglipForImageClassification"),
+}  # fmt: skip
 TIMM = {"embed_dim": 8, "depth": 2, "num_heads": 2, "num_classes": 3, "img_size": 8, "patch_size": 4, "in_chans": 1,
         "mlp_ratio": 1.5}  # fmt: skip
 FAMILIES = [*TRANSFORMERS, "timm", "timm-no-bias", "torch-pre", "torch-post"]
@@ -107,6 +151,43 @@ def build(name, seed=1):
             size = 0.1 if key.endswith("bias") else 1.0 if "embed" in key and "orm" not in key else 0.4
             p.copy_(float(gain) + size * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return model
+
+
+def heads(family):
+    """The names of all networks of a backbone's file."""
+    import importlib
+
+    from transformers import PreTrainedModel
+
+    file = importlib.import_module("transformers.models.{0}.modeling_{0}".format(BACKBONES[family][0]))
+    kinds = (c for c in vars(file).values() if isinstance(c, type) and c.__module__ == file.__name__)
+    names = [c.__name__ for c in kinds if issubclass(c, PreTrainedModel)]
+    return [n for n in names if not n.endswith(("PreTrainedModel", "Decoder", "Transformer"))]
+
+
+def headed(family, name):
+    """A network of a backbone, and a batch for it, with labels for a language model."""
+    import transformers
+
+    folder, config, options, _ = BACKBONES[family]
+    if folder in ("clip", "siglip"):
+        image = {**IMAGE, "projection_dim": 5, "vision_use_head": "ForImage" not in name}
+        sizes = {"Text": TEXT, "Vision": image}
+        kind = next((k for k in sizes if k in name), "")
+        config, both = config.replace("Config", f"{kind}Config"), {"text_config": TEXT, "vision_config": image}
+        options = sizes[kind] if kind else {**both, "num_labels": 3, "projection_dim": 5}
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**options)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, dtype=p.dtype))
+    ids = torch.randint(2, 10, (4, 6))
+    ids[:, -1] = 10
+    batch = {"input_ids": ids.view(2, 2, 6) if "MultipleChoice" in name or "DoubleHeads" in name else ids}
+    pixels = {"pixel_values": torch.randn(4, 1, 8, 8, dtype=torch.float64)}
+    if folder in ("clip", "siglip") and "Text" not in name:
+        batch = pixels if "Image" in name or "Vision" in name else {**batch, **pixels}
+    return model, {**batch, "labels": ids} if name.endswith(("LM", "LMHeadModel")) else batch
 
 
 def inputs(name, numbers=1, seed=2):

@@ -5,15 +5,24 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quotient_manifolds.symmetries import GL, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs, mixers, registry
+from quotient_manifolds.symmetries import (
+    GL,
+    SymmetricPair,
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+    mixers,
+    registry,
+)
 from quotient_manifolds.symmetries.blocks import Block, block
-from quotient_manifolds.symmetries.whole import canonical_form, wiring_of
+from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
 from quotient_manifolds.symmetries.wide import Wide
 from sharpness import evaluate
 from sharpness.stream import vector_lengths
 from tests import architectures, networks
-from tests.whole_networks import build
+from tests.extent import EXHAUSTIVE
+from tests.whole_networks import BACKBONES, build, headed, heads
 
+NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
 UNWIRED = [
     "bert-decoder", "mpnet", "deberta_v2", "t5", "bart", "whisper", "gpt2-cross", "bloom", "gptj", "gemma2", "gemma3",
     "vit", "deit", "swin", "dinov2", "beit",
@@ -23,7 +32,10 @@ OUTPUTS = r"(attn|attention|output|attn\.o|layers\.\d+|h\.\d+)\.(o|o_proj|out_pr
 
 
 def loss(model, batch):
-    out = model(**batch)[0]
+    found = model(**batch)
+    if "loss" in found:
+        return found.loss
+    out = next(t for t in found.values() if isinstance(t, torch.Tensor) and t.dim() > 1)
     return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sin().mean()
 
 
@@ -136,6 +148,17 @@ def test_moves_of_heads_change_nothing_without_a_wiring(name):
         assert value(twin, batch, measure) == pytest.approx(value(model, batch, measure), rel=1e-8)
     if name not in ("t5", "gptj", "gemma2", "gemma3"):  # no such biases
         one, two = (value(m, batch, only=OUTPUTS) for m in (model, twin))
+        assert two == pytest.approx(one, rel=1e-8)
+
+
+@pytest.mark.parametrize(("family", "name"), NETWORKS)
+def test_no_move_of_a_wired_network_changes_the_measure(family, name):
+    model, batch = headed(family, name)
+    twin, softmax = copy.deepcopy(model), "labels" in batch
+    assert apply_random_moves_(twin, classes=softmax)
+    apply_random_symmetry_(twin, 30.0, pairs=[*find_symmetric_pairs(twin), *neuron_pairs(wiring_of(twin))])
+    for measure in ("complete-inv", "complete-mix"):
+        one, two = (value(m, batch, measure) for m in (model, twin))
         assert two == pytest.approx(one, rel=1e-8)
 
 

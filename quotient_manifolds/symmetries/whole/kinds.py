@@ -169,7 +169,7 @@ def writer(name: str, affine: Affine, kind: str = "writer", overlap: int = 0) ->
 
 
 def writer_table(name: str, table: Table, kind: str = "writer") -> Symmetry:
-    """Vectors of a stream that a LayerNorm centres: each + c 1; or (kind "classes") the biases of a softmax's logits."""
+    """Vectors of a stream that a LayerNorm centres: each + c 1; or (kind "classes") biases of a softmax's logits."""
 
     def fold(state: State) -> None:
         table.add(state, -table.vectors(state).mean(1, keepdim=True))

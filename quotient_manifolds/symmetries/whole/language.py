@@ -17,11 +17,12 @@ def _all(family: str, *classes: str) -> list[str]:
     return [_HF.format(family, c) for c in classes]
 
 
-#: What reads the last norm: of each line the first that exists.
+#: What reads the last norm: of each string the first that exists.
 _READERS = (
-    "cls.predictions.transform.dense|lm_head.dense|generator_predictions.dense|predictions.dense|vocab_transform|lm_head|"
-    "embed_out",
-    "discriminator_predictions.dense|pre_classifier|qa_outputs|score|sequence_summary.summary|multiple_choice_head.summary",
+    "cls.predictions.transform.dense|lm_head.dense|generator_predictions.dense|predictions.dense|vocab_transform|"
+    "lm_head|embed_out",
+    "discriminator_predictions.dense|pre_classifier|qa_outputs|score|sequence_summary.summary|"
+    "multiple_choice_head.summary",
     "pooler.dense|pooler",
 )
 #: The norm inside a language model's head, and the decoder that reads it.
@@ -38,7 +39,7 @@ _LOGITS = (
 
 
 def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
-    """Wire a model's head and return what reads the last norm: nothing of a backbone alone, whose outputs are used raw."""
+    """Wire a model's head and return what reads the last norm: nothing for a backbone alone, whose output is raw."""
     if model is base:
         w.closed = False
         return []
@@ -49,31 +50,37 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
     return readers or [affine(model, "classifier.dense|classifier")]
 
 
+#: Layers of BERT, or of ALBERT, or of DistilBERT.
 _BERT = Layout(
-    layers="encoder.layer",
+    layers="encoder.layer|albert_layers|transformer.layer",
     sublayers=(
         Sublayer(
-            "attention.output.LayerNorm", tuple(f"attention.self.{x}" for x in ("query", "key", "value")),
-            "attention.output.dense",
+            "attention.output.LayerNorm|attention.LayerNorm|sa_layer_norm",
+            tuple(f"attention.self.{x}|attention.{x}|attention.{x[0]}_lin" for x in ("query", "key", "value")),
+            "attention.output.dense|attention.dense|attention.out_lin",
         ),
-        Sublayer("output.LayerNorm", ("intermediate.dense",), "output.dense"),
+        Sublayer(
+            "output.LayerNorm|full_layer_layer_norm|output_layer_norm",
+            ("intermediate.dense|ffn.lin1|ffn",),
+            "output.dense|ffn.lin2|ffn_output",
+        ),
     ),
     last="embeddings.LayerNorm",
     tables=tuple(f"embeddings.{x}_embeddings" for x in ("word", "position", "token_type")),
     common=tuple((f"embeddings.{x}_embeddings", "embeddings.word_embeddings") for x in ("position", "token_type")),
     post_norm=True,
-)  # fmt: skip
+)
 
 
 def _untied(w: Wiring, base: Any, layout: Layout) -> Layout:
     """Exchange vectors between positions and types alone where a decoder uses the words too."""
-    words, positions, types = layout.tables
+    _, positions, types = layout.tables
     tied = any(a.W is base.embeddings.word_embeddings.weight for _, a in w.classifiers)
     return replace(layout, common=((positions, types),)) if tied else layout
 
 
 def _projected(w: Wiring, base: Any, layout: Layout, projection: str) -> Layout:
-    """Wire embeddings of another width, whose norm only a projection reads; the first layer reads that without a norm."""
+    """Wire embeddings of another width, whose norm a projection alone reads; the first layer reads that raw."""
     w.sites.append(Site(layout.last, norm(base, layout.last, layout), (affine(base, projection),)))
     return replace(layout, last="")
 
@@ -100,40 +107,17 @@ def _bert(model: Any, base: Any) -> Wiring:
     return wire(w, base, _untied(w, base, layout), readers)
 
 
-_ALBERT = Layout(
-    layers="albert_layers",
-    sublayers=(
-        Sublayer("attention.LayerNorm", tuple(f"attention.{x}" for x in ("query", "key", "value")), "attention.dense"),
-        Sublayer("full_layer_layer_norm", ("ffn",), "ffn_output"),
-    ),
-    last="",
-    post_norm=True,
-)
-
-
 @register_backbone(*_all("albert", "AlbertModel"))
 def _albert(model: Any, base: Any) -> Wiring:
-    """Groups of layers are used several times, so that different layers read the last norm of each."""
+    """Wire groups of layers that are used several times, so that several layers read the last norm of each."""
     w = Wiring(closed=False)
     _head(w, model, base)
     embedded = _projected(w, base, _untied(w, base, _BERT), "encoder.embedding_hidden_mapping_in")
     wire(w, base, replace(embedded, layers="encoder.albert_layer_groups", sublayers=()), [])
+    layers = rectified(replace(_BERT, last="", tables=(), common=()), base.config.hidden_act)
     for i, group in enumerate(base.encoder.albert_layer_groups):
-        wire(w, group, rectified(_ALBERT, base.config.hidden_act), [], f"groups.{i}.")
+        wire(w, group, layers, [], f"groups.{i}.")
     return w
-
-
-_DISTILBERT = Layout(
-    layers="transformer.layer",
-    sublayers=(
-        Sublayer("sa_layer_norm", tuple(f"attention.{x}_lin" for x in "qkv"), "attention.out_lin"),
-        Sublayer("output_layer_norm", ("ffn.lin1",), "ffn.lin2"),
-    ),
-    last="embeddings.LayerNorm",
-    tables=("embeddings.word_embeddings", "embeddings.position_embeddings"),
-    common=(("embeddings.position_embeddings", "embeddings.word_embeddings"),),
-    post_norm=True,
-)
 
 
 @register_backbone(*_all("distilbert", "DistilBertModel"))
@@ -143,7 +127,8 @@ def _distilbert(model: Any, base: Any) -> Wiring:
     readers = _head(w, model, base)
     if has(model, "pre_classifier"):
         w.neurons.append(Neurons("pre_classifier", "relu", readers[0], affine(model, "classifier")))
-    return wire(w, base, rectified(_DISTILBERT, base.config.activation), readers)
+    layout = replace(_BERT, tables=_BERT.tables[:2], common=_BERT.common[:1])
+    return wire(w, base, rectified(layout, base.config.activation), readers)
 
 
 def _causal(model: Any, base: Any, layout: Layout) -> Wiring:
@@ -154,13 +139,14 @@ def _causal(model: Any, base: Any, layout: Layout) -> Wiring:
 _GPT2 = Layout(
     layers="h",
     sublayers=(
-        Sublayer("ln_1", ("attn.c_attn",), "attn.c_proj"),
-        Sublayer("ln_2", ("mlp.c_fc",), "mlp.c_proj"),
+        Sublayer("ln_1|input_layernorm", ("attn.c_attn|attention.query_key_value",), "attn.c_proj|attention.dense"),
+        Sublayer("ln_2|post_attention_layernorm", ("mlp.c_fc|mlp.dense_h_to_4h",), "mlp.c_proj|mlp.dense_4h_to_h"),
     ),
     last="ln_f",
     tables=("wte", "wpe"),
     common=(("wpe", "wte"),),
 )
+_NEOX = replace(_GPT2, layers="layers", last="final_layer_norm", tables=("embed_in",), common=())
 
 
 @register_backbone(*_all("gpt2", "GPT2Model"))
@@ -168,17 +154,6 @@ def _gpt2(model: Any, base: Any) -> Wiring:
     if base.config.add_cross_attention:
         return Wiring(closed=False)
     return _causal(model, base, rectified(_GPT2, base.config.activation_function))
-
-
-_NEOX = Layout(
-    layers="layers",
-    sublayers=(
-        Sublayer("input_layernorm", ("attention.query_key_value",), "attention.dense"),
-        Sublayer("post_attention_layernorm", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
-    ),
-    last="final_layer_norm",
-    tables=("embed_in",),
-)
 
 
 @register_backbone(*_all("gpt_neox", "GPTNeoXModel"))
@@ -207,10 +182,12 @@ def _opt(model: Any, base: Any) -> Wiring:
         layout = replace(layout, tables=layout.tables[1:], common=())
         w.writers.append(("project_in", affine(decoder, "project_in")))
         readers = [affine(decoder, "project_out")]
+        w.classifiers = [(n, a) for n, a in w.classifiers if a.W is not decoder.embed_tokens.weight]
     if not has(decoder, "final_layer_norm"):
         if base.config.do_layer_norm_before:  # the head reads the stream itself
             return Wiring(closed=False)
-        layout, w.writers, w.closed = replace(layout, last="", tables=(), common=(), post_norm=True), [], False
+        layout = replace(layout, last="", tables=(), common=(), post_norm=True)
+        w.writers, w.closed = [], False
     return wire(w, decoder, layout, readers)
 
 

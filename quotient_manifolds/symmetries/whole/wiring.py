@@ -98,17 +98,16 @@ class Affine:
     def set_matrix(self, state: State, W: Tensor) -> None:
         """Write W."""
         whole = state.of(self.W)
-        flat = W
-        if self._part != (slice(None, None), slice(None, None)):
-            flat = (whole.T if self.transposed else whole.flatten(1)).clone()
-            flat[self._part] = W
+        flat = (whole.T if self.transposed else whole.flatten(1)).clone()
+        flat[self._part] = W
         state[self.W] = (flat.T if self.transposed else flat).reshape(whole.shape)
 
     def add_to_bias(self, state: State, c: Tensor) -> None:
         """Add a constant to the output; one without effect is left out."""
         if self.b is not None:
-            state[self.b] = after = state.of(self.b).clone()
+            after = state.of(self.b).clone()
             after[self._part[0]] += c
+            state[self.b] = after
         else:
             assert self.blind, "no bias"
 
@@ -366,7 +365,7 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
 
 
 def wiring_of(model: nn.Module) -> Wiring | None:
-    """Look up the wiring of a network by its exact class, or by that of its backbone under a head of the same library.
+    """Look up the wiring of a network by its exact class, or by that of its backbone under a head of the same file.
 
     Parameters
     ----------

@@ -1,7 +1,12 @@
 import pytest
+import torch
+from torch import nn
 
-from quotient_manifolds.symmetries.whole import wiring_of
-from tests.whole_networks import TRANSFORMERS, build
+from quotient_manifolds.symmetries.whole import canonical_form, count, nullity, verify_whole, wiring_of
+from tests.extent import EXHAUSTIVE
+from tests.whole_networks import BACKBONES, TRANSFORMERS, build, headed, heads
+
+NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
 
 
 @pytest.mark.parametrize("family", [f for f in TRANSFORMERS if f not in ("vit", "deit", "dinov2", "beit", "clip")])
@@ -17,10 +22,60 @@ def test_every_parameter_has_a_place(family):
     assert not [name for name, p in model.named_parameters() if p not in known]
 
 
+@pytest.mark.parametrize(("family", "name"), NETWORKS)
+def test_a_backbone_is_wired_under_every_head(family, name):
+    """Each kind of symmetry, by gradient and by moves: of language models, and towers of images and text."""
+    model, batch = headed(family, name)
+    assert canonical_form(model).wired
+    for classes in (False, *([True] if "labels" in batch else [])):
+        report = verify_whole(model, batch, classes=classes)
+        assert report.ok, report
+        assert "vo" in report.changes
+        assert max(report.changes.values()) < 1e-10
+
+
+def test_what_reads_the_last_norm_is_folded():
+    """A backbone alone hands its last norm's output to anybody; below a head gain and shift are found."""
+    alone, below = (count(headed("bert", name)[0]) for name in ("BertModel", "BertForTokenClassification"))
+    assert below["shift"] - alone["shift"] == below["gain"] == 8
+    assert "gain" not in alone
+    tied = count(headed("bert", "BertForMaskedLM")[0], classes=True)
+    assert (tied["classes"], tied["embeddings"]) == (1, 7)  # the decoder's biases; positions against types
+
+
+def test_a_tied_language_model_is_complete_but_for_one_direction():
+    """c/γ in all words, less it in all types and c Σβ/γ in the decoder's biases: not in the list."""
+    model, _ = headed("bert", "BertForMaskedLM")
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-3
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(float(p.dim() == 1) + 0.4 * torch.randn(p.shape, dtype=p.dtype))
+    numbers = sum(p.numel() for p in model.parameters())
+    words = [torch.randint(0, 11, (6, 8)) for _ in range(int(2.2 * numbers / 528) + 1)]
+    batches = [{"input_ids": w, "token_type_ids": torch.randint(0, 2, (6, 8))} for w in words]
+    found = nullity(model, batches)
+    assert found.dimension == sum(count(model).values()) + 1
+    assert found.gap > 1e4
+
+
+def test_strangers_around_a_backbone_are_left_to_their_heads():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = headed("bert", "BertModel")[0]
+
+    assert wiring_of(Mine()) is None
+
+
 def test_options_without_an_adapter_are_left_to_the_heads():
-    from transformers import ElectraConfig, ElectraForSequenceClassification, OPTConfig, OPTForCausalLM
+    from transformers import BertConfig, BertLMHeadModel, OPTConfig, OPTForCausalLM
 
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = ElectraForSequenceClassification(ElectraConfig(**small, intermediate_size=12, embedding_size=4))
-    assert not wiring_of(model).sites
-    assert not wiring_of(OPTForCausalLM(OPTConfig(**small, ffn_dim=12, word_embed_proj_dim=4))).sites
+    crossed = BertConfig(**small, intermediate_size=12, is_decoder=True, add_cross_attention=True)
+    assert not wiring_of(BertLMHeadModel(crossed)).sites
+    config = OPTConfig(**small, ffn_dim=12, word_embed_proj_dim=8, _remove_final_layer_norm=True)
+    assert not wiring_of(OPTForCausalLM(config)).sites

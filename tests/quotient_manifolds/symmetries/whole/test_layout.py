@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries.whole import State, Wiring
-from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, table, wire
+from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, has, table, wire
 
 
 class Block(nn.Module):
@@ -47,5 +47,7 @@ def test_names():
     assert affine(attention, "attn").W is attention["attn"].in_proj_weight
     bare = nn.ParameterDict({"proj": nn.Parameter(torch.zeros(4, 3))})
     assert affine(bare, "proj").matrix(State()).shape == (3, 4)
+    assert has(model.blocks[0], "none|down")
+    assert not has(model, "none|blocks.5")
     with pytest.raises(AttributeError, match="has none of"):
         affine(model, "a|b")

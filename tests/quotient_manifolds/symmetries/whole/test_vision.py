@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries.whole import canonicalize_, count, verify_whole, wiring_of
+from tests import architectures
 from tests.whole_networks import TIMM, build
 
 
@@ -23,6 +24,18 @@ def test_an_open_clip_tower():
     form = canonicalize_(model)
     torch.testing.assert_close(model(x), before, rtol=1e-11, atol=1e-11)
     assert {"gain", "shift", "writer", "embeddings"} <= set(form.dimensions)
+
+
+def test_both_towers_of_open_clip():
+    model, batch = architectures.open_clip_model()
+    report = verify_whole(model, batch, forward=lambda m, b: m.encode_image(b["image"]))
+    texts = verify_whole(model, batch, forward=lambda m, b: m.encode_text(b["text"]))
+    for found in (report, texts):
+        assert found.ok, found
+        assert {"gain", "shift", "reader", "writer", "embeddings", "value bias"} <= set(found.changes)
+    assert count(model)["gain"] == count(model.visual)["gain"] + 3 * 16
+    odd, _ = architectures.open_clip_model(final_ln_after_pool=True)
+    assert not wiring_of(odd).sites
 
 
 def test_swiglu_of_dinov2():

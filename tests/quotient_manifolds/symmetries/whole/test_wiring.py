@@ -38,6 +38,16 @@ def test_part_of_the_inputs():
     torch.testing.assert_close(state[layer.weight], expected)
 
 
+def test_part_of_the_outputs():
+    layer, state = nn.Linear(2, 4), State()
+    part = Affine(layer, outputs=(1, 3))
+    part.set_matrix(state, 2 * part.matrix(state))
+    part.add_to_bias(state, torch.ones(2, dtype=torch.float64))
+    factor, added = (torch.tensor([a, b, b, a], dtype=torch.float64) for a, b in ((1, 2), (0, 1)))
+    torch.testing.assert_close(state[layer.weight], layer.weight.detach().double() * factor[:, None])
+    torch.testing.assert_close(state[layer.bias], layer.bias.detach().double() + added)
+
+
 def test_rows_of_a_table():
     table, state = nn.Embedding(4, 3), State()
     Table(table, rows=(1, None)).add(state, torch.ones(3, dtype=torch.float64))
