@@ -185,7 +185,8 @@ class _Evaluation:
             )  # fmt: skip
         shares = world.gather([(self.found, space.uncertified(), space.unreached())])
         self.found = [r for found, _, _ in shares for r in found]
-        uncertified, unreached = (set.intersection(*(share[i] for share in shares)) for i in (1, 2))
+        uncertified = set.intersection(*(open_pairs for _, open_pairs, _ in shares))
+        unreached = set.intersection(*(names for _, _, names in shares))
         best = [(r, r.rho) for r in self._best()]
         if self.statistic == "worst":
             best = sorted(
