@@ -96,7 +96,8 @@ def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "out", ["images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"]
+    "out",
+    ["images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"],
 )
 def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
     """A model was replaced by its results, with exit code 0."""
