@@ -52,7 +52,7 @@ FLOAT = ["nan", "inf", "-1", "0", "x", "", "1e300", "1e-300", "1e-40"]
 PLACES = ["", ".", "nope", "bert", "vit", "file", "folder", "nope:model", "mine:nope", "mine:", ":", "mine:batches",
           "a b",
           "a\nb", "nul\0byte", "näh", "x" * 300, "missing/deep/out", "file/out", "/proc/none/out", "..", "../beside",
-          "done",
+          "done", "bert/model.safetensors", "bert/config.json", "pics/cat/0.png", "done/results.jsonl",
           "collection/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
 WORDS = {"device": ["cuda", "nope", "meta", "", "cpu:9"], "shard": ["0/0", "2/1", "x", "1/0", "-1/2", "/", "1/2"],
          "label_map": ["junk", "a=1", "a=x", "=", "0=0,0=1", "0=0,1=1", "0=5,1=-1"],
@@ -63,6 +63,7 @@ run bert dev.tsv --text sentence --measure adaptive --rho 0.1 --steps 2 --batch-
 run vit pics --measure gradient-norm --quiet --out out.json
 """ + 2 * """
 sweep sweep.json --quiet --out out
+run bert dev.tsv --text sentence --measure gradient-norm --quiet --out bert/model.safetensors
 symmetries bert
 table done
 demo --condition 0 --quiet --out out.png
@@ -743,10 +744,12 @@ def disturbed(before, after, world, job):
     """Tell what a case changed without leave: all but the file it was told to write and new files in such a folder."""
     outs = [os.path.normpath(os.path.join(world, p)) for p in job.outs if p]
     goes_on = job.argv is not None and job.argv[0] == "sweep" and "done" in job.argv  # and rewrites its own results
+    read = [os.path.normpath(os.path.join(world, p)) for p in (job.argv or ())[1:3]]  # with all that lies in it
+    mine = [p for p in outs if not any(p == r or p.startswith(r + os.sep) for r in read)]
     bad = [
         p
         for p, d in before.items()
-        if after.get(p) != d and (d == "folder" or p not in outs) and not (goes_on and "/done/" in p)
+        if after.get(p) != d and (d == "folder" or p not in mine) and not (goes_on and "/done/" in p)
     ]
     for path in after.keys() - before.keys():
         inside = any(path == o or path.startswith(o + os.sep) for o in outs)

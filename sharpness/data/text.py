@@ -31,6 +31,7 @@ class TextColumns:
     ----------
     text, pair, label : str
         Names from the header, or numbers from 0 where there is none; ``pair`` is the second text of a pair, if any.
+        Models that predict the next or masked tokens need no label; of those from text to text it is the text.
     label_map : mapping of str to int
         The class number of each label; if empty, labels are numbers or names in the model's configuration.
     header : bool

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from quotient_manifolds.symmetries import registry
-from quotient_manifolds.symmetries.blocks import ByClass
+from quotient_manifolds.symmetries import UnknownAttentionError
 from sharpness import cli, evaluate
 from tests import networks, spread, whole_networks
 
@@ -96,7 +96,8 @@ def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "out", ["images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"]
+    "out",
+    ["images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"],
 )
 def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
     """A model was replaced by its results, with exit code 0."""
@@ -122,12 +123,13 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
         cli.main(["symmetries", "tests.spread:model", "tests.spread:batches"])
     said = capsys.readouterr().err
     assert "tests.spread:batches; data is given by --data; see sharpness symmetries --help" in said
-    with monkeypatch.context() as patch:
-        patch.setattr(registry, "_HANDLERS", ByClass())
-        assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "--measure adaptive" in said
-    assert said.endswith("find_symmetric_pairs(model, batch=…)")
+
+    def unknown(*_, **__):
+        raise UnknownAttentionError("encoder", nn.Linear, "softmax")
+
+    monkeypatch.setattr("sharpness.evaluation.evaluate", unknown)
+    assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
+    assert 'or use measure="adaptive", which needs none\n' in capsys.readouterr().err
 
 
 def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
