@@ -1,4 +1,4 @@
-"""Every architecture: its pairs are right or there is a reason, and a measure is invariant or refused with a sentence."""
+"""Every architecture: its pairs are right or there is a reason; a measure is invariant, or refused in a sentence."""
 
 import csv
 
@@ -9,7 +9,7 @@ from .extent import EXHAUSTIVE
 
 #: What has gone wrong once, for every run of the tests: types that compute in single precision inside, latent attention
 #: without a rotated part, names that say little or mislead, rows of positions.
-SAMPLE = [("transformers", name) for name in ("xglm", "glm5_next", "cpmant", "rwkv", "parakeet_encoder", "jetmoe")]
+SAMPLE = [("transformers", name) for name in ("xglm", "glm5_next", "cpmant", "rwkv", "parakeet_encoder", "xlnet")]
 CASES = [(lib, name) for lib in tiny.NAMES for name in tiny.NAMES[lib]()] if EXHAUSTIVE else SAMPLE
 
 
@@ -27,6 +27,8 @@ def test_nothing_is_wrong_and_nothing_crashes(library, name):
 def test_the_table_says_that_nothing_is_wrong():
     with verdicts.TABLE.open() as file:
         rows = list(csv.DictReader(file))
-    assert {r["question"] for r in rows} == {"pairs", *verdicts.MEASURES}
-    assert all(r["wrong"] == r["crash"] == "0" for r in rows)
-    assert sum(int(r["models"]) for r in rows if r["question"] == "pairs" and r["library"] == "transformers") >= 370
+    assert not [r for r in rows if verdicts.word(r["answer"]) in ("wrong", "crash")]
+    count = {q: sum(int(r["models"]) for r in rows if (r["library"], r["question"]) == q) for q in
+             ((lib, question) for lib in tiny.NAMES for question in ("pairs", *verdicts.MEASURES))}  # fmt: skip
+    least = {"transformers": 370, "timm": 30, "open_clip": 8}
+    assert all(n >= least[library] for (library, _), n in count.items())

@@ -14,7 +14,7 @@ from quotient_manifolds.symmetries.wide import widened
 from . import networks, zoo
 
 #: Largest number of weights: what rules do not make smaller is left out.
-LARGEST = 3_000_000
+LARGEST = 6_000_000
 #: Entries of a configuration by their names: the first pattern that matches; a larger number becomes this one.
 _RULES = [(re.compile(pattern), value) for pattern, value in (
     (r"(^|_)(head_dim|head_size|kv_channels|d_kv|d_head|attention_head_dim|key_length|dim_head|v_head_dim)$", 8),
@@ -30,15 +30,21 @@ _RULES = [(re.compile(pattern), value) for pattern, value in (
     (r"patch_size$", 8),
     (r"num_(queries|query|latents|labels|proposals)|query_length|n_latents", 6),
     (r"intermediate|ffn|d_ff|feedforward|mlp_dim|inner|ff_dim|d_mlp", 32),
-    (r"(hidden|embed|embedding|d_model|model|width|projection|channels|features?|proj)(_dim|_size|_features|_channels)?s?$", 32),
+    (r"(hidden|embed|embedding|model|width|projection|channels|features?|proj)(_(dim|size|features|channels))?s?$", 32),
     (r"(^|_)(dim|rank|size|channels|width|state)s?$", 32),
     (r"lora_rank", 16),
+    (r"_units$", 32),
 )]  # fmt: skip
-_KEPT = re.compile(r"kernel|stride|window|window_size|num_channels|in_channels|mel|fft|hop|sampl|scale_factor|_token|ratio|ids?$|temporal|rope_theta|index$|conv_kernel|dilation|groups?$|downsample|rate$|spatial_merge|beams|max_length|min_length|num_frames|tubelet|expand|chunk|block_size|num_buckets|type_vocab|norm_num")
-
-
+#: Entries that stay as they are, because others must fit them.
+_KEPT = re.compile(
+    "kernel|stride|window|num_channels|in_channels|mel|fft|hop|sampl|scale_factor|_token|ratio|ids?$|temporal|rope_theta|"
+    "index$|dilation|groups?$|downsample|rate$|spatial_merge|beams|max_length|min_length|num_frames|tubelet|expand|chunk|"
+    "block_size|num_buckets|type_vocab|norm_num"
+)
+#: Entries of latent attention, whose heads all have keys of their own.
 _LATENT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4, "num_key_value_heads": 4,
            "index_head_dim": 8, "index_topk": 4}  # fmt: skip
+_STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_ssm": 64}
 
 
 def _small(key, value):
@@ -55,10 +61,11 @@ def _small(key, value):
     return value
 
 
-def shrink(config, own):
+def _shrunk(config, own):
+    """Make a configuration and its parts small, where they stand."""
     for key, value in list(vars(config).items()):
         if hasattr(value, "attribute_map"):
-            shrink(value, own.get(key, {}))
+            _shrunk(value, own.get(key, {}))
         elif not key.startswith("_"):
             setattr(config, key, _small(key, value))
     if "kv_lora_rank" in vars(config):  # latent attention
@@ -99,11 +106,8 @@ def _class(kind, config):
         return getattr(transformers, found if isinstance(found, str) else found[0])
     name = type(config).__module__.replace("configuration_", "modeling_")
     file = importlib.import_module(name)
-    found = [
-        c for c in vars(file).values()
-        if inspect.isclass(c) and issubclass(c, transformers.PreTrainedModel) and not c.__name__.endswith("PreTrainedModel")
-        and c.config_class is type(config)
-    ]
+    classes = [c for c in vars(file).values() if inspect.isclass(c) and issubclass(c, transformers.PreTrainedModel)]
+    found = [c for c in classes if c.config_class is type(config) and not c.__name__.endswith("PreTrainedModel")]
     if not found:
         raise LookupError("no model of this configuration")
     return min(found, key=lambda c: (not c.__name__.endswith("Model"), len(c.__name__)))
@@ -111,18 +115,15 @@ def _class(kind, config):
 
 #: Entries that rules do not make right; those of parts by the part's name.
 OWN = {
-    "swin": zoo._OWN["swin"], "swinv2": zoo._OWN["swinv2"], "gptj": zoo._OWN["gptj"], "cvt": zoo._OWN["cvt"],
-    "jamba": zoo._OWN["jamba"], "bamba": zoo._OWN["bamba"], "qwen3_next": zoo._OWN["qwen3_next"],
-    "deepseek_v2": zoo._OWN["deepseek_v2"], "deepseek_v3": zoo._OWN["deepseek_v3"],
+    **{name: own for name, own in zoo._OWN.items() if name != "segformer"},
     "bit": {"num_groups": 4}, "bridgetower_vision_model": {"num_attention_heads": 4},
     "donut-swin": zoo._OWN["swin"], "maskformer-swin": zoo._OWN["swin"],
     "dots1": {"n_routed_experts": 4}, "esm": {"vocab_size": 33},
-    "codegen": {"rotary_dim": 4}, "diffusion_gemma_text": {"num_experts": 4, "moe_intermediate_size": 16, "top_k_experts": 2},
+    "codegen": {"rotary_dim": 4},
+    "diffusion_gemma_text": {"num_experts": 4, "moe_intermediate_size": 16, "top_k_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "hunyuan_vl_text": {"head_dim": 8},
     "ministral": {"head_dim": 8}, "kyutai_speech_to_text": {"audio_pad_token_id": 0},
-    **dict.fromkeys(("granitemoehybrid", "falcon_h1"), {
-        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_ssm": 64}),
-    **dict.fromkeys(("parakeet_encoder", "nemotron_asr_streaming_encoder"), {"num_key_value_heads": 4}),
+    "granitemoehybrid": _STATES, "falcon_h1": _STATES, "parakeet_encoder": {"num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
 }  # fmt: skip
 
@@ -131,7 +132,7 @@ def configuration(kind):
     """Make a small configuration."""
     import transformers
 
-    return shrink(transformers.CONFIG_MAPPING[kind](), OWN.get(kind, {}))
+    return _shrunk(transformers.CONFIG_MAPPING[kind](), OWN.get(kind, {}))
 
 
 def _numbers(*shape):
@@ -152,7 +153,8 @@ def batches(model, config):
     names = inspect.signature(model.forward).parameters
     size, channels = _entry(config, "image_size") or 32, _entry(config, "num_channels") or 3
     size = size if isinstance(size, int) else size[0]
-    mel = _entry(config, "num_mel_bins") or _entry(config, "input_feat_per_channel") or _entry(config, "feature_size") or 80
+    names_of_mel = ("num_mel_bins", "input_feat_per_channel", "feature_size")
+    mel = next((n for n in (_entry(config, name) for name in names_of_mel) if n), 80)
     length = 2 * (_entry(config, "max_source_positions") or 32)
     ids = zoo._IDS % 30 + 3
     width = _entry(config, "hidden_size") or 32
@@ -166,8 +168,8 @@ def batches(model, config):
         text, {**text, **late}, {**text, **boxes}, {**text, **boxes, **late}, {**text, **images}, images,
         {"pixel_values": _numbers(2, channels, 64, 64)}, {"pixel_values": _numbers(2, channels, 224, 224)},
         {"pixel_values": _numbers(2, 2, channels, size, size)}, {**images, **late},
-        *({"input_features": _numbers(2, *shape)} for shape in ((mel, length), (length, mel), (mel, 3000), (1, 1024, mel))),
-        *({"input_features": _numbers(2, *shape), **late} for shape in ((mel, length), (length, mel), (mel, 3000))),
+        *({"input_features": _numbers(2, *shape), **more} for more in ({}, late)
+          for shape in ((mel, length), (length, mel), (mel, 3000), (1, 1024, mel))),
         {"input_values": _numbers(2, 2000)}, {"input_values": _numbers(2, 2000), **late},
         {"input_values": _numbers(2, 1, 2000)}, {"input_values": _numbers(2, 1024, mel)},
         {"inputs_embeds": _numbers(2, 8, width)}, {"hidden_states": _numbers(2, 8, width)},
@@ -204,26 +206,30 @@ def transformers_model(kind):
             errors.append("no finite output")
         except Exception as error:  # whatever third-party code raises
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0][:120])
-    raise LookupError(f"no batch: {list(dict.fromkeys(errors))[:6]}; forward({', '.join(inspect.signature(model.forward).parameters)})")
+    raise LookupError(
+        f"no batch: {list(dict.fromkeys(errors))[:6]}; takes {[*inspect.signature(model.forward).parameters]}"
+    )
 
 
-def timm_types():
-    rows = csv.reader((Path(__file__).parents[1] / "docs/tables/architectures.csv").open())
-    return [r[1] for r in rows if r[0] == "timm"]
+def timm_names():
+    """List the models of timm in the table of architectures."""
+    with (Path(__file__).parents[1] / "docs/tables/architectures.csv").open() as file:
+        return [model for library, model, *_ in csv.reader(file) if library == "timm"]
 
 
 def timm_model(name):
+    """Build a tiny model of timm, in float64, and images for it."""
     model, images = zoo.timm_model(name)
     return model, widened(images)
 
 
 MODELS = {"transformers": transformers_model, "timm": timm_model, "open_clip": zoo.open_clip_model}
-NAMES = {"transformers": types, "timm": timm_types, "open_clip": lambda: [*zoo.OPEN_CLIP, "coca"]}
+NAMES = {"transformers": types, "timm": timm_names, "open_clip": lambda: [*zoo.OPEN_CLIP, "coca"]}
 
 
 def warm():
     """Import what every model needs, before processes are forked."""
-    import open_clip, timm  # noqa
-
+    zoo.open_clip_model("default")
+    timm_model("vit_tiny_patch16_224")
     for kind in ("bert", "vit", "llama"):
         transformers_model(kind)

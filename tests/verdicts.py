@@ -10,7 +10,7 @@ import csv
 import json
 import os
 import re
-import signal
+import resource
 import sys
 import traceback
 import warnings
@@ -20,16 +20,21 @@ import torch
 
 import sharpness
 from quotient_manifolds.batches import default_forward, floats
-from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, check_coverage
-from quotient_manifolds.symmetries import find_symmetric_pairs, stacks  # fmt: skip
+from quotient_manifolds.symmetries import (  # fmt: skip
+    UnknownAttentionError,
+    apply_random_symmetry_,
+    check_coverage,
+    find_symmetric_pairs,
+    stacks,
+)
 from quotient_manifolds.symmetries.wide import Wide
 
 from . import tiny
 
 TABLE = Path(__file__).parents[1] / "docs/tables/verdicts.csv"
 MEASURES = ("geodesic-inv", "complete-inv")
-#: Seconds for one model.
-LIMIT = 240
+#: Seconds of processor time for one model.
+LIMIT = 120
 
 
 @torch.no_grad()
@@ -69,7 +74,9 @@ def refusal(error):
 def crash(error):
     """Describe what no user should see."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"crash: {type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})".replace("\n", " ")
+    return f"crash: {type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})".replace(
+        "\n", " "
+    )
 
 
 def judge_pairs(model, batch):
@@ -141,7 +148,7 @@ def apart(work, *args):
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(LIMIT)
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
         try:
             row = work(*args)
         except Exception as error:
@@ -160,13 +167,27 @@ def word(verdict):
     return verdict.split(":")[0]
 
 
+def answer(row, question):
+    """Give a verdict with its reasons, without the names in them."""
+    verdict = row.get(question, "crash")
+    if question == "pairs" and word(verdict) == "none, with a reason":
+        return "none: " + "; ".join(sorted({word(reason) for reason in row["reasons"]}))
+    if word(verdict) != "refused":
+        return word(verdict)
+    if "UnknownAttentionError" in verdict:
+        examined = re.search(r"of its examination: ([^:)]*)", verdict)
+        return f"refused: unknown attention{f': {examined[1]}' if examined else ''}"
+    sentence = re.split(r"[;:] ", verdict.split(": ", 2)[2])[0]
+    return "refused: " + re.sub(r"'[^']*'|\b\w*[A-Z][a-z]+[A-Z]\w*", "…", sentence)
+
+
 def counts(rows):
-    """Count the verdicts of every question."""
-    for library in ("transformers", "timm", "open_clip"):
+    """Count the answers to every question, the most frequent first."""
+    for library in tiny.NAMES:
         judged = [r for r in rows if r["library"] == library and "pairs" in r]
         for question in ("pairs", *MEASURES):
-            found = collections.Counter(word(r.get(question, "crash")) for r in judged)
-            yield library, question, len(judged), found
+            found = collections.Counter(answer(r, question) for r in judged)
+            yield from ([library, question, verdict, count] for verdict, count in found.most_common())
 
 
 def main():
@@ -177,11 +198,10 @@ def main():
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
     if options.table:
-        kinds = ("right", "no attention", "none, with a reason", "refused", "wrong", "crash")
         with TABLE.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["library", "question", "models", *kinds])
-            writer.writerows([*key, *(found[k] for k in kinds)] for *key, found in counts(rows))
+            writer.writerow(["library", "question", "answer", "models"])
+            writer.writerows(counts(rows))
         return
     wanted = [tuple(n.split(":")) for n in options.names] or [(lib, n) for lib in tiny.NAMES for n in tiny.NAMES[lib]()]
     known = {(r["library"], r["model"]) for r in rows} if not options.names else set()

@@ -18,7 +18,7 @@ __all__ = ["Projection", "Rows", "attention_pairs", "qk_pairs", "vo_pairs"]
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix that is added to queries or multiplied with them: a row for each head, or the same rows for all heads."""
+    """A matrix that is added to queries or multiplied with them: one row a head, or the same rows for all heads."""
 
     module: nn.Module
     attribute: str
@@ -90,7 +90,8 @@ class Projection:
         size = getattr(self.module, "out_features" if into else "in_features", None)  # quantised weights are packed
         if self.weight == "weight" and isinstance(size, int):
             return size
-        return int(getattr(self.module, self.weight).shape[into == self.conv1d])
+        weight: torch.Tensor = getattr(self.module, self.weight)
+        return int((weight if self.weight == "weight" else weight.flatten(1)).shape[into == self.conv1d])
 
     def _dims(self, start: int, head: int, size: int, offset: int, count: int) -> slice:
         group, number = divmod(head, self.per)

@@ -28,11 +28,11 @@ _LETTERS = {
 }  # fmt: skip
 _PACKED = ("c_attn", "in_proj", "in_proj_weight", "w_pack")
 _FURTHER = frozenset({"pos", "global", "relative"})
-#: Parameters of relative positions: to which letter their rows belong, and whether all heads have the same.
-_ROWS = {
-    **dict.fromkeys(("bias_u", "bias_v", "pos_bias_u", "pos_bias_v"), ("q", False)),
-    **dict.fromkeys(("rel_pos_h", "rel_pos_w"), ("k", True)),
-}
+#: Parameters of relative positions that are added to queries, one row a head; keys that all heads share; and keys of
+#: every head, of shape (rows, heads, head size).
+_ADDED = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias", "r_s_bias")
+_SHARED = ("rel_pos_h", "rel_pos_w")
+_KEYS = ("r", "r_kernel", "seg_embed")
 #: Largest head size that is tried.
 LARGEST = 512
 #: Numbers a column, of any sign or only positive ones.
@@ -69,9 +69,9 @@ class Place:
     """Where the heads lie in the matrices, and what acts on them.
 
     A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
-    every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"positive"``, ``"half"`` or ``"interleaved"`` (RoPE
-    on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out; ``dimension`` is the
-    dimension of the symmetry that was found on a head, whether it is divided out or not.
+    every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"positive"``, ``"half"`` or
+    ``"interleaved"`` (RoPE on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out;
+    ``dimension`` is the dimension of the symmetry that was found on a head, whether it is divided out or not.
     """
 
     heads: int
@@ -130,6 +130,8 @@ def _weights(module: nn.Module, path: str = "", without: Container[nn.Module] = 
     for name, p in module.named_parameters(recurse=False):
         if p.dim() == 2 and name.endswith("weight") and name != "weight":
             yield f"{path}.{name}", Projection(module, name, f"{name.removesuffix('weight')}bias")
+        if p.dim() == 3 and name in ("q", "k", "v", "o"):  # (width, heads, head size)
+            yield f"{path}.{name}", Projection(module, name, conv1d=name != "o")
     for name, child in module.named_children():
         if child not in without:
             yield from _weights(child, f"{path}.{name}", without)
@@ -160,11 +162,19 @@ def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | N
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
-    for owner, name in ((m, n) for m in module.modules() for n, p in m.named_parameters(recurse=False) if p.dim() == 2):
-        if name in _ROWS:
-            letter, shared = _ROWS[name]
-            further[letter] = (*further.get(letter, ()), Rows(owner, name, shared))
+    for letter, rows in _positions(module):
+        further[letter] = (*further.get(letter, ()), rows)
     return Roles(main, further, {c: _beside(module, main, c) for c in "qkv"})
+
+
+def _positions(module: nn.Module) -> Iterator[tuple[str, Projection | Rows]]:
+    """Iterate over the parameters of relative positions that no layer holds, and the letters that they belong to."""
+    for owner in module.modules():
+        for name, p in owner.named_parameters(recurse=False):
+            if name in (*_ADDED, *_SHARED) and p.dim() == 2:
+                yield "q" if name in _ADDED else "k", Rows(owner, name, shared=name in _SHARED)
+            elif name in _KEYS and p.dim() == 3:
+                yield "k", Projection(owner, name, conv1d=True)
 
 
 def holds_keys(module: nn.Module) -> bool:

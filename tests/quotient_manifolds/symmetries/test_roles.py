@@ -79,3 +79,16 @@ def test_layers_of_other_classes_and_names():
     assert sorted(found.main) == ["k", "o", "q", "v"]
     assert [p.module for p in found.further["k"]] == [layer.linear_pos]
     assert {k: p.module for k, p in found.main.items()}["q"] is layer.project_q
+
+
+def test_tensors_with_an_axis_of_heads():
+    """As in XLNet: (width, heads, head size), for the positions' keys too, and a row a head added to the queries."""
+    layer = nn.Module()
+    for name in ("q", "k", "v", "o", "r"):
+        setattr(layer, name, nn.Parameter(torch.randn(6, 2, 3)))
+    layer.r_w_bias = nn.Parameter(torch.randn(2, 3))
+    place = Place(2, 2, 3)
+    qk, vo, *_ = layout_pairs("", roles_of(layer), place, place)
+    x = qk.gather()
+    assert torch.equal(x, torch.cat([layer.q[:, 0], layer.r_w_bias[:1], layer.k[:, 0], layer.r[:, 0]]))
+    assert torch.equal(vo.gather(), torch.cat([layer.v[:, 0], layer.o[:, 0]]))
