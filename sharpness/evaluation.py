@@ -183,9 +183,10 @@ class _Evaluation:
                 model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, only=only,
                 group=group, jobs=len(self.jobs), offload=offload,
             )  # fmt: skip
-        shares = world.gather([(self.found, space.uncertified())])
-        self.found = [r for found, _ in shares for r in found]
-        unreached = set.intersection(*(open_pairs for _, open_pairs in shares))
+        shares = world.gather([(self.found, space.uncertified(), space.unreached())])
+        self.found = [r for found, _, _ in shares for r in found]
+        uncertified = set.intersection(*(open_pairs for _, open_pairs, _ in shares))
+        unreached = set.intersection(*(names for _, _, names in shares))
         best = [(r, r.rho) for r in self._best()]
         if self.statistic == "worst":
             best = sorted(
@@ -197,9 +198,10 @@ class _Evaluation:
             for r, origin in best
             if self.directions.get((r.batch, origin), (None,))[0] == r.value
         }
+        remarks = (*space.remarks, *space.without_gradient(unreached))
         return SharpnessResult(
             self.measure, self.statistic, self.radii, self.search, plain_class(model).__name__, *space.spectrum(),
-            len(unreached), tuple(r for r, _ in best), tuple(space.remarks), directions,
+            len(uncertified), tuple(r for r, _ in best), remarks, directions,
         )  # fmt: skip
 
     def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:

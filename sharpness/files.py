@@ -11,7 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_write", "check_apart", "check_file", "check_folder", "flush", "kind_of", "naming_file", "write_json", "write_text"]
+__all__ = [
+    "atomic_write",
+    "check_apart",
+    "check_file",
+    "check_folder",
+    "flush",
+    "kind_of",
+    "naming_file",
+    "write_json",
+    "write_text",
+]
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -49,8 +59,8 @@ def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], whole:
     of whose files are data.
     """
     place, whole = out.resolve(), list(whole)
-    for source in (*filter(None, read), *whole):
-        one = Path(source).resolve()
+    for source in map(Path, (*(path for path in read if path is not None), *whole)):
+        one = source.resolve()
         if place == one or (one.is_dir() and place.is_relative_to(one) and (source in whole or place.exists())):
             how = "replace" if place == one else "change"
             raise ValueError(f"writing to {out} would {how} {source}, which is read; choose another place")

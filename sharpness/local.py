@@ -250,8 +250,10 @@ def _at_the_weights(
 
     with World(group).losing_others():
         space, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
-        found = sorted(world.gather(found), key=lambda b: b.batch)
-    return LocalResult(measure, plain_class(model).__name__, tuple(found), tuple(space.remarks))
+        shares = world.gather([(found, space.unreached())])
+        found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
+        remarks = space.without_gradient(set.intersection(*(unreached for _, unreached in shares)))
+    return LocalResult(measure, plain_class(model).__name__, tuple(found), (*space.remarks, *remarks))
 
 
 #: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.

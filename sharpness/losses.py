@@ -98,9 +98,9 @@ def _wrong_ids(model: nn.Module, batch: Any, error: BaseException) -> str | None
             )
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    sizes = {} if ids is None else {str(ids.shape[-1]), str(most)}
-    if most and sizes and ids.shape[-1] > most and sizes <= set(re.findall(r"\d+", str(error))):
-        return f"the inputs have {ids.shape[-1]} tokens, but {name} has {most} positions; use shorter inputs"
+    size = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 0
+    if most and size > most and {str(size), str(most)} <= set(re.findall(r"\d+", str(error))):
+        return f"the inputs have {size} tokens, but {name} has {most} positions; use shorter inputs"
     return None
 
 
@@ -127,8 +127,8 @@ def _wrong_labels(model: nn.Module, batch: Any, error: BaseException) -> str | N
         return None
     if isinstance(batch, Mapping) and len(scores) > len(labels) == len(shown):
         return (
-            f"{name} scores every token ({len(scores)}), but there are {len(labels)} labels, one for each example; load "
-            "a class such as …ForSequenceClassification, or label every token"
+            f"{name} scores every token ({len(scores)}), but there are {len(labels)} labels, one for each example; "
+            "load a class such as …ForSequenceClassification, or label every token"
         )
     one = ' (with config.problem_type = "single_label_classification")' if several else ""
     return (

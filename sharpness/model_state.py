@@ -9,9 +9,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
-
-from quotient_manifolds.symmetries.recording import caching, drop_caches
 
 __all__ = ["preserve_model_state"]
 
@@ -65,7 +62,6 @@ class _State:
             (m, name, vars(m)[name]) for name, kind in _SWITCHES.items() for m in self.modes
             if isinstance(m, kind) and name in vars(m)
         ]  # fmt: skip
-        self.caching, self.hooks = caching(model), list[RemovableHandle]()
         self.data = [(p, p.data, p.grad) for p in model.parameters()]
         self.buffers = [(m, dict(m._buffers)) for m in self.modes if not isinstance(m, torch.jit.ScriptModule)]
         self.contents = [(b, b.detach().clone()) for b in model.buffers()]
@@ -84,8 +80,6 @@ class _State:
         # Not model.eval(): some layers merge weights when they are told to.
         for module in self.modes:
             module.training = False
-        for module in self.caching:
-            self.hooks.append(module.register_forward_pre_hook(drop_caches))
         for module, name, _ in self.switches:
             setattr(module, name, False)
 
@@ -93,10 +87,6 @@ class _State:
         """Restore everything; a second call is harmless."""
         for p, data, grad in self.data:
             p.data, p.grad = data, grad
-        for hook in self.hooks:
-            hook.remove()
-        for module in self.caching:
-            drop_caches(module)
         for module, training in self.modes.items():
             module.training = training
         for module, name, value in self.switches:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.batches import tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.symmetries.recording import caching, drop_caches
 
 __all__ = ["Gradients", "becomes_float32", "pointing_to", "stands_on_narrow_base"]
 
@@ -32,11 +33,13 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
     if wider and not above:
         data |= {p: p.data.to(at_least_float32(p.dtype)) for p in model.parameters() if p not in data and _is_narrow(p)}
         buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None and _is_narrow(b)]
-    original = {p: p.data for p in data}
+    original, cached = {p: p.data for p in data}, caching(model)
 
     def put_back() -> None:
         for p, before in original.items():
             p.data = before
+        for m in cached:
+            drop_caches(m)
         for m, name, b in buffers:
             m._buffers[name] = b
         for hook in hooks:
@@ -46,6 +49,7 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
         try:
             for p, replacement in data.items():
                 p.data = replacement
+            hooks += [m.register_forward_pre_hook(drop_caches) for m in cached]  # in each pass, for the weights move on
             for m, name, b in buffers:
                 m._buffers[name] = b.to(at_least_float32(b.dtype))
             for m in model.modules() if above else ():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from .blocks import Block, ElementwiseBlock
 from .building import build_blocks, divide
 from .coordinates import Coordinates
 from .direction import Direction
-from .distributed import World
 from .losses import Objective
 from .measures import Measure
 from .parts import Parts
@@ -236,9 +235,12 @@ class WeightSpace(Coordinates):
             )
         if self._at is None:
             self._certify(found)
-            reached = {name: found[p].any() for name in self._unreached if (p := self._parameters[name]) in found}
-            if reached:
-                self._unreached -= set(itertools.compress(reached, torch.stack([*reached.values()]).tolist()))
+            sizes = {
+                name: torch.linalg.vector_norm(found[p], 1).to(self.dtype)
+                for name in self._unreached if (p := self._parameters[name]) in found and p.numel()
+            }  # fmt: skip
+            if sizes:
+                self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
         out = self.empty() if room is None else room()
         self._pull_back_(out, found, self._at, spend=True)
         return out
@@ -246,9 +248,12 @@ class WeightSpace(Coordinates):
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
         self.certification.see(gradient, tolerance=self.tolerance)
 
-    def without_gradient(self, world: World) -> list[str]:
-        """Name the weights that had no gradient yet on any process, in a sentence if there are any."""
-        unreached = set.intersection(*world.gather(self.world.gather([self._unreached])))
+    def unreached(self) -> set[str]:
+        """Name the weights that had no gradient yet."""
+        return set.intersection(*self.world.gather([self._unreached]))
+
+    def without_gradient(self, unreached: Collection[str]) -> list[str]:
+        """Say in a sentence which weights had no gradient, if there are any."""
         if not unreached:
             return []
         sizes = {name: p.numel() for name, p in self._parameters.items()}

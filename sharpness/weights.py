@@ -58,8 +58,8 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
         if p.is_inference():
             raise ValueError(
-                f"parameter {name!r} was made under torch.inference_mode, where nothing can be differentiated; make the "
-                "model outside of it"
+                f"parameter {name!r} was made under torch.inference_mode, where nothing can be differentiated; make "
+                "the model outside of it"
             )
         if not is_sharded(p) and not bool(p.detach().isfinite().all()):
             raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")

@@ -63,6 +63,7 @@ run bert dev.tsv --text sentence --measure adaptive --rho 0.1 --steps 2 --batch-
 run vit pics --measure gradient-norm --quiet --out out.json
 """ + 2 * """
 sweep sweep.json --quiet --out out
+run bert dev.tsv --text sentence --measure gradient-norm --quiet --out bert/model.safetensors
 symmetries bert
 table done
 demo --condition 0 --quiet --out out.png

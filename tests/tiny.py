@@ -14,7 +14,7 @@ from quotient_manifolds.symmetries.wide import widened
 from . import networks, zoo
 
 #: Largest number of weights: what rules do not make smaller is left out.
-LARGEST = 3_000_000
+LARGEST = 6_000_000
 #: Entries of a configuration by their names: the first pattern that matches; a larger number becomes this one.
 _RULES = [(re.compile(pattern), value) for pattern, value in (
     (r"(^|_)(head_dim|head_size|kv_channels|d_kv|d_head|attention_head_dim|key_length|dim_head|v_head_dim)$", 8),
@@ -33,6 +33,7 @@ _RULES = [(re.compile(pattern), value) for pattern, value in (
     (r"(hidden|embed|embedding|model|width|projection|channels|features?|proj)(_(dim|size|features|channels))?s?$", 32),
     (r"(^|_)(dim|rank|size|channels|width|state)s?$", 32),
     (r"lora_rank", 16),
+    (r"_units$", 32),
 )]  # fmt: skip
 #: Entries that stay as they are, because others must fit them.
 _KEPT = re.compile(

@@ -10,7 +10,7 @@ import csv
 import json
 import os
 import re
-import signal
+import resource
 import sys
 import traceback
 import warnings
@@ -33,8 +33,8 @@ from . import tiny
 
 TABLE = Path(__file__).parents[1] / "docs/tables/verdicts.csv"
 MEASURES = ("geodesic-inv", "complete-inv")
-#: Seconds for one model.
-LIMIT = 240
+#: Seconds of processor time for one model.
+LIMIT = 120
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ def apart(work, *args):
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(LIMIT)
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
         try:
             row = work(*args)
         except Exception as error:
@@ -174,10 +174,11 @@ def answer(row, question):
         return "none: " + "; ".join(sorted({word(reason) for reason in row["reasons"]}))
     if word(verdict) != "refused":
         return word(verdict)
+    if "UnknownAttentionError" in verdict:
+        examined = re.search(r"of its examination: ([^:)]*)", verdict)
+        return f"refused: unknown attention{f': {examined[1]}' if examined else ''}"
     sentence = re.split(r"[;:] ", verdict.split(": ", 2)[2])[0]
-    return "refused: " + re.sub(
-        r"'[^']*'|\b[\w.]*[A-Z][a-z]+[A-Z]\w*", "…", re.sub(r"class [\w.]+", "class …", sentence)
-    )
+    return "refused: " + re.sub(r"'[^']*'|\b\w*[A-Z][a-z]+[A-Z]\w*", "…", sentence)
 
 
 def counts(rows):

@@ -41,7 +41,7 @@ UNREACHED = "the batch does not reach it"
 FAILED = "could not be examined"
 _ENCLOSING = "it holds another attention layer besides its own weights"
 _NONE = "no continuous symmetry was found"
-UNNAMED = "it computes attention, but the names of its weights do not tell its queries, keys, values and outputs"
+UNNAMED = "the names of its weights do not tell its queries, keys, values and outputs"
 _LOCAL = "flat at the weights, but not further along the orbit"
 
 #: Inputs with entries beyond this are masks.

@@ -75,14 +75,17 @@ def caching(model: nn.Module) -> list[nn.Module]:
 
 
 def drop_caches(module: nn.Module, *_: Any) -> None:
-    """Tell a module that keeps tensors besides parameters and buffers to drop what depends on its mode.
+    """Tell a module that keeps tensors besides parameters and buffers to drop what it made in evaluation mode.
 
     timm's LeViT and others gather biases once in evaluation mode, and would not see weights that move.
     """
     own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers")}
-    if next(tensors(own), None) is not None:
+    if not module.training and next(tensors(own), None) is not None:
+        modes = [(m, m.training) for m in module.modules()]
         module.train()
         module.train(False)
+        for m, training in modes:
+            m.training = training
 
 
 def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:

@@ -234,8 +234,8 @@ def _models(options: argparse.Namespace, rows: list[dict[str, Any]], count: int)
 
     if options.json:
         records = model_records(rows, short=options.short)
-        own = {r["model"]: remarks([row for row in rows if row["checkpoint"] == r["model"]]) for r in records}
-        return as_json([{**r, **({"remarks": own[r["model"]]} if own[r["model"]] else {})} for r in records])
+        by_model = ([row for row in rows if row["checkpoint"] == r["model"]] for r in records)
+        return as_json([{**r, "remarks": remarks(own)} for r, own in zip(records, by_model, strict=True)])
     text = per_model(rows, options.format, short=options.short)
     notes = ["Losses and sharpness are in nats; errors and the gap are fractions."]
     measured = [row["per_batch"] for row in rows if row.get("per_batch")]

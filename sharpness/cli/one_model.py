@@ -6,8 +6,6 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -296,7 +294,7 @@ def _run(options: argparse.Namespace) -> int:
             print(*remarks, sep="\n", end="\n" * bool(remarks), flush=True)
         found = []
         for measure in options.measure:
-            with naming(f"{options.model} on {options.data}"), _offering():
+            with naming(f"{options.model} on {options.data}"):
                 common: Any = {"measure": measure_of(measure), "micro_batch": options.micro_batch, "group": group}
                 if measure in LOCAL:
                     function = LOCAL[measure][0]
@@ -319,20 +317,6 @@ def _run(options: argparse.Namespace) -> int:
         if options.json and leader:
             print(as_json({**source, "results": found}), end="")
     return 0
-
-
-@contextmanager
-def _offering() -> Iterator[None]:
-    """Say of unknown attention what the command line offers, in place of what Python does."""
-    from quotient_manifolds.symmetries import UnknownAttentionError
-
-    try:
-        yield
-    except UnknownAttentionError as error:
-        raise ValueError(
-            f"module {error.path!r} of class {error.cls.__qualname__} computes attention whose symmetries are not "
-            "known; pass --measure adaptive, which needs none"
-        ) from error
 
 
 def _source(options: argparse.Namespace) -> dict[str, Any]:

@@ -125,15 +125,21 @@ def _of_classes(
     items = [(name, label) for label, folder in enumerate(classes) for name in sorted(by_class[folder])]
 
     found = image_examples(
-        source, lambda i: _read_image(items[i][0], read(items[i][0]), how), [label for _, label in items], classes, known
+        source,
+        lambda i: _read_image(items[i][0], read(items[i][0]), how),
+        [label for _, label in items],
+        classes,
+        known,
     )
     taken = set(images)
     others = sorted(name for name in names if name not in taken)
+    if not others:
+        return replace(found, sorted=True)
     remark = (
         f"{len(others)} of the {len(names)} files of {source} are left out, such as {others[0]}: they are hidden, not "
-        "directly in the folder of a class, or no images by their names" if others else ""
-    )  # fmt: skip
-    return replace(found, sorted=True, remarks=(remark,) * bool(others))
+        "directly in the folder of a class, or no images by their names"
+    )
+    return replace(found, sorted=True, remarks=(remark,))
 
 
 def image_folder(folder: Path, how: ImageFormat, known: Mapping[str, int]) -> Examples:

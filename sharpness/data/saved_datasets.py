@@ -22,8 +22,8 @@ def is_datasets_folder(path: Path) -> bool:
 
 
 def datasets_folder(
-    folder: Path, split: str, images: ImageFormat | None, columns: TextColumns, tokenizer: Any, known: Mapping[str, int],
-    predicts: str | None = None,
+    folder: Path, split: str, images: ImageFormat | None, columns: TextColumns, tokenizer: Any,
+    known: Mapping[str, int], predicts: str | None = None,
 ) -> Examples:  # fmt: skip
     """Open what ``datasets.save_to_disk`` wrote: texts, or images with their class."""
     try:

@@ -121,7 +121,7 @@ def _preprocessor(folder: Path, config: Any) -> ImageFormat | None:
     other += [k for k in ("do_rescale", "do_resize") if found.get(k) is False]
     if abs(255 * found.get("rescale_factor", 1 / 255) - 1) > 1e-6:
         other.append("rescale_factor")
-    resample = found.get("resample", 2 if kind == "ViT" else None)
+    resample: Any = found.get("resample", 2 if kind == "ViT" else None)
     if resample not in _RESAMPLE:
         other.append("resample")
     if "crop_size" in found and "do_center_crop" not in found:  # classes differ in what that means

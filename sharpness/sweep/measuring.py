@@ -160,7 +160,7 @@ def _baselines(sweep: Sweep, model: torch.nn.Module, read: Read) -> dict[str, An
     moving = [p for p in model.parameters() if p.requires_grad and p.dtype != at_least_float32(p.dtype)]
     wide: dict[Tensor, Tensor] = {p: p.data.to(at_least_float32(p.dtype)) for p in moving}
     if becomes_float32(model, moving):
-        batches = [to_float32(batch) for batch in batches]
+        batches = Batches(to_float32(batch) for batch in batches)
     with pointing_to(model, wide):
         parts = [part for batch in batches for _, part in Objective(micro_batch=size).pieces(model, batch)]
         row = {

@@ -70,13 +70,15 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 
 
 def test_nothing_that_is_read_is_written(place):
-    """Files in folders that are read count, through links and other spellings, and new ones where all files are data."""
+    """Files in folders that are read count, through links and other spellings; new ones where all files are data."""
     mine, thesis = place / "mine", place / "mine" / "deep" / "thesis.txt"
     for out in (thesis, place / "mine" / ".." / "mine" / "deep" / "thesis.txt", place / "link"):
         for read in (thesis, mine, place / "link"):
-            with pytest.raises(ValueError, match=r"writing to .* would (replace|change) .*, which is read; choose another"):
+            with pytest.raises(
+                ValueError, match=r"writing to .* would (replace|change) .*, which is read; choose another"
+            ):
                 check_apart(out, [None, read])
     check_apart(mine / "new.json", [mine, thesis])
     check_apart(place / "other", [mine, thesis], [mine])
-    with pytest.raises(ValueError, match="would change .*mine, which is read"):
+    with pytest.raises(ValueError, match=r"would change .*mine, which is read"):
         check_apart(mine / "new.json", (), [mine])

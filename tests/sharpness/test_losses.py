@@ -281,8 +281,16 @@ IDS = torch.arange(3, 27).reshape(4, 6)
 CLASSES = torch.tensor([0, 1, 2, 0])
 SEVERAL = {"problem_type": "multi_label_classification"}
 HINTS = {
-    "ids": ({}, {"input_ids": IDS + 9, "labels": CLASSES}, "rows 12 to 35 of bert.embeddings.word_embeddings.* has 30 "),
-    "types": ({}, {"input_ids": IDS, "token_type_ids": IDS, "labels": CLASSES}, "token_type_embeddings.* has 2 of them"),
+    "ids": (
+        {},
+        {"input_ids": IDS + 9, "labels": CLASSES},
+        "rows 12 to 35 of bert.embeddings.word_embeddings.* has 30 ",
+    ),
+    "types": (
+        {},
+        {"input_ids": IDS, "token_type_ids": IDS, "labels": CLASSES},
+        "token_type_embeddings.* has 2 of them",
+    ),
     "positions": ({}, {"input_ids": IDS.repeat(1, 4), "labels": CLASSES}, "have 24 tokens, but .* has 12 positions"),
     "classes": ({}, {"input_ids": IDS, "labels": CLASSES + 1}, "go from 1 to 3, but .* has 3 classes"),
     "negative": ({}, {"input_ids": IDS, "labels": CLASSES - 1}, "go from -1 to 1, but .* has 3 classes"),
@@ -306,7 +314,9 @@ def test_a_head_for_tokens_with_labels_of_examples_is_named():
 
 
 @pytest.mark.parametrize("kind", [IndexError, RuntimeError, ValueError])
-@pytest.mark.parametrize("words", ["index out of range in self", "Target 7 is out of bounds.", "expected Long", "24 12"])
+@pytest.mark.parametrize(
+    "words", ["index out of range in self", "Target 7 is out of bounds.", "expected Long", "24 12"]
+)
 def test_an_error_of_the_models_own_is_not_explained(kind, words):
     """Each was said to come from ids or labels, which are as they should be; the length is beyond a table not used."""
 
@@ -335,7 +345,9 @@ def test_a_cast_by_hand_is_named(dtype):
     torch.set_default_dtype(torch.float32)
     model, batch = Casts(4, 3).to(dtype), (torch.randn(4, 4), CLASSES)
     assert default_loss(model, batch).loss.isfinite()
-    with pytest.raises(ValueError, match=f"the model casts to {dtype} by itself, while it is measured in torch.float32;"):
+    with pytest.raises(
+        ValueError, match=f"the model casts to {dtype} by itself, while it is measured in torch.float32;"
+    ):
         sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # of another cause
         default_loss(model, (torch.randn(4, 5), CLASSES))

@@ -1,11 +1,9 @@
 """A measurement leaves no trace, wherever an interrupt falls and whatever other threads do."""
 
 import contextlib
-import copy
 import sys
 import threading
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -146,76 +144,6 @@ def test_cached_parametrizations_do_not_change_the_value():
         assert float(sharpness.evaluate(model, batches, measure="adaptive", rho=0.2, steps=3)) == expected
         assert parametrize._cache_enabled
     assert expected > 0
-
-
-class Caching(nn.Module):
-    """Gathers a bias once in evaluation mode, as timm's LeViT, TinyViT and EfficientFormer."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.bias, self.cache = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), {}
-        self.register_buffer("index", torch.tensor([1, 0]))
-
-    def train(self, mode=True):
-        super().train(mode)
-        if mode:
-            self.cache = {}
-        return self
-
-    def gathered(self):
-        if self.training:
-            return self.bias[self.index]
-        if "cpu" not in self.cache:
-            self.cache["cpu"] = self.bias[self.index]
-        return self.cache["cpu"]
-
-    def forward(self, x):
-        return self.linear(x) + self.gathered()
-
-
-@pytest.mark.parametrize("loss", [None, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("filled", [True, False])
-def test_caches_of_evaluation_mode_are_no_part_of_a_measurement(loss, training, filled):
-    torch.manual_seed(0)
-    model, batches = nn.Sequential(Caching()), [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))] * 2
-    options = {"measure": "adaptive", "rho": 0.2, "steps": 3}
-    plain = copy.deepcopy(model)
-    plain[0].gathered = lambda: plain[0].bias[plain[0].index]
-    expected = sharpness.evaluate(plain, batches, loss, **options)
-    if filled:  # with its graph
-        model.eval()(batches[0][0])
-    model.train(training)
-    found = sharpness.evaluate(model, batches, loss, **options)
-    assert float(found) == float(expected)
-    assert found.remarks == ()
-    assert found.direction(0).tensors["0.bias"].any()
-    assert model[0].training == training
-    assert not model[0]._forward_pre_hooks
-    with torch.no_grad():
-        model[0].bias.mul_(3) if training else None
-        plain[0].bias.mul_(3) if training else None
-        assert torch.equal(model.eval()(batches[0][0]), plain(batches[0][0]))  # it holds no weights that were moved
-
-
-class Frozen(nn.Module):
-    """Keeps its weights in a tensor of its own, which nothing clears."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.kept = self.linear.weight.data.t().clone()
-
-    def forward(self, x):
-        return x @ self.kept + self.linear.bias
-
-
-def test_weights_behind_a_cache_that_stays_are_named():
-    (_, batches), model = small(), Frozen()
-    (remark,) = sharpness.evaluate(model, batches, measure="adaptive", rho=0.1, steps=2).remarks
-    assert (
-        remark == "6 of 8 weights got no gradient from any batch, so the result says nothing about them: linear.weight"
-    )
 
 
 def test_threads_put_the_fast_path_back():

@@ -29,11 +29,13 @@ def test_weights_that_cannot_be_differentiated_are_named():
     with torch.inference_mode():
         model = torch.nn.Linear(4, 3)
     batch = (torch.randn(5, 4), torch.arange(5) % 3)
-    with pytest.raises(ValueError, match=r"'weight' was made under torch.inference_mode, where .*; make the model outside"):
+    with pytest.raises(
+        ValueError, match=r"'weight' was made under torch.inference_mode, where .*; make the model outside"
+    ):
         sharpness.evaluate(model, [batch], measure="adaptive")
     model = torch.nn.Linear(4, 3)
     model.weight = torch.nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match="'weight' has dtype torch.float8_e4m3fn; only real"):
+    with pytest.raises(ValueError, match=r"'weight' has dtype torch.float8_e4m3fn; only real"):
         sharpness.evaluate(model, [batch], measure="adaptive")
 
 

@@ -60,7 +60,9 @@ def test_results_are_not_replaced_by_their_table(tmp_path, capsys):
         assert cli.main(["table", str(tmp_path / read), "--short", "--out", str(tmp_path / out)]) == 2
         assert f"writing to {tmp_path / out} would " in capsys.readouterr().err
     for _ in range(2):  # a table may stand beside the results, and be written again
-        assert cli.main(["table", str(tmp_path / "sweep"), "--short", "--out", str(tmp_path / "sweep" / "table.txt")]) == 0
+        assert (
+            cli.main(["table", str(tmp_path / "sweep"), "--short", "--out", str(tmp_path / "sweep" / "table.txt")]) == 0
+        )
 
 
 def test_a_sweep_replaces_nothing_that_it_reads(tmp_path, capsys):

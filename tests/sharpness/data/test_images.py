@@ -31,7 +31,14 @@ def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, packed, capsys, 
     """Half of the images were left out in silence, and a hidden folder became class 0, which moved all labels."""
     assert load_examples(str(folder), images=COLOUR).remarks == ()
     image = png(np.zeros((6, 4, 3), dtype=np.uint8))
-    for name in (".ipynb_checkpoints/0.png", "__MACOSX/cat/._0.png", "cat/._0.png", "cat/notes.txt", "cat/more/9.png", "x.png"):
+    for name in (
+        ".ipynb_checkpoints/0.png",
+        "__MACOSX/cat/._0.png",
+        "cat/._0.png",
+        "cat/notes.txt",
+        "cat/more/9.png",
+        "x.png",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(image)
     Image.open(io.BytesIO(image)).save(folder / "dog" / "9.gif")
@@ -48,7 +55,18 @@ def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, packed, capsys, 
     (tmp_path / "a_network.py").write_text("from tests.pictures import flat as model\n")
     monkeypatch.syspath_prepend(tmp_path)
     torch.set_default_dtype(torch.float32)
-    command = ["run", "a_network:model", str(source), "--measure", "adaptive", "--rho", "0.1", "--steps", "1", "--quiet"]
+    command = [
+        "run",
+        "a_network:model",
+        str(source),
+        "--measure",
+        "adaptive",
+        "--rho",
+        "0.1",
+        "--steps",
+        "1",
+        "--quiet",
+    ]
     command += ["--image-size", "4", "--mean", "0.5", "0.5", "0.5", "--std", "1"]
     assert cli.main(command) == 0
     assert remark in capsys.readouterr().out

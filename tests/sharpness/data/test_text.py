@@ -54,7 +54,11 @@ def test_labels_that_differ_in_case(tmp_path):
             "label,text\n1,good, really good\n",
             "row 1 of .*a.csv has 3 columns, not 2; quote values that contain ','",
         ),
-        ("a.csv", "label;text\n1;good; really\n", "row 1 of .*a.csv has 3 columns, not 2; quote values that contain ';'"),
+        (
+            "a.csv",
+            "label;text\n1;good; really\n",
+            "row 1 of .*a.csv has 3 columns, not 2; quote values that contain ';'",
+        ),
         ("a.tsv", "label\ttext\n²\tgood\n", "a.tsv has the label '²', which is not the name of a class"),
         ("a.tsv", "label\ttext\n1\tgood\t0\n", "row 1 of .*a.tsv has 3 columns, not 2$"),
         ("a.csv", "label,text,label\n1,good,0\n", "has two columns 'label'; rename one"),

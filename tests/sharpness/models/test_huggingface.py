@@ -165,7 +165,9 @@ def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, c
 def test_an_adapter_beside_the_weights_is_refused(bert, capsys):
     """transformers attached it and froze the rest: 2 of 31 tensors were measured, and nothing said so."""
     (bert / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bert holds a PEFT adapter beside the weights of a model; .*merge_and_unload"):
+    with pytest.raises(
+        ValueError, match=r"bert holds a PEFT adapter beside the weights of a model; .*merge_and_unload"
+    ):
         load(str(bert))
     (bert / "config.json").unlink()
     with pytest.raises(ValueError, match="bert holds a PEFT adapter without the model that it adapts"):
