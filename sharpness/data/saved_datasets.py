@@ -40,7 +40,7 @@ def datasets_folder(
         found = found[split]
     source = f"{folder}:{split}" if split else str(folder)
     if predicts is not None:
-        return table_of_text(source, [strings(row) for row in found], columns, tokenizer, known, predicts)
+        return _texts(found, None, source, columns, tokenizer, known, predicts)
     if columns.label not in found.features:
         raise ValueError(f"{source} has no column {columns.label!r}; it has {', '.join(found.features)}")
     named = getattr(found.features[columns.label], "names", None)
@@ -58,12 +58,13 @@ def datasets_folder(
 
 
 def _texts(
-    found: Any, named: Sequence[str] | None, source: str, columns: TextColumns, tokenizer: Any, known: Mapping[str, int]
-) -> Examples:
+    found: Any, named: Sequence[str] | None, source: str, columns: TextColumns, tokenizer: Any,
+    known: Mapping[str, int], predicts: str | None = None,
+) -> Examples:  # fmt: skip
     wanted = [c for c in (columns.text, columns.pair, columns.label) if c in found.features]
     rows = [strings(row) for row in found.select_columns(wanted)]
     if not named:
-        return table_of_text(source, rows, columns, tokenizer, known)
+        return table_of_text(source, rows, columns, tokenizer, known, predicts)
     for row in rows:
         number = int(row.get(columns.label, -1))
         if not 0 <= number < len(named):

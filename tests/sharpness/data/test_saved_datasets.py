@@ -4,7 +4,7 @@ import torch
 
 from sharpness.data import DataChoice, TextColumns
 from sharpness.data.loading import load_examples
-from tests.pictures import COLOUR, png
+from tests.pictures import COLOUR, Words, png
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -54,3 +54,21 @@ def test_folders_of_datasets(tmp_path, pictures):
     data.save_to_disk(tmp_path / "unlabelled")
     with pytest.raises(ValueError, match="has the label -1, which is not among its classes"):
         load_examples(str(tmp_path / "unlabelled"), tokenizer=tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_that_cannot_be_read_are_named_and_language_models_need_no_labels(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = {"image": [{"bytes": b"text", "path": None}], "label": [0]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "images")
+    with pytest.raises(ValueError, match=r"the image in row 0 of .*images cannot be read"):
+        load_examples(str(tmp_path / "images"), images=COLOUR).batch([0])
+    datasets.Dataset.from_dict({"text": ["a bc", "d"], "other": [1, 2]}).save_to_disk(tmp_path / "texts")
+
+    def tokenizer(texts, **_):
+        ids = Words()(texts, truncation=True, max_length=9, padding=True, return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+    batch = load_examples(str(tmp_path / "texts"), tokenizer=tokenizer, predicts="next").batch([0, 1])
+    assert batch["labels"].tolist() == [[1, 2], [1, -100]]
