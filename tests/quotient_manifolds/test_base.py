@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
+from quotient_manifolds.base import TangentSpace
 from quotient_manifolds.gl.manifold import GLQuotient
 from quotient_manifolds.gl.metrics import MIX
 from tests.extent import EXHAUSTIVE
@@ -356,3 +357,93 @@ def test_operations_are_homogeneous(manifold, name, dtype):
             assert found.dtype == dtype
             found, expected = (t if t.dim() == 0 else sized(manifold, t, 1 / p, 1 / q) for t in (found.double(), expected))
             close(found / expected.abs().amax(), expected / expected.abs().amax(), 3e-5 if dtype == torch.float32 else 1e-8)
+
+
+@pytest.mark.parametrize(("manifold", "name"), NAMES, ids=str)
+@pytest.mark.parametrize("broken", ["svd", "qr", "eigh", "cholesky", "inv", "solve"])
+def test_no_decomposition_that_fails_in_silence_is_believed(manifold, name, broken, monkeypatch):
+    """Some libraries return NaN instead of an error."""
+    arguments, original = case_of(manifold), getattr(torch.linalg, broken)
+
+    def nan(*args, **options):
+        found = original(*args, **options)
+        return type(found)(torch.full_like(t, torch.nan) for t in found) if isinstance(found, tuple) else found * torch.nan
+
+    monkeypatch.setattr(torch.linalg, broken, nan)
+    monkeypatch.setattr("quotient_manifolds.gl.geodesic_ode._MAX_STEPS", 50)
+    try:
+        found = operations(manifold)[name][0](*arguments)
+    except (ValueError, ArithmeticError, torch.linalg.LinAlgError):
+        return
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+class TestOneSentence:
+    def test_times_that_are_not_finite(self, manifold):
+        x, u, *_ = case_of(manifold)
+        for bad in (torch.nan, torch.inf, -torch.inf, torch.tensor([0.5, torch.nan])):
+            with pytest.raises(ValueError, match="times must be finite, got"):
+                manifold.geodesic(x, u, bad)
+
+    def test_a_tensor_without_numbers(self, manifold):
+        x = case_of(manifold)[0].to("meta")
+        for name in ("norm", "proju", "retr", "dist"):
+            with pytest.raises(ValueError, match="x is on the device meta, without numbers"):
+                getattr(manifold, name)(x, x)
+
+    def test_a_result_that_its_dtype_does_not_hold(self, manifold):
+        x = (1e30 * case_of(manifold)[0]).float()
+        with pytest.raises(ValueError, match=f"{type(manifold).__name__}.*: to_matrix gives numbers.*rescale the point"):
+            manifold.to_matrix(x)
+        assert not manifold.to_matrix(x * torch.nan).isfinite().any()  # what came in leaves
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_the_derivative_of_the_length_of_zero_is_zero(manifold):
+    x = case_of(manifold)[0]
+    u = torch.zeros_like(x, requires_grad=True)
+    for length in (manifold.norm(x, u), manifold.tangent_space_at(x).norm(u), TangentSpace.norm(SimpleSquare(), u)):
+        assert torch.equal(torch.autograd.grad(length, u)[0], torch.zeros_like(u))
+
+
+class SimpleSquare:
+    """What the norm of the base class needs."""
+
+    def inner(self, u, keepdim=False):
+        return u.square().sum()
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_vectors_stand_for_their_horizontal_part(manifold):
+    """A vertical part moves the representative, not the point of the quotient."""
+    x, u, v, *_ = case_of(manifold)
+    L = 0.3 * manifold.random_algebra(x, torch.Generator().manual_seed(0))
+    other = u + manifold.vertical(x, L)
+    for follow in (manifold.retr, manifold.expmap, lambda x, u: manifold.geodesic(x, u, 0.7)[0]):
+        close(follow(x, other), follow(x, u), 1e-13)
+    space = manifold.tangent_space_at(x)
+    assert (space.retr(other) - space.retr(u)).abs().max() > 1e-3  # as it is: the space takes horizontal vectors
+    with pytest.raises(ValueError, match="not horizontal"):
+        manifold.assert_check_vector_on_tangent(x, other)
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_points_that_are_made_know_their_manifold(manifold):
+    shape = tuple(np.int64(s) for s in case_of(manifold)[0].shape)
+    for make in (manifold.random, manifold.origin):
+        for x in (make(*shape), make(shape), make(2, *shape, dtype=torch.float32)):
+            assert isinstance(x, geoopt.ManifoldTensor)
+            assert x.manifold is manifold
+    assert manifold.random(*shape, requires_grad=True).requires_grad
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_autocast_changes_nothing(manifold):
+    x, u, v, y, e = (t.float() for t in case_of(manifold))
+    for name, (operation, _) in operations(manifold).items():
+        if name == "derivative":  # torch: no backward pass under autocast
+            continue
+        expected = operation(x, u, v, y, e)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(operation(x, u, v, y, e), expected), name
