@@ -13,7 +13,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from .. import means
 from ..base import QuotientManifold, is_differentiated, standard_normal, with_finite_results
 from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
-from ..linalg import column_rank_ratio, holds, in_double, largest, pack, power_of_two, rank_tolerance
+from ..linalg import column_rank_ratio, holds, in_double, pack, power_of_two, rank_tolerance
 from . import alignment, logarithm, transport
 from .gauge import Gauge, gauge_in_units
 from .metrics import INV, MIX, Metric
@@ -247,9 +247,10 @@ class GLQuotient(QuotientManifold):
         check_vector(self, x, u)
         check_vector(self, x, v, "v")
         unit, a = self._in_units(x)
-        space, size = self.tangent_space_at(a.detach()), power_of_two(largest(v))
-        u, v = (space.proju(in_double(w) / s) for w, s in ((u, unit), (v, size)))
-        end, carried = transport.parallel_transport(self, space, u, v)
+        space = cast(GLTangentSpace, self.tangent_space_at(a.detach()))
+        u, v = space.proju(in_double(u) / unit), space.proju(in_double(v))
+        size = power_of_two(space.norm(v, keepdim=True))
+        end, carried = transport.parallel_transport(self, space, u, v / size)
         return (end * unit).to(x.dtype), (carried * size).to(x.dtype)
 
     def _in_units(self, *points: Tensor) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """geoopt's own checks of a manifold, and its containers and optimisers."""
 
 import collections
+import itertools
 
 import geoopt
 import numpy as np
@@ -8,7 +9,11 @@ import pytest
 import torch
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
+from quotient_manifolds.base import TangentSpace
+from quotient_manifolds.gl.manifold import GLQuotient
+from quotient_manifolds.gl.metrics import MIX
 from tests.extent import EXHAUSTIVE
+from tests.points import ALL, close
 
 UnaryCase = collections.namedtuple("UnaryCase", "shape,x,ex,v,ev,manifold")
 
@@ -265,3 +270,180 @@ def test_complex_points_optimise():
         loss.backward()
         opt.step()
     assert loss < 1e-6
+
+
+# -- sizes: every operation is homogeneous, and gives numbers or says why not -------------------------------------------
+
+
+def operations(manifold):
+    """Name ↦ (an operation, the power of pq in its result for mix).
+
+    Where G is multiplied by p and H by q, vectors and points (results too) are multiplied likewise, and lengths by pq
+    (mix) or by nothing (inv). The arguments are a point, a horizontal and another vector, a near point, and a covector.
+    """
+    found = {
+        "inner": (lambda x, u, v, y, e: manifold.inner(x, u, v), 2),
+        "norm": (lambda x, u, v, y, e: manifold.norm(x, u), 1),
+        "dist": (lambda x, u, v, y, e: manifold.dist(x, y), 1),
+        "proju": (lambda x, u, v, y, e: manifold.proju(x, v), 0),
+        "transp": (lambda x, u, v, y, e: manifold.transp(x, y, v), 0),
+        "acceleration": (lambda x, u, v, y, e: manifold.acceleration(x, u), 0),
+        "retr": (lambda x, u, v, y, e: manifold.retr(x, v), 0),
+        "expmap": (lambda x, u, v, y, e: manifold.expmap(x, v), 0),
+        "velocity": (lambda x, u, v, y, e: manifold.geodesic(x, u, 0.5)[1], 0),
+        "logmap": (lambda x, u, v, y, e: manifold.logmap(x, y), 0),
+        "mean": (lambda x, u, v, y, e: manifold.mean(torch.stack([x, y])), 0),
+        "random": (lambda x, u, v, y, e: manifold.tangent_space_at(x).random(torch.Generator().manual_seed(0)), -1),
+        "derivative": (lambda x, u, v, y, e: derivative(manifold, x, u) * x * x, 1),
+        "egrad2rgrad": (lambda x, u, v, y, e: manifold.egrad2rgrad(x, e), -1),
+        "act": (lambda x, u, v, y, e: manifold.act(x, manifold.random_element(x, torch.Generator().manual_seed(0))), 0),
+        "projx": (lambda x, u, v, y, e: manifold.projx(x), 0),
+    }
+    if isinstance(manifold, GLQuotient):
+        found["align"] = (lambda x, u, v, y, e: manifold.align(x, y), 0)
+        found["parallel_transport"] = (lambda x, u, v, y, e: manifold.parallel_transport(x, u, v)[1], 0)
+    return found
+
+
+def derivative(manifold, x, u):
+    """The derivative of the length of a constant vector, where all Gram matrices move."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(manifold.norm(x, u), x)[0]
+
+
+def sized(manifold, t, p, q):
+    G, H = manifold.unpack_tensor(t)
+    return torch.cat([G * p, H * q], dim=-2)
+
+
+def case_of(manifold):
+    """A well-conditioned point, a horizontal and another vector, a near point and a covector, of few bits."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 5) if isinstance(manifold, RescaleQuotient) else (7, 2)
+    x, v, w = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
+    x = x.sign() * (0.5 + x.abs())
+    if isinstance(manifold, GLQuotient):
+        x = torch.cat([torch.linalg.qr(X).Q for X in manifold.unpack_tensor(x)])
+    x, v = x.float().double(), (0.05 * v).float().double()
+    u = manifold.proju(x, v).float().double()
+    return x, u, v, (x + 0.02 * w).float().double(), w.float().double()
+
+
+SIZES = {torch.float32: (2.0**-66, 2.0**63), torch.float64: (2.0**-498, 2.0**498)}
+NAMES = [(manifold, name) for manifold in ALL for name in operations(manifold)]
+
+
+@pytest.mark.parametrize(("manifold", "name"), NAMES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_operations_are_homogeneous(manifold, name, dtype):
+    """1e-20 to 1e19 in float32, 1e-150 to 1e150 in float64, equal for both factors or not."""
+    operation, power = operations(manifold)[name]
+    *arguments, covector = case_of(manifold)
+    mix = manifold.metric in ("mix", MIX)
+    exact, info = operation(*arguments, covector), torch.finfo(dtype)
+    for p, q in itertools.product(SIZES[dtype], repeat=2):
+        expected = exact if exact.dim() == 0 else sized(manifold, exact, p, q)
+        for factor in (p, q) * abs(power) * mix:
+            expected = expected * factor if power > 0 else expected / factor
+        given = [sized(manifold, t, p, q).to(dtype) for t in arguments]
+        given.append(sized(manifold, covector, *((q, p) if mix else (1 / p, 1 / q))).to(dtype))
+        if not bool((expected.abs() < info.max).all()):
+            if name == "derivative":  # which autograd computes: nothing can name it
+                continue
+            with pytest.raises(ValueError, match=f"{type(manifold).__name__}.*rescale the point"):
+                operation(*given)
+        elif bool((expected.abs() > info.tiny).any()):
+            found = operation(*given)
+            assert found.dtype == dtype
+            found, expected = (t if t.dim() == 0 else sized(manifold, t, 1 / p, 1 / q) for t in (found.double(), expected))
+            close(found / expected.abs().amax(), expected / expected.abs().amax(), 3e-5 if dtype == torch.float32 else 1e-8)
+
+
+@pytest.mark.parametrize(("manifold", "name"), NAMES, ids=str)
+@pytest.mark.parametrize("broken", ["svd", "qr", "eigh", "cholesky", "inv", "solve"])
+def test_no_decomposition_that_fails_in_silence_is_believed(manifold, name, broken, monkeypatch):
+    """Some libraries return NaN instead of an error."""
+    arguments, original = case_of(manifold), getattr(torch.linalg, broken)
+
+    def nan(*args, **options):
+        found = original(*args, **options)
+        return type(found)(torch.full_like(t, torch.nan) for t in found) if isinstance(found, tuple) else found * torch.nan
+
+    monkeypatch.setattr(torch.linalg, broken, nan)
+    monkeypatch.setattr("quotient_manifolds.gl.geodesic_ode._MAX_STEPS", 50)
+    try:
+        found = operations(manifold)[name][0](*arguments)
+    except (ValueError, ArithmeticError, torch.linalg.LinAlgError):
+        return
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+class TestOneSentence:
+    def test_times_that_are_not_finite(self, manifold):
+        x, u, *_ = case_of(manifold)
+        for bad in (torch.nan, torch.inf, -torch.inf, torch.tensor([0.5, torch.nan])):
+            with pytest.raises(ValueError, match="times must be finite, got"):
+                manifold.geodesic(x, u, bad)
+
+    def test_a_tensor_without_numbers(self, manifold):
+        x = case_of(manifold)[0].to("meta")
+        for name in ("norm", "proju", "retr", "dist"):
+            with pytest.raises(ValueError, match="x is on the device meta, without numbers"):
+                getattr(manifold, name)(x, x)
+
+    def test_a_result_that_its_dtype_does_not_hold(self, manifold):
+        x = (1e30 * case_of(manifold)[0]).float()
+        with pytest.raises(ValueError, match=f"{type(manifold).__name__}.*: to_matrix gives numbers.*rescale the point"):
+            manifold.to_matrix(x)
+        assert not manifold.to_matrix(x * torch.nan).isfinite().any()  # what came in leaves
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_the_derivative_of_the_length_of_zero_is_zero(manifold):
+    x = case_of(manifold)[0]
+    u = torch.zeros_like(x, requires_grad=True)
+    for length in (manifold.norm(x, u), manifold.tangent_space_at(x).norm(u), TangentSpace.norm(SimpleSquare(), u)):
+        assert torch.equal(torch.autograd.grad(length, u)[0], torch.zeros_like(u))
+
+
+class SimpleSquare:
+    """What the norm of the base class needs."""
+
+    def inner(self, u, keepdim=False):
+        return u.square().sum()
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_vectors_stand_for_their_horizontal_part(manifold):
+    """A vertical part moves the representative, not the point of the quotient."""
+    x, u, v, *_ = case_of(manifold)
+    L = 0.3 * manifold.random_algebra(x, torch.Generator().manual_seed(0))
+    other = u + manifold.vertical(x, L)
+    for follow in (manifold.retr, manifold.expmap, lambda x, u: manifold.geodesic(x, u, 0.7)[0]):
+        close(follow(x, other), follow(x, u), 1e-13)
+    space = manifold.tangent_space_at(x)
+    assert (space.retr(other) - space.retr(u)).abs().max() > 1e-3  # as it is: the space takes horizontal vectors
+    with pytest.raises(ValueError, match="not horizontal"):
+        manifold.assert_check_vector_on_tangent(x, other)
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_points_that_are_made_know_their_manifold(manifold):
+    shape = tuple(np.int64(s) for s in case_of(manifold)[0].shape)
+    for make in (manifold.random, manifold.origin):
+        for x in (make(*shape), make(shape), make(2, *shape, dtype=torch.float32)):
+            assert isinstance(x, geoopt.ManifoldTensor)
+            assert x.manifold is manifold
+    assert manifold.random(*shape, requires_grad=True).requires_grad
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_autocast_changes_nothing(manifold):
+    x, u, v, y, e = (t.float() for t in case_of(manifold))
+    for name, (operation, _) in operations(manifold).items():
+        if name == "derivative":  # torch: no backward pass under autocast
+            continue
+        expected = operation(x, u, v, y, e)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(operation(x, u, v, y, e), expected), name
