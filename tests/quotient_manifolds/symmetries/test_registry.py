@@ -153,3 +153,14 @@ def test_keys_that_are_the_values_are_refused(name):
     found = find_symmetric_pairs(model)
     assert all(p.group is None for p in found)
     assert verify(model, batch).ok
+
+
+@pytest.mark.parametrize("computed", ["in_proj_weight", "out_proj.weight"])
+def test_attention_with_a_computed_weight_is_known_by_its_own_class(computed):
+    """torch gives a parametrised module another class, and then it was overlooked."""
+    layer = nn.MultiheadAttention(8, 2)
+    owner, _, name = f"self.{computed}".rpartition(".")
+    nn.utils.parametrizations.weight_norm(layer if owner == "self" else layer.out_proj, name)
+    found = [p for p in find_symmetric_pairs(layer) if p.group is None]
+    assert found
+    assert all("computed" in p.reason or "parametrised" in p.reason for p in found)
