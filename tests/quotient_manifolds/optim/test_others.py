@@ -62,9 +62,7 @@ def test_what_is_trained_alone():
     pairs = [replace(p, group=None, reason="no") for p in adapter_pairs(model)]
     assert alone(pairs, dict.fromkeys(trainable(model)).keys()) == pairs
     assert alone(pairs, dict.fromkeys(trainable(model)[:1]).keys()) == pairs[:1]
-    assert reasons([*pairs, kinds[0]]) == (
-        "no ('base_model.model.0 lora default' and 1 more); attention ('attention')"
-    )
+    assert reasons([*pairs, kinds[0]]) == ("no ('base_model.model.0 lora default' and 1 more); attention ('attention')")
 
 
 def test_the_orientation_of_a_pair():

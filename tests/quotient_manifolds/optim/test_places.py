@@ -93,7 +93,7 @@ def test_adapters_without_a_pair_are_looked_for_too():
         optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
     model = peft.get_peft_model(model.unload(), CONFIG).double()
     loss_of(model).backward()
-    with pytest.raises(ValueError, match="lora_A.* have been replaced or deleted"):
+    with pytest.raises(ValueError, match=r"lora_A.* have been replaced or deleted"):
         optimizer.step()
 
 
@@ -117,7 +117,9 @@ def test_parameters_that_stay_may_move_within_the_model():
         train(model, optimizer, 3, schedule=False)
     assert apart(one, two) == 0
     inner[0] = nn.Linear(12, 20).double()
-    with pytest.raises(ValueError, match=r"'base_model\.model\.0\.inner\.lora_A.* 1 other parameters of the model have"):
+    with pytest.raises(
+        ValueError, match=r"'base_model\.model\.0\.inner\.lora_A.* 1 other parameters of the model have"
+    ):
         optimizers[1].step()
 
 

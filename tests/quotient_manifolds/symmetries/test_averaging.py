@@ -253,7 +253,7 @@ def test_what_is_no_product_is_averaged_number_by_number(kind):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"two": {"lora_bias": True}}, r"'two' and 'mean' differ in .*\.0\.lora_B\.bias, \(20,\): one of them lacks it"),
+        ({"two": {"lora_bias": True}}, r"'two' and 'mean' differ in .*\.0\.lora_B\.bias, \(20,\): one of them"),
         ({"mean": {"use_dora": True}}, r"'one' and 'mean' differ in .*lora_magnitude_vector\.weight"),
     ],
 )
@@ -268,7 +268,7 @@ def test_what_one_adapter_lacks_is_named_and_nothing_changes(change, message):
 def test_numbers_that_have_no_mean_are_refused():
     model, _ = with_more("modules_to_save")
     model.base_model.model[5].modules_to_save["two"].num_batches_tracked += 1
-    with pytest.raises(ValueError, match=r"num_batches_tracked has no mean: its numbers are of torch\.int64, and differ"):
+    with pytest.raises(ValueError, match=r"num_batches_tracked has no mean: its numbers are of torch\.int64"):
         average_lora_(model, ["one", "two"], "mean")
     model.base_model.model[5].modules_to_save["one"].num_batches_tracked += 1
     average_lora_(model, ["one", "two"], "mean", weights=[1, 2])
