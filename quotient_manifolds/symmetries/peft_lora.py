@@ -99,7 +99,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         tokens = getattr(layer, "token_indices", {})
         if is_lora(m) or (type(m).__module__.startswith("peft.") and (tokens or hasattr(m, "original_module"))):
             for place, part in m.named_children():
-                if isinstance(part, nn.ModuleDict | nn.ParameterDict) and place != "original_module":
+                if isinstance(part, nn.ModuleDict | nn.ParameterDict):
                     for name, own in part.items():
                         where = f"{path}.{place}" + (f" of the tokens {tokens[name]}" if name in tokens else "")
                         tensors = own.state_dict(keep_vars=True) if isinstance(own, nn.Module) else {"": own}

@@ -179,6 +179,56 @@ def test_pickled_and_copied_optimisers_go_on(kind):
         assert apart(clone[0], other[0]) == 0
 
 
+def frozen_copy(state):
+    return [(t, t.clone()) for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_a_state_stays_as_it_was_given_and_taken(kind):
+    """Its tensors were those of the optimiser: a kept state changed with the next step, a loaded one too."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9)),
+        peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"]),
+    )
+    optimizer = optimizer_of(model, kind, lr=torch.tensor(1e-2))
+    train(model, optimizer, 2, schedule=False)
+    saved = optimizer.state_dict()
+    before, rate = frozen_copy(saved), optimizer.param_groups[0]["lr"]
+    assert len(before) >= 5
+    train(model, optimizer, 2, schedule=False)
+    rate.mul_(2)
+    other = copy.deepcopy(model)
+    again = optimizer_of(other, kind)
+    again.load_state_dict(saved)
+    train(other, again, 2, schedule=False)
+    assert all(torch.equal(t, kept) for t, kept in before)
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_steps_that_are_compiled(kind):
+    """Dynamo failed on them; now it leaves them alone."""
+    ends = []
+    for compiled in (False, True):
+        model = lora(full_rank=False)
+        optimizer = optimizer_of(model, kind, max_grad_norm=1.0)
+
+        def whole(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+        run = torch.compile(whole, backend="eager") if compiled else whole
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for _ in range(3):
+            run()
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            step()
+        ends.append(model)
+    assert apart(*ends) == 0
+
+
 def test_state_of_others_is_refused():
     model = lora()
     optimizer = optimizer_of(model, "adam")

@@ -1,5 +1,6 @@
 """Optimisers for adapters of every kind."""
 
+import copy
 import inspect
 
 import peft
@@ -7,8 +8,11 @@ import peft.optimizers
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from quotient_manifolds.optim import (
+    QuotientAdam,
+    QuotientMuon,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
 )
@@ -19,6 +23,7 @@ from quotient_manifolds.symmetries import (
 
 from ...networks import shake
 from ...training import (
+    X,
     Y,
     apart,
     lora,
@@ -192,17 +197,242 @@ def test_of_other_adapters_nothing_is_trained(options):
 def test_adapters_that_form_no_pair_are_trained_by_adamw_and_named():
     """One narrow layer stopped the whole model, and grouped convolutions went to AdamW without a word."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 32))
-    model = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=["0", "1"]))
-    with pytest.warns(UserWarning, match=r"AdamW trains 1 of 2 adapters.*h = 8 columns.*'base_model.model.0 lora"):
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 32), nn.Linear(32, 16))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=["0", "2"]))
+    with pytest.warns(UserWarning, match=r"AdamW trains 1 of 2 adapters.* a rank below 8 \('base_model.model.0 lora"):
         optimizer = create_quotient_lora_optimizer(model, lr=0.02, optimizer="muon")
-    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.001]
-    before = [p.detach().clone() for p in optimizer.param_groups[1]["params"]]
+    factors = [p for n, p in model.named_parameters() if "0.lora" in n]
+    moments = []
     for _ in range(2):
+        before = [p.detach().clone() for p in factors]
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not any(torch.equal(p, q) for p, q in zip(optimizer.param_groups[1]["params"], before, strict=True))
+        moments.append([float((p.detach() - q).abs().max()) for p, q in zip(factors, before, strict=True)])
+    assert 0 < max(moments[0]) < 1.1e-3  # the first step of AdamW has the size of its rate
+    assert min(moments[1]) > 0
+
+
+def without_pairs(what):
+    """Two layers whose adapters form no pair, and 16 inputs."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(16, 8)
+    options = {"r": 10 if what == "rank" else 2}
+    if what == "grouped":
+        net, x = nn.Sequential(*[nn.Conv2d(8, 8, 1, groups=2) for _ in range(2)]), x[..., None, None]
+    elif what in ("mica", "orthogonal"):
+        options["init_lora_weights"] = what
+    elif what.endswith("Config"):
+        more = {"BdLoraConfig": {"nblocks": 2, "target_modules_bd_a": ["0"], "target_modules_bd_b": ["1"]}}
+        name = {"BdLoraConfig": "use_bdlora"}.get(what, f"{what.removesuffix('Config').lower()}_config")
+        options[name] = getattr(peft, what)(**more.get(what, {"num_groups": 2} if "Velora" in what else {}))
+    model = peft.get_peft_model(net, peft.LoraConfig(target_modules=["0", "1"], **options))
+    for factors in [m.lora_A for m in model.modules() if hasattr(m, "lora_A")]:
+        if what == "parametrised":
+            nn.utils.parametrizations.weight_norm(factors["default"])
+        if what == "pruned":
+            prune.random_unstructured(factors["default"], "weight", 0.3)
+    return model, x
+
+
+@pytest.mark.filterwarnings("ignore:.*groups > 1")
+@pytest.mark.parametrize(
+    "what",
+    ["KasaConfig", "BdLoraConfig", "MontecloraConfig", "VeloraConfig", "mica", "orthogonal", "rank", "grouped",
+     "parametrised", "pruned"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_adamw_trains_models_of_which_no_adapter_forms_a_pair(kind, what):
+    """They were refused."""
+    torch.set_default_dtype(torch.float32)  # as MiCA and MonteCLoRA need it
+    try:
+        (model, x), (twin, _) = without_pairs(what), without_pairs(what)
+    except (AttributeError, TypeError, ValueError) as error:  # newer than the oldest peft
+        pytest.skip(str(error))
+    with pytest.warns(UserWarning, match=r"AdamW trains 2 of 2 adapters, which form no pair: .*'base_model\.model\.0"):
+        optimizer = create_quotient_lora_optimizer(model, lr=0.01 if kind == "adam" else 0.2, optimizer=kind)
+    adamw = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    for m, o in ((model, optimizer), (twin, adamw)):
+        torch.manual_seed(1)  # MonteCLoRA draws
+        for _ in range(3):
+            o.zero_grad()
+            (m(x) - 1).square().mean().backward()
+            o.step()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6), name
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_factors_above_one_width_train_invariantly(kind):
+    """Rank 6 for three outputs, and for one: they were no pairs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 3), nn.Tanh(), nn.Linear(3, 1))
+    config = peft.LoraConfig(r=6, target_modules=["2", "4"], rank_pattern={"4": 3}, init_lora_weights=False)
+    one = peft.get_peft_model(net, config).double()
+    two = copy.deepcopy(one)
+    for p in adapter_pairs(two):
+        assert p.thin
+        x, h = p.gather().detach(), p.group.h
+        A = torch.randn(h, h, dtype=x.dtype) + 3 * torch.eye(h, dtype=x.dtype)
+        p.scatter_(torch.cat([x[: p.n] @ torch.linalg.inv(A), x[p.n :] @ A.mT]))
+    x = torch.randn(16, 12, dtype=torch.float64)
+    y = torch.sin(x[:, :1])
+    assert torch.allclose(one(x), two(x), atol=1e-10)
+    for model in (one, two):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2 if kind == "adam" else 5e-2, optimizer=kind)
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert torch.allclose(one(x), two(x), atol=1e-8)
+
+
+def test_a_run_from_an_orthogonal_start_resumes():
+    """By then its factors have full rank, and would be pairs."""
+
+    def start():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9))
+        config = peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights="orthogonal")
+        return peft.get_peft_model(net, config).double()
+
+    straight, resumed = start(), start()
+    with pytest.warns(UserWarning, match="AdamW trains 2 of 2"):
+        optimizer = create_quotient_lora_optimizer(straight, lr=1e-2)
+    train(straight, optimizer, 3, schedule=False)
+    saved = optimizer.state_dict()
+    resumed.load_state_dict(straight.state_dict())
+    again = create_quotient_lora_optimizer(resumed, lr=1e-2)
+    again.load_state_dict(saved)
+    losses = [train(m, o, 5, schedule=False) for m, o in ((straight, optimizer), (resumed, again))]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_are_trained_by_adamw():
+    """The refusal said that several experts share one factor: each has its own, and moving it leaves the outputs."""
+    transformers = pytest.importorskip("transformers")
+    if "target_parameters" not in inspect.signature(peft.LoraConfig).parameters:
+        pytest.skip("this peft adapts no experts")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(transformers.MixtralForCausalLM(config).float(), adapters)
+    with pytest.warns(UserWarning, match="AdamW trains 1 of 1 adapters.* experts are stacked in two matrices"):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    ids = torch.randint(61, (2, 9))
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_unknown_attention_is_trained_as_its_message_says():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).float()
+    ids = torch.randint(61, (2, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(ValueError, match=r"\(MixtralAttention\) .*: pass pairs=") as refused:
+        create_quotient_optimizer(model, lr=1e-3)
+    advice = str(refused.value).partition("pass pairs=")[2]
+    pairs = eval(advice, {"find_symmetric_pairs": find_symmetric_pairs, "model": model, "batch": batch})
+    optimizer = create_quotient_optimizer(model, lr=1e-2, pairs=pairs)
+    assert {p.kind for p in pairs if p.group is not None} == {"qk", "vo"}
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    both = nn.ModuleDict({"known": nn.MultiheadAttention(8, 2), "unknown": model})
+    with pytest.warns(UserWarning, match=r"AdamW trains parts of the model: .*\(MixtralAttention\)"):
+        create_quotient_optimizer(both, lr=1e-3)
+
+
+def computed_output(attention):
+    nn.utils.parametrizations.weight_norm(attention.out_proj)
+
+
+def computed_inputs(attention):
+    nn.utils.parametrizations.orthogonal(attention, "in_proj_weight")
+
+
+def pruned_inputs(attention):
+    prune.random_unstructured(attention, "in_proj_weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [computed_output, computed_inputs, pruned_inputs])
+def test_attention_that_is_parametrised_is_named(change):
+    """AdamW trained it without a word."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layers = nn.ModuleList([layer, copy.deepcopy(layer)])
+    change(layers[1].self_attn)
+    with pytest.warns(UserWarning, match=r"AdamW trains \d of \d parts of the model, which.*'1\.self_attn"):
+        create_quotient_optimizer(layers, lr=1e-2)
+    with pytest.raises(ValueError, match=r"no pair \(G, H\) is among the parameters \(.*'self_attn"):
+        QuotientAdam(layers[1].parameters(), [p for p in find_symmetric_pairs(layers[1]) if p.group is None])
+
+
+def test_factors_without_shape_or_values_are_named():
+    def model(**options):
+        config = peft.LoraConfig(r=2, target_modules=["0"])
+        return peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), config, **options)
+
+    with pytest.raises(
+        ValueError, match=r"'base_model\.model\.0 lora default' is on the meta device; load its weights"
+    ):
+        create_quotient_lora_optimizer(model(low_cpu_mem_usage=True), lr=1e-3)
+    flat = model()
+    for factors in (flat.base_model.model[0].lora_A, flat.base_model.model[0].lora_B):
+        factors["default"].weight = nn.Parameter(torch.empty(0))  # what a rank of FSDP1 may see
+    with pytest.raises(ValueError, match=r"adapter 'default' in base_model.model.0 are no matrices, as FSDP1.*use DDP"):
+        create_quotient_lora_optimizer(flat, lr=1e-3)
+
+
+@pytest.mark.parametrize(("make", "rate"), [(QuotientAdam, 0.02), (QuotientMuon, 0.001)])
+def test_groups_of_a_trainer_train_the_classifier_at_its_own_rate(make, rate):
+    """By ``optimizer_cls_and_kwargs``, weights with decay and without form two groups; .02 is a rate of pairs alone."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 9))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1", "2"])).double()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if (p.dim() > 1) is decays], "weight_decay": 0.0} for decays in (True, False)
+    ]
+    optimizer = make(groups, pairs=adapter_pairs(model), lr=0.02)
+    head = model.base_model.model[2].modules_to_save["default"]
+    other = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [other], "lr": 0.3})
+    before = [p.detach().clone() for p in head.parameters()]
+    (train_loss := (model(X) - Y).square().mean()).backward()
+    other.grad = torch.ones(2)
+    optimizer.step()
+    assert train_loss > 0
+    for p, q in zip(head.parameters(), before, strict=True):
+        assert float((p.detach() - q).abs().max()) == pytest.approx(rate, rel=1e-3)
+    assert float(1 - other.detach().min()) == pytest.approx(0.3, rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient:FutureWarning")

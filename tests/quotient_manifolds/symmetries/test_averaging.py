@@ -179,6 +179,108 @@ def test_the_sign_of_a_scale_belongs_to_the_product():
     assert close(averaged(model, ["one", "two"], "mean"), expected)
 
 
+MORE = {
+    "plain": {},
+    "dora": {"use_dora": True},
+    "bias": {"lora_bias": True},
+    "modules_to_save": {"modules_to_save": ["4"]},
+    "tokens": {"target_modules": ["1", "4"], "trainable_token_indices": {"0": [1, 3]}},
+}
+
+
+def with_more(kind, alphas=(2, 2, 2)):
+    """Adapters with all that may belong to one, and names of the tensors outside products."""
+    torch.manual_seed(0)
+    net = [nn.Embedding(9, 12), nn.Linear(12, 12), nn.Tanh(), nn.Flatten(), nn.Linear(36, 9), nn.BatchNorm1d(9)]
+    options = {"r": 3, "target_modules": ["1"], "init_lora_weights": False, **MORE[kind]}
+    if kind == "modules_to_save":
+        options["modules_to_save"] = ["4", "5"]
+    configs = [peft.LoraConfig(lora_alpha=alpha, **options) for alpha in alphas]
+    model = peft.get_peft_model(nn.Sequential(*net), configs[0], adapter_name="one")
+    for name, config in zip(("two", "mean"), configs[1:], strict=True):
+        model.add_adapter(name, config)
+    others = {}
+    for key, t in [*model.named_parameters(), *model.named_buffers()]:
+        words = key.split(".")
+        found = next((n for n in ("one", "two", "mean") if n in words), None)
+        product = "lora_" in key and key.endswith("weight") and "magnitude" not in key
+        if found and t.is_floating_point() and not product and "trainable_tokens_original" not in key:
+            t.data += torch.rand(t.shape)
+            others.setdefault(key.replace(f".{found}", ""), {})[found] = t
+    for a, b in zip(of(model, "one"), of(model, "two"), strict=True):
+        for p, q in zip(a.G + a.H, b.G + b.H, strict=True):
+            q.tensor.data = p.tensor.data + 0.1 * torch.randn(p.tensor.shape)
+    return model.double(), others
+
+
+IDS = torch.arange(24).reshape(8, 3) % 9
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_the_mean_of_an_adapter_with_itself_is_that_adapter(kind):
+    """Biases, magnitudes and saved modules were left out without a word."""
+    if kind == "tokens" and not hasattr(peft, "TrainableTokensConfig"):
+        pytest.skip("this peft trains no tokens")
+    model, others = with_more(kind)
+    model.eval()
+    assert bool(others) is (kind != "plain")
+    model.set_adapter("one")
+    outputs = model(IDS)
+    model.set_adapter("mean")
+    assert not torch.allclose(model(IDS), outputs, atol=1e-3)
+    average_lora_(model, ["one", "one"], "mean")
+    assert torch.allclose(model(IDS), outputs, atol=1e-10)
+    average_lora_(model, ["one", "one", "one"], "mean", weights=[1, 2, 4])
+    assert torch.allclose(model(IDS), outputs, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [k for k in MORE if k != "plain"])
+def test_what_is_no_product_is_averaged_number_by_number(kind):
+    if kind == "tokens" and not hasattr(peft, "TrainableTokensConfig"):
+        pytest.skip("this peft trains no tokens")
+    model, others = with_more(kind, alphas=(3, 6, 12))
+    scales = dict(zip(("one", "two", "mean"), (1.0, 2.0, 4.0), strict=True))
+    expected = {}
+    for key, t in others.items():
+        s = scales if "lora_B.bias" in key else dict.fromkeys(scales, 1.0)
+        expected[key] = (0.25 * s["one"] * t["one"] + 0.75 * s["two"] * t["two"]) / s["mean"]
+    average_lora_(model, ["one", "two"], "mean", weights=[1, 3])
+    assert expected
+    for key, t in others.items():
+        assert torch.allclose(t["mean"], expected[key], atol=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"two": {"lora_bias": True}}, r"'two' and 'mean' differ in .*\.0\.lora_B\.bias, \(20,\): one of them"),
+        ({"mean": {"use_dora": True}}, r"'one' and 'mean' differ in .*lora_magnitude_vector\.weight"),
+    ],
+)
+def test_what_one_adapter_lacks_is_named_and_nothing_changes(change, message):
+    model = three(**change)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        average_lora_(model, ["one", "two"], "mean")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_numbers_that_have_no_mean_are_refused():
+    model, _ = with_more("modules_to_save")
+    model.base_model.model[5].modules_to_save["two"].num_batches_tracked += 1
+    with pytest.raises(ValueError, match=r"num_batches_tracked has no mean: its numbers are of torch\.int64"):
+        average_lora_(model, ["one", "two"], "mean")
+    model.base_model.model[5].modules_to_save["one"].num_batches_tracked += 1
+    average_lora_(model, ["one", "two"], "mean", weights=[1, 2])
+    assert int(model.base_model.model[5].modules_to_save["mean"].num_batches_tracked) == 1
+
+
+def test_a_rank_above_a_width_is_refused():
+    model = lora(targets=("2",), r=10)
+    with pytest.raises(ValueError, match=r"adapter 'default' of base_model\.model\.2 has a rank above a width"):
+        average_lora_(model, ["default"], "default")
+
+
 KINDS = {
     "dora": {"use_dora": True},
     "rslora": {"use_rslora": True},

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import certify, find_symmetric_pairs, stacks, verify
+from quotient_manifolds.symmetries import adapter_pairs, certify, find_symmetric_pairs, stacks, verify
+from quotient_manifolds.symmetries.peft_lora import adapter_tensors, lora_layers
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch, gpt2_and_batch
@@ -174,3 +175,35 @@ def test_lora_on_a_quantised_base_keeps_its_own_symmetry():
     assert all(p.reason.startswith(("quantised", "frozen")) for p in found if p.kind != "lora")
     loss = model(**batch).loss
     assert certify(stacks(found), gradients_of(model, loss), tolerance=1e-4).failures == ()
+
+
+def test_what_belongs_to_an_adapter():
+    """And to nothing else: the model may itself hold modules by name, one of which is called as the adapter."""
+    peft = pytest.importorskip("peft")
+    net = nn.ModuleDict({"one": nn.Linear(4, 5), "head": nn.Linear(5, 2)})
+    config = peft.LoraConfig(r=2, target_modules=["one"], modules_to_save=["head"], use_dora=True)
+    model = peft.get_peft_model(net, config, adapter_name="one")
+    model.add_adapter("two", config)
+    found, layer, head = adapter_tensors(model), model.base_model.model["one"], model.base_model.model["head"]
+    assert found.keys() == {"one", "two"}
+    for name, own in found.items():
+        factors = [part[name].weight for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)]
+        expected = {id(t) for t in [*factors, *head.modules_to_save[name].parameters()]}
+        assert {id(t) for t in own.values()} == expected
+        assert len(expected) == 5
+    assert found["one"].keys() == found["two"].keys()
+    assert [(name, B.shape) for _, name, B in lora_layers(model)] == [("one", (5, 2)), ("two", (5, 2))]
+
+
+def test_what_forms_no_pair_has_its_factors_all_the_same():
+    """An optimiser tells by them whether it trains such an adapter."""
+    peft = pytest.importorskip("peft")
+    net = nn.Sequential(nn.Conv2d(4, 6, 1, groups=2))
+    with pytest.warns(UserWarning, match="groups > 1"):
+        model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0"]))
+    (pair,) = adapter_pairs(model)
+    assert pair.reason == "a grouped convolution"
+    assert {id(p) for p in pair.parameters()} == {id(p) for p in model.parameters() if p.requires_grad}
+    assert pair.model is model
+    model.requires_grad_(False)
+    assert adapter_pairs(model) == []

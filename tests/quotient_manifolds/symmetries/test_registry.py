@@ -253,3 +253,14 @@ def test_a_model_that_cannot_be_copied_or_moved_has_a_reason():
     model, x = Once(), torch.randn(2, 5, 8)
     found = find_symmetric_pairs(model, batch=x)
     assert {p.reason.split(":")[0] for p in found} == {"could not be examined in the whole model"}
+
+
+@pytest.mark.parametrize("computed", ["in_proj_weight", "out_proj.weight"])
+def test_attention_with_a_computed_weight_is_known_by_its_own_class(computed):
+    """torch gives a parametrised module another class, and then it was overlooked."""
+    layer = nn.MultiheadAttention(8, 2)
+    owner, _, name = f"self.{computed}".rpartition(".")
+    nn.utils.parametrizations.weight_norm(layer if owner == "self" else layer.out_proj, name)
+    found = [p for p in find_symmetric_pairs(layer) if p.group is None]
+    assert found
+    assert all("computed" in p.reason or "parametrised" in p.reason for p in found)
