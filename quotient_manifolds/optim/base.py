@@ -61,6 +61,7 @@ class QuotientOptimizer(Optimizer):
         self._pairs, self._buckets = list[SymmetricPair](), list[PairBucket]()
         self._certification = Certification([])
         self._skipped: Tensor | int = 0
+        self._warned = False
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
@@ -151,7 +152,7 @@ class QuotientOptimizer(Optimizer):
                     ok = True
             for s in steps:
                 s.ok = ok if isinstance(ok, Tensor) else None
-                s.balance_()
+            steps = [s for s in steps if self._balance_(s)]
             clip = self._clip(steps, gradients)
             for s in steps:
                 s.clip = clip
@@ -189,6 +190,25 @@ class QuotientOptimizer(Optimizer):
         # Adapters that are switched off may never get a gradient, and checking reads from the device.
         if any(p.G[0].tensor in gradients for p in waiting):
             self._certification.see(gradients).check()
+
+    def _balance_(self, s: PairStep) -> bool:
+        """Move pairs to a good gauge; where there is none, their step is not taken, with a warning at the first time."""
+        skewed = s.balance_()
+        if skewed.device.type != "cpu":
+            s.ok = ~skewed.any() if s.ok is None else s.ok.to(skewed.device) & ~skewed.any()
+            self._skipped = skewed.any().to(torch.int64) + self._skipped
+        elif bool(skewed.any()):
+            if not self._warned:
+                bad = s.name(int(skewed.nonzero()[0, 0]))
+                warnings.warn(
+                    f"pair {bad!r}: its product is too large for the dtype of its factors; steps of all pairs of this "
+                    "shape are not taken until that changes; lower the learning rate, or make the factors smaller",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            self._warned = True
+            return False
+        return True
 
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
         """Return the factor that scales the gradient's norm, in the metric for pairs, to ``max_grad_norm``."""
@@ -231,7 +251,7 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "_skipped", "certify")
+        names = ("_pairs", "_buckets", "_certification", "_covered", "_rests", "_skipped", "_warned", "certify")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

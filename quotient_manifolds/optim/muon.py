@@ -10,26 +10,14 @@ from torch import Tensor
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairBucket, PairStep, Part, of_part, trace
+from .buckets import PairBucket, PairStep, Part, of_part
 from .newton_schulz import inverse_root
-from .preconditioner import Factorised, Preconditioner
+from .preconditioner import Preconditioner, RidgePreconditioner, trace
 
 __all__ = ["QuotientMuon"]
 
 #: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
 _LEAST = 1e-3
-
-
-class _Ridge(Preconditioner):
-    r"""The metric whose step of H is that of a ridge regression: none where the product has no singular value."""
-
-    @property
-    def inverse_roots(self) -> Tensor:
-        r"""F of G and of H, (…, 2, h, h): K⁻¹, and :math:`s R \hat M^{-1}` with :math:`M = R^H R`."""
-        W = self._M.S
-        least = torch.finfo(W.dtype).eps ** 0.75  # so that R exists at M = 0; a function of the orbit
-        M = Factorised(self._scale**2 * self._M_plain + least * W)
-        return torch.stack([self._N.L_inv / self._scale, M.L.mH @ self._M.inverse], dim=-3)
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -124,7 +112,7 @@ class QuotientMuon(QuotientOptimizer):
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
         floor = (_LEAST * bucket.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
-        return _Ridge(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+        return RidgePreconditioner(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         momentum, lr = group["momentum"], float(group["lr"])
