@@ -192,7 +192,7 @@ class QuotientOptimizer(Optimizer):
             self._certification.see(gradients).check()
 
     def _balance_(self, s: PairStep) -> bool:
-        """Move pairs to a good gauge; where there is none, their step is not taken, with a warning at the first time."""
+        """Move pairs to a good gauge; where there is none, do not take their step, and warn at the first time."""
         skewed = s.balance_()
         if skewed.device.type != "cpu":
             s.ok = ~skewed.any() if s.ok is None else s.ok.to(skewed.device) & ~skewed.any()

@@ -60,12 +60,14 @@ class QuotientMuon(QuotientOptimizer):
     -----
     Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
     et al. 2026) with Nesterov's momentum and the adapter's scale. It differs where the product lacks full rank, as at G
-    = 0, where LoRA starts, and where batches have fewer examples than the adapter has dimensions:
+    = 0, where LoRA starts, where batches have fewer examples than the adapter has dimensions, and where the answer has
+    a lower rank: for :math:`K^{-1}` of H it takes
 
-    .. math:: W_H = s^2 G^H G + δ (H^H H)^{-1}, \qquad δ = (η/2)^2 + 10^{-6} \|s G H^H\|_F^2
+    .. math:: F = R\,\hat M^{-1}, \qquad R^H R = s^2 G^H G, \qquad \hat M = s^2 G^H G + δ (H^H H)^{-1}, \qquad
+              δ = \left(\frac{η}{4 (1 - μ)}\right)^2 + 10^{-6} \|s G H^H\|_F^2 ,
 
-    depends only on the orbit. H rotates by at most one radian, and the second-order term :math:`s ξ_G ξ_H^H` is at most
-    η/2; H does not move while G = 0.
+    a ridge regression, which depends only on the orbit. H turns by at most 1 - μ radian, so that it does not outgrow
+    its momentum, the second-order term :math:`s ξ_G ξ_H^H` is at most (1 - μ) η/2, and H does not move while G = 0.
 
     No singular value or eigenvalue is computed: a Newton-Schulz iteration finds the inverse root of the h × h matrix in
     :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}` (Amsel et al. 2025). It makes singular values of :math:`u K^{-H}` below
@@ -126,8 +128,11 @@ class QuotientMuon(QuotientOptimizer):
             return torch.add(s.gradient(part), s.state("moment", part), alpha=past)
 
         F = s.preconditioner.inverse_roots
-        coordinates = s.scaled(F.mH @ inverse_root(F @ s.grams(direction) @ F.mH))
-        basis, keep = s.scaled(F, -lr / 2), s.keep(momentum, 1.0)
+        first = F.mH @ inverse_root(F @ s.grams(direction) @ F.mH)
+        # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
+        second = s.scaled(torch.stack([(first @ F).select(-3, 0), F.select(-3, 1)], dim=-3), -lr / 2)
+        first, keep = s.scaled(first), s.keep(momentum, 1.0)
         for part in s.parts:
-            s.move_(part, direction(part) @ of_part(coordinates, part), basis, lr * group["weight_decay"])
+            u = direction(part)
+            s.move_(part, u @ of_part(first, part) if part.side else u, second, lr * group["weight_decay"])
             s.state("moment", part).mul_(keep).add_(s.gradient(part))

@@ -16,7 +16,7 @@ from quotient_manifolds.symmetries import (
 def test_the_floor_bounds_the_term_of_second_order():
     """ξ_G ξ_Hᴴ is of order η² even where the product is nearly zero; without the floor it would be η²/σ.
 
-    Rows of the first d have norm √h, ‖K_G⁻¹ K_H⁻ᴴ‖₂ ≤ 1, and the step is multiplied by √(8/h): so ‖ξ_G ξ_Hᴴ‖ ≤ 8 η² √(nm).
+    Rows of the first d have norm √h, ‖K_G⁻¹ K_H⁻ᴴ‖₂ ≤ 1, and steps are multiplied by √(8/h): ‖ξ_G ξ_Hᴴ‖ ≤ 8 η² √(nm).
     """
     torch.manual_seed(0)
     up, down = nn.Linear(3, 9, bias=False), nn.Linear(7, 3, bias=False)
