@@ -36,7 +36,7 @@ class QuotientOptimizer(Optimizer):
 
     A subclass implements ``_step_pairs``, a step of stacked pairs, and ``_step_others`` for parameters outside pairs.
     The state lies on the device of the weights, with moments at least in float32; small matrices are computed in
-    float64.
+    float64. Factors are replaced by equivalent ones, moments with them, before a step that their condition would spoil.
 
     Attributes
     ----------

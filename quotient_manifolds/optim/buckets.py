@@ -228,7 +228,8 @@ class PairStep:
             self._change_gauge_(self.preconditioner.straightening(largest))
             skewed = self.preconditioner.is_skewed()
         self.bucket.steps += 1
-        return skewed & due
+        left: Tensor = self.keep(skewed & due, False)
+        return left
 
     def _change_gauge_(self, change: Tensor) -> None:
         """Multiply G, H by the matrices (A⁻¹, Aᴴ), (pairs, …, 2, h, h), and covectors by (Aᴴ, A⁻¹)."""

@@ -81,10 +81,10 @@ class Preconditioner:
         return N & W
 
     def is_skewed(self) -> Tensor:
-        """Tell where the columns of H are too far from orthonormal ones for the precision of the factors; (…)."""
+        """Tell where a sound H has columns too far from orthonormal ones for the precision of the factors; (…)."""
         size, inverse = (torch.linalg.matrix_norm(S) for S in (self._N.S, self._N.inverse))
         bound = _CONDITION**2 * self._N.S.shape[-1] ** 0.5
-        return (size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)
+        return ((size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)) & self.is_sound()
 
     def straightening(self, largest: float) -> Tensor:
         r"""Return matrices, (…, 2, h, h), that turn skewed G and H into factors of the same product with N = I.
