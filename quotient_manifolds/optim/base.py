@@ -40,7 +40,7 @@ class QuotientOptimizer(Optimizer):
 
     A subclass implements ``_step_pairs``, a step of stacked pairs, and ``_step_others`` for parameters outside pairs.
     The state lies on the device of the weights, with moments at least in float32; small matrices are computed in
-    float64.
+    float64. Factors are replaced by equivalent ones, moments with them, before a step that their condition would spoil.
 
     Attributes
     ----------
@@ -71,6 +71,7 @@ class QuotientOptimizer(Optimizer):
         self._buckets, self._places = list[PairBucket](), list[Places]()
         self._certification = Certification([])
         self._skipped: Tensor | int = 0
+        self._warned = False
         self._covered: dict[Tensor, Tensor] = {}
         self._rests: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
@@ -193,7 +194,7 @@ class QuotientOptimizer(Optimizer):
                     ok = True
             for s in steps:
                 s.ok = ok if isinstance(ok, Tensor) else None
-                s.balance_()
+            steps = [s for s in steps if self._balance_(s)]
             clip = self._clip(steps, gradients)
             for s in steps:
                 s.clip = clip
@@ -235,6 +236,25 @@ class QuotientOptimizer(Optimizer):
         if any(p.G[0].tensor in gradients for p in waiting):
             self._certification.see(gradients).check()
 
+    def _balance_(self, s: PairStep) -> bool:
+        """Move pairs to a good gauge; where there is none, do not take their step, and warn at the first time."""
+        skewed = s.balance_()
+        if skewed.device.type != "cpu":
+            s.ok = ~skewed.any() if s.ok is None else s.ok.to(skewed.device) & ~skewed.any()
+            self._skipped = skewed.any().to(torch.int64) + self._skipped
+        elif bool(skewed.any()):
+            if not self._warned:
+                bad = s.name(int(skewed.nonzero()[0, 0]))
+                warnings.warn(
+                    f"pair {bad!r}: its product is too large for the dtype of its factors; steps of all pairs of this "
+                    "shape are not taken until that changes; lower the learning rate, or make the factors smaller",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            self._warned = True
+            return False
+        return True
+
     def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
         """Return the factor that scales the gradient's norm, in the metric for pairs, to ``max_grad_norm``."""
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
@@ -275,8 +295,8 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_pairs", "_buckets", "_places", "_certification", "_covered", "_rests", "_skipped", "certify")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+        kept = ("_pairs", "_buckets", "_places", "_certification", "_covered", "_rests", "_skipped", "_warned", "certify")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

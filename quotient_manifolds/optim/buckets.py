@@ -15,18 +15,13 @@ from torch import Tensor
 from ..linalg import at_least_float32, column_rank_ratio
 from ..symmetries import GL, PairStack, SymmetricPair
 from ..symmetries.blocks import BlockStack, is_sharded
-from .preconditioner import Preconditioner, gram, wide
+from .preconditioner import Preconditioner, gram, trace, wide
 
-__all__ = ["PairBucket", "PairStep", "Part", "check_anchors", "group_of", "is_flipped", "trace"]
+__all__ = ["PairBucket", "PairStep", "Part", "check_anchors", "group_of", "is_flipped"]
 
 
 #: So many numbers of a factor, its gradient, its moment and intermediate results fit in the second-level cache.
 _IN_CACHE = 2**16
-
-
-def trace(S: Tensor) -> Tensor:
-    """Compute the real part of the trace, (…)."""
-    return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
 
 
 @dataclass(frozen=True)
@@ -217,26 +212,28 @@ class PairStep:
             g = g * self.clip.to(g.device, g.real.dtype)
         return g if self.ok is None else torch.where(self.ok.to(g.device), g, 0)  # NaN times 0 is not 0
 
-    def balance_(self) -> None:
-        r"""Move pairs with a skewed anchor to factors of the same product in which it has orthonormal columns.
+    def balance_(self) -> Tensor:
+        """Move pairs with a skewed anchor to a gauge in which it has orthonormal columns; return what is still skewed.
 
-        With :math:`N = L L^H` these are :math:`(G L, H L^{-H})`; moments and gradients, being covectors, become
-        :math:`(\nabla_G L^{-H}, \nabla_H L)`. L is as accurate as the condition of N allows, hence the repetitions. Off
-        the CPU the host does not know which anchors are skewed: there all pairs are multiplied, skewed ones not by 1,
-        but only at every eighth step.
+        The change is as accurate as the condition of N allows, hence the repetitions. Off the CPU the host does not
+        know which anchors are skewed: there all pairs are multiplied, most of them by 1, at every eighth step.
         """
-        self.bucket.steps += 1
-        on_cpu = self.preconditioner.on_cpu
-        for _ in range(3 if on_cpu or self.bucket.steps == 1 else self.bucket.steps % 8 == 0):
-            skewed = self.keep(self.preconditioner.is_skewed(), False)
+        skewed = self.preconditioner.is_skewed()
+        on_cpu = skewed.device.type == "cpu"
+        due = on_cpu or self.bucket.steps % 8 == 0
+        largest = torch.finfo(self.bucket.stack.pairs[0].G[0].tensor.dtype).max
+        for _ in range(3 if on_cpu or not self.bucket.steps else due):
             if on_cpu and not bool(skewed.any()):
-                return
-            change = self.preconditioner.straightening()
-            eye = torch.eye(change.shape[-1], dtype=change.dtype, device=change.device)
-            self._change_gauge_(torch.where(skewed[..., None, None, None], change, eye))
+                break
+            self._change_gauge_(self.preconditioner.straightening(largest))
+            skewed = self.preconditioner.is_skewed()
+        self.bucket.steps += 1
+        left: Tensor = self.keep(skewed & due, False)
+        return left
 
     def _change_gauge_(self, change: Tensor) -> None:
         """Multiply G, H by the matrices (A⁻¹, Aᴴ), (pairs, …, 2, h, h), and covectors by (Aᴴ, A⁻¹)."""
+        change = self.keep(change, torch.eye(change.shape[-1], dtype=change.dtype, device=change.device))
         dual = change.flip(-3)
         for part in self.parts:
             x = self.weights(part)

@@ -10,26 +10,14 @@ from torch import Tensor
 
 from ..symmetries import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairBucket, PairStep, Part, of_part, trace
+from .buckets import PairBucket, PairStep, Part, of_part
 from .newton_schulz import inverse_root
-from .preconditioner import Factorised, Preconditioner
+from .preconditioner import Preconditioner, RidgePreconditioner, trace
 
 __all__ = ["QuotientMuon"]
 
 #: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
 _LEAST = 1e-3
-
-
-class _Ridge(Preconditioner):
-    r"""The metric whose step of H is that of a ridge regression: none where the product has no singular value."""
-
-    @property
-    def inverse_roots(self) -> Tensor:
-        r"""F of G and of H, (…, 2, h, h): K⁻¹, and :math:`s R \hat M^{-1}` with :math:`M = R^H R`."""
-        W = self._M.S
-        least = torch.finfo(W.dtype).eps ** 0.75  # so that R exists at M = 0; a function of the orbit
-        M = Factorised(self._scale**2 * self._M_plain + least * W)
-        return torch.stack([self._N.L_inv / self._scale, M.L.mH @ self._M.inverse], dim=-3)
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -72,12 +60,14 @@ class QuotientMuon(QuotientOptimizer):
     -----
     Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
     et al. 2026) with Nesterov's momentum and the adapter's scale. It differs where the product lacks full rank, as at G
-    = 0, where LoRA starts, and where batches have fewer examples than the adapter has dimensions:
+    = 0, where LoRA starts, where batches have fewer examples than the adapter has dimensions, and where the answer has
+    a lower rank: for :math:`K^{-1}` of H it takes
 
-    .. math:: W_H = s^2 G^H G + δ (H^H H)^{-1}, \qquad δ = (η/2)^2 + 10^{-6} \|s G H^H\|_F^2
+    .. math:: F = R\,\hat M^{-1}, \qquad R^H R = s^2 G^H G, \qquad \hat M = s^2 G^H G + δ (H^H H)^{-1}, \qquad
+              δ = \left(\frac{η}{4 (1 - μ)}\right)^2 + 10^{-6} \|s G H^H\|_F^2 ,
 
-    depends only on the orbit. H rotates by at most one radian, and the second-order term :math:`s ξ_G ξ_H^H` is at most
-    η/2; H does not move while G = 0.
+    a ridge regression, which depends only on the orbit. H turns by at most 1 - μ radian, so that it does not outgrow
+    its momentum, the second-order term :math:`s ξ_G ξ_H^H` is at most (1 - μ) η/2, and H does not move while G = 0.
 
     No singular value or eigenvalue is computed: a Newton-Schulz iteration finds the inverse root of the h × h matrix in
     :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}` (Amsel et al. 2025). It makes singular values of :math:`u K^{-H}` below
@@ -126,7 +116,7 @@ class QuotientMuon(QuotientOptimizer):
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
         floor = (_LEAST * bucket.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
-        return _Ridge(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+        return RidgePreconditioner(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
         momentum, lr = group["momentum"], float(group["lr"])
@@ -140,8 +130,11 @@ class QuotientMuon(QuotientOptimizer):
             return torch.add(s.gradient(part), s.state("moment", part), alpha=past)
 
         F = s.preconditioner.inverse_roots
-        coordinates = s.scaled(F.mH @ inverse_root(F @ s.grams(direction) @ F.mH))
-        basis, keep = s.scaled(F, -lr / 2), s.keep(momentum, 1.0)
+        first = F.mH @ inverse_root(F @ s.grams(direction) @ F.mH)
+        # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
+        second = s.scaled(torch.stack([(first @ F).select(-3, 0), F.select(-3, 1)], dim=-3), -lr / 2)
+        first, keep = s.scaled(first), s.keep(momentum, 1.0)
         for part in s.parts:
-            s.move_(part, direction(part) @ of_part(coordinates, part), basis, lr * group["weight_decay"])
+            u = direction(part)
+            s.move_(part, u @ of_part(first, part) if part.side else u, second, lr * group["weight_decay"])
             s.state("moment", part).mul_(keep).add_(s.gradient(part))

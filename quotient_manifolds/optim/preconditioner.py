@@ -23,15 +23,22 @@ from torch import Tensor
 
 from ..linalg import in_double
 
-__all__ = ["Factorised", "Preconditioner", "gram", "wide"]
+__all__ = ["Preconditioner", "RidgePreconditioner", "gram", "trace", "wide"]
 
-#: Condition of the anchor above which the pair moves to another gauge, and so does a size beyond this or its inverse.
-_CONDITION, _SIZE = 1e2, 1e4
+#: Condition of H at which a pair moves to another gauge. Rounding to float32 then changes the product by about 1e-5.
+_CONDITION = 1e2
+#: So does a pair whose H is larger or smaller than 1 by this factor: inverses would leave the range of float32.
+_SIZE = 1e12
 
 
 def wide(X: Tensor) -> Tensor:
     """Widen to double precision, in which small matrices are computed, where the device supports it."""
     return X if X.device.type == "mps" else in_double(X)
+
+
+def trace(S: Tensor) -> Tensor:
+    """Compute the real part of the trace, (…)."""
+    return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
 
 
 def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:
@@ -40,7 +47,7 @@ def gram(X: Tensor, Y: Tensor | None = None) -> Tensor:
     return X.mH @ (X if Y is None else wide(Y))
 
 
-class Factorised:
+class _Factorised:
     """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
 
     def __init__(self, S: Tensor) -> None:
@@ -64,34 +71,37 @@ class Preconditioner:
     """
 
     def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | float = 1.0) -> None:
-        self._scale, self._M_plain = scale, M
-        self._N = Factorised(N)
-        self._M = Factorised(scale**2 * M + floor * self._N.inverse)
+        self._scale, self._M = scale, M
+        self._N = _Factorised(N)
+        self._W = _Factorised(scale**2 * M + floor * self._N.inverse)
 
     def is_sound(self) -> Tensor:
         """Tell where H has full column rank, and everything is finite; (…)."""
-        found = [(f.info == 0) & f.L_inv.isfinite().all(-1).all(-1) for f in (self._N, self._M)]
-        return found[0] & found[1]
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the host reads numbers without waiting."""
-        return self._N.S.device.type == "cpu"
+        N, W = ((f.info == 0) & f.L_inv.isfinite().all(-1).all(-1) for f in (self._N, self._W))
+        return N & W
 
     def is_skewed(self) -> Tensor:
-        """Tell where the columns of H are too far from orthonormal ones for the precision of the factors; (…)."""
+        """Tell where a sound H has columns too far from orthonormal ones for the precision of the factors; (…)."""
         size, inverse = (torch.linalg.matrix_norm(S) for S in (self._N.S, self._N.inverse))
         bound = _CONDITION**2 * self._N.S.shape[-1] ** 0.5
-        return (size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)
+        return ((size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)) & self.is_sound()
 
-    def straightening(self) -> Tensor:
-        """Return the matrices, (…, 2, h, h), by which G and H become factors of the same product with N = I."""
-        return torch.stack([self._N.L, self._N.L_inv.mH], dim=-3)
+    def straightening(self, largest: float) -> Tensor:
+        r"""Return matrices, (…, 2, h, h), that turn skewed G and H into factors of the same product with N = I.
+
+        With :math:`N = L L^H` they are :math:`(L, L^{-H})`; 1 where nothing is skewed, or a column of G L would have a
+        norm above ``largest``.
+        """
+        L = self._N.L
+        found = torch.stack([L, self._N.L_inv.mH], dim=-3)
+        columns = trace(L.mH @ self._M @ L).sqrt()
+        eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+        return torch.where((self.is_skewed() & (columns <= largest))[..., None, None, None], found, eye)
 
     @property
     def inverse_roots(self) -> Tensor:
         """K⁻¹ of G and of H, (…, 2, h, h)."""
-        return torch.stack([self._N.L_inv / self._scale, self._M.L_inv], dim=-3)
+        return torch.stack([self._N.L_inv / self._scale, self._W.L_inv], dim=-3)
 
     def transport_covectors(self, to: Preconditioner, across: Tensor) -> Tensor:
         r"""Return (T_G, T_H), (…, 2, h, h): at another point covectors become :math:`\nabla_G T_G, \nabla_H T_H`.
@@ -102,4 +112,15 @@ class Preconditioner:
         """
         across_G, across_H = across.unbind(-3)
         across_G = self._scale**2 * across_G + self._N.inverse @ across_H @ to._N.inverse
-        return torch.stack([self._N.inverse @ across_H, self._M.inverse @ across_G], dim=-3)
+        return torch.stack([self._N.inverse @ across_H, self._W.inverse @ across_G], dim=-3)
+
+
+class RidgePreconditioner(Preconditioner):
+    r"""The metric whose step of H is that of a ridge regression: 0 where the product has no singular value."""
+
+    @property
+    def inverse_roots(self) -> Tensor:
+        r"""K⁻¹ of G, and :math:`R \hat M^{-1}` of H with :math:`s^2 M = R^H R`, (…, 2, h, h)."""
+        least = torch.finfo(self._M.dtype).eps ** 0.75  # R exists at M = 0, too; like all here a function of the orbit
+        R = _Factorised(self._scale**2 * self._M + least * self._W.S).L.mH
+        return torch.stack([self._N.L_inv / self._scale, R @ self._W.inverse], dim=-3)

@@ -16,6 +16,7 @@ from quotient_manifolds.symmetries import (
     GL,
     apply_random_symmetry_,
     block,
+    factor_pair,
     find_symmetric_pairs,
     pair,
 )
@@ -108,6 +109,24 @@ def test_the_first_step_is_as_long_at_any_rank_and_scale(h, scale):
     optimizer.step()
     step = p.gather().detach()[:40] - G
     assert float((scale * step @ H.T).norm()) == pytest.approx(1e-3 * (8 * 40) ** 0.5, rel=1e-6)
+
+
+def test_a_constant_rate_stays_at_the_optimum():
+    """Directions that the answer does not need turn at random, until the factors were ill-conditioned."""
+    torch.manual_seed(0)
+    x, error = torch.randn(256, 32), 0.1 * torch.randn(256, 24)
+    y = (x @ (torch.randn(24, 2) @ torch.randn(2, 32) / 6).mT + error).float()
+    G, H = nn.Parameter(torch.zeros(24, 8).float()), nn.Parameter((0.2 * torch.rand(32, 8) - 0.1).float())
+    optimizer = QuotientAdam([G, H], [factor_pair(G, H)], 0.1)
+    losses = []
+    for _ in range(500):
+        optimizer.zero_grad()
+        loss = (x.float() @ (G @ H.mT).mT - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert min(losses) < 0.01
+    assert max(losses[200:]) < 2 * min(losses)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -30,6 +30,7 @@ from quotient_manifolds.symmetries import (
     pair,
 )
 from quotient_manifolds.symmetries.certificate import Certification
+from quotient_manifolds.symmetries.groups import random_elements
 
 from ...training import (
     KINDS,
@@ -55,6 +56,61 @@ def test_equivalent_starts_train_alike(kind, full_rank):
         losses = train(model, optimizer_of(model, kind, weight_decay=0.1, max_grad_norm=0.3))
     assert apart(one, two) < 1e-8
     assert losses[-1] < 0.8 * losses[0]
+
+
+def ends_of(make, G, H, T, dtype, gradients=None):
+    """The product after five steps, and the gradients; ``gradients`` is the dtype in which they are computed."""
+    G, H = (nn.Parameter(x.to(dtype, copy=True)) for x in (G, H))
+    optimizer = make([G, H], [factor_pair(G, H)])
+    for _ in range(5):
+        seen = [p.detach().to(gradients or dtype).requires_grad_(True) for p in (G, H)]
+        torch.cosh(0.1 * (seen[0] @ seen[1].mT - T.to(seen[0].dtype))).sum().backward()
+        G.grad, H.grad = (p.grad.to(dtype) for p in seen)
+        optimizer.step()
+    return (G.double() @ H.double().mT).detach()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 4])
+@pytest.mark.parametrize("make", [
+    lambda *args: QuotientAdam(*args, 1e-2),
+    lambda *args: QuotientMuon(*args, 1e-2),
+    lambda *args: QuotientSGD(*args, 1e-3, 0.9),
+], ids=["adam", "muon", "sgd"])  # fmt: skip
+def test_ill_conditioned_factors_take_the_same_steps(make, rank):
+    """Bounds: 1e-8 at condition 1e6 in float64, 1e-4 at 1e4 in float32, or what the gradient lost before the step.
+
+    Both starts have the same product: the second is computed from the rounded factors of the first.
+    """
+    torch.manual_seed(0)
+    G, H, T = torch.randn(40, rank) @ torch.randn(rank, 4), torch.randn(30, 4), torch.randn(40, 30)
+    for dtype, condition, bound in ((torch.float64, 1e6, 1e-8), (torch.float32, 1e4, 1e-4)):
+        A = random_elements(torch.empty(4, 4), condition, torch.Generator().manual_seed(0))
+        skewed = [x.to(dtype).double() for x in (G @ torch.linalg.inv(A), H @ A.mT)]
+        Q, R = torch.linalg.qr(skewed[1])
+        straight = skewed[0] @ R.mT, Q
+        found, wanted = ends_of(make, *skewed, T, dtype), ends_of(make, *straight, T, torch.float64)
+        if dtype == torch.float32:  # the same in float64, with the gradients of float32
+            lost = ends_of(make, *skewed, T, torch.float64, dtype)
+            bound = max(bound, 2 * float((lost - wanted).norm() / wanted.norm()))
+            assert bound < 2e-3
+        assert float((found - wanted).norm() / wanted.norm()) <= bound
+
+
+@pytest.mark.parametrize("make", [QuotientAdam, QuotientMuon, QuotientSGD])
+def test_a_product_beyond_the_range_of_its_factors_is_left_alone(make):
+    G, H = (nn.Parameter(torch.full((5, 1), 1e25, dtype=torch.float32)) for _ in range(2))
+    optimizer = make([G, H], [factor_pair(G, H, name="huge")], 1e-2)
+    optimizer.certify = False  # no loss has these gradients
+    before = G.detach().clone(), H.detach().clone()
+    for p in (G, H):
+        p.grad = torch.ones_like(p)
+    with pytest.warns(RuntimeWarning, match="pair 'huge': its product is too large for the dtype") as record:
+        optimizer.step()
+    optimizer.step()  # warnings are errors here: it says so once
+    assert len(record) == 1
+    assert torch.equal(G, before[0])
+    assert torch.equal(H, before[1])
+    optimizer.state_dict()
 
 
 @pytest.mark.parametrize("full_rank", [True, False], ids=["full-rank", "B=0"])
@@ -483,7 +539,8 @@ def test_no_step_reads_from_the_device(kind, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # there is none for it
     optimizer.step()
     with NothingCrosses():
-        optimizer.step()
+        for _ in range(8):  # at every eighth step factors may move to another gauge
+            optimizer.step()
     wrong = type(optimizer)._step_pairs
 
     def reading(self, group, s):
