@@ -221,14 +221,15 @@ def test_what_leaves_a_module_by_another_way_counts():
 class SinglePrecision(nn.Module):
     """A kernel that takes nothing else, as torch's grouped products of experts."""
 
-    def __init__(self, bent):
+    def __init__(self, bent, error=RuntimeError):
         super().__init__()
+        self.error = error
         self.attention, self.expert = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
         self.bent = bent
 
     def forward(self, x):
         if x.dtype != torch.float32:
-            raise RuntimeError(f"expected Float32, got {x.dtype}")
+            raise self.error(f"expected Float32, got {x.dtype}")
         if self.bent:
             self.attention.out_proj.weight.data.clamp_(-0.3, 0.3)
         return self.expert(self.attention(x, x, x, need_weights=False)[0])
@@ -236,7 +237,10 @@ class SinglePrecision(nn.Module):
 
 def test_a_kernel_without_float64_is_certified_in_float32():
     x = torch.randn(2, 5, 8, dtype=torch.float32)
-    sound, bent = (find_symmetric_pairs(SinglePrecision(b).float(), batch=x) for b in (False, True))
+    sound, bent = (
+        find_symmetric_pairs(SinglePrecision(b, error).float(), batch=x)
+        for b, error in ((False, RuntimeError), (True, ValueError))
+    )
     assert [p.group is None for p in sound] == [False] * 4
     assert [p.reason for p in bent if p.kind == "vo"] == [registry.CHANGES] * 2
 
