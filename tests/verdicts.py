@@ -137,6 +137,8 @@ def judge(library, name):
     row = {"library": library, "model": name}
     try:
         model, batch = tiny.MODELS[library](name)
+        with torch.no_grad():
+            forward(model, batch)
     except Exception as error:
         return row | {"left out": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     row["pairs"], row["reasons"], pairs = judge_pairs(model, batch)
