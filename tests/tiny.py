@@ -124,6 +124,7 @@ OWN = {
     "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "hunyuan_vl_text": {"head_dim": 8},
     "ministral": {"head_dim": 8}, "kyutai_speech_to_text": {"audio_pad_token_id": 0},
     "granitemoehybrid": _STATES, "falcon_h1": _STATES, "parakeet_encoder": {"num_key_value_heads": 4},
+    "audio-spectrogram-transformer": {"max_length": 64},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
 }  # fmt: skip
 
@@ -156,6 +157,7 @@ def batches(model, config):
     names_of_mel = ("num_mel_bins", "input_feat_per_channel", "feature_size")
     mel = next((n for n in (_entry(config, name) for name in names_of_mel) if n), 80)
     length = 2 * (_entry(config, "max_source_positions") or 32)
+    frames_of_sound = _entry(config, "max_length") or 1024
     ids = zoo._IDS % 30 + 3
     width = _entry(config, "hidden_size") or 32
     patch, frames = _entry(config, "patch_size") or 8, _entry(config, "temporal_patch_size") or 1
@@ -171,7 +173,7 @@ def batches(model, config):
         *({"input_features": _numbers(2, *shape), **more} for more in ({}, late)
           for shape in ((mel, length), (length, mel), (mel, 3000), (1, 1024, mel))),
         {"input_values": _numbers(2, 2000)}, {"input_values": _numbers(2, 2000), **late},
-        {"input_values": _numbers(2, 1, 2000)}, {"input_values": _numbers(2, 1024, mel)},
+        {"input_values": _numbers(2, 1, 2000)}, {"input_values": _numbers(2, frames_of_sound, mel)},
         {"inputs_embeds": _numbers(2, 8, width)}, {"hidden_states": _numbers(2, 8, width)},
         {"input_ids": ids[..., None].expand(2, 8, _entry(config, "num_codebooks") or 4)},
         {"pixel_values": _numbers(2, channels, 384, 384)},
@@ -184,14 +186,20 @@ def batches(model, config):
             yield batch
 
 
+def _checked(model):
+    """Return a model that is small enough."""
+    size = sum(p.numel() for p in model.parameters())
+    if size > LARGEST:
+        raise OverflowError(f"{size} weights")
+    return model
+
+
 def transformers_model(kind):
     """Build a tiny model of a type, in float64, with a batch that it takes."""
     cls, config = _class(kind, configuration(kind)), configuration(kind)
     config._attn_implementation = "eager"
     with torch.device("meta"):
-        size = sum(p.numel() for p in cls(config).parameters())
-    if size > LARGEST:
-        raise OverflowError(f"{size} weights")
+        _checked(cls(config))
     torch.manual_seed(0)
     config = configuration(kind)
     config._attn_implementation = config._experts_implementation = "eager"
@@ -220,7 +228,7 @@ def timm_names():
 def timm_model(name):
     """Build a tiny model of timm, in float64, and images for it."""
     model, images = zoo.timm_model(name)
-    return model, widened(images)
+    return _checked(model), widened(images)
 
 
 MODELS = {"transformers": transformers_model, "timm": timm_model, "open_clip": zoo.open_clip_model}

@@ -137,6 +137,8 @@ def judge(library, name):
     row = {"library": library, "model": name}
     try:
         model, batch = tiny.MODELS[library](name)
+        with torch.no_grad():
+            forward(model, batch)
     except Exception as error:
         return row | {"left out": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     row["pairs"], row["reasons"], pairs = judge_pairs(model, batch)
@@ -194,6 +196,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*", help="library:model; by default all")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th model from the I-th, to share the work")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
@@ -204,9 +207,10 @@ def main():
             writer.writerows(counts(rows))
         return
     wanted = [tuple(n.split(":")) for n in options.names] or [(lib, n) for lib in tiny.NAMES for n in tiny.NAMES[lib]()]
+    first, step = map(int, options.part.split("/"))
     known = {(r["library"], r["model"]) for r in rows} if not options.names else set()
     tiny.warm()
-    for key in wanted:
+    for key in wanted[first::step]:
         if key not in known:
             row = apart(judge, *key)
             with options.file.open("a") as file:
