@@ -146,9 +146,7 @@ class QuotientOptimizer(Optimizer):
         paired = {b.tensor for p in found for b in p.G + p.H}
         self._alone = alone(given, home.keys() - paired)
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
-            what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
-            which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
-            warnings.warn(f"{self._others} trains {which}", stacklevel=5)
+            _warn_of_others(self._others, self._alone, given)
 
     def _cover(self) -> None:
         """Record which entries of the pairs' parameters belong to pairs, and the other entries of those parameters."""
@@ -182,7 +180,8 @@ class QuotientOptimizer(Optimizer):
             steps = [s for s in begun if s is not None]
             sound = check_anchors(steps)
             self._certify(gradients)
-            clip = self._clip(steps, gradients)
+            bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
+            clip = None if bound is None else _clip(bound, steps, gradients, self._covered, self._rests)
             if isinstance(ok, Tensor):
                 finite, ok = ok, ok if sound is None else ok & sound.to(ok.device)
                 self._skipped = (finite & ~ok if found_inf is not None else ~ok).to(torch.int64) + self._skipped
@@ -231,20 +230,6 @@ class QuotientOptimizer(Optimizer):
         # Adapters that are switched off may never get a gradient, and checking reads from the device.
         if any(p.G[0].tensor in gradients for p in waiting):
             self._certification.see(gradients).check()
-
-    def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
-        """Return the factor that scales the gradient's norm, in the metric for pairs, to ``max_grad_norm``."""
-        bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
-        if bound is None:
-            return None
-        squares = [s.squared_norm() for s in steps]
-        for p, g in gradients.items():
-            if p in self._rests:
-                g = g.masked_fill(self._covered[p].to(g.device), 0)
-            if self._is_other(p):
-                squares.append(torch.linalg.vector_norm(wide(g)).square())
-        norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
-        return (bound / (norm + 1e-12)).clamp_max(1.0)
 
     def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
         """Return the metric of a bucket at points with these Gram matrices."""
@@ -297,21 +282,7 @@ class QuotientOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
-        if state_dict.get("kind") != type(self).__name__:
-            raise ValueError(
-                f"this state was saved by {state_dict.get('kind', _UNKNOWN)}, not by {type(self).__name__}, and its "
-                "moments mean something else; to switch, load the model's weights and start a new optimiser with a "
-                "short warm-up of the learning rate"
-            )
-        for entry in state_dict["buckets"]:
-            _check_names(entry["state"].keys(), self._state_names)
-        names = set(state_dict["pairs"])
-        sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
-        # An adapter may have reached full rank since the saved optimiser was created.
-        pairs = [p for p in self._pairs if p.name in names or sizes[0] != sizes[1]]
-        if state_dict["pairs"] != [p.name for p in pairs]:
-            differing = sorted(names ^ {p.name for p in pairs})[:3]
-            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+        pairs = _pairs_of(state_dict, self, self._pairs, self._state_names)
         buckets = [_restored(entry, pairs) for entry in state_dict["buckets"]]
         keys = list(itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
         params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
@@ -342,11 +313,53 @@ def _warn_of_skipped(steps: int) -> None:
         )
 
 
+def _clip(
+    bound: float, steps: Iterable[PairStep], gradients: Mapping[Tensor, Tensor], covered: Mapping[Tensor, Tensor],
+    rests: Mapping[Tensor, Tensor],
+) -> Tensor:  # fmt: skip
+    """Return the factor that scales the gradient's norm, in the metric for pairs, to a bound."""
+    squares = [s.squared_norm() for s in steps]
+    for p, g in gradients.items():
+        if p in rests or p not in covered:
+            g = g.masked_fill(covered[p].to(g.device), 0) if p in rests else g
+            squares.append(torch.linalg.vector_norm(wide(g)).square())
+    norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
+    return (bound / (norm + 1e-12)).clamp_max(1.0)
+
+
+def _warn_of_others(trainer: str, alone: Sequence[SymmetricPair], given: Sequence[SymmetricPair]) -> None:
+    what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
+    which = f"{len(alone)} of {len(given)} {what}, which form no pair: {reasons(alone)}"
+    warnings.warn(f"{trainer} trains {which}", stacklevel=6)
+
+
 def _check_owned(pairs: Iterable[SymmetricPair], own: AbstractSet[Tensor]) -> None:
     """Raise if parameters of pairs were replaced."""
     for pair in pairs:
         if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
             raise ValueError(f"parameters of the pair {pair.name!r} {GONE}")
+
+
+def _pairs_of(
+    state_dict: Mapping[str, Any], optimizer: Optimizer, own: Sequence[SymmetricPair], entries: frozenset[str]
+) -> list[SymmetricPair]:
+    """Return those of an optimiser's pairs of which a state has moments; raise if the state is not of its kind."""
+    if state_dict.get("kind") != type(optimizer).__name__:
+        raise ValueError(
+            f"this state was saved by {state_dict.get('kind', _UNKNOWN)}, not by {type(optimizer).__name__}, and its "
+            "moments mean something else; to switch, load the model's weights and start a new optimiser with a "
+            "short warm-up of the learning rate"
+        )
+    for entry in state_dict["buckets"]:
+        _check_names(entry["state"].keys(), entries)
+    names = set(state_dict["pairs"])
+    sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], optimizer.param_groups)]
+    # An adapter may have reached full rank since the saved optimiser was created.
+    pairs = [p for p in own if p.name in names or sizes[0] != sizes[1]]
+    if state_dict["pairs"] != [p.name for p in pairs]:
+        differing = sorted(names ^ {p.name for p in pairs})[:3]
+        raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+    return pairs
 
 
 def _check_names(given: Collection[str], wanted: frozenset[str]) -> None:
