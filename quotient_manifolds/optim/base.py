@@ -23,7 +23,7 @@ from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of
 from .gradients import all_finite, collect_gradients
 from .others import adamw_, alone, check_options, is_number, orientation, reasons
-from .places import GONE, Places
+from .places import GONE, Places, followed
 from .preconditioner import Preconditioner, wide
 
 __all__ = ["QuotientOptimizer"]
@@ -32,6 +32,12 @@ __all__ = ["QuotientOptimizer"]
 _UNKNOWN = (
     "an optimiser without pairs, such as AdamW (or by torch.distributed.checkpoint's get_optimizer_state_dict, which "
     "leaves the pairs out: save optimizer.state_dict() itself)"
+)
+
+_NO_PAIR = (
+    "no pair (G, H) is among the parameters{}, so the quotient optimiser has nothing to do; pass "
+    "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights are "
+    "trainable, or use torch.optim.AdamW"
 )
 
 
@@ -52,9 +58,7 @@ class QuotientOptimizer(Optimizer):
     """
 
     certify, rest = True, 1.0
-
-    #: What trains parameters outside pairs.
-    _others = "AdamW"
+    _others = "AdamW"  # what trains parameters outside pairs
 
     #: In the state of a bucket that has taken a step.
     _state_names = frozenset({"moment G", "moment H"})
@@ -76,12 +80,7 @@ class QuotientOptimizer(Optimizer):
         super().__init__(params, defaults)
         self.add_pairs(pairs)
         if not self._pairs and not any(p.kind == "lora" for p in self._alone):
-            why = f" ({reasons(self._alone)})" if self._alone else ""
-            raise ValueError(
-                f"no pair (G, H) is among the parameters{why}, so the quotient optimiser has nothing to do; pass "
-                "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights "
-                "are trainable, or use torch.optim.AdamW"
-            )
+            raise ValueError(_NO_PAIR.format(f" ({reasons(self._alone)})" if self._alone else ""))
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,10 +138,7 @@ class QuotientOptimizer(Optimizer):
                 self._buckets.append(PairBucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._certification = Certification(b.stack for b in self._buckets)
         self._cover()
-        for places in self._places:
-            places.check(home.keys())
-        models = [*(places.model for places in self._places), *(p.model for p in given if p.model is not None)]
-        self._places = [Places(m, home.keys()) for m in dict.fromkeys(models)]
+        self._places = followed(self._places, (p.model for p in given), home.keys())
         paired = {b.tensor for p in found for b in p.G + p.H}
         self._alone = alone(given, home.keys() - paired)
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
@@ -244,10 +240,7 @@ class QuotientOptimizer(Optimizer):
         adamw_(self.state, group, params, gradients)
 
     def _step_rest(self, group: Mapping[str, Any], p: Tensor, gradient: Tensor) -> None:
-        """Update the entries outside pairs of a parameter that belongs to pairs in part.
-
-        Vectors do not decay.
-        """
+        """Update the entries outside pairs of a parameter that belongs to pairs in part; vectors do not decay."""
         stand_in = p.to(at_least_float32(p.dtype), copy=True)
         self.state[stand_in] = self.state[p]
         group = {**group, "weight_decay": (p.dim() > 1) * group["weight_decay"]}
@@ -287,10 +280,7 @@ class QuotientOptimizer(Optimizer):
         keys = list(itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
         params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
         states = state_dict["state"]
-        for key, p in zip(keys, params, strict=False):
-            for given in states.get(key, {}).values():
-                if isinstance(given, Tensor) and given.dim():
-                    _check_shape(given, p)
+        _check_shapes(zip((states.get(key, {}) for key in keys), params, strict=False))
         # torch would keep tensors of the given state, which the next step changes.
         given = {k: v for k, v in state_dict.items() if k not in ("kind", "pairs", "buckets")}
         super().load_state_dict({**given, "state": copy.deepcopy(states)})
@@ -376,6 +366,14 @@ def _check_shape(given: Tensor, wanted: Tensor) -> None:
             f"the state is for weights of shape {tuple(given.shape)}, but the weights now have shape "
             f"{tuple(wanted.shape)}: another rank, or another model"
         )
+
+
+def _check_shapes(pairs: Iterable[tuple[Mapping[str, Any], Tensor]]) -> None:
+    """Raise if the state of a parameter outside pairs is for one of another shape."""
+    for state, p in pairs:
+        for given in state.values():
+            if isinstance(given, Tensor) and given.dim():
+                _check_shape(given, p)
 
 
 def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> PairBucket:

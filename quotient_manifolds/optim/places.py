@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..symmetries.peft_lora import lora_layers
 
-__all__ = ["GONE", "Places"]
+__all__ = ["GONE", "Places", "followed"]
 
 #: What has become of parameters that are not where they were.
 GONE = (
@@ -83,3 +84,10 @@ class Places:
                 "adapter that is added later joins by add_param_group",
                 stacklevel=5,
             )
+
+
+def followed(known: Sequence[Places], models: Iterable[nn.Module | None], own: AbstractSet[Tensor]) -> list[Places]:
+    """Find the places in known and further models, of parameters that may have become more."""
+    for places in known:
+        places.check(own)
+    return [Places(m, own) for m in dict.fromkeys([*(places.model for places in known), *models]) if m is not None]
