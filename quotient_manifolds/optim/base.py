@@ -21,10 +21,10 @@ from ..symmetries.merging import refused
 from ..symmetries.pairs import check_pairs
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of
-from .gradients import all_finite, collect_gradients
+from .gradients import all_finite, clip_factor, collect_gradients, warn_of_size
 from .others import adamw_, alone, check_options, is_number, orientation, reasons
-from .places import GONE, Places
-from .preconditioner import Preconditioner, wide
+from .places import Places, check_owned, followed
+from .preconditioner import Preconditioner
 
 __all__ = ["QuotientOptimizer"]
 
@@ -32,6 +32,12 @@ __all__ = ["QuotientOptimizer"]
 _UNKNOWN = (
     "an optimiser without pairs, such as AdamW (or by torch.distributed.checkpoint's get_optimizer_state_dict, which "
     "leaves the pairs out: save optimizer.state_dict() itself)"
+)
+
+_NO_PAIR = (
+    "no pair (G, H) is among the parameters{}, so the quotient optimiser has nothing to do; pass "
+    "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights are "
+    "trainable, or use torch.optim.AdamW"
 )
 
 
@@ -52,9 +58,7 @@ class QuotientOptimizer(Optimizer):
     """
 
     certify, rest = True, 1.0
-
-    #: What trains parameters outside pairs.
-    _others = "AdamW"
+    _others = "AdamW"  # what trains parameters outside pairs
 
     #: In the state of a bucket that has taken a step.
     _state_names = frozenset({"moment G", "moment H"})
@@ -77,12 +81,7 @@ class QuotientOptimizer(Optimizer):
         super().__init__(params, defaults)
         self.add_pairs(pairs)
         if not self._pairs and not any(p.kind == "lora" for p in self._alone):
-            why = f" ({reasons(self._alone)})" if self._alone else ""
-            raise ValueError(
-                f"no pair (G, H) is among the parameters{why}, so the quotient optimiser has nothing to do; pass "
-                "quotient_manifolds.symmetries.find_symmetric_pairs(model) of a model whose LoRA or attention weights "
-                "are trainable, or use torch.optim.AdamW"
-            )
+            raise ValueError(_NO_PAIR.format(f" ({reasons(self._alone)})" if self._alone else ""))
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,16 +139,11 @@ class QuotientOptimizer(Optimizer):
                 self._buckets.append(PairBucket(stack.pairs, [position[id(p)] for p in stack.pairs], flipped, group))
         self._certification = Certification(b.stack for b in self._buckets)
         self._cover()
-        for places in self._places:
-            places.check(home.keys())
-        models = [*(places.model for places in self._places), *(p.model for p in given if p.model is not None)]
-        self._places = [Places(m, home.keys()) for m in dict.fromkeys(models)]
+        self._places = followed(self._places, (p.model for p in given), home.keys())
         paired = {b.tensor for p in found for b in p.G + p.H}
         self._alone = alone(given, home.keys() - paired)
         if self._alone and (found or any(p.kind == "lora" for p in self._alone)):
-            what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
-            which = f"{len(self._alone)} of {len(given)} {what}, which form no pair: {reasons(self._alone)}"
-            warnings.warn(f"{self._others} trains {which}", stacklevel=5)
+            _warn_of_others(self._others, self._alone, given)
 
     def _cover(self) -> None:
         """Record which entries of the pairs' parameters belong to pairs, and the other entries of those parameters."""
@@ -195,7 +189,8 @@ class QuotientOptimizer(Optimizer):
             for s in steps:
                 s.ok = ok if isinstance(ok, Tensor) else None
             steps = [s for s in steps if self._balance_(s)]
-            clip = self._clip(steps, gradients)
+            bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
+            clip = None if bound is None else clip_factor(bound, steps, gradients, self._covered, self._rests)
             for s in steps:
                 s.clip = clip
             self._step_all(steps, gradients, clip)
@@ -204,7 +199,7 @@ class QuotientOptimizer(Optimizer):
     def _first_parameter(self) -> Tensor:
         """Return a parameter; all must still be in the model, and those of the pairs among the optimiser's."""
         own = self._own()
-        _check_owned([p for p in self._pairs if p.model is None], own)
+        check_owned([p for p in self._pairs if p.model is None], own)
         for places in self._places:
             places.check(own)
         return next(iter(own))
@@ -244,30 +239,10 @@ class QuotientOptimizer(Optimizer):
             self._skipped = skewed.any().to(torch.int64) + self._skipped
         elif bool(skewed.any()):
             if not self._warned:
-                bad = s.name(int(skewed.nonzero()[0, 0]))
-                warnings.warn(
-                    f"pair {bad!r}: its product is too large for the dtype of its factors; steps of all pairs of this "
-                    "shape are not taken until that changes; lower the learning rate, or make the factors smaller",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+                warn_of_size(s.name(int(skewed.nonzero()[0, 0])))
             self._warned = True
             return False
         return True
-
-    def _clip(self, steps: Sequence[PairStep], gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
-        """Return the factor that scales the gradient's norm, in the metric for pairs, to ``max_grad_norm``."""
-        bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
-        if bound is None:
-            return None
-        squares = [s.squared_norm() for s in steps]
-        for p, g in gradients.items():
-            if p in self._rests:
-                g = g.masked_fill(self._covered[p].to(g.device), 0)
-            if self._is_other(p):
-                squares.append(torch.linalg.vector_norm(wide(g)).square())
-        norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
-        return (bound / (norm + 1e-12)).clamp_max(1.0)
 
     def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
         """Return the metric of a bucket at points with these Gram matrices."""
@@ -282,10 +257,7 @@ class QuotientOptimizer(Optimizer):
         adamw_(self.state, group, params, gradients)
 
     def _step_rest(self, group: Mapping[str, Any], p: Tensor, gradient: Tensor) -> None:
-        """Update the entries outside pairs of a parameter that belongs to pairs in part.
-
-        Vectors do not decay.
-        """
+        """Update the entries outside pairs of a parameter that belongs to pairs in part; vectors do not decay."""
         stand_in = p.to(at_least_float32(p.dtype), copy=True)
         self.state[stand_in] = self.state[p]
         group = {**group, "weight_decay": (p.dim() > 1) * group["weight_decay"]}
@@ -295,7 +267,17 @@ class QuotientOptimizer(Optimizer):
         p[rest] = stand_in[rest].to(p.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_pairs", "_buckets", "_places", "_certification", "_covered", "_rests", "_skipped", "_warned", "certify")
+        kept = (
+            "_pairs",
+            "_buckets",
+            "_places",
+            "_certification",
+            "_covered",
+            "_rests",
+            "_skipped",
+            "_warned",
+            "certify",
+        )
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -320,29 +302,12 @@ class QuotientOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
-        if state_dict.get("kind") != type(self).__name__:
-            raise ValueError(
-                f"this state was saved by {state_dict.get('kind', _UNKNOWN)}, not by {type(self).__name__}, and its "
-                "moments mean something else; to switch, load the model's weights and start a new optimiser with a "
-                "short warm-up of the learning rate"
-            )
-        for entry in state_dict["buckets"]:
-            _check_names(entry["state"].keys(), self._state_names)
-        names = set(state_dict["pairs"])
-        sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
-        # An adapter may have reached full rank since the saved optimiser was created.
-        pairs = [p for p in self._pairs if p.name in names or sizes[0] != sizes[1]]
-        if state_dict["pairs"] != [p.name for p in pairs]:
-            differing = sorted(names ^ {p.name for p in pairs})[:3]
-            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+        pairs = _pairs_of(state_dict, self, self._pairs, self._state_names)
         buckets = [_restored(entry, pairs) for entry in state_dict["buckets"]]
         keys = list(itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
         params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
         states = state_dict["state"]
-        for key, p in zip(keys, params, strict=False):
-            for given in states.get(key, {}).values():
-                if isinstance(given, Tensor) and given.dim():
-                    _check_shape(given, p)
+        _check_shapes(zip((states.get(key, {}) for key in keys), params, strict=False))
         # torch would keep tensors of the given state, which the next step changes.
         given = {k: v for k, v in state_dict.items() if k not in ("kind", "pairs", "buckets")}
         super().load_state_dict({**given, "state": copy.deepcopy(states)})
@@ -365,11 +330,32 @@ def _warn_of_skipped(steps: int) -> None:
         )
 
 
-def _check_owned(pairs: Iterable[SymmetricPair], own: AbstractSet[Tensor]) -> None:
-    """Raise if parameters of pairs were replaced."""
-    for pair in pairs:
-        if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
-            raise ValueError(f"parameters of the pair {pair.name!r} {GONE}")
+def _warn_of_others(trainer: str, alone: Sequence[SymmetricPair], given: Sequence[SymmetricPair]) -> None:
+    what = "adapters" if all(p.kind == "lora" for p in given) else "parts of the model"
+    which = f"{len(alone)} of {len(given)} {what}, which form no pair: {reasons(alone)}"
+    warnings.warn(f"{trainer} trains {which}", stacklevel=6)
+
+
+def _pairs_of(
+    state_dict: Mapping[str, Any], optimizer: Optimizer, own: Sequence[SymmetricPair], entries: frozenset[str]
+) -> list[SymmetricPair]:
+    """Return those of an optimiser's pairs of which a state has moments; raise if the state is not of its kind."""
+    if state_dict.get("kind") != type(optimizer).__name__:
+        raise ValueError(
+            f"this state was saved by {state_dict.get('kind', _UNKNOWN)}, not by {type(optimizer).__name__}, and its "
+            "moments mean something else; to switch, load the model's weights and start a new optimiser with a "
+            "short warm-up of the learning rate"
+        )
+    for entry in state_dict["buckets"]:
+        _check_names(entry["state"].keys(), entries)
+    names = set(state_dict["pairs"])
+    sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], optimizer.param_groups)]
+    # An adapter may have reached full rank since the saved optimiser was created.
+    pairs = [p for p in own if p.name in names or sizes[0] != sizes[1]]
+    if state_dict["pairs"] != [p.name for p in pairs]:
+        differing = sorted(names ^ {p.name for p in pairs})[:3]
+        raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+    return pairs
 
 
 def _check_names(given: Collection[str], wanted: frozenset[str]) -> None:
@@ -386,6 +372,14 @@ def _check_shape(given: Tensor, wanted: Tensor) -> None:
             f"the state is for weights of shape {tuple(given.shape)}, but the weights now have shape "
             f"{tuple(wanted.shape)}: another rank, or another model"
         )
+
+
+def _check_shapes(pairs: Iterable[tuple[Mapping[str, Any], Tensor]]) -> None:
+    """Raise if the state of a parameter outside pairs is for one of another shape."""
+    for state, p in pairs:
+        for given in state.values():
+            if isinstance(given, Tensor) and given.dim():
+                _check_shape(given, p)
 
 
 def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> PairBucket:

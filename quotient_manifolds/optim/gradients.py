@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..linalg import at_least_float32
+from .buckets import PairStep
+from .preconditioner import wide
 
-__all__ = ["all_finite", "collect_gradients"]
+__all__ = ["all_finite", "clip_factor", "collect_gradients", "warn_of_size"]
 
 
 def collect_gradients(param_groups: Iterable[Mapping[str, Any]], scale: Tensor | None) -> dict[Tensor, Tensor]:
@@ -53,6 +55,35 @@ def all_finite(gradients: Mapping[Tensor, Tensor], found_inf: Tensor | None) -> 
                 "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
             )
     return True
+
+
+def clip_factor(
+    bound: float,
+    steps: Iterable[PairStep],
+    gradients: Mapping[Tensor, Tensor],
+    covered: Mapping[Tensor, Tensor],
+    rests: Mapping[Tensor, Tensor],
+) -> Tensor:
+    """Return the factor that scales the gradient's norm, in the metric for pairs, to a bound."""
+    squares = [s.squared_norm() for s in steps]
+    for p, g in gradients.items():
+        if p in rests or p not in covered:
+            g = g.masked_fill(covered[p].to(g.device), 0) if p in rests else g
+            squares.append(torch.linalg.vector_norm(wide(g)).square())
+    if not squares:  # no pair takes its step
+        return torch.ones(())
+    norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
+    return (bound / (norm + 1e-12)).clamp_max(1.0)
+
+
+def warn_of_size(name: str) -> None:
+    """Warn of a pair that has no good gauge."""
+    warnings.warn(
+        f"pair {name!r}: its product is too large for the dtype of its factors; steps of all pairs of this shape are "
+        "not taken until that changes; lower the learning rate, or make the factors smaller",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 def _sums_are_finite(gradients: Collection[Tensor]) -> Tensor:

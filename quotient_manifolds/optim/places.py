@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..symmetries import SymmetricPair
 from ..symmetries.peft_lora import lora_layers
 
-__all__ = ["GONE", "Places"]
+__all__ = ["Places", "check_owned", "followed"]
 
 #: What has become of parameters that are not where they were.
 GONE = (
@@ -83,3 +85,17 @@ class Places:
                 "adapter that is added later joins by add_param_group",
                 stacklevel=5,
             )
+
+
+def followed(known: Sequence[Places], models: Iterable[nn.Module | None], own: AbstractSet[Tensor]) -> list[Places]:
+    """Find the places in known and further models, of parameters that may have become more."""
+    for places in known:
+        places.check(own)
+    return [Places(m, own) for m in dict.fromkeys([*(places.model for places in known), *models]) if m is not None]
+
+
+def check_owned(pairs: Iterable[SymmetricPair], own: AbstractSet[Tensor]) -> None:
+    """Raise if parameters of pairs were replaced."""
+    for pair in pairs:
+        if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
+            raise ValueError(f"parameters of the pair {pair.name!r} {GONE}")
