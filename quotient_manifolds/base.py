@@ -11,19 +11,18 @@ import geoopt
 import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .batches import tensors
 from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
-from .linalg import C, finite, holds, in_own_precision, root
+from .linalg import C, finite, holds, in_own_precision, is_differentiated, root
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
-#: The operations of manifolds whose results are numbers: those that are too large or too small for them are an error.
-_OPERATIONS = frozenset(
-    "acceleration inner norm proju egrad2rgrad retr expmap geodesic geodesic_between parallel_transport projx random "
-    "logmap dist align mean act vertical to_matrix canonical".split()
-)
+#: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
+_OPERATIONS = {
+    *("acceleration", "inner", "norm", "proju", "egrad2rgrad", "retr", "expmap", "geodesic", "parallel_transport"),
+    *("logmap", "dist", "align", "mean", "act", "vertical", "to_matrix", "canonical"),
+}
 
 
 def with_finite_results(cls: C) -> C:
@@ -47,13 +46,6 @@ def _with_finite_result(method: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return wrapped
-
-
-def is_differentiated(x: Tensor) -> bool:
-    """Tell whether derivatives with respect to x may be asked for, in reverse or forward mode."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 @in_own_precision
@@ -124,8 +116,8 @@ class QuotientManifold(geoopt.Manifold):
     that representative. Every operation is equivariant: a group element that acts on all arguments acts on the result.
     The class holds no buffers, because buffers of a manifold do not follow ``module.to()``.
 
-    Every operation is homogeneous in the sizes of the factors, and is computed in units of them. A result that the dtype
-    cannot hold is a ValueError: no operation returns NaN or inf.
+    Every operation is homogeneous in the sizes of the factors, and is computed in units of them. A result that its
+    dtype does not hold is a ValueError: no operation returns NaN or inf unless it was given one.
 
     Notes
     -----

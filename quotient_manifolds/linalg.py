@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "holds",
     "in_double",
     "in_own_precision",
+    "is_differentiated",
     "largest",
     "lifted_spectrum",
     "own_precision",
@@ -78,25 +80,17 @@ def holds(condition: Tensor, unseen: bool = True) -> bool:
         return unseen
 
 
-def _extremes(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest number, (…, 1, 1), NaN where there is one, in a tenth of isfinite's time."""
-    X = X.detach()
-    X = torch.view_as_real(X.resolve_conj()).flatten(-2) if X.is_complex() else X
-    return X.amin((-2, -1), keepdim=True), X.amax((-2, -1), keepdim=True)
-
-
 def finite(X: Tensor) -> bool:
     """Tell whether all entries of a tensor are finite; they count as finite where ``torch.vmap`` hides them."""
-    if X.numel() == 0 or X.dim() < 2:
-        return holds(X.isfinite())
-    low, high = _extremes(X)
-    return holds(low.isfinite() & high.isfinite())
+    # The sum is finite only if all entries are, and takes a twentieth of the time.
+    return holds(0 * X.detach().sum() == 0) or holds(X.isfinite())
 
 
 def largest(X: Tensor) -> Tensor:
     """Return the largest modulus of an entry (of a real or imaginary part) of every matrix, (…, 1, 1)."""
-    low, high = _extremes(X)
-    return torch.maximum(high, -low)
+    X = X.detach()
+    X = torch.view_as_real(X.resolve_conj()).flatten(-2) if X.is_complex() else X
+    return torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))  # faster than abs
 
 
 def power_of_two(size: Tensor) -> Tensor:
@@ -110,6 +104,13 @@ def root(square: Tensor) -> Tensor:
     """Return the square root, whose derivative at 0 is defined as 0."""
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0 * square)
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Tell whether derivatives with respect to x may be asked for, in reverse or forward mode."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -246,6 +247,8 @@ def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     device; entries with a zero denominator give 0. The *derivatives* of the coefficients need not be diagonal:
     differentiation (to any order, forward or reverse mode) is that of the general equation.
     """
+    if not any(map(is_differentiated, (A1, A2, B))):
+        return _NearDiagonalSylvester.forward(A1, A2, B)  # without the overhead, that of ten small products
     result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
     return result
 

@@ -236,11 +236,11 @@ def _svd(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return U, sigma, Vh
 
 
-def _has_derivative(grad: Tensor) -> None:
-    if not finite(grad):
+def _has_derivative(grad: Tensor | None) -> None:
+    if grad is not None and not finite(grad):
         raise ValueError(
-            "a canonical representative has no derivative where singular values are equal or 0; differentiate a function "
-            "of the product G Hᴴ instead"
+            "a canonical representative has no derivative where singular values are equal or 0; differentiate a "
+            "function of the product G Hᴴ instead"
         )
 
 

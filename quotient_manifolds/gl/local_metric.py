@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base import is_differentiated
-from ..linalg import holds, lifted_spectrum, sylvester, trace_product
+from ..linalg import holds, is_differentiated, lifted_spectrum, sylvester, trace_product
 from .gauge import Gauge
 from .metrics import Gram, Metric, Motion, Pair, Pull
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from .. import means
-from ..base import QuotientManifold, is_differentiated, standard_normal, with_finite_results
+from ..base import QuotientManifold, standard_normal, with_finite_results
 from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
 from ..linalg import column_rank_ratio, holds, in_double, pack, power_of_two, rank_tolerance
 from . import alignment, logarithm, transport
@@ -233,8 +233,8 @@ class GLQuotient(QuotientManifold):
     def mean(self, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> Tensor:
         """Return the Fréchet mean over the first dimension of (k, …, n + m, h); see :func:`frechet_mean`."""
         means.checked_weights(self, points, weights)
-        unit, first, rest = self._in_units(points[0], points)
-        return (means.frechet_mean(self, rest, weights, n_starts=n_starts).point * unit).to(points.dtype)
+        unit, _, wide = self._in_units(points[0], points)
+        return (means.frechet_mean(self, wide, weights, n_starts=n_starts).point * unit).to(points.dtype)
 
     @_scaled(ScalingInfo.NotCompatible)
     def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

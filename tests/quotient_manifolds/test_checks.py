@@ -100,3 +100,11 @@ def test_a_divergent_run_gets_advice_that_helps():
             assert "lower the learning rate" in str(error) or "learning rate is too high" in str(error)  # noqa: PT017
             return
     pytest.fail("it did not diverge")
+
+
+def test_sizes_are_whole_numbers_of_python_or_numpy():
+    manifold = GLQuotientInv(5, 4)
+    assert manifold.random(np.int64(3), np.int32(9), 2).shape == (3, 9, 2)
+    for bad in ((9.0, 2), (True, 2), ("9", 2), (np.float64(9), 2), (-9, 2)):
+        with pytest.raises(TypeError, match="a size must be one or several whole numbers"):
+            manifold.random(*bad)

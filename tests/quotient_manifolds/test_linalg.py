@@ -1,7 +1,10 @@
+import math
+
+import pytest
 import scipy.linalg
 import torch
 
-from quotient_manifolds.linalg import column_rank_ratio, sylvester, trace_product
+from quotient_manifolds.linalg import column_rank_ratio, finite, largest, power_of_two, root, sylvester, trace_product
 
 
 def positive_diagonal(h):
@@ -55,3 +58,35 @@ def test_trace_product_and_rank_ratio():
     torch.testing.assert_close(trace_product(W, X, Y), torch.trace(W @ X.mH @ Y).real)
     assert column_rank_ratio(torch.zeros(4, 2)) == 0
     torch.testing.assert_close(column_rank_ratio(torch.diag(torch.tensor([4.0, 1.0]))), torch.tensor(0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_powers_of_two_are_exact(dtype):
+    info = torch.finfo(dtype)
+    sizes = torch.tensor([0, 1, 1.5, 2, 3e-12, 5e9, info.tiny, info.max, torch.nan, torch.inf], dtype=dtype)
+    found = power_of_two(sizes)
+    for size, power in zip(sizes.tolist(), found.tolist(), strict=True):
+        assert math.frexp(power)[0] == 0.5
+        assert torch.tensor(1 / power, dtype=dtype).isfinite()
+        if 0 < size < torch.inf:
+            assert power <= size < 4 * power
+    assert found[0] == found[8] == 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_found(bad):
+    for X in (torch.randn(3, 4, 2), torch.randn(3, 4, 2, dtype=torch.complex128), torch.randn(5)):
+        assert finite(X)
+        X[(1,) * X.dim()] = bad
+        assert not finite(X)
+    assert finite(torch.zeros(0, 3, 2))
+    X = torch.randn(3, 4, 2, dtype=torch.complex128)
+    expected = torch.view_as_real(X).abs().amax((1, 2, 3))
+    assert torch.equal(largest(X)[:, 0, 0], expected)
+    assert torch.equal(largest(X.mH)[:, 0, 0], expected)
+
+
+def test_the_root_has_a_derivative_at_zero():
+    x = torch.tensor([0.0, 4.0], requires_grad=True)
+    assert torch.equal(torch.autograd.grad(root(x).sum(), x)[0], torch.tensor([0.0, 0.25]))
+    assert root(torch.tensor(torch.nan)).isnan()

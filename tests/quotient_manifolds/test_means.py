@@ -10,6 +10,7 @@ from quotient_manifolds import (
     frechet_mean,
     principal_geodesics,
 )
+from tests.points import ALL, close, two_points
 
 
 def test_random_points_have_a_mean():
@@ -137,3 +138,15 @@ def test_a_mean_is_a_point(mean):
     points = manifold.random(3, 9, 2)
     with pytest.raises(ValueError, match=r"mean must be a point of shape \(9, 2\), got"):
         principal_geodesics(manifold, points, 2, mean=mean)
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+def test_batches_without_points_and_expanded_batches(manifold):
+    x, u = two_points(manifold)
+    points = torch.stack([x[0], manifold.expmap(x[0], 0.1 * u[0])])
+    for batch in ((0,), (2, 0)):
+        none = points.reshape(2, *(1 for _ in batch), *x.shape[-2:]).expand(2, *batch, *x.shape[-2:])
+        assert manifold.mean(none).shape == (*batch, *x.shape[-2:])
+        assert frechet_mean(manifold, none).variance.shape == batch
+    mean = manifold.mean(points)
+    close(manifold.mean(points.unsqueeze(1).expand(2, 3, *x.shape[-2:])), mean.expand(3, *x.shape[-2:]), 1e-8)

@@ -133,7 +133,9 @@ def test_coordinates_at_points_of_any_size(metric):
         horizontal = space.coordinates(space.proju(u))
         close(space.project_coordinates(c), horizontal, 1e-11)
         step = horizontal * min(1.0, size**4) ** (metric == "mix")  # of the size of the point
-        close(space.retr_coordinates(step), carry(manifold, space.retr(space.from_coordinates(step)), space.gauge.A), 1e-9)
+        close(
+            space.retr_coordinates(step), carry(manifold, space.retr(space.from_coordinates(step)), space.gauge.A), 1e-9
+        )
         L = torch.randn(2, 2)
         vertical = carry(manifold, manifold.vertical(space.gauge.x, L), torch.linalg.inv(space.gauge.A))
         close((space.vertical_moment(u) * L).sum(), space.inner(u, vertical), 1e-9)
