@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
-from .linalg import holds, in_own_precision
+from .linalg import exposed, holds, in_own_precision
 
 __all__ = ["QuotientManifold", "TangentSpace"]
 
@@ -296,7 +296,7 @@ class QuotientManifold(geoopt.Manifold):
         if holds(off <= bound):
             return True, None
         return False, (
-            f"the vector is not horizontal: its vertical part has norm {off.max().item():.3g} in the metric, more "
+            f"the vector is not horizontal: its vertical part has norm {exposed(off).max().item():.3g} in the metric, more "
             f"than atol = {atol}, rtol = {rtol} allow; use proju"
         )
 

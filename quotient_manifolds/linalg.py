@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 __all__ = [
     "at_least_float32",
     "column_rank_ratio",
+    "exposed",
     "hermitian_power",
     "holds",
     "in_double",
@@ -63,14 +64,29 @@ def in_own_precision(cls: C) -> C:
     return cls
 
 
-def holds(condition: Tensor, unseen: bool = True) -> bool:
-    """Tell whether a condition holds everywhere; ``unseen`` where ``torch.vmap`` hides the values."""
-    try:
-        return bool(condition.all())
-    except RuntimeError as error:
-        if "vmap" not in str(error):
-            raise
-        return unseen
+class _Exposed(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, None]:
+        return _Exposed.apply(x.movedim(in_dims[0], 0)), None
+
+
+def exposed(x: Tensor) -> Tensor:
+    """Return values that decide what is computed, without derivatives; first the dimensions that ``vmap`` hides."""
+    found: Tensor = _Exposed.apply(x.detach())
+    return found
+
+
+def holds(condition: Tensor) -> bool:
+    """Tell whether a condition holds everywhere, also in what ``torch.vmap`` hides."""
+    return bool(exposed(condition).all())
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
