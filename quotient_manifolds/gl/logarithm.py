@@ -45,7 +45,7 @@ def _logarithms(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None
     spaces = [manifold.tangent_space_at(z) for z in (x, y)]
     if not x.numel():
         return torch.zeros_like(x), torch.zeros_like(y)
-    small, restricted, back = restrict_to_span(manifold, spaces[0].gauge.x, y)
+    small, restricted, back = restrict_to_span(manifold, *(space.gauge.x for space in spaces))
     n = small.row_split()[0]
     here, there = (canonical_gauge(z[:, :n], z[:, n:]) for z in (v.reshape(-1, *v.shape[-2:]) for v in restricted))
     # Growth of the point along the line, in a unit of time.
@@ -68,9 +68,9 @@ def _logarithms(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None
     for w, gauge, space in ((u + rate * a, here, spaces[0]), ((v - rate * b) * torch.exp(rate), there, spaces[1])):
         w = torch.where(lost[:, None, None], torch.nan, w * unit)
         moved = zip(w.split(small.row_split(), -2), (gauge.A, gauge.A_inv.mH), strict=True)
-        results.append(back(torch.cat([z @ A for z, A in moved], -2).reshape(*x.shape[:-2], *w.shape[-2:])))
-    at_x, at_y = spaces[0].from_gauge(*spaces[0].split(results[0])), results[1]
-    return spaces[0].proju(at_x), spaces[1].proju(at_y)
+        whole = back(torch.cat([z @ A for z, A in moved], -2).reshape(*x.shape[:-2], *w.shape[-2:]))
+        results.append(space.proju(space.from_gauge(*space.split(whole))))
+    return results[0], results[1]
 
 
 def _returned(manifold: GLManifold, found: Shortest, x: Tensor) -> Tensor:

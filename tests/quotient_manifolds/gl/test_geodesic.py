@@ -4,8 +4,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from torch.autograd import forward_ad
 from scipy.optimize import brentq
+from torch.autograd import forward_ad
 
 from quotient_manifolds import ConvergenceError, GeodesicExitError, GLQuotientInv, GLQuotientMix, RescaleQuotient
 from tests import oracle

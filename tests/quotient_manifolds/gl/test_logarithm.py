@@ -132,7 +132,7 @@ def test_square_matrices_of_mix_go_straight(dtype):
     (G, H), (P, R) = manifold.unpack_tensor(x[~leaves]), manifold.unpack_tensor(u)
     torch.testing.assert_close(P @ H.mH + G @ R.mH, (Y - X)[~leaves], rtol=1e-6, atol=1e-8)
     if leaves.any():
-        with pytest.raises(ConvergenceError, match="different components|leaves the manifold .* at t = "):
+        with pytest.raises(ConvergenceError, match=r"different components|leaves the manifold .* at t = "):
             manifold.logmap(x[leaves], y[leaves])
 
 
