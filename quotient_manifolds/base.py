@@ -291,12 +291,13 @@ class QuotientManifold(geoopt.Manifold):
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
         space = self._vector_space(x, u)
-        off = exposed(space.norm(u - space.proju(u)))
+        off = space.norm(u - space.proju(u))
         bound = atol + rtol * space.norm(u)
         if holds(off <= bound):
             return True, None
+        longest = exposed(off).max().item()
         return False, (
-            f"the vector is not horizontal: its vertical part has norm {off.max().item():.3g} in the metric, more "
+            f"the vector is not horizontal: its vertical part has norm {longest:.3g} in the metric, more "
             f"than atol = {atol}, rtol = {rtol} allow; use proju"
         )
 

@@ -145,7 +145,7 @@ class _Distance(torch.autograd.Function):
         return None, grad * at_x, grad * at_y, None, None
 
     @staticmethod
-    def jvp(ctx: Any, _manifold: Any, dx: Tensor | None, dy: Tensor | None, *_: Any) -> Trio:
+    def jvp(ctx: Any, _manifold: Any, dx: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Any, None, None]:
         at_x, at_y = ctx.saved_tensors
         change = sum((a.conj() * d).real.sum((-2, -1)) for a, d in ((at_x, dx), (at_y, dy)) if d is not None)
         return change, None, None
