@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .batches import tensors
 from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
-from .linalg import C, finite, holds, in_own_precision, is_differentiated, root
+from .linalg import C, exposed, finite, holds, in_own_precision, is_differentiated, root
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
@@ -330,8 +330,9 @@ class QuotientManifold(geoopt.Manifold):
         bound = atol + rtol * space.norm(u)
         if holds(off <= bound):
             return True, None
+        longest = exposed(off).max().item()
         return False, (
-            f"the vector is not horizontal: its vertical part has norm {off.max().item():.3g} in the metric, more "
+            f"the vector is not horizontal: its vertical part has norm {longest:.3g} in the metric, more "
             f"than atol = {atol}, rtol = {rtol} allow; use proju"
         )
 

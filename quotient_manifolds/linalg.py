@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 __all__ = [
     "at_least_float32",
     "column_rank_ratio",
+    "exposed",
     "finite",
     "hermitian_power",
     "holds",
@@ -70,18 +71,38 @@ def in_own_precision(cls: C) -> C:
     return cls
 
 
-def holds(condition: Tensor, unseen: bool = True) -> bool:
-    """Tell whether a condition holds everywhere; ``unseen`` where ``torch.vmap`` hides the values."""
+class _Exposed(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, None]:
+        return _Exposed.apply(x.movedim(in_dims[0], 0)), None
+
+
+def exposed(x: Tensor) -> Tensor:
+    """Return values that decide what is computed, without derivatives; first the dimensions that ``vmap`` hides."""
+    found: Tensor = _Exposed.apply(x.detach())
+    return found
+
+
+def holds(condition: Tensor) -> bool:
+    """Tell whether a condition holds everywhere, also in what ``torch.vmap`` hides."""
     try:
         return bool(condition.all())
     except RuntimeError as error:
         if "vmap" not in str(error):
             raise
-        return unseen
+        return bool(exposed(condition).all())
 
 
 def finite(X: Tensor) -> bool:
-    """Tell whether all entries of a tensor are finite; they count as finite where ``torch.vmap`` hides them."""
+    """Tell whether all entries of a tensor are finite."""
     # The sum is finite only if all entries are, and takes a twentieth of the time.
     return holds(0 * X.detach().sum() == 0) or holds(X.isfinite())
 

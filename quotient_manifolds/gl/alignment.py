@@ -138,8 +138,8 @@ def align(manifold: GLManifold, x: Tensor, y: Tensor, relative_tol: float) -> Te
     result, size = _aligned(flat, start, relative_tol)
     if bool((size > max(relative_tol, 1e-5)).any()):
         raise ConvergenceError(
-            f"align: steps of size {size.max().item():.1e} after {_STEPS} iterations; where the singular values of G Hᴴ "
-            "spread over 1e6, points that are far apart are out of reach",
+            f"align: steps of size {size.max().item():.1e} after {_STEPS} iterations; where the singular values of G "
+            "Hᴴ spread over 1e6, points that are far apart are out of reach",
             size,
         )
     return space.from_gauge(*space.split(result))

@@ -155,7 +155,7 @@ def gauge_in_units(G: Tensor, H: Tensor) -> tuple[Gauge, Tensor | None]:
     which the unit is the geometric mean, may differ by any factor: it becomes a part of the group element.
     """
     sizes = torch.stack(torch.broadcast_tensors(largest(G), largest(H)))
-    if holds((sizes > 1 / _ORDINARY) & (sizes < _ORDINARY), unseen=False):
+    if holds((sizes > 1 / _ORDINARY) & (sizes < _ORDINARY)):
         return _gauge(G, H), None
     if not holds(sizes.isfinite()):
         raise ValueError(f"the pair of shapes {tuple(G.shape)}, {tuple(H.shape)} has NaN or infinite entries")

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..linalg import exposed, holds
 from .coordinates import row_power
 from .geodesic_ode import (
     Reduced,
@@ -107,7 +108,7 @@ class Whitened:
         """Tell whether ρ < σ_h/√2, which keeps the geodesic on the manifold, holds for all items with a margin."""
         rho = (torch.linalg.matrix_norm(self.xi).square() + torch.linalg.matrix_norm(self.eta).square()).sqrt()
         lowest = torch.where(self.present, self.sigma, torch.inf).amin(-1)
-        return bool((until * rho.detach() < lowest / 4).all())
+        return holds(until * rho < lowest / 4)
 
 
 def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair, Pair]:
@@ -230,13 +231,13 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
         leg, moving = Reduced.of(problem.G, problem.H, here.sigma), active.unsqueeze(-1)
         unit = (slowest + speed).unsqueeze(-1)
 
-        def slope(_r: Tensor, y: Tensor, leg: Reduced = leg, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
+        def slope(y: Tensor, leg: Reduced = leg, moving: Tensor = moving, unit: Tensor = unit) -> Tensor:
             dy, speed2 = leg.derivative(y[..., :-1])
             rate = torch.where(moving, 1 / (slowest**2 + speed2).sqrt().unsqueeze(-1), 0.0)
             # One more feature: the time since the start of the leg, in units of its initial speed.
             return torch.cat([dy * rate, unit * rate], dim=-1)
 
-        y = integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), 1.0, tol)
+        y = integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), tol)
         previous, last_speed = here, speed
         here = previous.regauged(problem, y[..., :-1], previous.time + (y[..., -1:] / unit).squeeze(-1))
         waypoints.append(here)
@@ -249,7 +250,7 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
             gone = active & near & (here.time + left <= until)
             exit_time = torch.where(gone, here.time + left, exit_time)
             active = active & ~near & (here.time < until)
-        if not bool(active.any()):
+        if holds(~active):
             return waypoints, exit_time
     raise ArithmeticError(f"mix geodesic: {int(active.sum())} not finished after an inv length of {_MAX_LENGTH}")
 
@@ -260,7 +261,7 @@ def _default_tolerance(x: Tensor) -> float:
 
 def _mix_geodesic(start: Whitened, t: Tensor, tol: float, direction: int = 1) -> State:
     """Integrate the equation of :class:`Reduced` to the times t, (k,), of either sign: X(t), ξ(t), Y(t), η(t)."""
-    if bool((t < 0).any()):
+    if not holds(t >= 0):
         forward = _mix_geodesic(start, t.clamp_min(0), tol)
         reverse = replace(start, xi=-start.xi, eta=-start.eta)
         back = _mix_geodesic(reverse, (-t).clamp_min(0), tol, -1)
@@ -268,7 +269,7 @@ def _mix_geodesic(start: Whitened, t: Tensor, tol: float, direction: int = 1) ->
         signs = (1, -1, 1, -1)
         return tuple(torch.where(negative, s * b, f) for s, b, f in zip(signs, back, forward, strict=True))
     problem = Reduced.of(frame(start.X, start.xi), frame(start.Y, start.eta), start.sigma)
-    last = t.detach().amax()
+    last = exposed(t).amax()
     if start.certainly_inside(last.item()):
         waypoints = [_Waypoint.start(problem, start.sigma)]
     else:
@@ -287,14 +288,15 @@ def _mix_geodesic(start: Whitened, t: Tensor, tol: float, direction: int = 1) ->
     here = _Waypoint(pick("y"), pick("sigma"), pick("L"), pick("R"), pick("time"))
     leg, span = Reduced.of(problem.G, problem.H, here.sigma), (goal - here.time).unsqueeze(-1)
 
-    def slope(_theta: Tensor, y: Tensor) -> Tensor:
+    def slope(y: Tensor) -> Tensor:
         return leg.derivative(y)[0] * span
 
-    return problem.end(here.at_start_gauge(integrate(slope, here.y, 1.0, tol)))
+    return problem.end(here.at_start_gauge(integrate(slope, here.y, tol)))
 
 
 def raise_on_exit(times: Tensor, until: float) -> None:
     """Raise a GeodesicExitError if one of the exit times, which may be negative, is finite."""
+    times = exposed(times)
     leaving = int(times.isfinite().sum())
     if leaving:
         first = times.flatten()[times.abs().argmin()].item()

@@ -107,7 +107,7 @@ def moving_metric(metric: Metric, x: Tensor, gauge: Gauge, relaxation: float, pr
     """
     sigma, G, H = gauge.sigma, x[..., : gauge.n, :] @ gauge.A_inv, x[..., gauge.n :, :] @ gauge.A.mH
     sigma_hat, M, N = sigma.clamp_min(relaxation * sigma[..., :1]), G.mH @ G, H.mH @ H
-    if is_differentiated(x) and not holds(sigma_hat <= sigma, unseen=False):
+    if is_differentiated(x) and not holds(sigma_hat <= sigma):
         phi = lifted_spectrum(M @ N, sigma, relaxation)
         M_hat, N_hat = phi @ M, N @ phi
     else:  # the floor does nothing, or its derivative is not needed

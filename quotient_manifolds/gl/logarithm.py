@@ -17,14 +17,22 @@ from torch.autograd.function import once_differentiable
 from ..means import ConvergenceError
 from .alignment import GLManifold, restrict_to_span
 from .gauge import Gauge, canonical_gauge
-from .metrics import Metric
+from .metrics import Metric, Pair
 from .shortest import SOLVED, Shortest, shortest
 
 __all__ = ["distance", "logmap"]
 
+#: A distance and two covectors.
+Trio = tuple[Tensor, Tensor, Tensor]
+
 
 def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
-    r"""Return the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
+    r"""Return the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1."""
+    return _logarithms(manifold, x, y, n_starts, on_error)[0]
+
+
+def _logarithms(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Pair:
+    r"""Return the logarithm of y at x, and that of x at y: of one geodesic, followed either way.
 
     The search starts at the point with the smaller :math:`\sum_i σ_i`, so that the distance is symmetric. With the
     inv metric the manifold is the product of a line, with coordinate :math:`\sum_i \log σ_i`, and of the set of points
@@ -32,15 +40,14 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
     """
     if torch.is_inference_mode_enabled() or x.is_inference() or y.is_inference():  # the search differentiates
         with torch.inference_mode(False), torch.no_grad():
-            return logmap(manifold, x.clone(), y.clone(), n_starts, on_error)
-    shape = torch.broadcast_shapes(x.shape, y.shape)
-    full = manifold.tangent_space_at(x.expand(shape))
-    manifold.tangent_space_at(y)  # the checks
-    if not x.numel() or not y.numel():
-        return torch.zeros(shape, dtype=x.dtype, device=x.device)
-    small, (a, b), back = restrict_to_span(manifold, full.gauge.x, y.expand(shape))
+            return _logarithms(manifold, x.clone(), y.clone(), n_starts, on_error)
+    x, y = torch.broadcast_tensors(x, y)
+    spaces = [manifold.tangent_space_at(z) for z in (x, y)]
+    if not x.numel():
+        return torch.zeros_like(x), torch.zeros_like(y)
+    small, restricted, back = restrict_to_span(manifold, *(space.gauge.x for space in spaces))
     n = small.row_split()[0]
-    here, there = (canonical_gauge(z[:, :n], z[:, n:]) for z in (v.reshape(-1, *v.shape[-2:]) for v in (a, b)))
+    here, there = (canonical_gauge(z[:, :n], z[:, n:]) for z in (v.reshape(-1, *v.shape[-2:]) for v in restricted))
     # Growth of the point along the line, in a unit of time.
     rate = (there.sigma.log() - here.sigma.log()).mean(-1)[:, None, None] / 2
     rate = rate if small.metric.complete else torch.zeros_like(rate)
@@ -49,15 +56,21 @@ def logmap(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = No
     turned = (here.sigma.sum(-1) > (there.sigma * torch.exp(-2 * rate[:, 0])).sum(-1))[:, None, None]
     apart = _apart(here, there)
     b = torch.where(apart[:, None, None], a, b)
-    found = shortest(small, torch.where(turned, b, a), torch.where(turned, a, b), n_starts)
+    start, end = torch.where(turned, b, a), torch.where(turned, a, b)
+    found = shortest(small, start, end, n_starts)
     found.residual[apart] = torch.inf
-    u = (torch.where(turned, _returned(small, found, a), found.u) + rate * a) * unit
-    if not bool((found.residual <= SOLVED).all()):
-        if on_error == "raise":
-            raise ConvergenceError(_reason(small.metric, found, apart), found.residual.reshape(shape[:-2]))
-        u = torch.where((found.residual <= SOLVED)[:, None, None], u, torch.nan)
-    u = torch.cat([z @ A for z, A in zip(u.split(small.row_split(), -2), (here.A, here.A_inv.mH), strict=True)], -2)
-    return full.proju(full.from_gauge(*full.split(back(u.reshape(*shape[:-2], *u.shape[-2:])))))
+    lost = ~(found.residual <= SOLVED)
+    if on_error == "raise" and bool(lost.any()):
+        raise ConvergenceError(_reason(small.metric, found, apart), found.residual.reshape(x.shape[:-2]))
+    forth, returned = found.u, _returned(small, found, end)
+    u, v = torch.where(turned, returned, forth), torch.where(turned, forth, returned)
+    results = []
+    for w, gauge, space in ((u + rate * a, here, spaces[0]), ((v - rate * b) * torch.exp(rate), there, spaces[1])):
+        w = torch.where(lost[:, None, None], torch.nan, w * unit)
+        moved = zip(w.split(small.row_split(), -2), (gauge.A, gauge.A_inv.mH), strict=True)
+        whole = back(torch.cat([z @ A for z, A in moved], -2).reshape(*x.shape[:-2], *w.shape[-2:]))
+        results.append(space.proju(space.from_gauge(*space.split(whole))))
+    return results[0], results[1]
 
 
 def _returned(manifold: GLManifold, found: Shortest, x: Tensor) -> Tensor:
@@ -103,38 +116,53 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
 
 
 class _Distance(torch.autograd.Function):
-    """The length of the logarithm, with the derivatives that its definition implies."""
+    """The length of the logarithm, and covectors at both points: the derivatives that its definition implies."""
 
     @staticmethod
-    def forward(ctx: Any, manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Tensor:
-        u = logmap(manifold, x, y, n_starts, on_error)
-        space = manifold.tangent_space_at(x)
-        lost = u.isnan().flatten(-2).any(-1)
-        u = torch.where(lost[..., None, None], 0, u)  # whose length has the derivative 0
-        d = space.norm(u)
-        if any(ctx.needs_input_grad):
-            end, velocity = space.geodesic(u)
-            apart = d > 1e-10 * space.norm(x)  # else a rounding error, whose direction means nothing
-            unit = torch.where(apart, 1 / d, torch.zeros_like(d))[..., None, None]
-            P, R = space.split(manifold.tangent_space_at(end).to_covector(velocity * unit))
-            y = torch.where(lost[..., None, None], end, y)
-            # From the end of the geodesic to y, on its orbit: y_G = end_G B, y_H = end_H B⁻ᴴ.
-            B = torch.linalg.lstsq(space.split(end)[0], space.split(y)[0]).solution
-            at_y = manifold.pack_point(torch.linalg.solve(B.mH, P, left=False), R @ B)
-            ctx.save_for_backward(-space.to_covector(u * unit), at_y)
-        return torch.where(lost, torch.nan, d)
+    def forward(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Trio:
+        found = [manifold.tangent_space_at(x), manifold.tangent_space_at(y)]
+        logarithms = _logarithms(manifold, x, y, n_starts, on_error)
+        d = found[0].norm(logarithms[0])
+        apart = d > 1e-10 * found[0].norm(x)  # else a rounding error, whose direction means nothing; or NaN
+        unit = torch.where(apart, -1 / d, 0)[..., None, None]
+        at_x, at_y = (
+            space.to_covector(torch.where(apart[..., None, None], u, 0) * unit)
+            for space, u in zip(found, logarithms, strict=True)
+        )
+        return d, at_x, at_y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Trio) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+        ctx.save_for_forward(*output[1:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[None, Tensor, Tensor, None, None]:
         at_x, at_y = ctx.saved_tensors
         grad = grad[..., None, None]
         return None, grad * at_x, grad * at_y, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _manifold: Any, dx: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Any, None, None]:
+        at_x, at_y = ctx.saved_tensors
+        change = sum((a.conj() * d).real.sum((-2, -1)) for a, d in ((at_x, dx), (at_y, dy)) if d is not None)
+        return change, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], manifold: GLManifold, x: Tensor, y: Tensor, *options: Any) -> Any:
+        size = info.batch_size
+        x, y = (
+            z.unsqueeze(0).expand(size, *z.shape) if at is None else z.movedim(at, 0)
+            for z, at in zip((x, y), in_dims[1:3], strict=True)
+        )
+        return _Distance.apply(manifold, x, y, *options), (0, 0, 0)
 
 
 def distance(
     manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None = None, on_error: str = "raise"
 ) -> Tensor:
     """Compute the distance of two orbits, once differentiable; (…), in the precision of the points."""
-    found: Tensor = _Distance.apply(manifold, *torch.broadcast_tensors(x, y), n_starts, on_error)
-    return found
+    found: Trio = _Distance.apply(manifold, *torch.broadcast_tensors(x, y), n_starts, on_error)
+    return found[0]

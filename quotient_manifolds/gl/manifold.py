@@ -13,7 +13,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from .. import means
 from ..base import QuotientManifold, standard_normal, with_finite_results
 from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
-from ..linalg import column_rank_ratio, holds, in_double, pack, power_of_two, rank_tolerance
+from ..linalg import column_rank_ratio, exposed, holds, in_double, pack, power_of_two, rank_tolerance
 from . import alignment, logarithm, transport
 from .gauge import Gauge, gauge_in_units
 from .metrics import INV, MIX, Metric
@@ -294,7 +294,7 @@ class GLQuotient(QuotientManifold):
             if not holds(ratio > rank_tolerance(X)):
                 return False, (
                     f"{self}: factor {name} of the point of shape {tuple(x.shape)} does not have full column rank "
-                    f"(smallest to largest singular value {ratio.min().item():.1e}); if it lost rank during "
+                    f"(smallest to largest singular value {exposed(ratio).min().item():.1e}); if it lost rank during "
                     "optimisation, lower the learning rate; a starting point needs full rank (LoRA's B = 0 lacks it) "
                     "or fewer columns"
                 )

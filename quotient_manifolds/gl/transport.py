@@ -86,11 +86,11 @@ def _leg(manifold: GLManifold, space: GLTangentSpace, u: Tensor, v: Tensor) -> t
         state = unflat_state(y, shape[-1], restricted[0].is_complex(), 3)
         return [k * s for k, s in zip(state, scale, strict=True)]
 
-    def derivative(_t: Tensor, y: Tensor) -> Tensor:
+    def derivative(y: Tensor) -> Tensor:
         x, velocity, w = unflat(y)
         ends = _derivatives(space.metric, *(k.split(small.row_split(), dim=-2) for k in (x, velocity, w)))
         return flat((velocity, *(torch.cat(k, dim=-2) for k in ends)))
 
-    end = unflat(integrate(derivative, flat(restricted), 1.0, 1e-11))
+    end = unflat(integrate(derivative, flat(restricted), 1e-11))
     x1, u1, v1 = (space.from_gauge(*space.split(back(k))) for k in end)
     return x1, u1, v1

@@ -1,6 +1,7 @@
 """geoopt's own checks of a manifold, and its containers and optimisers."""
 
 import collections
+import io
 import itertools
 
 import geoopt
@@ -455,3 +456,64 @@ def test_autocast_changes_nothing(manifold):
         expected = operation(x, u, v, y, e)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(operation(x, u, v, y, e), expected), name
+@pytest.mark.parametrize("manifold", [GLQuotientMix(5, 4), RescaleQuotient("mix"), RescaleQuotient("inv")], ids=str)
+def test_the_line_search_of_armijo_converges(manifold):
+    """geoopt's default; its Wolfe search takes a transported direction for the derivative along the retraction."""
+    x = torch.ones(2, 4, dtype=torch.float64) if manifold.name == "RescaleQuotient" else manifold.origin(9, 4)
+    x = geoopt.ManifoldParameter(x.double() + 0.1 * torch.rand_like(x, dtype=torch.float64), manifold=manifold)
+    target = 1.5 * manifold.to_matrix(x.detach())
+    optimizer = geoopt.optim.RiemannianLineSearch([x], cg_method="steepest")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (manifold.to_matrix(x) - target).square().sum()
+        loss.backward()
+        return loss.item()
+
+    first = closure()
+    for _ in range(20):
+        optimizer.step(closure)
+    assert closure() < 1e-3 * first
+
+
+@pytest.mark.parametrize("manifold", [GLQuotientInv(5, 4), RescaleQuotient("mix"), geoopt.Sphere()], ids=str)
+def test_states_load_as_weights_only(manifold):
+    point = manifold.random(9 if isinstance(manifold, GLQuotientInv) else 2, 3).detach()
+    x, module = geoopt.ManifoldParameter(point.clone(), manifold=manifold), torch.nn.Module()
+    module.x = x
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    module.load_state_dict({k: v + 1 for k, v in torch.load(file, weights_only=True).items()})
+    assert module.x is x
+    torch.testing.assert_close(x.detach().as_subclass(torch.Tensor), point.as_subclass(torch.Tensor) + 1)
+    whole = io.BytesIO()
+    torch.save(x, whole)
+    whole.seek(0)
+    with pytest.raises(Exception, match=r"functools\.partial"):
+        torch.load(whole, weights_only=True)
+    whole.seek(0)
+    assert type(torch.load(whole, weights_only=False).manifold) is type(manifold)
+
+
+def test_samplers_need_what_these_manifolds_lack():
+    x = geoopt.ManifoldParameter(GLQuotientInv(5, 4).origin(9, 2), manifold=GLQuotientInv(5, 4))
+    with pytest.raises(ValueError, match="reversible retraction"):
+        geoopt.samplers.RSGLD([x])
+
+
+@pytest.mark.parametrize(("deviation", "explodes"), [(1e-3, True), (0.1, False), (0.3, False)])
+def test_mix_starts_at_the_scale_of_the_answer(deviation, explodes):
+    """A step that is longer than the product itself overshoots, as the guide to optimisers says."""
+    manifold = GLQuotientMix(20, 15)
+    x = geoopt.ManifoldParameter(deviation * torch.randn(35, 3), manifold=manifold)
+    target = torch.randn(20, 3) @ torch.randn(3, 15)
+    optimizer, losses = geoopt.optim.RiemannianAdam([x], lr=0.01), []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = (manifold.to_matrix(x) - target).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert (max(losses) > 100 * losses[0]) == explodes
+    assert explodes or losses[-1] < losses[0]

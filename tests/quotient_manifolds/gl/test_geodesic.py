@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import brentq
+from torch.autograd import forward_ad
 
 from quotient_manifolds import ConvergenceError, GeodesicExitError, GLQuotientInv, GLQuotientMix, RescaleQuotient
 from tests import oracle
@@ -182,3 +183,33 @@ def test_errors_travel_between_processes():
         assert (type(copy), str(copy)) == (type(error), str(error))
         for name in vars(error):
             assert torch.equal(torch.as_tensor(getattr(copy, name)), torch.as_tensor(getattr(error, name)))
+
+
+@metric
+@field
+def test_every_mode_of_differentiation(name, dtype):
+    """Reverse and forward mode, and torch.func: grad, jvp, vmap and their compositions."""
+    manifold, x, u = problem(name, 5, 4, 2, dtype=dtype, batch=(3,))
+    covector, dx, du = torch.randn(5, 4, dtype=dtype), torch.randn_like(x), torch.randn_like(u)
+
+    def value(x, u):
+        return (manifold.to_matrix(manifold.expmap(x, u)) * covector).real.sum()
+
+    points = x.clone().requires_grad_(), u.clone().requires_grad_()
+    expected = torch.autograd.grad(value(*points), points)
+    found = torch.func.grad(value, (0, 1))(x, u)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    ends = [value(x + s * 1e-6 * dx, u + s * 1e-6 * du) for s in (1, -1)]
+    slope = (ends[0] - ends[1]) / 2e-6
+    torch.testing.assert_close(torch.func.jvp(value, (x, u), (dx, du))[1], slope, rtol=1e-6, atol=1e-6)
+    with forward_ad.dual_level():
+        dual = value(forward_ad.make_dual(x, dx), forward_ad.make_dual(u, du))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, slope, rtol=1e-6, atol=1e-6)
+    each = torch.func.vmap(torch.func.grad(value))(x, u)
+    torch.testing.assert_close(each, expected[0])
+    if name == "mix":  # what torch.vmap hides counts: one item leaves the manifold
+        times = manifold.exit_time(x, 10 * u)
+        torch.testing.assert_close(torch.func.vmap(manifold.exit_time)(x, 10 * u), times)
+        with pytest.raises(GeodesicExitError, match="leaves the manifold"):
+            torch.func.vmap(manifold.expmap)(x, -10 * x)

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
+from quotient_manifolds.gl.tangent import GLTangentSpace
 from tests.extent import EXHAUSTIVE
 from tests.geodesics import METRICS, field, metric, problem
 from tests.points import MANIFOLDS, metrics
@@ -130,7 +132,7 @@ def test_square_matrices_of_mix_go_straight(dtype):
     (G, H), (P, R) = manifold.unpack_tensor(x[~leaves]), manifold.unpack_tensor(u)
     torch.testing.assert_close(P @ H.mH + G @ R.mH, (Y - X)[~leaves], rtol=1e-6, atol=1e-8)
     if leaves.any():
-        with pytest.raises(ConvergenceError, match="different components|leaves the manifold .* at t = "):
+        with pytest.raises(ConvergenceError, match=r"different components|leaves the manifold .* at t = "):
             manifold.logmap(x[leaves], y[leaves])
 
 
@@ -245,6 +247,26 @@ def test_distances_differentiate_in_both_points(kind, dtype):
         assert not bool((-g.conj() * d[i]).real.sum() == expected)
 
 
+@metric
+@field
+def test_distances_differentiate_in_every_mode(name, dtype):
+    manifold, x, u = problem(name, 5, 4, 2, dtype=dtype, batch=(3,))
+    y = manifold.act(manifold.retr(x, 0.3 * u), torch.randn(3, 2, 2, dtype=dtype))
+    points, (dx, dy) = (x.clone().requires_grad_(), y.clone().requires_grad_()), torch.randn(2, *x.shape, dtype=dtype)
+    expected = torch.autograd.grad(manifold.dist(*points).sum(), points)
+    for i, g in enumerate(torch.func.vmap(torch.func.grad(manifold.dist, (0, 1)))(x, y)):
+        torch.testing.assert_close(g, expected[i])
+    near = torch.stack([y[0], x[0]])
+    torch.testing.assert_close(torch.func.vmap(manifold.dist, (None, 0))(x[0], near), manifold.dist(x[0], near))
+    slope = sum((g.conj() * d).real.sum((-2, -1)) for g, d in zip(expected, (dx, dy), strict=True))
+    torch.testing.assert_close(torch.func.jvp(manifold.dist, (x, y), (dx, dy))[1], slope)
+    only = torch.func.jvp(lambda z: manifold.dist(x, z), (y,), (dy,))[1]
+    torch.testing.assert_close(only, (expected[1].conj() * dy).real.sum((-2, -1)))
+    with forward_ad.dual_level():
+        dual = manifold.dist(forward_ad.make_dual(x, dx), forward_ad.make_dual(y, dy))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, slope)
+
+
 def test_the_gradient_of_half_the_squared_distance_is_minus_the_logarithm():
     manifold = GLQuotientMix(6, 5)
     x = manifold.random(11, 2).requires_grad_()
@@ -298,6 +320,25 @@ def test_rank_by_rounding_is_refused_before_anything_is_widened():
         for points in ((x, y), (y, x))[: 1 if "lambda" in call.__name__ else 2]:
             with pytest.raises(ValueError, match="does not have full column rank"):
                 call(*points)
+
+
+def test_a_geodesic_that_cannot_be_followed_leaves_the_others_alone(monkeypatch):
+    manifold, x, u = problem("mix", 5, 4, 2, batch=(3,))
+    y, follow = manifold.retr(x, 0.3 * u), GLTangentSpace.geodesic
+    expected = manifold.dist(x, y)
+
+    def refuse(self, u, *args, **kwargs):
+        if (self.gauge.sigma[:, 0] / self.gauge.sigma[:, 1] / sigma - 1).abs().min() < 1e-9:
+            raise ArithmeticError("the geodesic equation cannot be solved here")
+        return follow(self, u, *args, **kwargs)
+
+    start = min(x[1], y[1], key=lambda z: float(manifold.tangent_space_at(z).gauge.sigma.sum()))
+    sigma = manifold.tangent_space_at(start).gauge.sigma
+    sigma = sigma[0] / sigma[1]  # the search scales its points
+    monkeypatch.setattr(GLTangentSpace, "geodesic", refuse)
+    d = manifold.dist(x, y, on_error="nan")
+    assert d.isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(d[[0, 2]], expected[[0, 2]])
 
 
 @pytest.mark.parametrize("manifold", [GLQuotientMix(4, 4), GLQuotientInv(4, 4)], ids=str)

@@ -162,14 +162,12 @@ def test_along_gradient(cls, dtype, moved):
 @pytest.mark.parametrize("manifold", ALL, ids=str)
 def test_vmap_gives_what_a_batch_gives(manifold):
     x, u = two_points(manifold)
-    for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "acceleration"):
+    for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "acceleration", "expmap"):
         method = getattr(manifold, name)
         assert torch.allclose(torch.func.vmap(method)(x, u), method(x, u)), name
     for name in ("to_matrix", "canonical", "projx"):
         method = getattr(manifold, name)
         assert torch.allclose(torch.func.vmap(method)(x), method(x)), name
-    if manifold is not ALL[1]:  # mix follows its geodesics by an adaptive solver
-        assert torch.allclose(torch.func.vmap(manifold.expmap)(x, u), manifold.expmap(x, u))
 
 
 @pytest.mark.parametrize("manifold", ALL[:2], ids=str)
