@@ -268,7 +268,8 @@ def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     device; entries with a zero denominator give 0. The *derivatives* of the coefficients need not be diagonal:
     differentiation (to any order, forward or reverse mode) is that of the general equation.
     """
-    if not any(map(is_differentiated, (A1, A2, B))):
+    reverse = torch.is_grad_enabled() and (A1.requires_grad or A2.requires_grad or B.requires_grad)
+    if not reverse and forward_ad._current_level < 0:
         return _NearDiagonalSylvester.forward(A1, A2, B)  # without the overhead, that of ten small products
     result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
     return result

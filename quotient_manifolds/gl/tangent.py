@@ -75,7 +75,10 @@ class GLTangentSpace(TangentSpace):
         metric, relaxation = manifold.metric, manifold.relaxation
         self.manifold, self.metric, self.x, self._gauge = manifold, metric, x, gauge
         # All is computed at x/unit, to which u/unit (inv) or u unit (mix), that is u · stretch, is an isometry.
-        self._unit = self._per_unit = self._stretch = self._shrink = unit
+        self._unit = unit
+        self._per_unit: Any = unit
+        self._stretch: Any = unit
+        self._shrink: Any = unit
         if unit is not None:
             self._per_unit = 1 / unit
             pair = (self._per_unit, unit) if metric.scale_exponent > 0 else (unit, self._per_unit)
