@@ -49,18 +49,17 @@ def complete(run: str, imbalance: float, lr: float, steps: list[int], seed: int)
     errors = []
     for step in range(1, max(steps) + 1):
         optimizer.zero_grad()
-        loss = (((manifold.to_matrix(x) - truth) * known) ** 2).sum() * (0.5 / KNOWN)
-        if not loss.isfinite():
-            break
-        loss.backward()
         try:
+            loss = (((manifold.to_matrix(x) - truth) * known) ** 2).sum() * (0.5 / KNOWN)
+            if not loss.isfinite():
+                break
+            loss.backward()
             optimizer.step()
-        except ValueError:  # The manifold refuses factors that have lost their rank.
+            product = manifold.to_matrix(x).detach()
+        except ValueError:  # The manifold refuses factors that have lost their rank, and products beyond its numbers.
             break
         if step in steps:
-            with torch.no_grad():
-                wrong = (manifold.to_matrix(x) - truth) * ~known
-            errors.append(float(wrong.norm() / (truth * ~known).norm()))
+            errors.append(float(((product - truth) * ~known).norm() / (truth * ~known).norm()))
     return [e if math.isfinite(e) else math.inf for e in errors] + [math.inf] * (len(steps) - len(errors))
 
 

@@ -131,7 +131,10 @@ def is_differentiated(x: Tensor) -> bool:
     """Tell whether derivatives with respect to x may be asked for, in reverse or forward mode."""
     if torch.is_grad_enabled() and x.requires_grad:
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    try:
+        return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    except RuntimeError:  # torch.vmap hides what belongs to x
+        return True
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -95,7 +95,8 @@ def _check_memory(model: nn.Module, moving: dict[str, nn.Parameter]) -> None:
 
 
 def _repeats(t: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+    # One number expanded to a whole weight stands in for a sharded one.
+    return any(t.stride()) and any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
 
 
 def _overlap(tensors: list[tuple[str, Tensor]]) -> bool:

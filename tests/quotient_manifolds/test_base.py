@@ -456,6 +456,8 @@ def test_autocast_changes_nothing(manifold):
         expected = operation(x, u, v, y, e)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(operation(x, u, v, y, e), expected), name
+
+
 @pytest.mark.parametrize("manifold", [GLQuotientMix(5, 4), RescaleQuotient("mix"), RescaleQuotient("inv")], ids=str)
 def test_the_line_search_of_armijo_converges(manifold):
     """geoopt's default; its Wolfe search takes a transported direction for the derivative along the retraction."""
@@ -497,7 +499,7 @@ def test_states_load_as_weights_only(manifold):
 
 
 def test_samplers_need_what_these_manifolds_lack():
-    x = geoopt.ManifoldParameter(GLQuotientInv(5, 4).origin(9, 2), manifold=GLQuotientInv(5, 4))
+    x = geoopt.ManifoldParameter(GLQuotientInv(5, 4).origin(9, 2))
     with pytest.raises(ValueError, match="reversible retraction"):
         geoopt.samplers.RSGLD([x])
 

@@ -42,7 +42,10 @@ def test_a_defect_is_one_line_and_shown_on_request(monkeypatch, capsys):
         (["demo", "--out", "picture.foo"], "is not a figure: its name must end in"),
         (["sweep", "nowhere.json", "--out", "out"], "there is no configuration 'nowhere.json'"),
         (["finetune", "tests.spread:model", "x", "--models", "0", "--out", "out"], "whole number of at least 1"),
-        (["finetune", "tests.spread:model", "x", "--test", "nope", "--out", "out"], "there is no data at nope"),
+        (
+            ["finetune", "tests.spread:model", "tests.spread:batches", "--test", "nope", "--out", "out"],
+            "there is no data at nope",
+        ),
         (["toy", "--out", ""], "the path is empty"),
         (["run", "./no/such/folder", "tests.spread:batches"], "there is no folder './no/such/folder'"),
     ],
