@@ -126,7 +126,7 @@ def create_quotient_optimizer(
     >>> from quotient_manifolds.optim import create_quotient_optimizer
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> optimizer = create_quotient_optimizer(layer, lr=1e-3, weight_decay=0.01)
-    >>> layer(torch.ones(1, 3, 8)).square().sum().backward()
+    >>> layer(torch.randn(2, 3, 8)).square()[..., 0].sum().backward()
     >>> optimizer.step()
     >>> optimizer.state_dict()["pairs"]
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
