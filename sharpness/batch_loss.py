@@ -17,6 +17,7 @@ from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import plain_class, plain_names
+from quotient_manifolds.symmetries.discovery import candidates
 from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
 
 from .distributed import World
@@ -276,18 +277,21 @@ def _check_first(
     model: nn.Module, objective: Objective, batch: Any, pairs: Sequence[SymmetricPair] | None, remarks: list[str], *,
     divides: bool,
 ) -> tuple[float, Sequence[SymmetricPair] | None]:  # fmt: skip
-    """Check that the loss is finite, and examine attention of unknown classes unless pairs are given.
+    """Check that the loss is finite, and examine layers of unknown classes unless pairs are given.
 
     Returns the loss, and the pairs: those given, those found by examination, or None if the model's classes name them.
     """
-    run = partial(objective.value, model, batch)
+    run, given = partial(objective.value, model, batch), pairs is not None
+    may_examine = divides and not given and not is_sharded_model(model)
+    if may_examine and candidates(model, lambda m: handler_of(m) is not None):
+        pairs = _examined(model, objective, batch, remarks)
     try:
         loss: float = symmetries.check_coverage(model, run, pairs or ()) if divides else run()
     except symmetries.UnknownAttentionError as error:
-        if pairs is not None:
+        if given:
             _warn(f"outside of the pairs that were given, {error}", remarks)
             loss = run()
-        elif is_sharded_model(model):
+        elif not may_examine or pairs is not None:
             raise
         else:
             pairs = _examined(model, objective, batch, remarks)
@@ -313,7 +317,7 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
             found.setdefault(classes[p.module], Counter())[p.reason] += 1
     said = [f"{cls} ({n.pop('', 0)} pairs" + "".join(f"; {why}" for why in n) + ")" for cls, n in found.items()]
     if said:
-        remarks.append(f"attention of classes without a handler was examined on the first batch: {', '.join(said)}")
+        remarks.append(f"layers of classes without a handler were examined on the first batch: {', '.join(said)}")
     refused = [p.name for p in pairs if p.reason == CHANGES and p.module not in classes]
     if refused:
         remarks.append(f"left out, for {CHANGES}: {', '.join(refused)}")

@@ -117,7 +117,7 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     Notes
     -----
     Paper, §5.2. Meanwhile the parameters point to copies; their own storage is not written to. A direction may be used
-    on another copy of the measured model, on any device.
+    on another copy of the measured model, on any device, unless its pairs were found by examination of a batch.
 
     Examples
     --------

@@ -50,7 +50,7 @@ def evaluate(
     Parameters
     ----------
     model : nn.Module
-        The parameters with ``requires_grad`` are measured. Attention layers of unknown classes are examined on the
+        The parameters with ``requires_grad`` are measured. Layers of unknown classes are examined on the
         first batch, unless the measure divides out nothing, which the result says; a sharded model cannot be examined.
     batches : iterable
         Dicts with labels for a transformers model, pairs (x, y), or any batches that ``loss_fn`` accepts.

@@ -341,7 +341,7 @@ def test_unknown_attention_is_examined_on_the_first_batch(measure):
     before, options = snapshot(model), {"measure": measure, "rho": 0.1, "steps": 3}
     found = sharpness.evaluate(model, [batch, batch], **options)
     assert_same(snapshot(model), before)
-    remark = "attention of classes without a handler was examined on the first batch: Attending (2 pairs; "
+    remark = "layers of classes without a handler were examined on the first batch: Attending (2 pairs; "
     assert found.remarks[0] == remark + "the batch does not reach it)"
     assert found.remarks[-1].endswith("so the result says nothing about them: idle")
     pairs = find_symmetric_pairs(model, batch=batch)
@@ -393,7 +393,7 @@ def test_a_hook_beside_unknown_attention_is_named_too():
     networks.projections(attention)[2].register_forward_hook(lambda m, x, y: y.relu())
     wrong = [p.name for p in find_symmetric_pairs(model) if "vo" in p.name and ".0." in p.name]
     assert sharpness.evaluate(model, [batch], rho=0.1, steps=1).remarks[:2] == (
-        "attention of classes without a handler was examined on the first batch: Attending (2 pairs; "
+        "layers of classes without a handler were examined on the first batch: Attending (2 pairs; "
         "the batch does not reach it)",
         f"left out, for {symmetries.registry.CHANGES}: {', '.join(wrong)}",
     )

@@ -231,5 +231,5 @@ def test_pairs_of_ones_own_cover_the_module_that_holds_their_projections():
     examined = sharpness.evaluate(model, [batch], loss, rho=0.1, steps=2)
     assert len(examined.direction(0).pairs) == 4
     assert examined.remarks == (
-        "attention of classes without a handler was examined on the first batch: Attending (4 pairs)",
+        "layers of classes without a handler were examined on the first batch: Attending (4 pairs)",
     )
