@@ -72,6 +72,7 @@ def interrupted(run, moment):
         return trace
 
     before = sys.gettrace()  # that of coverage
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 delivers none
     sys.settrace(trace)
     try:
         run()
