@@ -20,7 +20,7 @@ test: $(VENV)/.dev  ## run the tests; ARGS="-k name" chooses
 	$(PYTEST) $(ARGS)
 
 elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instructions and moved seeds: what passes here by luck fails there
-	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 SEEDS_MOVED_BY=$${SEEDS_MOVED_BY:-1000} \
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MOVE_SEEDS=$${MOVE_SEEDS:-1000} \
 		$(PYTEST) tests/quotient_manifolds tests/sharpness $(ARGS)
 
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches

@@ -34,7 +34,7 @@ def errors(manifold, imbalance, lr, steps=100):
     found = []
     for _ in range(steps):
         optimizer.zero_grad()
-        difference = quotient.to_matrix(point) - target
+        difference = point[:N] @ point[N:].mT - target
         (difference[known].square().sum() / (2 * KNOWN)).backward()
         optimizer.step()
         found.append(float(difference[~known].detach().norm() / target[~known].norm()))
