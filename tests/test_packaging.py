@@ -37,16 +37,6 @@ def test_every_module_says_what_is_public():
                 assert re.search(r"^__all__ = ", path.read_text(), re.MULTILINE), path
 
 
-def test_tests_mirror_the_source():
-    """Every source file has a test file of its name, at the same place of the tree; and the other way round."""
-    sources, tests = set(), set()
-    for package in ("quotient_manifolds", "sharpness"):
-        sources |= {p.relative_to(ROOT) for p in (ROOT / package).rglob("*.py") if not p.stem.startswith("__")}
-        found = (ROOT / "tests" / package).rglob("test_*.py")
-        tests |= {p.relative_to(ROOT / "tests").with_name(p.name.removeprefix("test_")) for p in found}
-    assert sources == tests, sources ^ tests
-
-
 def required(text):
     """Read names and versions of requirements, without conda's other names."""
     other = {"pytorch": "torch", "msgspec-python": "msgspec"}
