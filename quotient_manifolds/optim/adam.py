@@ -118,7 +118,7 @@ class QuotientAdam(QuotientOptimizer):
         step = s.state.setdefault("step", K_inv.real.new_zeros(len(K_inv)))
         first, second = ((1 - beta ** (step + 1))[:, None, None, None] for beta in (beta1, beta2))
         # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        G, H = s.grams(map(s.g, s.parts)).unbind(-3)
+        G, H = s.gradient_grams.unbind(-3)
         means = torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3)
         C.lerp_(s.only(means, C), 1 - beta2)
         V = K_inv @ (C / second) @ K_inv.mH
@@ -127,7 +127,7 @@ class QuotientAdam(QuotientOptimizer):
 
         def directions() -> Iterator[Tensor]:
             for part in s.parts:
-                g, m, r = s.g(part), s.rows("moment", part), s.rows("rows", part, 1)
+                g, m, r = part.g, s.rows("moment", part), s.rows("rows", part, 1)
                 R = part.of(coordinates).to(g.dtype)
                 size = torch.linalg.vector_norm(g @ R, dim=-1, keepdim=True).square() / g.shape[-1]
                 m.lerp_(s.only(g, m, part), 1 - beta1)

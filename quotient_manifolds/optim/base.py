@@ -267,8 +267,9 @@ class QuotientOptimizer(Optimizer):
             factor = (bound / (norm + 1e-12)).clamp_max(1.0)
             outside = {p: g * factor.to(g.device) for p, g in outside.items()}
             for s in steps:
-                s.clip = factor
-        self._step_others(outside)
+                s.clip_(factor)
+        if outside:
+            self._step_others(outside)
         for s in steps:
             self._step_pairs(self.param_groups[s.bucket.group], s)
 
@@ -276,7 +277,7 @@ class QuotientOptimizer(Optimizer):
         self, steps: Sequence[Step], gradients: Mapping[Tensor, Tensor], outside: Mapping[Tensor, Tensor]
     ) -> bool:
         """Tell whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
-        sums = [s.g(part).sum() for s in steps for part in s.parts]
+        sums = [part.g.sum() for s in steps for part in s.parts]
         sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
         found_inf, device = getattr(self, "found_inf", None), sums[0].device
         finite = torch.stack([v.isfinite().to(device) for v in sums]).all()

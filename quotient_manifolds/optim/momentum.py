@@ -119,13 +119,13 @@ class QuotientMuon(QuotientOptimizer):
         past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
 
         def direction(part: Part) -> Tensor:
-            return torch.add(s.g(part), s.rows("moment", part), alpha=past)
+            return torch.add(part.g, s.rows("moment", part), alpha=past)
 
         first = F.mH @ inverse_root(F @ s.grams(map(direction, s.parts)) @ F.mH)
         # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
         second = -lr / 2 * torch.stack([(first @ F)[:, 0], F[:, 1]], dim=1)
         for part in s.parts:
-            g, m, u = s.g(part), s.rows("moment", part), direction(part)
+            g, m, u = part.g, s.rows("moment", part), direction(part)
             d = u @ part.of(first).to(u.dtype) if part.side else u
             s.write_(part, s.moved(part, d, second, lr * group["weight_decay"]))
             m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))
@@ -201,7 +201,7 @@ class QuotientSGD(QuotientOptimizer):
 
         def directions() -> Iterator[Tensor]:
             for part in s.parts:
-                u = g = s.g(part)
+                u = g = part.g
                 if momentum:
                     m = s.rows("moment", part)
                     m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))

@@ -171,10 +171,10 @@ def test_numbers_of_a_bucket_lie_on_its_device():
         p.grad = torch.empty_like(p)
     gradients = {p: p.grad for p in trainable(model)}
     step = stacked.Step(bucket, [True], gradients, lambda bucket, M, N: Metric(M, N))
-    step.clip = torch.tensor(0.5)
+    step.clip_(torch.tensor(0.5))
     step.restrict(torch.tensor(True, device="meta"))
     for part in step.parts:
-        for t in (step.only(step.x(part), step.g(part), part), part.of(step.only(step.metric.inverse_roots, 0))):
+        for t in (step.only(part.x, part.g, part), part.of(step.only(step.metric.inverse_roots, 0))):
             assert t.device.type == "meta"
 
 
