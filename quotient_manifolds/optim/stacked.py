@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +18,14 @@ from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
 from .metric import Metric, eye_like, on_cpu, trace, wide
 
-__all__ = ["Bucket", "Part", "Step"]
+__all__ = ["Bucket", "Part", "Step", "all_finite", "check_shape", "explain", "gradients_of", "restored"]
 
 #: Numbers of a factor that fit in a processor's cache, with their gradients, moments and intermediate results.
 _IN_CACHE = 2**16
 
 
-class Run(NamedTuple):
-    """Blocks of consecutive pairs at equal distances in one parameter: the first, its row, and a strided view."""
-
-    first: Block
-    row: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+#: Blocks of consecutive pairs at equal distances in one parameter: the first, its row, and size and stride of the view.
+Run = tuple[Block, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Bucket:
@@ -56,11 +52,9 @@ class Bucket:
             count = max(1, _IN_CACHE // (rows * self.stack.group.h)) if on_cpu(blocks[0][0].tensor) else len(blocks)
             for i in range(0, len(blocks), count):
                 points = slice(i * self.points, (i + count) * self.points)
-                runs = [
-                    Run(run.first, run.row, (run.count, *run.first.size), (run.step, *run.first.stride))
-                    for run in BlockStack(blocks[i : i + count]).runs
-                ]
-                self.parts.append((side, points, biases, runs))
+                runs = BlockStack(blocks[i : i + count]).runs
+                views = [(r.first, r.row, (r.count, *r.first.size), (r.step, *r.first.stride)) for r in runs]
+                self.parts.append((side, points, biases, views))
 
     def active(self, gradients: Collection[Tensor]) -> list[bool]:
         """List which pairs have a gradient; raise for those of which only a part has one."""
@@ -172,6 +166,14 @@ class Step:
         mask = self.mask if part is None or self.mask.dim() == 0 else self.mask[part.points]
         return torch.where(mask.view(-1, *[1] * (value.dim() - 1)), value, otherwise)
 
+    def sound(self) -> Tensor:
+        """Tell where an anchor has full rank, or its pair takes no step; (points,)."""
+        return self.only(self.metric.sound, 1)
+
+    def name(self, where: Tensor) -> str:
+        """Return the name of the first pair of which a point is marked."""
+        return self.bucket.stack.pairs[int(where.nonzero()[0]) // self.bucket.points].name
+
     def restrict(self, mask: Tensor) -> None:
         """Let fewer points take their step."""
         self.mask = mask if self.mask is None else self.mask & mask
@@ -264,3 +266,76 @@ def _cat(views: list[Tensor], dim: int) -> Tensor:
     if views[0].stride(1) < views[0].stride(2):
         return torch.cat([v.transpose(1, 2) for v in views], 2 * dim).transpose(1, 2)
     return torch.cat(views, dim)
+
+
+def gradients_of(param_groups: Iterable[Mapping[str, Any]], scale: Tensor | None) -> dict[Tensor, Tensor]:
+    """Return the gradients to descend along, without the scale of a ``GradScaler``."""
+    found = {}
+    for group in param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build the "
+                    "embedding with sparse=False"
+                )
+            # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
+            g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
+            found[p] = -g if group["maximize"] else g
+    return found
+
+
+def all_finite(steps: Sequence[Step], outside: Mapping[Tensor, Tensor]) -> Tensor:
+    """Tell whether all gradients, of pairs and outside, are finite, from their sums in float32 at least."""
+    sums = [part.g.sum() for s in steps for part in s.parts]
+    sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
+    return torch.stack([v.isfinite().to(sums[0].device) for v in sums]).all()
+
+
+def explain(steps: Iterable[Step], gradients: Mapping[Tensor, Tensor]) -> None:
+    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
+    for p, g in gradients.items():
+        if not bool(g.isfinite().all()):
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
+                "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+            )
+    for s in steps:
+        if not bool(s.sound().all()):
+            raise ValueError(
+                f"pair {s.name(~s.sound())!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
+                "rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+            )
+
+
+def restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], names: AbstractSet[str]) -> Bucket:
+    """Restore a bucket from its entry in a ``state_dict``, in which its state must have certain names."""
+    members, state = entry["members"], entry["state"]
+    if state and state.keys() != names:
+        raise ValueError(
+            f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
+            f"{', '.join(sorted(names))}: it is of another version; load the model's weights and start "
+            "with a new optimiser"
+        )
+    if len({abs(pairs[i].scale) for i in members}) > 1:
+        raise ValueError(
+            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
+            "new optimizer"
+        )
+    bucket = Bucket([pairs[i] for i in members], members, entry["flipped"], entry["group"])
+    for side, rows in (("G", bucket.stack.n), ("H", bucket.stack.m)):
+        h = bucket.stack.group.h
+        shape = (bucket.points * len(members), rows, h // bucket.points)
+        check_shape(state[f"moment {side}"].shape if f"moment {side}" in state else shape, shape)
+    bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
+    return bucket
+
+
+def check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise if the state of a weight is for one of another shape."""
+    if tuple(given) != tuple(wanted):
+        raise ValueError(
+            f"the state is for weights of shape {tuple(given)}, but the weights now have shape "
+            f"{tuple(wanted)}: another rank, or another model"
+        )
