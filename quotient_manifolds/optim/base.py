@@ -225,7 +225,7 @@ class QuotientOptimizer(Optimizer):
         """Tell whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
         found_inf = getattr(self, "found_inf", None)
         finite = all_finite(steps, outside) if found_inf is None else (found_inf == 0).all()
-        sound = torch.stack([finite, *[s.sound().all().to(finite.device) for s in steps]]).all()
+        sound = torch.stack([finite, *[~s.unsound().any().to(finite.device) for s in steps]]).all()
         if not on_cpu(finite):
             self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
             for s in steps:
@@ -287,11 +287,8 @@ class QuotientOptimizer(Optimizer):
                 stacklevel=2,
             )
         names = ("members", "flipped", "group", "state")
-        more = {
-            "kind": type(self).__name__,
-            "pairs": [p.name for p in self._pairs],
-            "buckets": [{name: getattr(bucket, name) for name in names} for bucket in self._buckets],
-        }
+        buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
+        more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
         return copy.deepcopy({**super().state_dict(), **more})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -24,6 +24,8 @@ __all__ = ["Bucket", "Part", "Step", "all_finite", "check_shape", "explain", "gr
 _IN_CACHE = 2**16
 
 
+#: The metric of a bucket at points with some Gram matrices.
+MetricOf = Callable[["Bucket", Tensor, Tensor], Metric]
 #: Blocks of consecutive pairs at equal distances in one parameter: the first, its row, and size and stride of the view.
 Run = tuple[Block, int, tuple[int, ...], tuple[int, ...]]
 
@@ -99,11 +101,7 @@ class Step:
     """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        active: Sequence[bool],
-        gradients: Mapping[Tensor, Tensor],
-        metric: Callable[[Bucket, Tensor, Tensor], Metric],
+        self, bucket: Bucket, active: Sequence[bool], gradients: Mapping[Tensor, Tensor], metric: MetricOf
     ) -> None:
         self.bucket, self.state, self._metric = bucket, bucket.state, metric
         self.parts = [self._read(*part, gradients) for part in bucket.parts]
@@ -166,9 +164,9 @@ class Step:
         mask = self.mask if part is None or self.mask.dim() == 0 else self.mask[part.points]
         return torch.where(mask.view(-1, *[1] * (value.dim() - 1)), value, otherwise)
 
-    def sound(self) -> Tensor:
-        """Tell where an anchor has full rank, or its pair takes no step; (points,)."""
-        return self.only(self.metric.sound, 1)
+    def unsound(self) -> Tensor:
+        """Tell where the anchor of a pair that takes its step lacks full rank; (points,)."""
+        return self.only(~self.metric.sound, torch.zeros_like(self.metric.sound))
 
     def name(self, where: Tensor) -> str:
         """Return the name of the first pair of which a point is marked."""
@@ -302,9 +300,9 @@ def explain(steps: Iterable[Step], gradients: Mapping[Tensor, Tensor]) -> None:
                 "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
             )
     for s in steps:
-        if not bool(s.sound().all()):
+        if bool((unsound := s.unsound()).any()):
             raise ValueError(
-                f"pair {s.name(~s.sound())!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
+                f"pair {s.name(unsound)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
                 "rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
             )
 
