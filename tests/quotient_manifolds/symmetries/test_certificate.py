@@ -361,7 +361,7 @@ def test_clipped_values_are_no_symmetry_however_far_the_clip():
 
 @pytest.mark.parametrize("group", [GL(1), GL(3, diagonal=True)], ids=str)
 def test_a_move_of_numbers_changes_a_sign_of_every_pair(group):
-    """With positive numbers alone a ReLU between the factors passes; balanced representatives have signs of their own."""
+    """With positive numbers alone a ReLU between the factors passes; balanced points have signs of their own."""
     layers = [nn.Sequential(nn.Linear(5, group.h), nn.Linear(group.h, 4)) for _ in range(30)]
     before = copy.deepcopy(layers)
     moved = [pair([block(a, "weight", transpose=True)], [block(b, "weight")], group, name=str(a)) for a, b in layers]
