@@ -1,5 +1,6 @@
 """Geodesic sharpness of transformers: the worst rise of the loss within a geodesic ball of the quotient."""
 
+from .ascent import Search
 from .curvature import HessianOperator
 from .direction import Direction, perturbed
 from .evaluation import evaluate
@@ -9,7 +10,6 @@ from .measures import MEASURES, Measure, get_measure
 from .profiles import Profile, profile
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
-from .search import Search
 from .space import WeightSpace
 
 __all__ = [

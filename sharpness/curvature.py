@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .blocks import PairBlock
 from .space import WeightSpace
 
 __all__ = ["HessianOperator", "hutchpp_trace", "largest_eigenvalues"]
@@ -96,9 +97,25 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         Tensor
             (dim,), horizontal.
         """
+        space = self.space
+        if not all(b.quadratic for b, _ in space.each(None) if isinstance(b, PairBlock)):
+            raise ValueError(
+                "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
+            )
         self.num_matvecs += 1
+        space.move_to(None)
+        v = space.project(v)
+        velocity = {p: torch.zeros_like(copy) for p, copy in space.copies.items()}
+        with torch.no_grad():
+            for block, c in space.each(v):
+                block.vector_(velocity, c, at_model=False)
         with sdpa_kernel(SDPBackend.MATH):
-            return self.space.hessian_product(self.losses, v)
+            found = self.losses()
+            losses = [found] if isinstance(found, Tensor) else found
+            first, second = space.gradients.with_hessian_product(losses, velocity)
+        # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
+        straight = space.pull_back(dict(first), None)
+        return space.pull_back(second, None).add_(space.pull_back(first, v)).sub_(straight)
 
 
 def largest_eigenvalues(operator: HessianOperator, count: int = 1, *, seed: int = 0, tol: float = 1e-4) -> np.ndarray:

@@ -13,10 +13,9 @@ from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
 from quotient_manifolds.symmetries.blocks import is_sharded
 from quotient_manifolds.symmetries.whole import canonical_form
 
-from .building import build_blocks, divide
+from .building import build_blocks, divide, named_weights
 from .measures import Measure
 from .perturb import pointing_to
-from .weights import named_weights
 
 __all__ = ["Direction", "perturbed"]
 

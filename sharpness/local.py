@@ -15,13 +15,14 @@ from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import plain_class
 
-from .batch_loss import BatchLoss, for_each_batch
+from .batch_loss import BatchLoss, measured, without_gradient
 from .curvature import HessianOperator, hutchpp_trace, largest_eigenvalues
 from .distributed import World
 from .files import write_json
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
-from .space import WeightSpace
+from .model_state import preserves_model_state
+from .shards import is_sharded_model
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -229,30 +230,27 @@ def hessian(
     return _at_the_weights(model, batches, objective, measure, pairs, group, of_batch)
 
 
+@preserves_model_state
 def _at_the_weights(
     model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, more: Callable[[BatchLoss], dict[str, Any]],
 ) -> LocalResult:  # fmt: skip
-    if measure.ball_norm != 2:
-        raise ValueError(f"the measure {measure.name!r} defines no length of vectors; use one with ball_norm=2")
-    found: list[LocalBatch] = []
-
-    def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
-        began = time.perf_counter()
-        loss = BatchLoss(space, objective, batch, index)
-        values: dict[str, Any] = {
-            "batch": index, "base_loss": loss.base, "base_error": loss.base_error,
-            "gradient_norm": space.norm(loss.base_gradient), "passes": loss.passes,
-            "max_eigenvalue": None, "trace": None, "std_error": None,
-        }  # fmt: skip
-        values |= more(loss)
-        found.append(LocalBatch(**values, seconds=time.perf_counter() - began))
-
+    world, found = World(None if is_sharded_model(model) else group), list[LocalBatch]()
     with World(group).losing_others():
-        space, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
-        shares = world.gather([(found, space.unreached())])
-        found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
-        remarks = space.without_gradient(set.intersection(*(unreached for _, unreached in shares)))
+        with measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
+            for index, batch in each:
+                if not world.owns(index):
+                    continue
+                began, loss = time.perf_counter(), BatchLoss(space, objective, batch, index)
+                values: dict[str, Any] = {
+                    "batch": index, "base_loss": loss.base, "base_error": loss.base_error,
+                    "gradient_norm": space.norm(loss.base_gradient), "passes": loss.passes,
+                    "max_eigenvalue": None, "trace": None, "std_error": None, **more(loss),
+                }  # fmt: skip
+                found.append(LocalBatch(**values, seconds=time.perf_counter() - began))
+        shares = world.gather([(found, space.unreached)])
+    found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
+    remarks = without_gradient(space, set.intersection(*(unreached for _, unreached in shares)))
     return LocalResult(measure, plain_class(model).__name__, tuple(found), (*space.remarks, *remarks))
 
 

@@ -13,11 +13,11 @@ from quotient_manifolds.batches import to_device
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries.blocks import check_model
 
+from .building import named_weights
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, to_float32
-from .model_state import preserve_model_state
+from .model_state import preserves_model_state
 from .perturb import becomes_float32
-from .weights import named_weights
 
 __all__ = ["Profile", "profile"]
 
@@ -126,24 +126,25 @@ def profile(
         ways = ("first-order",)
     objective = Objective(loss_fn, normalize_logits, micro_batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
-    losses = preserve_model_state(
-        model, lambda: {way: _losses(model, batch, direction, way, times, objective) for way in ways}
-    )
+    losses = _losses(model, batch, direction, ways, times, objective)
     return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)
 
 
+@preserves_model_state
 def _losses(
-    model: nn.Module, batch: Any, direction: Direction, way: str, times: Sequence[float], objective: Objective
-) -> tuple[float, ...]:
+    model: nn.Module, batch: Any, direction: Direction, ways: Sequence[str], times: Sequence[float],
+    objective: Objective,
+) -> dict[str, tuple[float, ...]]:  # fmt: skip
     own = named_weights(model)
     batch = to_device(batch, next(iter(own.values())).device)
     moving = [own[name] for name in direction.tensors if name in own]
     if becomes_float32(model, moving):
         batch = to_float32(batch)
-    along = replace(direction, measure=replace(direction.measure, geodesic=way))
-
-    def loss_at(t: float) -> float:
-        with perturbed(model, along, t):
-            return objective.value(model, batch)
-
-    return tuple(loss_at(t) for t in times)
+    found: dict[str, tuple[float, ...]] = {}
+    for way in ways:
+        along, losses = replace(direction, measure=replace(direction.measure, geodesic=way)), list[float]()
+        for t in times:
+            with perturbed(model, along, t):
+                losses.append(objective.value(model, batch))
+        found[way] = tuple(losses)
+    return found

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
+from .ascent import Search
 from .direction import Direction
 from .extras import require_extra
 from .files import write_json
 from .layers import LayerShares, layer_shares
 from .measures import Measure
 from .parts import PARTS
-from .search import Search
 
 __all__ = ["LEAVES", "BatchResult", "SharpnessResult"]
 
