@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class, plain_names
 from quotient_manifolds.symmetries.discovery import candidates
+from quotient_manifolds.symmetries.modules import plain_class, plain_names
 from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
 
 from .building import trainable
@@ -191,7 +191,8 @@ def measured(
     sharded = is_sharded_model(model)
     kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
     make = partial(kind, only=only, offload=offload)
-    with World(None if sharded else group).failing_together(), resharded(model):
+    together = World(None if sharded else group).failing_together()
+    with together, resharded(model), torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         try:
             first = next(stream)

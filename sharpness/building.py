@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import Block as Part
-from quotient_manifolds.symmetries.blocks import check_model, is_sharded, plain_names
 from quotient_manifolds.symmetries.discovery import candidates
+from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
 from quotient_manifolds.symmetries.registry import handler_of
 from quotient_manifolds.symmetries.stacks import coverage

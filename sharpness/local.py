@@ -13,7 +13,7 @@ from torch import nn
 
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.modules import plain_class
 
 from .batch_loss import BatchLoss, measured, without_gradient
 from .curvature import HessianOperator, hutchpp_trace, largest_eigenvalues
@@ -21,7 +21,7 @@ from .distributed import World
 from .files import write_json
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
-from .model_state import preserves_model_state
+from .perturb import preserved
 from .shards import is_sharded_model
 
 if TYPE_CHECKING:
@@ -230,14 +230,14 @@ def hessian(
     return _at_the_weights(model, batches, objective, measure, pairs, group, of_batch)
 
 
-@preserves_model_state
 def _at_the_weights(
     model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, more: Callable[[BatchLoss], dict[str, Any]],
 ) -> LocalResult:  # fmt: skip
     world, found = World(None if is_sharded_model(model) else group), list[LocalBatch]()
+    state = preserved(model)
     with World(group).losing_others():
-        with measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
+        with state, state, measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
             for index, batch in each:
                 if not world.owns(index):
                     continue

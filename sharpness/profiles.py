@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.checks import as_count
-from quotient_manifolds.symmetries.blocks import check_model
+from quotient_manifolds.symmetries.modules import check_model
 
 from .building import named_weights
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, to_float32
-from .model_state import preserves_model_state
-from .perturb import becomes_float32
+from .perturb import becomes_float32, preserved
 
 __all__ = ["Profile", "profile"]
 
@@ -102,7 +102,8 @@ def profile(
     --------
     At t = 1 the loss is the worst one that :func:`sharpness.evaluate` found:
 
-    >>> from torch import nn
+    >>> import torch
+    from torch import nn
     >>> import sharpness, torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> batch = torch.randn(16, 4), torch.arange(16) % 3
@@ -126,11 +127,12 @@ def profile(
         ways = ("first-order",)
     objective = Objective(loss_fn, normalize_logits, micro_batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
-    losses = _losses(model, batch, direction, ways, times, objective)
+    state = preserved(model)
+    with state, state, torch.inference_mode(False), torch.enable_grad():
+        losses = _losses(model, batch, direction, ways, times, objective)
     return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)
 
 
-@preserves_model_state
 def _losses(
     model: nn.Module, batch: Any, direction: Direction, ways: Sequence[str], times: Sequence[float],
     objective: Objective,
