@@ -16,6 +16,7 @@ from _common import RESULTS, write
 from torch.nn import functional as F
 
 import sharpness
+from reproduction.rk4 import RungeKuttaMeasure
 from sharpness import get_measure
 from sharpness.plots.look import figure
 
@@ -26,7 +27,7 @@ WAYS = ("first-order", "second-order", "rk4", "exact")
 def along(measure: str, way: str) -> sharpness.Measure:
     """Give a measure whose pairs move in one of the ways."""
     if way == "rk4":
-        return get_measure(measure, pair_block="reproduction.rk4:RungeKuttaBlock")
+        return RungeKuttaMeasure(**vars(get_measure(measure)))
     return get_measure(measure, geodesic=way)
 
 

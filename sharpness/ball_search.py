@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .ascent import ASCENTS, Ascent
-from .balls import Ball, CubeBall, RoundBall
+from .balls import Ball, RoundBall
 from .batch_loss import BatchLoss, RadiusError
 from .results import BatchResult
 from .search import Search
@@ -30,7 +30,6 @@ class BallSearch:
 
     def __init__(self, space: WeightSpace, search: Search, statistic: str, bar: Any) -> None:
         self.space, self.search, self.statistic, self.bar = space, search, statistic, bar
-        self._ball = RoundBall if space.measure.ball_norm == 2 else CubeBall
         vector = space.empty()
         self._buffers = Buffers(vector)
         self._buffers.adopt(vector)
@@ -89,7 +88,7 @@ class BallSearch:
         info = torch.finfo(self.space.dtype)
         if rho > 0.1 * info.max:
             raise RadiusError(f"rho = {rho:g} is too large for {self.space.dtype}; use a smaller rho")
-        ball = self._ball(rho, self.space.world)
+        ball = RoundBall(rho, self.space.world)
         flat = ball.linear_max(batch.base_gradient) <= 10 * info.eps * abs(batch.base)
         self._buffers.keep(batch.base_gradient)
         xi, known = self._buffers.take(), None
@@ -98,9 +97,7 @@ class BallSearch:
             known = (batch.base, batch.base_gradient)
         else:
             ball.to_sphere_(xi.copy_(self._random(batch, start)))
-        found = self._ascend(batch, xi, ball, known)
-        if self._ball is RoundBall:
-            found = self._inwards(batch, found, rho)
+        found = self._inwards(batch, self._ascend(batch, xi, ball, known), rho)
         point, value = found.point, found.value
         if value < batch.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), batch.base

@@ -2,7 +2,7 @@ r"""Blocks: the parts of a model's weights, each with a metric and a retraction.
 
 A tangent vector is stored in *coordinates in which the metric is the identity*, so norms and inner products are plain
 sums, and the ball is a Euclidean ball. A new metric or motion is a new class: see :class:`Block`, or
-:class:`PairBlock` for another way to treat pairs, which a :class:`~sharpness.Measure` names by ``pair_block``.
+:class:`PairBlock` for another way to treat pairs, to which the ``pair_block`` of a :class:`~sharpness.Measure` is set.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ElementwiseBlock(Block):
         self.name, self.parameter, self.dtype, self.dim = name, parameter, dtype, parameter.numel()
         self._lengths = lengths
         self._adaptive, self._covered = measure.elementwise == "adaptive", covered
-        self._factor = measure.metric_scale**-0.5
+        self._factor = 1.0
         self.refresh(factorise=False)
 
     def refresh(self, factorise: bool) -> None:
@@ -208,7 +208,7 @@ class PairBlock(Block):
     ) -> None:
         assert measure.pair_metric is not None
         self.stack, self.measure, self._memory = stack, measure, memory
-        self._factor = measure.metric_scale**-0.5
+        self._factor = 1.0
         self.manifold = stack.manifold(measure.pair_metric, relaxation=measure.relaxation)
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5

@@ -17,12 +17,11 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm
 
 from .blocks import Block, ElementwiseBlock, PairBlock
-from .errors import imported
 from .measures import Measure
 from .stream import vector_lengths
 from .vectors import Memory
 
-__all__ = ["Division", "build_blocks", "divide", "pair_block_class", "warn_of_unknown", "with_constants"]
+__all__ = ["Division", "build_blocks", "divide", "warn_of_unknown", "with_constants"]
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
@@ -143,7 +142,7 @@ def build_blocks(
         for name, p in parameters.items()
         if division.leaves_some_of(p)
     ]
-    kind = pair_block_class(measure.pair_block)
+    kind = measure.pair_block or PairBlock
     memory = Memory(dtype, next(iter(parameters.values())).device)
     return single + [kind(s, measure, dtype, memory, at_model=at_model) for s in division.stacks]
 
@@ -158,11 +157,3 @@ def warn_of_unknown(model: nn.Module) -> None:
             f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their "
             "weights move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
         )  # fmt: skip
-
-
-def pair_block_class(name: str) -> type[PairBlock]:
-    """Import the class of a measure's ``pair_block``; the current folder counts, as for models and data."""
-    kind = imported(name, f"pair_block={name!r} cannot be imported")
-    if not (isinstance(kind, type) and issubclass(kind, PairBlock)):
-        raise ValueError(f"pair_block={name!r} is not a subclass of sharpness.blocks.PairBlock")
-    return kind

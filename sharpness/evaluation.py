@@ -157,8 +157,6 @@ class _Evaluation:
     ) -> None:  # fmt: skip
         if statistic not in ("worst", "average"):
             raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
-        if statistic == "average" and measure.ball_norm != 2:
-            raise ValueError('statistic="average" draws Gaussian directions, for which ball_norm = inf has no meaning')
         if search.restarts and statistic != "worst":
             raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
         self.measure, self.radii, self.statistic = measure, checked_radii(measure, rho), statistic

@@ -233,8 +233,6 @@ def _at_the_weights(
     model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, more: Callable[[BatchLoss], dict[str, Any]],
 ) -> LocalResult:  # fmt: skip
-    if measure.ball_norm != 2:
-        raise ValueError(f"the measure {measure.name!r} defines no length of vectors; use one with ball_norm=2")
     found: list[LocalBatch] = []
 
     def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:

@@ -178,7 +178,7 @@ class SharpnessResult:
         """The largest ρ over σ_h for the mix metric, whose ball leaves the manifold beyond 0.71; None for others."""
         if self.measure.pair_metric != "mix" or not self.min_singular_value:
             return None
-        return float(max(self.rhos) * self.measure.metric_scale**-0.5 / self.min_singular_value)
+        return float(max(self.rhos) / self.min_singular_value)
 
     def _only_rho(self) -> float:
         if len(self.rhos) > 1:
@@ -345,8 +345,8 @@ def _effort(result: SharpnessResult) -> str:
 def _switches(measure: Measure) -> list[str]:
     """List the fields of the measure that are shown beside its name."""
     found = [f"{measure.geodesic} geodesics"] if measure.divides else []
-    switches = ("symmetry", "relaxation", "ball_norm", "pair_block")
-    return found + [f"{k}={getattr(measure, k)}" for k in switches if getattr(measure, k) != _DEFAULTS[k]]
+    found += [f"{k}={getattr(measure, k)}" for k in ("symmetry", "relaxation") if getattr(measure, k) != _DEFAULTS[k]]
+    return found if measure.pair_block is None else [*found, type(measure).__name__]
 
 
 def _moved(result: SharpnessResult) -> list[str]:

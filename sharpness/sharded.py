@@ -52,8 +52,8 @@ class ShardedSpace(WeightSpace):
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
         classes: bool = False, only: str | None = None, offload: bool = False, examples: World,
     ) -> None:  # fmt: skip
-        if measure.pair_block != Measure.pair_block:
-            raise ValueError(f"pair_block={measure.pair_block!r} works on whole models only, and this one is sharded")
+        if measure.pair_block is not None:
+            raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
         self._shards, self._examples = Shards(model), examples
         mesh = self._shards.world
         if examples.group is not None and examples.members != mesh.members:

@@ -142,9 +142,8 @@ class Sweep:
             start = None if self.initial is None else _digest(self.initial)
             yield {**where, "kind": "baselines", "data": as_data(self.data), "initial": start}
         for name, ablation, rho in self.measured():
-            code = {"code": of_data(ablation["pair_block"])} if "pair_block" in ablation else {}
             yield {
-                **where, **code, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
+                **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
                 "data": as_data(self.data), "settings": {**fields_of(Settings()), **self.settings},
             }  # fmt: skip
 

@@ -9,7 +9,6 @@ import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.whole import apply_random_moves_, neuron_pairs, wiring_of
 from sharpness import MEASURES, get_measure
-from sharpness.building import pair_block_class
 from tests.whole_networks import build, inputs, loss
 
 
@@ -172,15 +171,6 @@ def test_the_metric_of_vectors_on_a_linear_model():
         length = torch.hypot(layer.weight.norm(), layer.bias.norm()) * torch.hypot(x.norm(), torch.ones(()))
     found = sharpness.evaluate(layer, [x], lambda m, x: m(x).sum(), measure=measure, rho=0.1, progress=False)
     assert float(found) == pytest.approx(0.1 * float(length))
-
-
-@pytest.mark.parametrize(("text", "said"), [("def", "SyntaxError"), ("x = y", "NameError"), ("Block = 1", "subclass")])
-def test_blocks_that_cannot_be_imported_are_named(text, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = f"mine_{said.lower()}"
-    (tmp_path / f"{name}.py").write_text(text)
-    with pytest.raises(ValueError, match=f"pair_block='{name}:Block' .*{said}"):
-        pair_block_class(f"{name}:Block")
 
 
 def test_a_network_of_unknown_wiring_is_not_measured_as_complete_without_a_word():

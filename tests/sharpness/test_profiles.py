@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import sharpness
+from reproduction.rk4 import RungeKuttaMeasure
 from tests import networks
 
 
@@ -40,7 +41,7 @@ def test_other_ways_losses_and_pieces(measured):
     model, batch, result = measured
     direction = result.direction(0)
     exact = sharpness.profile(model, batch, direction, ways=["exact"], points=3, reach=1)
-    stepped = replace(direction.measure, pair_block="reproduction.rk4:RungeKuttaBlock")
+    stepped = RungeKuttaMeasure(**vars(direction.measure))
     steps = sharpness.profile(model, batch, replace(direction, measure=stepped), points=3, reach=1)
     assert exact.losses["exact"] == pytest.approx(steps.losses["second-order"], rel=1e-6)
 

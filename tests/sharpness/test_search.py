@@ -1,11 +1,10 @@
-import math
-
 import pytest
 import torch
 from torch import nn
 
 import sharpness
-from sharpness import Measure, get_measure
+from reproduction.additive import AdditiveMeasure
+from sharpness import Measure
 
 
 @pytest.mark.parametrize(
@@ -26,19 +25,12 @@ def test_arguments_are_named(options, words):
         sharpness.evaluate(nn.Linear(3, 2), **arguments)
 
 
-ADDITIVE = "reproduction.additive:AdditiveBlock"
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"measure": get_measure("geodesic-inv", pair_block=ADDITIVE, geodesic="exact")}, "no geodesic equation"),
-        ({"measure": get_measure("geodesic-inv", pair_block=ADDITIVE, relaxation=0.0)}, "must be positive"),
+        ({"measure": AdditiveMeasure("additive", pair_metric="inv", geodesic="exact")}, "no geodesic equation"),
+        ({"measure": AdditiveMeasure("additive", pair_metric="inv", relaxation=0.0)}, "must be positive"),
         ({"statistic": "average", "restarts": 1}, "restarts belong to statistic='worst'"),
-        (
-            {"measure": get_measure("adaptive", ball_norm=math.inf), "statistic": "average"},
-            "ball_norm = inf has no meaning",
-        ),
         ({"ascent": "newton"}, "unknown ascent 'newton'; choose one of power, apgd"),
         ({"relative_tol": -1}, "relative_tol must be a number of at least 0"),
         ({"num_samples": 0}, "num_samples must be a whole number of at least 1"),
