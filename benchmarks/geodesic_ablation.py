@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def one(options: argparse.Namespace, measure: str, rho: float) -> dict[str, Any]
     direction = found["exact"].direction(0)
     ends, losses = {}, {}
     for way in WAYS:
-        moved = sharpness.Direction(along(measure, way), direction.tensors, direction.norm, direction.pairs)
+        moved = replace(direction, measure=along(measure, way))
         with sharpness.perturbed(model, moved) as there, torch.no_grad():
             losses[way] = float(F.cross_entropy(there(x), y))
             ends[way] = products(direction)

@@ -611,7 +611,7 @@ def calls(rng, world):
     targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
                                                                               "eps": 1e-8})] * 3 + [
         (sharpness.profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
-                             "ways": None, "reach": 2.0,
+                             "reach": 2.0,
                              "points": 3, "micro_batch": None, "normalize_logits": False}),
         (measured.__getitem__, {"rho": 0.1}), (measured.direction, {"batch_index": 0}),
         (sharpness.hessian, {**inputs, "loss_fn": None, "measure": "adaptive", "num_matvecs": 3, "seed": 0,

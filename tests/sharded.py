@@ -89,8 +89,8 @@ def results(which, model, batches, group=None):
         found[name] = {
             "batches": [(b.value, b.history, b.base_error, b.worst_error) for b in worst.batches],
             "spectrum": (worst.min_singular_value, worst.num_null), "tensors": direction.tensors,
-            "squares": direction.squares, "pairs": direction.pair_squares, "parts": direction.parts,
-            "norm": direction.norm, "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
+            "squares": direction.squares, "norm": direction.norm,
+            "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
         }  # fmt: skip
     if which not in VARIED:
         return found

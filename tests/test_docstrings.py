@@ -20,7 +20,7 @@ PUBLIC = [
     "sharpness.ascent",
     "sharpness.comparison",
     "sharpness.data",
-    "sharpness.curvature",
+    "sharpness.hessian",
     "sharpness.losses",
     "sharpness.models",
     "sharpness.plots",

@@ -19,7 +19,7 @@ from ..data.loading import is_function
 from ..errors import naming, words_of
 from ..evaluation import checked_radii
 from ..extras import require_extra
-from ..local import LOCAL, measure_of
+from ..hessian import LOCAL, measure_of
 from ..measures import Measure
 from .accuracies import Accuracies
 from .plan import Checkpoint, Count, Seed, Settings, Sweep, applies, radii_by_measure
