@@ -9,7 +9,6 @@ acceleration. Without that term it would depend on the representative wherever t
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,6 @@ from quotient_manifolds.symmetries.blocks import plain_class
 
 from .batch_loss import BatchLoss, for_each_batch
 from .distributed import World
-from .files import write_json
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
 from .space import WeightSpace
@@ -36,7 +34,7 @@ from .space import WeightSpace
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LOCAL", "HessianOperator", "LocalResult", "gradient_norm", "hessian", "measure_of"]
+__all__ = ["HessianOperator", "LocalResult", "gradient_norm", "hessian"]
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,6 @@ class LocalResult:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, strings, lists and dicts."""
         return {**asdict(self), "batches": [asdict(b) for b in self.batches], "remarks": list(self.remarks)}
-
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, which is replaced completely or not at all."""
-        write_json(path, self.to_dict())
 
     def __str__(self) -> str:
         batches = f"{len(self.batches)} batch{'es' * (len(self.batches) > 1)}"

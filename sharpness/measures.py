@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -43,7 +42,7 @@ class Measure:
     Raises
     ------
     ValueError
-        A value is not among those named, or the combination has no meaning.
+        A value is not among those named. Numbers are checked where they are used.
 
     Notes
     -----
@@ -85,13 +84,6 @@ class Measure:
                 raise ValueError(
                     f"measure {self.name!r}: {attribute} must be one of {allowed}, got {getattr(self, attribute)!r}"
                 )
-        numbers = {"relaxation": self.relaxation} | ({} if self.rho is None else {"rho": self.rho})
-        for attribute, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"measure {self.name!r}: {attribute} must be a number, got {value!r}")
-            if value < 0 or (value == 0 and attribute == "rho"):
-                how = "must be positive" if attribute == "rho" else "must not be negative"
-                raise ValueError(f"measure {self.name!r}: {attribute} {how}, got {value}")
 
     @property
     def divides(self) -> bool:

@@ -230,12 +230,10 @@ class SharpnessResult:
         Raises
         ------
         KeyError
-            As for :meth:`direction`, or the statistic has no worst direction.
+            As for :meth:`direction`.
         ValueError
             There are several radii, or the loss did not rise at this one.
         """
-        if self.statistic != "worst":
-            raise KeyError(f"there is no worst direction for statistic={self.statistic!r}")
         moving = [d for d in (self.direction(b.batch) for b in self.batches) if d.norm > 0]
         if not moving:
             raise ValueError(
