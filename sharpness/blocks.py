@@ -2,7 +2,7 @@ r"""Blocks: the parts of a model's weights, each with a metric and a retraction.
 
 A tangent vector is stored in *coordinates in which the metric is the identity*, so norms and inner products are plain
 sums, and the ball is a Euclidean ball. A new metric or motion is a new class: see :class:`Block`, or
-:class:`PairBlock` for another way to treat pairs.
+:class:`PairBlock` for another way to treat pairs, to which the ``pair_block`` of a :class:`~sharpness.Measure` is set.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
 from .blocks import Block, ElementwiseBlock, PairBlock
-from .errors import imported, naming
+from .errors import naming
 from .measures import Measure
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "build_blocks",
     "divide",
     "named_weights",
-    "pair_block_class",
     "trainable",
     "vector_lengths",
     "warn_of_unknown",
@@ -319,7 +318,7 @@ def build_blocks(
         for name, p in parameters.items()
         if division.leaves_some_of(p)
     ]
-    kind = pair_block_class(measure.pair_block)
+    kind = measure.pair_block or PairBlock
     return single + [kind(s, measure, dtype, at_model=at_model) for s in division.stacks]
 
 
@@ -333,11 +332,3 @@ def warn_of_unknown(model: nn.Module) -> None:
             f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their "
             "weights move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
         )  # fmt: skip
-
-
-def pair_block_class(name: str) -> type[PairBlock]:
-    """Import the class of a measure's ``pair_block``; the current folder counts, as for models and data."""
-    kind = imported(name, f"pair_block={name!r} cannot be imported")
-    if not (isinstance(kind, type) and issubclass(kind, PairBlock)):
-        raise ValueError(f"pair_block={name!r} is not a subclass of sharpness.blocks.PairBlock")
-    return kind

@@ -46,8 +46,6 @@ class _Restore:
 
 
 def _check_measure(measure: Measure) -> None:
-    if measure.ball_norm != 2:
-        raise ValueError(f"GeodesicSAM takes measures with the round ball, ball_norm=2, not {measure.name!r}")
     if measure.form != "own" or measure.elementwise == "vector":
         raise ValueError(f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -25,9 +24,9 @@ from .direction import Direction
 from .distributed import World
 from .losses import Objective, count_examples
 from .measures import Measure
-from .parts import Parts
 from .perturb import Gradients, pointing_to
 from .shards import ShardedState, Shards, reshard
+from .shares import Places
 from .space import WeightSpace
 
 __all__ = ["ShardedSpace"]
@@ -52,8 +51,8 @@ class ShardedSpace(WeightSpace):
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
         classes: bool = False, only: str | None = None, offload: bool = False, examples: World,
     ) -> None:  # fmt: skip
-        if measure.pair_block != Measure.pair_block:
-            raise ValueError(f"pair_block={measure.pair_block!r} works on whole models only, and this one is sharded")
+        if measure.pair_block is not None:
+            raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
         self._shards, self._examples = Shards(model), examples
         mesh = self._shards.world
         if examples.group is not None and examples.members != mesh.members:
@@ -133,35 +132,21 @@ class ShardedSpace(WeightSpace):
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector in terms of the full parameters, on the CPU of every process."""
         shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
-        squares, pair_squares, parts = dict[str, float](), dict[str, float](), dict[str, float]()
         for block, c in self.each(xi):
             block.vector_(found, c, at_model=True)
-            if isinstance(block, PairBlock):
-                pair_squares |= zip((p.name for p in block.stack.pairs), block.squares(c), strict=True)
-            elif isinstance(block, ElementwiseBlock):
-                squares[block.name] = sum(block.squares(c))
-            self._parts.add_squares(parts, block, c)
         rows = {p: torch.zeros_like(shards.local(p)) for p in self._parameters.values()}
         shards.spread(found, rows)
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self._parameters.items()}
-        all_squares, all_parts = Counter[str](), Counter[str]()
-        for some, of_pairs, of_parts in self.world.gather([(squares, pair_squares, parts)]):
-            all_squares.update(some)
-            pair_squares |= of_pairs
-            all_parts.update(of_parts)
-        ordered = tuple(pair_squares[p.name] for p in self.pairs)
         of_model = {twin: module for module, twin in shards.modules.items()}
         pairs = tuple(in_copy(p, of_model) for p in self.pairs)
-        return Direction(
-            self.measure, tensors, self.norm(xi), pairs, dict(all_squares), ordered, self.classes, dict(all_parts),
-            self.given,
-        )  # fmt: skip
+        squares = self._places.squares(self.each(xi), self.world)
+        return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
 
     @functools.cached_property
-    def _parts(self) -> Parts:
+    def _places(self) -> Places:
         with pointing_to(self._shards.twin, self._shards.hollow()):
-            found = Parts(self._shards.twin, self._parameters)
+            found = Places(self._shards.twin, self._parameters)
         empty = torch.zeros((), dtype=torch.bool)
         elsewhere = {p for p in self._shards.owner if not self._shards.is_mine(p)}
         found.cut(lambda p, mask: empty if p in elsewhere else self._shards.cut(p, mask))

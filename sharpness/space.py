@@ -17,14 +17,14 @@ from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certificat
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .ascent import norm
-from .blocks import Block, ElementwiseBlock, PairBlock
+from .blocks import Block, PairBlock
 from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
 from .losses import Objective
 from .measures import Measure
-from .parts import Parts
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
+from .shares import Places
 
 __all__ = ["BlockSpace", "WeightSpace"]
 
@@ -260,23 +260,15 @@ class WeightSpace(BlockSpace):
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         found = self._copies_like(torch.zeros_like)
-        squares, pair_squares, parts = dict[str, float](), list[float](), dict[str, float]()
         for block, c in self.each(xi):
             block.vector_(found, c, at_model=True)
-            if isinstance(block, ElementwiseBlock):
-                squares[block.name] = sum(block.squares(c))
-            else:
-                pair_squares += block.squares(c)
-            self._parts.add_squares(parts, block, c)
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
-        return Direction(
-            self.measure, tensors, self.norm(xi), self.pairs, squares, tuple(pair_squares), self.classes, parts,
-            self.given,
-        )  # fmt: skip
+        squares = self._places.squares(self.each(xi), self.world)
+        return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
 
     @functools.cached_property
-    def _parts(self) -> Parts:  # finding pairs takes seconds, and there are many directions
-        return Parts(self.model, self._parameters)
+    def _places(self) -> Places:  # finding pairs takes seconds, and there are many directions
+        return Places(self.model, self._parameters)
 
     def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
         make = functools.partial(make, memory_format=torch.contiguous_format)

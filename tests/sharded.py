@@ -90,19 +90,15 @@ def results(which, model, batches, group=None):
         found[name] = {
             "batches": [(b.value, b.history, b.base_error, b.worst_error) for b in worst.batches],
             "spectrum": (worst.min_singular_value, worst.num_null), "tensors": direction.tensors,
-            "squares": direction.squares, "pairs": direction.pair_squares, "parts": direction.parts,
-            "norm": direction.norm, "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
+            "squares": direction.squares, "norm": direction.norm,
+            "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
         }  # fmt: skip
     if which not in VARIED:
         return found
     options = {"group": group, "progress": False}
-    for change in ({"measure": "geodesic-mix", "geodesic": "exact"},):
-        changed = sharpness.get_measure(**change)
-        found[str(change)] = (
-            sharpness.evaluate(model, batches, measure=changed, rho=0.02, steps=2, micro_batch=2, **options)
-            .batches[0]
-            .history
-        )
+    exact = sharpness.get_measure("geodesic-mix", geodesic="exact")
+    worst = sharpness.evaluate(model, batches, measure=exact, rho=0.02, steps=2, micro_batch=2, **options)
+    found["exact"] = worst.batches[0].history
     options |= {"measure": "geodesic-inv"}
     mean = sharpness.evaluate(model, batches, statistic="average", num_samples=2, **options)
     started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, restarts=1, only="layer", **options)

@@ -21,7 +21,7 @@ from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
 from sharpness import MEASURES, evaluate, get_measure
 from sharpness.baselines import norms
-from sharpness.building import named_weights, pair_block_class, trainable, vector_lengths
+from sharpness.building import named_weights, trainable, vector_lengths
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
@@ -186,15 +186,6 @@ def test_the_metric_of_vectors_on_a_linear_model():
         length = torch.hypot(layer.weight.norm(), layer.bias.norm()) * torch.hypot(x.norm(), torch.ones(()))
     found = sharpness.evaluate(layer, [x], lambda m, x: m(x).sum(), measure=measure, rho=0.1, progress=False)
     assert float(found) == pytest.approx(0.1 * float(length))
-
-
-@pytest.mark.parametrize(("text", "said"), [("def", "SyntaxError"), ("x = y", "NameError"), ("Block = 1", "subclass")])
-def test_blocks_that_cannot_be_imported_are_named(text, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = f"mine_{said.lower()}"
-    (tmp_path / f"{name}.py").write_text(text)
-    with pytest.raises(ValueError, match=f"pair_block='{name}:Block' .*{said}"):
-        pair_block_class(f"{name}:Block")
 
 
 def test_a_network_of_unknown_wiring_is_not_measured_as_complete_without_a_word():
