@@ -115,9 +115,8 @@ class BatchLoss:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
         value = sum(weight * loss for weight, loss, _ in seen)
-        wrong, counted = (
-            sum(n or 0 for w, _, o in seen if w for n in [getattr(o, name)]) for name in ("wrong", "counted")
-        )
+        wrong = sum(outcome.wrong or 0 for weight, _, outcome in seen if weight)
+        counted = sum(outcome.counted or 0 for weight, _, outcome in seen if weight)
         value, wrong, counted = self.space.together(value, wrong, counted)
         if not math.isfinite(value):
             raise self._not_finite(value, xi)

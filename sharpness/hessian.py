@@ -190,7 +190,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     def product(self, v: Tensor) -> Tensor:
         """Multiply a vector of coordinates, (dim,), of the space's dtype and device; the product is horizontal."""
         space = self.space
-        if not all(b.quadratic for b, _ in space.each(None) if isinstance(b, PairBlock)):
+        if not all(b.quadratic for b in space.blocks if isinstance(b, PairBlock)):
             raise ValueError(
                 "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
             )

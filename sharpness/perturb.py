@@ -198,10 +198,11 @@ class Gradients:
                 for p, g in zip(self._all, before, strict=True):
                     p.grad = g
         found = zip(self._parameters, grads, strict=True)
-        return {p: _plain(g) for p, g in found if g is not None}
+        return {p: g if type(g) is Tensor and not g.is_sparse else _plain(g) for p, g in found if g is not None}
 
 
 def _plain(g: Any) -> Tensor:
+    """Return this process's rows of a sharded gradient, and a sparse one as a dense tensor."""
     found: Tensor = g.to_local() if hasattr(g, "to_local") else g
     return found.to_dense() if found.is_sparse else found
 
