@@ -1,12 +1,12 @@
 """Geodesic sharpness of transformers: the worst rise of the loss within a geodesic ball of the quotient."""
 
+from .ascent import Search
 from .direction import Direction, Profile, perturbed, profile
 from .evaluation import evaluate
 from .hessian import HessianOperator, LocalResult, gradient_norm, hessian
 from .measures import MEASURES, Measure, get_measure
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
-from .search import Search
 from .shares import LayerShare, LayerShares
 from .space import WeightSpace
 

@@ -25,10 +25,13 @@ from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import plain_class
 
-from .batch_loss import BatchLoss, for_each_batch
+from .batch_loss import BatchLoss, measured, without_gradient
+from .blocks import PairBlock
 from .distributed import World
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
+from .model_state import preserves_model_state
+from .shards import is_sharded_model
 from .space import WeightSpace
 
 if TYPE_CHECKING:
@@ -186,9 +189,25 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 
     def product(self, v: Tensor) -> Tensor:
         """Multiply a vector of coordinates, (dim,), of the space's dtype and device; the product is horizontal."""
+        space = self.space
+        if not all(b.quadratic for b, _ in space.each(None) if isinstance(b, PairBlock)):
+            raise ValueError(
+                "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
+            )
         self.num_matvecs += 1
+        space.move_to(None)
+        v = space.project(v)
+        velocity = {p: torch.zeros_like(copy) for p, copy in space.copies.items()}
+        with torch.no_grad():
+            for block, c in space.each(v):
+                block.vector_(velocity, c, at_model=False)
         with sdpa_kernel(SDPBackend.MATH):
-            return self.space.hessian_product(self.losses, v)
+            found = self.losses()
+            losses = [found] if isinstance(found, Tensor) else found
+            first, second = space.gradients.with_hessian_product(losses, velocity)
+        # With J(ξ) the derivative of R, linear in ξ: J(0)* ∇²ℓ J(0) v + (J(v) − J(0))* ∇ℓ.
+        straight = space.pull_back(dict(first), None)
+        return space.pull_back(second, None).add_(space.pull_back(first, v)).sub_(straight)
 
     def eigenvalues(self, count: int = 1, *, seed: int = 0, tol: float = 1e-4) -> np.ndarray:
         """Find the largest eigenvalues (in value, not in size) by Lanczos' method.
@@ -346,31 +365,33 @@ def hessian(
     return _at_the_weights(model, batches, objective, measure, pairs, group, (num_matvecs, seed))
 
 
+@preserves_model_state
 def _at_the_weights(
     model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, of_hessian: tuple[int, int] | None = None,
 ) -> LocalResult:  # fmt: skip
     """Measure every batch; ``of_hessian`` has the number of products and the seed, if the Hessian is wanted."""
-    found: list[LocalBatch] = []
-
-    def work(space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
-        began = time.perf_counter()
-        loss = BatchLoss(space, objective, batch, index)
-        length, passes = space.norm(loss.base_gradient), loss.passes
-        top = trace = std_error = None
-        if of_hessian is not None:
-            operator = HessianOperator(space, loss.losses)
-            top = float(operator.eigenvalues(seed=of_hessian[1])[0])
-            trace, std_error = operator.trace(of_hessian[0], seed=of_hessian[1])
-            passes = loss.passes + operator.num_matvecs
-        seconds = time.perf_counter() - began
-        found.append(LocalBatch(index, loss.base, loss.base_error, length, top, trace, std_error, passes, seconds))
-
+    world, found = World(None if is_sharded_model(model) else group), list[LocalBatch]()
     with World(group).losing_others():
-        space, world = for_each_batch(model, batches, measure, objective, work, pairs=pairs, group=group)
-        shares = world.gather([(found, space.unreached())])
-        found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
-        remarks = space.without_gradient(set.intersection(*(unreached for _, unreached in shares)))
+        with measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
+            for index, batch in each:
+                if not world.owns(index):
+                    continue
+                began, loss = time.perf_counter(), BatchLoss(space, objective, batch, index)
+                length, passes = space.norm(loss.base_gradient), loss.passes
+                top = trace = std_error = None
+                if of_hessian is not None:
+                    operator = HessianOperator(space, loss.losses)
+                    top = float(operator.eigenvalues(seed=of_hessian[1])[0])
+                    trace, std_error = operator.trace(of_hessian[0], seed=of_hessian[1])
+                    passes = loss.passes + operator.num_matvecs
+                seconds = time.perf_counter() - began
+                found.append(
+                    LocalBatch(index, loss.base, loss.base_error, length, top, trace, std_error, passes, seconds)
+                )
+        shares = world.gather([(found, space.unreached)])
+    found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
+    remarks = without_gradient(space, set.intersection(*(unreached for _, unreached in shares)))
     means: dict[str, Any] = {}
     for name in ("gradient_norm", "max_eigenvalue", "trace", "std_error"):
         values = [getattr(b, name) for b in found if getattr(b, name) is not None]

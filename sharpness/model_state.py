@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["preserve_model_state"]
+from quotient_manifolds.symmetries.blocks import check_model
 
+__all__ = ["preserves_model_state"]
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Attributes of modules that are False during a measurement. With the first, bitsandbytes packs a layer's 4-bit weights
@@ -107,19 +111,25 @@ class _State:
         _fast_path.switch(id(self), off=False)
 
 
-def preserve_model_state(model: nn.Module, work: Callable[[], T]) -> T:
-    """Do some work with a model in evaluation mode and gradients on, then restore everything, see :class:`_State`.
+def preserves_model_state(function: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[nn.Module, P], T]:
+    """Run a function of a model in evaluation mode with gradients on, then restore everything, see :class:`_State`.
 
     An interrupt during the clean-up is raised after it, and the interrupted step is repeated. (A ``with`` statement
     could not guarantee that, because an interrupt may come within contextlib's own code.)
     """
-    state = _State(model)
-    try:
+
+    @functools.wraps(function)
+    def wrapped(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
+        check_model(model)
+        state = _State(model)
         try:
-            state.prepare()
-            with torch.inference_mode(False), torch.enable_grad():
-                return work()
+            try:
+                state.prepare()
+                with torch.inference_mode(False), torch.enable_grad():
+                    return function(model, *args, **kwargs)
+            finally:
+                state.restore()
         finally:
             state.restore()
-    finally:
-        state.restore()
+
+    return wrapped

@@ -126,6 +126,7 @@ class Gradients:
     def __init__(self, parameters: Sequence[Tensor], beside: Iterable[Tensor] = (), *, backward: bool = False) -> None:
         self._parameters = list(parameters)
         self._all = list(dict.fromkeys([*self._parameters, *beside]))
+        self._backward = backward
         self._reentrant: bool | None = True if backward else None
 
     def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -148,6 +149,8 @@ class Gradients:
         self, losses: Iterable[Tensor], moving: Mapping[Tensor, Tensor]
     ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
         """Add up gradients, and products of the Hessians with a vector."""
+        if self._backward:
+            raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
         first, second = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for loss in losses:
             grads = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
@@ -163,6 +166,8 @@ class Gradients:
         return first, second
 
     def _of(self, loss: Tensor) -> dict[Tensor, Tensor]:
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
         if self._reentrant is None:  # one walk through the graph is enough, because the model does not change
             self._reentrant = _has_reentrant_checkpoint(loss)
         if not self._reentrant:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from .ascent import Search
 from .direction import Direction
 from .files import write_json
 from .measures import Measure
-from .search import Search
 from .shares import LayerShare, LayerShares
 
 __all__ = ["LEAVES", "BatchResult", "SharpnessResult"]

@@ -18,10 +18,9 @@ from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification
 
-from .blocks import Block, PairBlock
-from .building import build_blocks, divide, warn_of_unknown
+from .blocks import Block, ElementwiseBlock, PairBlock
+from .building import build_blocks, divide, trainable, warn_of_unknown
 from .measures import Measure, get_measure
-from .weights import trainable
 
 __all__ = ["GeodesicSAM"]
 
@@ -85,9 +84,8 @@ class _InnerStep:
 
     def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
         self.parameters, self.blocks = parameters, blocks
-        for b in blocks:
-            if isinstance(b, PairBlock) and not b.closed_form:
-                raise ValueError(f"GeodesicSAM moves pairs by closed forms, which {type(b).__name__} does not have")
+        if not all(b.closed_form for b in blocks if isinstance(b, PairBlock)):
+            raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure's pairs do not have")
         self.count, self.stale = 0, False
         found = [b.stack for b in blocks if isinstance(b, PairBlock)]
         self.certification = Certification(found)
@@ -124,19 +122,31 @@ class _InnerStep:
         self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
         if self.certification.open:
             self.certification.see(gradients).check()
-        factorise, steps = self.count % refresh == 0 or self.stale, []
+        factorise, steps = self.count % refresh == 0 or self.stale, list[tuple[Block, Tensor]]()
+        squares: list[Tensor] = []
         for p in self._dropped:
             self._work[p].copy_(p)
         for block in self.blocks:
-            block.refresh(factorise)
-            steps.append(block.climb(gradients, self._work))
+            if isinstance(block, PairBlock):
+                block.refresh(factorise=factorise)
+                u = block.tangent.egrad2rgrad(block.stack.gather(gradients))
+                squares.append(block.tangent.inner(u).sum())
+            elif isinstance(block, ElementwiseBlock):
+                block.refresh()
+                u = self._work[block.parameter].view(-1)
+                block.pull_back_(u, gradients, None)
+                squares.append(torch.linalg.vector_norm(u).square())
+            steps.append((block, u))
         self.count, self.stale = self.count + 1, False
-        squares = torch.stack([s.double() if s.device.type != "mps" else s for s, _ in steps])
-        norm = float(squares.sum().sqrt())
+        norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
         if not 0 < norm < math.inf:
             return {}
-        for _, move in steps:
-            move(rho / norm)
+        for block, u in steps:
+            u.mul_(rho / norm)
+            if isinstance(block, PairBlock):
+                block.stack.scatter_(block.retract(u), self._work)
+            else:
+                block.move_(self._work, u)
         return self._work
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class ShardedSpace(WeightSpace):
         self.model, self.world, self.given = model, self._shards.world, pairs
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
         moving, trained = self._parameters.values(), (p for p in model.parameters() if p.requires_grad)
-        self._gradients = Gradients([self._shards.parameter(p) for p in moving], trained, backward=True)
+        self.gradients = Gradients([self._shards.parameter(p) for p in moving], trained, backward=True)
 
     def _build(
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
@@ -115,7 +115,7 @@ class ShardedSpace(WeightSpace):
             drawn = standard_normal((shape.numel(),), xi, generator)
             if p in single:
                 xi[single[p]] = self._shards.cut(p, drawn.view(shape)).flatten()
-        for block, c in self._each(xi, write=True):
+        for block, c in self.each(xi, write=True):
             if isinstance(block, ElementwiseBlock):
                 block.project_(c)
         stacks = iter((b, s) for b, s in self._blocks if isinstance(b, PairBlock))
@@ -131,8 +131,8 @@ class ShardedSpace(WeightSpace):
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector in terms of the full parameters, on the CPU of every process."""
-        shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self._copies.items()}
-        for block, c in self._each(xi):
+        shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
+        for block, c in self.each(xi):
             block.vector_(found, c, at_model=True)
         rows = {p: torch.zeros_like(shards.local(p)) for p in self._parameters.values()}
         shards.spread(found, rows)
@@ -140,7 +140,7 @@ class ShardedSpace(WeightSpace):
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self._parameters.items()}
         of_model = {twin: module for module, twin in shards.modules.items()}
         pairs = tuple(in_copy(p, of_model) for p in self.pairs)
-        squares = self._places.squares(self._each(xi), self.world)
+        squares = self._places.squares(self.each(xi), self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
 
     @functools.cached_property
@@ -221,7 +221,7 @@ class ShardedSpace(WeightSpace):
                     whole = {
                         p: p.data.clone(memory_format=torch.contiguous_format) for p in moving if shards.is_mine(p)
                     }
-                    self._copies = {**{p: rows[p] for p in moving if p not in shards.owner}, **whole}
+                    self.copies = {**{p: rows[p] for p in moving if p not in shards.owner}, **whole}
                     self._rows = {p: rows[p] for p in moving if p in shards.owner}
                 self.move_to(None)
                 yield self
@@ -229,7 +229,7 @@ class ShardedSpace(WeightSpace):
                 put_back()
         finally:
             put_back()
-            self._copies, self._at = {}, None
+            self.copies, self._at = {}, None
 
     def move_to(self, xi: Tensor | None) -> None:
         """Move the model to the retraction of a tangent vector, see :meth:`WeightSpace.move_to`."""
@@ -238,7 +238,7 @@ class ShardedSpace(WeightSpace):
 
     def _show_model(self) -> None:
         reshard(self.model)
-        self._shards.spread(self._copies, self._rows)
+        self._shards.spread(self.copies, self._rows)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move by a random element of a pair's group, on the process that owns it."""
@@ -249,14 +249,14 @@ class ShardedSpace(WeightSpace):
 
     def _at_model(self) -> AbstractContextManager[None]:
         """Give the twin's parameters, for the pairs that this process owns, the values that the model has now."""
-        return pointing_to(self._shards.twin, {p: t for p, t in self._copies.items() if self._shards.is_mine(p)})
+        return pointing_to(self._shards.twin, {p: t for p, t in self.copies.items() if self._shards.is_mine(p)})
 
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
         with self._at_model():
             super()._certify(gradient)
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        found = self._gradients.sum_over(losses)
+        found = self.gradients.sum_over(losses)
         if not found:
             raise ValueError(
                 "no gradient reached the shards: FSDP2 is told not to exchange them; call "
@@ -264,7 +264,3 @@ class ShardedSpace(WeightSpace):
             )
         rows = {p: found[q] for p in self._parameters.values() if (q := self._shards.parameter(p)) in found}
         return {**rows, **self._shards.collect(rows)}
-
-    def hessian_product(self, losses: Any, v: Tensor) -> NoReturn:
-        """Refuse: FSDP2 has no second derivatives."""
-        raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import sharpness
-from sharpness.batch_loss import BatchLoss, for_each_batch
+from sharpness.batch_loss import BatchLoss, measured
 from sharpness.losses import Objective
+from sharpness.model_state import preserves_model_state
 from tests import networks
 from tests.extent import EXHAUSTIVE
 
@@ -109,11 +110,14 @@ def residuals(model, batches, measure, group):
     """The residuals of all pairs at the gradient that is computed anyway, by name."""
     found, objective = {}, Objective()
 
-    def work(space, index, batch, _):
-        BatchLoss(space, objective, batch, index)
-        found.update({pair.name: residual for pair, residual in space.residuals().items()})
+    @preserves_model_state
+    def measure_all(model):
+        with measured(model, batches, sharpness.get_measure(measure), objective, group=group) as (space, each):
+            for index, batch in each:
+                BatchLoss(space, objective, batch, index)
+                found.update({pair.name: residual for pair, residual in space.residuals().items()})
 
-    for_each_batch(model, batches, sharpness.get_measure(measure), objective, work, group=group)
+    measure_all(model)
     return found
 
 

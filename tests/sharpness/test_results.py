@@ -199,7 +199,7 @@ def test_every_entry_belongs_to_one_part():
     space = sharpness.WeightSpace(model, sharpness.MEASURES["adaptive"])
     found = dict.fromkeys(PARTS, 0)
     places = Places(model, dict(model.named_parameters()))
-    for (_, part, _), square in places.squares(space._each(torch.ones(space.dim)), World()).items():
+    for (_, part, _), square in places.squares(space.each(torch.ones(space.dim)), World()).items():
         found[part] += square
     assert {part: square for part, square in found.items() if square} == {
         "Q–K": 2 * 2 * (64 + 8),
