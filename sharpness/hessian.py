@@ -146,17 +146,13 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     ----------
     num_matvecs : int
         Number of products computed so far.
-    shape : (int, int)
-        (dim, dim).
-    dtype : numpy.dtype
-        float64 where the space's is, else float32.
 
     Notes
     -----
-    As a scipy operator it takes and returns numpy arrays on the CPU; :meth:`product` stays on the model's device. It
-    differentiates twice by torch's autograd. Fused attention has no second derivative on a CPU, so the plain kernel of
-    ``scaled_dot_product_attention`` is used meanwhile. With a first-order retraction, the term of the geodesic's
-    acceleration is left out.
+    As a scipy operator it takes and returns numpy arrays on the CPU, float64 where the space's vectors are, else
+    float32; :meth:`product` stays on the model's device. Fused attention has no second derivative on a CPU, so the
+    plain kernel of ``scaled_dot_product_attention`` is used meanwhile. With a first-order retraction, the term of the
+    geodesic's acceleration is left out.
 
     Examples
     --------
@@ -176,6 +172,10 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
+        if not all(b.quadratic for b, _ in space.each(None) if isinstance(b, PairBlock)):
+            raise ValueError(
+                "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
+            )
         self.space, self.losses, self.num_matvecs = space, losses, 0
         dtype = np.float64 if space.dtype == torch.float64 else np.float32
         super().__init__(dtype=dtype, shape=(space.dim, space.dim))
@@ -190,10 +190,6 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     def product(self, v: Tensor) -> Tensor:
         """Multiply a vector of coordinates, (dim,), of the space's dtype and device; the product is horizontal."""
         space = self.space
-        if not all(b.quadratic for b in space.blocks if isinstance(b, PairBlock)):
-            raise ValueError(
-                "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
-            )
         self.num_matvecs += 1
         space.move_to(None)
         v = space.project(v)
@@ -226,14 +222,10 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
         array of float
             (count,), in descending order, in the operator's dtype.
 
-        Raises
-        ------
-        scipy.sparse.linalg.ArpackNoConvergence
-            The accuracy was not reached.
-
         Notes
         -----
-        ARPACK's implicitly restarted method (Lehoucq, Sorensen, Yang 1998) through ``scipy.sparse.linalg.eigsh``.
+        ARPACK's implicitly restarted method (Lehoucq, Sorensen, Yang 1998) through ``scipy.sparse.linalg.eigsh``, which
+        raises ArpackNoConvergence where the accuracy is not reached.
         """
         dim = self.space.dim
         if dim <= count + 1:
@@ -268,10 +260,8 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
 
         Returns
         -------
-        float
-            The estimate, which is unbiased.
-        float or None
-            Its standard error; None from a single random vector.
+        float, float or None
+            The estimate, which is unbiased, and its standard error; None from a single random vector.
 
         Notes
         -----
@@ -324,7 +314,9 @@ def hessian(
     pairs: Sequence[SymmetricPair] | None = None, normalize_logits: bool = False, micro_batch: int | None = None,
     group: ProcessGroup | None = None,
 ) -> LocalResult:  # fmt: skip
-    """Measure the largest eigenvalue and the trace of the Riemannian Hessian, see :mod:`sharpness.hessian`.
+    """Measure the largest eigenvalue and the trace of the Riemannian Hessian by Lanczos' method and Hutch++.
+
+    With ``measure="euclidean"`` the results are those of the ordinary Hessian.
 
     Parameters
     ----------
@@ -344,10 +336,6 @@ def hessian(
     ValueError
         As for :func:`sharpness.evaluate`; or ``num_matvecs`` is below 1, or the seed is negative.
 
-    Notes
-    -----
-    Computed by Lanczos' method and Hutch++; with ``measure="euclidean"`` the results are those of the ordinary Hessian.
-
     Examples
     --------
     >>> import sharpness, torch
@@ -362,14 +350,14 @@ def hessian(
     if measure.divides and measure.geodesic == "exact":  # the same Hessian
         measure = replace(measure, geodesic="second-order")
     objective = Objective(loss_fn, normalize_logits, micro_batch)
-    return _at_the_weights(model, batches, objective, measure, pairs, group, (num_matvecs, seed))
+    return _at_the_weights(model, batches, objective, measure, pairs, group, num_matvecs, seed)
 
 
 def _at_the_weights(
     model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
-    pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, of_hessian: tuple[int, int] | None = None,
+    pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, num_matvecs: int = 0, seed: int = 0,
 ) -> LocalResult:  # fmt: skip
-    """Measure every batch; ``of_hessian`` has the number of products and the seed, if the Hessian is wanted."""
+    """Measure every batch; the Hessian, if products with it are asked for."""
     found: list[LocalBatch] = []
     world, state = World(None if is_sharded_model(model) else group), preserved(model)
     with World(group).losing_others():
@@ -379,23 +367,21 @@ def _at_the_weights(
                     continue
                 began, loss = time.perf_counter(), BatchLoss(space, objective, batch, index)
                 length, passes = space.norm(loss.base_gradient), loss.passes
-                top = trace = std_error = None
-                if of_hessian is not None:
+                top = trace = error = None
+                if num_matvecs:
                     operator = HessianOperator(space, loss.losses)
-                    top = float(operator.eigenvalues(seed=of_hessian[1])[0])
-                    trace, std_error = operator.trace(of_hessian[0], seed=of_hessian[1])
+                    top = float(operator.eigenvalues(seed=seed)[0])
+                    trace, error = operator.trace(num_matvecs, seed=seed)
                     passes = loss.passes + operator.num_matvecs
                 seconds = time.perf_counter() - began
-                found.append(
-                    LocalBatch(index, loss.base, loss.base_error, length, top, trace, std_error, passes, seconds)
-                )
+                found.append(LocalBatch(index, loss.base, loss.base_error, length, top, trace, error, passes, seconds))
         shares = world.gather([(found, space.unreached)])
     found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
     remarks = without_gradient(space, set.intersection(*(unreached for _, unreached in shares)))
     means: dict[str, Any] = {}
     for name in ("gradient_norm", "max_eigenvalue", "trace", "std_error"):
-        values = [getattr(b, name) for b in found if getattr(b, name) is not None]
-        means[name] = fmean(values) if values else None
+        values = [getattr(b, name) for b in found]
+        means[name] = None if None in values else fmean(values)
     return LocalResult(measure, plain_class(model).__name__, tuple(found), (*space.remarks, *remarks), **means)
 
 

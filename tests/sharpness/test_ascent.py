@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import sharpness
-from sharpness import Measure, get_measure
+from reproduction.additive import AdditiveMeasure
+from sharpness import Measure
 from sharpness import ascent as arithmetic
 from sharpness.ascent import auto_pgd, checkpoints, norm, power
 from tests.functions import problem, shifted
@@ -237,14 +238,11 @@ def test_arguments_are_named(options, words):
         sharpness.evaluate(nn.Linear(3, 2), **arguments)
 
 
-ADDITIVE = "reproduction.additive:AdditiveBlock"
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"measure": get_measure("geodesic-inv", pair_block=ADDITIVE, geodesic="exact")}, "no geodesic equation"),
-        ({"measure": get_measure("geodesic-inv", pair_block=ADDITIVE, relaxation=0.0)}, "must be positive"),
+        ({"measure": AdditiveMeasure("additive", pair_metric="inv", geodesic="exact")}, "no geodesic equation"),
+        ({"measure": AdditiveMeasure("additive", pair_metric="inv", relaxation=0.0)}, "must be positive"),
         ({"statistic": "average", "restarts": 1}, "restarts belong to statistic='worst'"),
         ({"ascent": "newton"}, "unknown ascent 'newton'; choose one of power, apgd"),
         ({"relative_tol": -1}, "relative_tol must be a number of at least 0"),
