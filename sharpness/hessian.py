@@ -172,7 +172,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
-        if not all(b.quadratic for b, _ in space.each(None) if isinstance(b, PairBlock)):
+        if not all(b.quadratic for b in space.blocks if isinstance(b, PairBlock)):
             raise ValueError(
                 "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
             )
