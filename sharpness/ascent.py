@@ -40,7 +40,7 @@ from quotient_manifolds.checks import as_count
 
 from .distributed import World
 
-__all__ = ["ASCENTS", "Ascent", "Search", "auto_pgd", "gram_matrix", "norm", "power"]
+__all__ = ["ASCENTS", "Ascent", "Search", "auto_pgd", "power"]
 
 #: ``f(x, wanted) -> (value, gradient)``; the gradient is None unless it is wanted.
 Function = Callable[[Tensor, bool], tuple[float, Tensor | None]]
