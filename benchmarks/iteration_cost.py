@@ -21,7 +21,7 @@ from sharpness.ascent import ASCENTS
 from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
-from sharpness.model_state import preserves_model_state
+from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
 
 RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
@@ -122,8 +122,7 @@ def measure(options: argparse.Namespace) -> None:
         bare()
         for name in options.measures:
 
-            @preserves_model_state
-            def measured(model, name=name, batch=batch, bare=bare) -> tuple[float, list[tuple[float, float, float]]]:
+            def measured(name=name, batch=batch, bare=bare) -> tuple[float, list[tuple[float, float, float]]]:
                 start = time.perf_counter()
                 space = WeightSpace(model, MEASURES[name])
                 sync()
@@ -145,7 +144,9 @@ def measure(options: argparse.Namespace) -> None:
                     ascend()
                     return setup, [(bare(), ascend(), bare()) for _ in range(options.repeats)]
 
-            setup, pairs = measured(model)
+            state = preserved(model)
+            with state, state:
+                setup, pairs = measured()
             ratios = [step / ((before + after) / 2) for before, step, after in pairs]
             rows.append(
                 {

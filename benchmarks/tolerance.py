@@ -19,7 +19,7 @@ from sharpness.ascent import ASCENTS
 from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
-from sharpness.model_state import preserves_model_state
+from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
 
 #: Two decades a measure, up to the largest radius at which the given network's loss rises by 1 to 4.
@@ -51,28 +51,24 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
     for draw in range(options.batches):
         batch = _vit_cifar10.images(options.images, "train", options.size, seed=100 + 10 * checkpoint + draw)
 
-        @preserves_model_state
-        def measured(net, draw=draw, batch=batch) -> None:
-            space = WeightSpace(net, MEASURES[name])
-            with space.attached():
-                task = BatchLoss(space, Objective(), batch, 0)
-                for index, rho in enumerate(RADII[name]):
-                    gaps: list[float] = []
-                    zero = space.empty().zero_()
-                    found = ASCENTS["power"](recorded(task, rho, gaps), zero, rho, options.steps, relative_tol=1e-6)
-                    peer, reference = None, found.value
-                    if index >= len(RADII[name]) - options.peer:
-                        other = ASCENTS["apgd"](recorded(task, rho, []), space.empty().zero_(), rho, options.steps)
-                        peer, reference = other.value - task.base, max(reference, other.value)
-                    rows.append(
-                        {
-                            "checkpoint": checkpoint, "batch": draw, "measure": name, "rho": rho, "base": task.base,
-                            "reference": reference - task.base, "apgd": peer,
-                            "history": [v - task.base for v in found.history], "gaps": gaps,
-                        }
-                    )  # fmt: skip
-
-        measured(net)
+        state, space = preserved(net), WeightSpace(net, MEASURES[name])
+        with state, state, space.attached():
+            task = BatchLoss(space, Objective(), batch, 0)
+            for index, rho in enumerate(RADII[name]):
+                gaps: list[float] = []
+                zero = space.empty().zero_()
+                found = ASCENTS["power"](recorded(task, rho, gaps), zero, rho, options.steps, relative_tol=1e-6)
+                peer, reference = None, found.value
+                if index >= len(RADII[name]) - options.peer:
+                    other = ASCENTS["apgd"](recorded(task, rho, []), space.empty().zero_(), rho, options.steps)
+                    peer, reference = other.value - task.base, max(reference, other.value)
+                rows.append(
+                    {
+                        "checkpoint": checkpoint, "batch": draw, "measure": name, "rho": rho, "base": task.base,
+                        "reference": reference - task.base, "apgd": peer,
+                        "history": [v - task.base for v in found.history], "gaps": gaps,
+                    }
+                )  # fmt: skip
     return rows
 
 

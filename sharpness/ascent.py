@@ -194,6 +194,7 @@ def power(
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
     begun, momentum, omega = norm(start, world) > 0, False, 1.0
     gram = gram_matrix(g, best, world=world)
+    gap: float | None
     gap, slope = _gap(gram, radius)
     other = None if begun else start  # a point whose memory may be used; each vector is as large as the model
     for k in range(1, steps + 1):

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class, plain_names
-from quotient_manifolds.symmetries.discovery import candidates
-from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
+from quotient_manifolds.symmetries.modules import plain_class, plain_names
+from quotient_manifolds.symmetries.pairs import CHANGES
+from quotient_manifolds.symmetries.registry import candidates, handler_of
+from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import trainable
 from .distributed import World
@@ -115,9 +116,8 @@ class BatchLoss:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
         value = sum(weight * loss for weight, loss, _ in seen)
-        wrong, counted = (
-            sum(n or 0 for w, _, o in seen if w for n in [getattr(o, name)]) for name in ("wrong", "counted")
-        )
+        wrong = sum(outcome.wrong or 0 for weight, _, outcome in seen if weight)
+        counted = sum(outcome.counted or 0 for weight, _, outcome in seen if weight)
         value, wrong, counted = self.space.together(value, wrong, counted)
         if not math.isfinite(value):
             raise self._not_finite(value, xi)
@@ -191,7 +191,8 @@ def measured(
     sharded = is_sharded_model(model)
     kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
     make = partial(kind, only=only, offload=offload)
-    with World(None if sharded else group).failing_together(), resharded(model):
+    together = World(None if sharded else group).failing_together()
+    with together, resharded(model), torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         try:
             first = next(stream)
@@ -261,7 +262,7 @@ def _check_first(
     """
     run, given = partial(objective.value, model, batch), pairs is not None
     may_examine = divides and not given and not is_sharded_model(model)
-    if may_examine and candidates(model, lambda m: handler_of(m) is not None):
+    if may_examine and candidates(model):
         pairs = _examined(model, objective, batch, remarks)
     try:
         loss: float = symmetries.check_coverage(model, run, pairs or ()) if divides else run()

@@ -57,11 +57,11 @@ class Block(ABC):
         """Write the tangent vector with coordinates c, at the model's weights or at the start of :meth:`move_`."""
 
     @abstractmethod
-    def project_(self, c: Tensor) -> None:
-        """Keep the horizontal part of a vector."""
+    def project(self, c: Tensor) -> Tensor:
+        """Return the horizontal part of a vector."""
 
     @abstractmethod
-    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+    def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, the same at all representatives of an orbit."""
 
     @abstractmethod
@@ -104,9 +104,6 @@ class ElementwiseBlock(Block):
         """Return the parameter."""
         return [self.parameter]
 
-    def _view(self, c: Tensor) -> Tensor:
-        return c.view(self._base.shape)
-
     def coordinates(self, vector: Tensors) -> Tensor:
         """Divide by the scale; 0 where that is 0."""
         u, scale = vector[self.parameter].to(self.dtype), self._scale.to(self.dtype)
@@ -114,17 +111,15 @@ class ElementwiseBlock(Block):
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Multiply by the scale."""
-        out[self.parameter].copy_(self._scale * self._view(c))
+        out[self.parameter].copy_(self._scale * c.view(self._scale.shape))
 
-    def project_(self, c: Tensor) -> None:
+    def project(self, c: Tensor) -> Tensor:
         """Remove what belongs to pairs."""
-        if self._covered is not None:
-            self._view(c).masked_fill_(self._scale == 0, 0)
+        return c if self._covered is None else c.masked_fill(self._scale.flatten() == 0, 0)
 
-    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+    def random(self, generator: torch.Generator) -> Tensor:
         """Draw Gaussians, the same on all devices."""
-        out.copy_(standard_normal((self.dim,), out, generator))
-        self.project_(out)
+        return self.project(standard_normal((self.dim,), self._base.new_empty(0, dtype=self.dtype), generator))
 
     def move_(self, out: Tensors, c: Tensor | None) -> None:
         """Write w + scale · ζ."""
@@ -132,18 +127,18 @@ class ElementwiseBlock(Block):
         if c is None:
             target.copy_(self._base)
         elif self._base.dtype == self.dtype == target.dtype:
-            torch.addcmul(self._base, self._scale, self._view(c), out=target)
+            torch.addcmul(self._base, self._scale, c.view(self._scale.shape), out=target)
         else:
             base, scale = self._base.to(self.dtype), self._scale.to(self.dtype)
-            target.copy_(torch.addcmul(base, scale, self._view(c)))
+            target.copy_(torch.addcmul(base, scale, c.view(self._scale.shape)))
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Multiply the gradient by the scale."""
         g = gradient.get(self.parameter)
         if g is None:
             out.zero_()
-            return
-        torch.mul(g.to(self.dtype), self._scale.to(self.dtype), out=self._view(out))
+        else:
+            torch.mul(g.to(self.dtype), self._scale.to(self.dtype), out=out.view(self._scale.shape))
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length."""
@@ -200,6 +195,9 @@ class PairBlock(Block):
         real = c[: self.dim].view(*x.shape, 2) if x.is_complex() else c[: self.dim].view(x.shape)
         return torch.view_as_complex(real) if x.is_complex() else real
 
+    def _flat(self, x: Tensor) -> Tensor:
+        return (torch.view_as_real(x) if x.is_complex() else x).flatten()
+
     def _vector(self, c: Tensor) -> Tensor:
         return self.chart.from_coordinates(self._view(c).to(self.tangent.x.dtype))
 
@@ -207,7 +205,7 @@ class PairBlock(Block):
         """Return the coordinates of a tangent vector at the model's own representative."""
         assert self._to_model is None, "vectors are read at the model's own representative"
         c = self.chart.coordinates(self.stack.gather(vector).to(self.tangent.x.dtype))
-        return (torch.view_as_real(c) if c.is_complex() else c).flatten()
+        return self._flat(c)
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Write the tangent vector, mapped to the model's own representative if requested."""
@@ -217,21 +215,21 @@ class PairBlock(Block):
             u = torch.cat([part @ A for part, A in zip(parts, self._to_model, strict=True)], dim=-2)
         self.stack.scatter_(u, out)
 
-    def project_(self, c: Tensor) -> None:
+    def project(self, c: Tensor) -> Tensor:
         """Project on the horizontal space."""
-        self._view(c).copy_(self.chart.project_coordinates(self._view(c)))
+        return self._flat(self.chart.project_coordinates(self._view(c)))
 
-    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+    def random(self, generator: torch.Generator) -> Tensor:
         """Draw a vector that depends on the orbit alone."""
-        self._write_random_(out, self.chart.random(generator))
+        return self._projected(self.chart.random(generator))
 
-    def from_gaussians_(self, out: Tensor, drawn: Sequence[Tensor]) -> None:
+    def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
         """Make such a vector from the numbers of :func:`quotient_manifolds.gl.tangent.draw_gaussians`."""
-        self._write_random_(out, self.tangent.from_gaussians(drawn))
+        return self._projected(self.tangent.from_gaussians(drawn))
 
-    def _write_random_(self, out: Tensor, u: Tensor) -> None:
+    def _projected(self, u: Tensor) -> Tensor:
         # It is horizontal up to rounding, which weak directions amplify: project once more.
-        self._view(out).copy_(self.chart.project_coordinates(self.chart.coordinates(u)))
+        return self._flat(self.chart.project_coordinates(self.chart.coordinates(u)))
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length of every pair's part."""

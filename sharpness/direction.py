@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
-from quotient_manifolds.symmetries.blocks import is_sharded
+from quotient_manifolds.symmetries.modules import check_model, is_sharded
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import build_blocks, divide, named_weights
 from .losses import LossFunction, Objective, to_float32
 from .measures import Measure
-from .model_state import preserves_model_state
-from .perturb import becomes_float32, pointing_to
+from .perturb import becomes_float32, pointing_to, preserved
 
 __all__ = ["Direction", "Profile", "perturbed", "profile"]
 
@@ -190,7 +189,6 @@ class Profile:
     radius: float
 
 
-@preserves_model_state
 def profile(
     model: nn.Module,
     batch: Any,
@@ -249,6 +247,7 @@ def profile(
     >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
     True
     """
+    check_model(model)
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     points = as_count("points", points, least=2)
@@ -260,11 +259,12 @@ def profile(
     if becomes_float32(model, [parameters[name] for name in direction.tensors if name in parameters]):
         batch = to_float32(batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
-    found: dict[str, tuple[float, ...]] = {}
-    for way in dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",):
-        along, losses = replace(direction, measure=replace(measure, geodesic=way)), list[float]()
-        for t in times:
-            with perturbed(model, along, t):
-                losses.append(objective.value(model, batch))
-        found[way] = tuple(losses)
+    found, state = dict[str, tuple[float, ...]](), preserved(model)
+    with state, state, torch.inference_mode(False), torch.enable_grad():
+        for way in dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",):
+            along, losses = replace(direction, measure=replace(measure, geodesic=way)), list[float]()
+            for t in times:
+                with perturbed(model, along, t):
+                    losses.append(objective.value(model, batch))
+            found[way] = tuple(losses)
     return Profile(measure.name, tuple(t * direction.norm for t in times), found, direction.norm)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.modules import plain_class
 
 from .ascent import ASCENTS, Ascent, Search
 from .batch_loss import BatchLoss, RadiusError, measured, without_gradient
@@ -24,7 +24,7 @@ from .direction import Direction
 from .distributed import World
 from .losses import LossFunction, Objective
 from .measures import Measure, get_measure
-from .model_state import preserves_model_state
+from .perturb import preserved
 from .progress import bar as progress_bar
 from .results import BatchResult, SharpnessResult
 from .shards import is_sharded_model
@@ -130,7 +130,6 @@ def evaluate(
     )  # fmt: skip
 
 
-@preserves_model_state
 def _evaluate(
     model: nn.Module, batches: Iterable[Any], measure: Measure, radii: tuple[float, ...], statistic: str,
     search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None, **which: Any,
@@ -143,8 +142,11 @@ def _evaluate(
     total = -(-len(batches) * len(jobs) // world.size) if isinstance(batches, Sized) else None
     effort = search.steps if statistic == "worst" else search.num_samples
     found: list[BatchResult] = []
+    state = preserved(model)
     with everybody.losing_others():
         with (
+            state,
+            state,
             progress_bar(total and total * effort, measure.name, "step", progress=progress) as bar,
             measured(model, batches, measure, objective, group=group, **which) as (space, each),
         ):

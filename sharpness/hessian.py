@@ -23,14 +23,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.modules import plain_class
 
 from .batch_loss import BatchLoss, measured, without_gradient
 from .blocks import PairBlock
 from .distributed import World
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
-from .model_state import preserves_model_state
+from .perturb import preserved
 from .shards import is_sharded_model
 from .space import WeightSpace
 
@@ -172,7 +172,7 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
     """
 
     def __init__(self, space: WeightSpace, losses: Callable[[], Tensor | Iterable[Tensor]]) -> None:
-        if not all(b.quadratic for b, _ in space.each(None) if isinstance(b, PairBlock)):
+        if not all(b.quadratic for b in space.blocks if isinstance(b, PairBlock)):
             raise ValueError(
                 "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
             )
@@ -353,15 +353,15 @@ def hessian(
     return _at_the_weights(model, batches, objective, measure, pairs, group, num_matvecs, seed)
 
 
-@preserves_model_state
 def _at_the_weights(
     model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, num_matvecs: int = 0, seed: int = 0,
 ) -> LocalResult:  # fmt: skip
     """Measure every batch; the Hessian, if products with it are asked for."""
-    world, found = World(None if is_sharded_model(model) else group), list[LocalBatch]()
+    found: list[LocalBatch] = []
+    world, state = World(None if is_sharded_model(model) else group), preserved(model)
     with World(group).losing_others():
-        with measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
+        with state, state, measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
             for index, batch in each:
                 if not world.owns(index):
                     continue

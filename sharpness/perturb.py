@@ -13,9 +13,24 @@ from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.batches import tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.recording import caching, drop_caches
+from quotient_manifolds.symmetries.modules import caching, check_model, drop_caches, preserve_model_state
 
-__all__ = ["Gradients", "becomes_float32", "pointing_to", "stands_on_narrow_base"]
+__all__ = ["Gradients", "becomes_float32", "pointing_to", "preserved", "stands_on_narrow_base"]
+
+
+#: Attributes of modules that are False during a measurement. With the first, bitsandbytes packs a layer's 4-bit weights
+#: for inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through
+#: the layer, and its old weights no longer fit. With the second, gradients are sparse and have no derivatives.
+_SWITCHES: dict[str, tuple[type, ...]] = {
+    "support_avx512bf16_for_cpu": (nn.Module,),
+    "sparse": (nn.Embedding, nn.EmbeddingBag),
+}
+
+
+def preserved(model: nn.Module) -> preserve_model_state:
+    """Return what leaves a model as it was, if ``with`` enters it twice, see :class:`preserve_model_state`."""
+    check_model(model)
+    return preserve_model_state(model, _SWITCHES)
 
 
 @contextmanager
@@ -183,10 +198,11 @@ class Gradients:
                 for p, g in zip(self._all, before, strict=True):
                     p.grad = g
         found = zip(self._parameters, grads, strict=True)
-        return {p: _plain(g) for p, g in found if g is not None}
+        return {p: g if type(g) is Tensor and not g.is_sparse else _plain(g) for p, g in found if g is not None}
 
 
 def _plain(g: Any) -> Tensor:
+    """Return this process's rows of a sharded gradient, and a sparse one as a dense tensor."""
     found: Tensor = g.to_local() if hasattr(g, "to_local") else g
     return found.to_dense() if found.is_sparse else found
 

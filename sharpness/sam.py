@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,9 @@ class _Restore:
         return {"_sam": None, "_always": self._always}
 
 
-def _check_measure(measure: Measure) -> None:
+def _check(measure: Measure, rho: Any, refresh: Any) -> None:
     if measure.form != "own" or measure.elementwise == "vector":
         raise ValueError(f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not")
-
-
-def _check_numbers(rho: Any, refresh: Any) -> None:
     if isinstance(rho, bool) or not isinstance(rho, (int, float)):
         raise TypeError(f"rho must be a number, got {rho!r}")
     if not 0 < rho < 1e30:
@@ -119,7 +117,8 @@ class _InnerStep:
             self._original = {}
 
     def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
-        self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
+        make = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        self._work = {p: self._work[p] if p in self._work else make(p) for p in self.parameters}
         if self.certification.open:
             self.certification.see(gradients).check()
         factorise, steps = self.count % refresh == 0 or self.stale, list[tuple[Block, Tensor]]()
@@ -205,9 +204,8 @@ class GeodesicSAM(Optimizer):
     weights are restored by the model's next ``state_dict`` or ``load_state_dict``, its next forward pass in evaluation
     mode without gradients, the next ``first_step`` or ``step``, or :meth:`restore`. If one of the first three comes
     between the two steps, ``second_step`` refuses, because gradients may belong to either place. The weights' own
-    storage is never written to: meanwhile parameters point to a copy, which takes as much memory as they do.
-
-    Only what the base optimiser trains is perturbed.
+    storage is never written to: meanwhile parameters point to a copy, which takes as much memory as they do. Only what
+    the base optimiser trains is perturbed.
 
     The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
     optimiser to ``scaler.step`` for the second. Under DDP all ranks apply the same perturbation, along the mean
@@ -242,8 +240,7 @@ class GeodesicSAM(Optimizer):
         if not isinstance(base_optimizer, Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
         measure = get_measure(measure)
-        _check_measure(measure)
-        _check_numbers(rho, refresh)
+        _check(measure, rho, refresh)
         trained = {p for group in base_optimizer.param_groups for p in group["params"]}
         known = trainable(model)
         parameters = {name: p for name, p in known.items() if p in trained}
@@ -268,10 +265,8 @@ class GeodesicSAM(Optimizer):
         self._pending = False
         self._held = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
-        if (
-            isinstance(base_optimizer, QuotientOptimizer) and measure.divides
-        ):  # its gradients will belong to other weights
-            base_optimizer.certify = False
+        if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:
+            base_optimizer.certify = False  # its gradients will belong to other weights
         _watch(self)
 
     # Groups and state are the base optimiser's, so that schedulers and scalers reach it.
@@ -387,19 +382,11 @@ class GeodesicSAM(Optimizer):
     # -- the base optimiser ----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed.
-
-        Parameters
-        ----------
-        param_group : dict
-            A group as for torch's optimisers.
-        """
+        """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed."""
         known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
         params = param_group["params"]
-        params = (
-            params if isinstance(params, (Tensor, set)) else list(params)
-        )  # torch refuses a set, which has no order
-        if any(id(p) not in known for p in ([params] if isinstance(params, Tensor) else params)):
+        params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        if any(id(p) not in known for p in params):  # torch refuses a set, which has no order
             self.base_optimizer.add_param_group({**param_group, "params": params})
 
     def state_dict(self) -> dict[str, Any]:
@@ -407,12 +394,7 @@ class GeodesicSAM(Optimizer):
         return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. With ``refresh`` above 1 the pairs are factorised again immediately.
-
-        Parameters
-        ----------
-        state_dict : dict
-        """
+        """Load the result of :meth:`state_dict`. The pairs are factorised again immediately."""
         self.restore()
         self.base_optimizer.load_state_dict(state_dict["base"])
         self._inner.count, self._inner.stale, self._pending = state_dict["count"], True, False

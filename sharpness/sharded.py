@@ -109,23 +109,22 @@ class ShardedSpace(WeightSpace):
         Every process therefore draws as many numbers as the model has weights.
         """
         xi = self.empty()
-        single = {b.parameter: part for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
+        parts = dict(zip(self.blocks, self.parts(xi), strict=True))
+        single = {b.parameter: b for b in parts if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.parameter(p).shape
             drawn = standard_normal((shape.numel(),), xi, generator)
             if p in single:
-                xi[single[p]] = self._shards.cut(p, drawn.view(shape)).flatten()
-        for block, c in self.each(xi, write=True):
-            if isinstance(block, ElementwiseBlock):
-                block.project_(c)
-        stacks = iter((b, s) for b, s in self._blocks if isinstance(b, PairBlock))
+                mine = self._shards.cut(p, drawn.view(shape)).flatten()
+                parts[single[p]].copy_(single[p].project(mine.to(self.model_device)))
+        stacks = iter(b for b in parts if isinstance(b, PairBlock))
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
             size, like = s.point_like(self.dtype)
             gaussians = draw_gaussians(size, s.n, like, generator)
             if mine:
-                pairs, part = next(stacks)
-                pairs.from_gaussians_(xi[part], [e[mine] for e in gaussians])
+                pairs = next(stacks)
+                parts[pairs].copy_(pairs.from_gaussians([e[mine] for e in gaussians]))
         return xi
 
     @torch.no_grad()

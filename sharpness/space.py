@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +57,12 @@ class BlockSpace:
     def __init__(
         self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device, *, offload: bool = False
     ) -> None:
-        self.dtype, self.world, self._offload, self._near = dtype, World(), offload, device
+        self.blocks, self.dtype, self.world, self._offload, self._near = list(blocks), dtype, World(), offload, device
         self.device = torch.device("cpu") if offload else device
-        self.dim, places = 0, dict[Block, slice]()
-        for block in sorted(blocks, key=lambda b: b.dim % 2):  # complex numbers begin at even places
-            places[block] = slice(self.dim, self.dim + block.dim)
-            self.dim += block.dim
-        self._blocks = [(block, places[block]) for block in blocks]
+        order = sorted(range(len(self.blocks)), key=lambda i: self.blocks[i].dim % 2)
+        self._sizes = [self.blocks[i].dim for i in order]  # complex numbers begin at even places
+        self._position = [order.index(i) for i in range(len(order))]
+        self.dim = sum(self._sizes)
         self._pair_blocks = [b for b in blocks if isinstance(b, PairBlock)]
         self._last_used = _last_used(blocks)
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
@@ -73,22 +72,15 @@ class BlockSpace:
         """Return a vector with any content, (dim,)."""
         return torch.empty(self.dim, dtype=self.dtype, device=self.device)
 
-    @overload
-    def each(self, v: Tensor, *, read: bool = ..., write: bool = ...) -> Iterator[tuple[Block, Tensor]]: ...
-    @overload
-    def each(self, v: Tensor | None) -> Iterator[tuple[Block, Tensor | None]]: ...
-    def each(self, v: Tensor | None, *, read: bool = True, write: bool = False) -> Iterator[tuple[Block, Any]]:
-        """Yield each block with its part of the vector, copied to the block's device; None for a vector None."""
-        for block, place in self._blocks:
-            part = None if v is None else v[place]
-            if part is None or not self._offload:
-                yield block, part
-                continue
-            near = torch.empty_like(part, device=self._near)
-            yield block, near.copy_(part) if read else near
-            if write:
-                part.copy_(near)
-            del near
+    def parts(self, v: Tensor) -> list[Tensor]:
+        """Return views of the blocks' parts of a vector, (dim,)."""
+        found = v.split(self._sizes)
+        return [found[i] for i in self._position]
+
+    def each(self, v: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """Yield each block with its part of a vector, (dim,), on the block's device."""
+        for block, part in zip(self.blocks, self.parts(v), strict=True):
+            yield block, part.to(self._near)
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
@@ -97,8 +89,8 @@ class BlockSpace:
         The generator is one of the CPU, so that all devices draw alike.
         """
         xi = self.empty()
-        for block, c in self.each(xi, read=False, write=True):
-            block.random_(c, generator)
+        for block, part in zip(self.blocks, self.parts(xi), strict=True):
+            part.copy_(block.random(generator))
         return xi
 
     def norm(self, v: Tensor) -> float:
@@ -108,17 +100,18 @@ class BlockSpace:
     @torch.no_grad()
     def project(self, v: Tensor) -> Tensor:
         """Return the horizontal part of a vector, (dim,)."""
-        v = v.clone()
-        for block, c in self.each(v, write=True):
-            block.project_(c)
-        return v
+        found = self.empty()
+        for (block, c), part in zip(self.each(v), self.parts(found), strict=True):
+            part.copy_(block.project(c))
+        return found
 
     @own_precision
     @torch.no_grad()
     def move_(self, out: Mapping[Tensor, Tensor], xi: Tensor | None) -> None:
         """Write the weights R(xi), for None those at which the blocks are, to a tensor for each parameter."""
-        for block, c in self.each(xi):
-            block.move_(out, c)
+        parts = itertools.repeat(None) if xi is None else self.parts(xi)
+        for block, c in zip(self.blocks, parts, strict=False):
+            block.move_(out, None if c is None else c.to(self._near))
 
     @own_precision
     @torch.no_grad()
@@ -128,9 +121,12 @@ class BlockSpace:
         Each tensor of the gradient is freed after its last block.
         """
         out = self.empty()
-        places = zip(self.each(out, read=False, write=True), self.each(at), self._last_used, strict=True)
-        for (block, part), (_, c), last_used in places:
-            block.pull_back_(part, gradient, c)
+        here = [None] * len(self.blocks) if at is None else self.parts(at)
+        for block, part, c, last_used in zip(self.blocks, self.parts(out), here, self._last_used, strict=True):
+            near = torch.empty_like(part, device=self._near) if self._offload else part
+            block.pull_back_(near, gradient, None if c is None else c.to(self._near))
+            if self._offload:
+                part.copy_(near)
             for p in last_used:
                 gradient.pop(p, None)
         return out

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import sharpness
 from sharpness.batch_loss import BatchLoss, measured
 from sharpness.losses import Objective
-from sharpness.model_state import preserves_model_state
+from sharpness.perturb import preserved
 from tests import networks
 from tests.extent import EXHAUSTIVE
 
@@ -110,14 +110,15 @@ def residuals(model, batches, measure, group):
     """The residuals of all pairs at the gradient that is computed anyway, by name."""
     found, objective = {}, Objective()
 
-    @preserves_model_state
-    def measure_all(model):
-        with measured(model, batches, sharpness.get_measure(measure), objective, group=group) as (space, each):
-            for index, batch in each:
-                BatchLoss(space, objective, batch, index)
-                found.update({pair.name: residual for pair, residual in space.residuals().items()})
-
-    measure_all(model)
+    state = preserved(model)
+    with (
+        state,
+        state,
+        measured(model, batches, sharpness.get_measure(measure), objective, group=group) as (space, each),
+    ):
+        for index, batch in each:
+            BatchLoss(space, objective, batch, index)
+            found.update({pair.name: residual for pair, residual in space.residuals().items()})
     return found
 
 

@@ -17,8 +17,8 @@ from quotient_manifolds.symmetries import (
     registry,
 )
 from quotient_manifolds.symmetries.blocks import Block, block
+from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
-from quotient_manifolds.symmetries.wide import Wide
 from sharpness import MEASURES, evaluate, get_measure
 from sharpness.baselines import norms
 from sharpness.building import named_weights, trainable, vector_lengths
@@ -316,9 +316,8 @@ def first_output(model, batch):
 
 def value(model, batch, measure="complete-inv", **options):
     with Wide():  # layers that cast to float32 round differently after a move
-        return float(
-            evaluate(model, [batch], first_output, measure=measure, rho=0.1, steps=3, progress=False, **options)
-        )
+        result = evaluate(model, [batch], first_output, measure=measure, rho=0.1, steps=3, progress=False, **options)
+    return float(result)
 
 
 def moved_copy(model):

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 import sharpness
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, symmetries
 from quotient_manifolds.symmetries import UnknownAttentionError, apply_random_symmetry_, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.blocks import ByClass
+from quotient_manifolds.symmetries.modules import ByClass
 from tests import networks
 from tests.extent import EXHAUSTIVE
 from tests.measured import values
@@ -382,7 +382,7 @@ def test_a_hook_beside_unknown_attention_is_named_too():
     assert sharpness.evaluate(model, [batch], rho=0.1, steps=1).remarks[:2] == (
         "layers of classes without a handler were examined on the first batch: Attending (2 pairs; "
         "the batch does not reach it)",
-        f"left out, for {symmetries.registry.CHANGES}: {', '.join(wrong)}",
+        f"left out, for {symmetries.pairs.CHANGES}: {', '.join(wrong)}",
     )
 
 
