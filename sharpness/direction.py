@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
-from quotient_manifolds.symmetries.modules import check_model, is_sharded
+from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import build_blocks, divide, named_weights
@@ -247,7 +248,6 @@ def profile(
     >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
     True
     """
-    check_model(model)
     if not isinstance(direction, Direction):
         raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
     points = as_count("points", points, least=2)
@@ -259,12 +259,12 @@ def profile(
     if becomes_float32(model, [parameters[name] for name in direction.tensors if name in parameters]):
         batch = to_float32(batch)
     times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
-    found, state = dict[str, tuple[float, ...]](), preserved(model)
+    ways = dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",)
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    state = preserved(model)
     with state, state, torch.inference_mode(False), torch.enable_grad():
-        for way in dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",):
-            along, losses = replace(direction, measure=replace(measure, geodesic=way)), list[float]()
-            for t in times:
-                with perturbed(model, along, t):
-                    losses.append(objective.value(model, batch))
-            found[way] = tuple(losses)
-    return Profile(measure.name, tuple(t * direction.norm for t in times), found, direction.norm)
+        for way, t in itertools.product(ways, times):
+            with perturbed(model, replace(direction, measure=replace(measure, geodesic=way)), t):
+                found[way].append(objective.value(model, batch))
+    losses = {way: tuple(values) for way, values in found.items()}
+    return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)

@@ -83,7 +83,7 @@ class _InnerStep:
     def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
         self.parameters, self.blocks = parameters, blocks
         if not all(b.closed_form for b in blocks if isinstance(b, PairBlock)):
-            raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure's pairs do not have")
+            raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
         self.count, self.stale = 0, False
         found = [b.stack for b in blocks if isinstance(b, PairBlock)]
         self.certification = Certification(found)

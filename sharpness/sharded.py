@@ -115,8 +115,8 @@ class ShardedSpace(WeightSpace):
             shape = self._shards.parameter(p).shape
             drawn = standard_normal((shape.numel(),), xi, generator)
             if p in single:
-                mine = self._shards.cut(p, drawn.view(shape)).flatten()
-                parts[single[p]].copy_(single[p].project(mine.to(self.model_device)))
+                rows = self._shards.cut(p, drawn.view(shape)).flatten()
+                parts[single[p]].copy_(single[p].project(rows.to(self.model_device)))
         stacks = iter(b for b in parts if isinstance(b, PairBlock))
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]

@@ -163,7 +163,7 @@ def test_directions_at_the_floor_are_counted(trained):
 def test_what_a_block_cannot_do_is_said(trained):
     model, _, batch = trained
     stepped = of(RungeKuttaMeasure, "geodesic-inv")
-    with pytest.raises(ValueError, match="closed forms, which RungeKuttaBlock does not have"):
+    with pytest.raises(ValueError, match="closed forms, which this measure does not have"):
         sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.1, measure=stepped)
     with pytest.raises(ValueError, match="needs a quadratic retraction"):
         sharpness.hessian(model, [batch], measure=stepped, num_matvecs=3)

@@ -313,13 +313,7 @@ def test_weights_behind_a_cache_that_stays_are_named():
     )
 
 
-OURS = (
-    "sharpness/model_state.py",
-    "sharpness/evaluation.py",
-    "sharpness/batch_loss.py",
-    "contextlib.py",
-    "sharpness/space.py",
-)
+OURS = ("symmetries/modules.py", "sharpness/batch_loss.py", "sharpness/space.py", "contextlib.py")
 
 
 class Filling(nn.Module):
