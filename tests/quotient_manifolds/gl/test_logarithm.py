@@ -177,9 +177,9 @@ def test_a_search_that_breaks_down_leaves_the_others_alone():
     torch.manual_seed(2)
     x, y = (manifold.random(4, 11, 3, dtype=torch.float64) for _ in range(2))
     y[1, :, 1] = y[1, :, 0] + 1e-6 * torch.randn(11, dtype=torch.float64)
-    with pytest.raises(ConvergenceError, match="no geodesic was found for 1 of 4 pairs") as caught:
+    with pytest.raises(ConvergenceError, match=r"(was found|is missing) for 1 of 4 pairs") as caught:
         manifold.logmap(x, y)
-    assert caught.value.residual.isfinite().tolist() == [True, False, True, True]
+    assert (caught.value.residual < 1e-8).tolist() == [True, False, True, True]
 
 
 @metric
