@@ -145,10 +145,10 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     with torch.no_grad():
         vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
         measure, canonical = direction.measure, direction.measure.form == "canonical"
-        given = _same_pairs(model, direction.given) if canonical and direction.given is not None else None
-        form = canonical_form(model, classes=direction.classes, pairs=given) if canonical else None
+        pairs = direction.given if canonical else direction.pairs
+        pairs = None if pairs is None else _same_pairs(model, pairs)
+        form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
-        pairs = _same_pairs(model, direction.pairs) if form is None else None
         moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(base.get(p, p)) for p, v in vector.items()}
         with pointing_to(model, base):
             division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
