@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from _common import RESULTS, write
 
+from reproduction.adaptive_norm import AdaptiveNormMeasure
+from reproduction.additive import AdditiveMeasure
 from reproduction.collection import train_collection
 from reproduction.hypothesis import GIVEN, hypothesis
 from reproduction.plots import plot_ablations
+from reproduction.rk4 import RungeKuttaMeasure
 from reproduction.study import (
     OUTCOMES,
     account,
@@ -37,6 +40,8 @@ from reproduction.study import (
     table,
 )
 from reproduction.zoo import KINDS
+from sharpness import MEASURES as KNOWN
+from sharpness import Measure
 from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
 from sharpness.files import write_json
@@ -53,15 +58,25 @@ MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
     "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
 }  # fmt: skip
-#: Blocks of the laboratory.
-ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
-RK4 = "reproduction.rk4:RungeKuttaBlock"
 #: At ρ = 0.1 in the inv metric, on 64 points.
 ABLATIONS: list[dict[str, Any]] = [
-    {}, {"geodesic": "first-order"}, {"pair_block": RK4}, {"geodesic": "exact"}, {"pair_block": ADAPTIVE},
-    {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1}, {"relaxation": 0.001, "pair_block": ADDITIVE},
-    {"relaxation": 0.1, "pair_block": ADDITIVE},
+    {"geodesic": "first-order"}, {"geodesic": "exact"}, {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1},
 ]  # fmt: skip
+
+
+def of_laboratory(kind: type[Measure], what: str, **changes: Any) -> Measure:
+    """Make a measure of the laboratory with the inv metric."""
+    return kind(**{**vars(KNOWN["geodesic-inv"]), "name": f"geodesic-inv, {what}", **changes})
+
+
+#: Beside them, in the words of the tables.
+OF_LABORATORY = [
+    of_laboratory(RungeKuttaMeasure, "geodesic = rk4"),
+    of_laboratory(AdaptiveNormMeasure, "norm = adaptive"),
+    of_laboratory(AdditiveMeasure, "relaxation = 0.001, relaxation kind = additive", relaxation=0.001),
+    of_laboratory(AdditiveMeasure, "relaxation = 0.1, relaxation kind = additive", relaxation=0.1),
+]
+KNOWN.update({measure.name: measure for measure in OF_LABORATORY})
 
 
 def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
@@ -70,7 +85,9 @@ def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
     base |= {"measures": MEASURES, "rho": RADII, "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
     few = base["data"] | {"num_examples": 64, "batch_size": 64}
-    ablated = {"measures": ["geodesic-inv"], "rho": 0.1, "ablations": ABLATIONS, "data": few}
+    switched = [{}, *(switches | {"measures": ["geodesic-inv"]} for switches in ABLATIONS)]
+    measures = ["geodesic-inv", *(measure.name for measure in OF_LABORATORY)]
+    ablated = {"measures": measures, "rho": 0.1, "ablations": switched, "data": few}
     return {"vision": base, "vision_ablations": part | ablated}
 
 

@@ -162,8 +162,8 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
             result = sharpness.evaluate(
                 model, batch, measure=measure, rho=rho, keep_directions=False, progress=False, **settings
             )
-            if result.reach:
-                limit = min(limit, LEAVES * rho / result.reach)
+            if result.measure.pair_metric == "mix" and result.min_singular_value:
+                limit = min(limit, LEAVES * result.min_singular_value)
             if rho <= limit:
                 return float(result)
         raise RadiusError(f"at ρ = {rho:g} the ball leaves the manifold, as it does beyond {limit:.3g}")

@@ -79,7 +79,7 @@ SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
          "data": {"source": "xy.pt", "batch_size": 4, "subset_seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
-         "ablations": [{}, {"ball_norm": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
+         "ablations": [{}, {"elementwise": "vector", "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
          "initial": "collection/net0.pt",
          "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "normalize_logits": False,
@@ -611,7 +611,7 @@ def calls(rng, world):
     targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
                                                                               "eps": 1e-8})] * 3 + [
         (sharpness.profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
-                             "ways": None, "reach": 2.0,
+                             "reach": 2.0,
                              "points": 3, "micro_batch": None, "normalize_logits": False}),
         (measured.__getitem__, {"rho": 0.1}), (measured.direction, {"batch_index": 0}),
         (sharpness.hessian, {**inputs, "loss_fn": None, "measure": "adaptive", "num_matvecs": 3, "seed": 0,
@@ -643,8 +643,7 @@ def calls(rng, world):
         (rows.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (comparison.compare, {"rows": rows.read_results("done"), "target": "gap", "resamples": 20, "seed": 0}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
-        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk", "ball_norm": 2,
-                                "relaxation": 0.1}),
+        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk", "relaxation": 0.1}),
     ]
     special = {
         "batches": [[], [[]], [()], [(x,)], [(x, y, y)], [(x, y.float())], [(x, y + 99)], [(x, y - 9)],
@@ -666,7 +665,7 @@ def calls(rng, world):
                "G": [[down, down], [up]],
         "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "statistic": ["average", "median"],
         "geodesic": ["first-order", "exact", "rk4"],
-               "symmetry": ["none"], "ball_norm": [1, 2],
+               "symmetry": ["none"],
         "betas": [(0.9, 1.0), (0.9,), ("a", "b"), (math.nan, 0.9)], "lr": [1e300], "rows": [slice(0, 99), slice(5, 2),
                                                                                             [{}], [{"kind": "fit"}]],
     }

@@ -20,7 +20,6 @@ PUBLIC = [
     "sharpness.ascent",
     "sharpness.comparison",
     "sharpness.data",
-    "sharpness.curvature",
     "sharpness.losses",
     "sharpness.models",
     "sharpness.plots",

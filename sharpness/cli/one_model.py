@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from ..local import LOCAL
+from ..hessian import LOCAL
 from ..measures import MEASURES
 from .options import (
     Formatter,
@@ -258,7 +258,7 @@ def _run(options: argparse.Namespace) -> int:
     from ..errors import naming
     from ..evaluation import checked_radii, evaluate
     from ..files import check_apart, check_file, write_json
-    from ..local import hessian, measure_of
+    from ..hessian import hessian, measure_of
     from ..models import load
     from ..sweep.digests import places
 

@@ -7,19 +7,19 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..building import pair_block_class
 from ..data import DataChoice, TextColumns
 from ..data.loading import is_function
 from ..errors import naming, words_of
 from ..evaluation import checked_radii
 from ..extras import require_extra
-from ..local import LOCAL, measure_of
+from ..hessian import LOCAL, measure_of
 from ..measures import Measure
 from .accuracies import Accuracies
 from .plan import Checkpoint, Count, Seed, Settings, Sweep, applies, radii_by_measure
@@ -244,12 +244,10 @@ def _check_ablation(ablation: Mapping[str, Any], measures: tuple[str, ...]) -> N
     strange = [m for m in ablation.get("measures", ()) if m not in measures]
     if strange:
         raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")
-    known = {"statistic", "rho", "measures", *Measure.__dataclass_fields__} - {"name"}
+    known = {"statistic", "rho", "measures", *(f.name for f in fields(Measure))} - {"name"}
     for key in ablation:
         if key not in known:
             raise ValueError(f"an ablation has an unknown switch {key!r}; known are {', '.join(sorted(known))}")
-    if "pair_block" in ablation:
-        pair_block_class(ablation["pair_block"])
     try:
         applied = any(applies(name, ablation) for name in ablation.get("measures", measures))
     except TypeError as error:

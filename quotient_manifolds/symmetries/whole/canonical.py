@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ...base import standard_normal
 from ...linalg import at_least_float32
 from ..attention import Projection
-from ..blocks import Block, check_model
-from ..groups import GL
-from ..merging import merged
-from ..pairs import SymmetricPair
-from ..registry import PairList, find_symmetric_pairs, usable
+from ..blocks import GL, Block
+from ..discovery import find_symmetric_pairs
+from ..modules import check_model
+from ..pairs import SymmetricPair, merged, usable
+from ..stacks import PairList
 from .kinds import Symmetry
 from .listing import symmetries_of
 from .wiring import State, Wiring, wiring_of
@@ -113,7 +113,7 @@ def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
         up, down = n.up, n.down
         size = down.W.numel() // down.W.shape[down.stream_dim]
         G = Projection(up.module, up.weight, up.bias, n.first, conv1d=up.transposed).input_blocks(0, size, 0, size)
-        H = Projection(down.module, down.weight, conv1d=down.transposed).output_blocks(0, size)
+        H = Projection(down.module, down.weight, conv1d=down.transposed).output_blocks(0, size, 0, size)
         group = GL(size, diagonal=True, positive=n.kind == "relu")
         found.append(SymmetricPair(n.name, n.kind, group, G, H, part="neurons"))
     return [usable(p) for p in merged(found)]

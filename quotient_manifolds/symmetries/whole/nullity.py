@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...batches import default_forward, floats
-from ..wide import Wide
+from ..modules import Wide
 
 __all__ = ["Nullity", "nullity"]
 
