@@ -54,9 +54,9 @@ def add_finetune(commands: Any) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> int:
-    from reproduction.collection import train_collection
+    from reproduction.collection import holds_texts, train_collection
     from reproduction.recipes import Recipe, random_recipe
-    from sharpness.data.loading import check_source
+    from sharpness.data import check_source
     from sharpness.files import check_apart
     from sharpness.sweep.digests import places
 
@@ -79,7 +79,7 @@ def _finetune(options: argparse.Namespace) -> int:
         ranges: dict[str, Any] = {
             k: (v[0], v[-1]) if isinstance(v, list) else v for k, v in given.items() if v is not None
         }
-        recipes = [random_recipe(seed, images=not data.is_text, **ranges) for seed in range(options.models)]
+        recipes = [random_recipe(seed, images=not holds_texts(data.source), **ranges) for seed in range(options.models)]
     test = None if options.test is None else replace(data, source=options.test, num_examples=None, subset_seed=None)
     config = train_collection(
         options.model, data, options.out, checkpoint=options.checkpoint, recipes=recipes, test=test,
@@ -87,41 +87,6 @@ def _finetune(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if not options.quiet:
         print(f"measure them with: sharpness sweep {config} --out RESULTS")
-    return 0
-
-
-def add_convert(commands: Any) -> None:
-    """Add ``python -m reproduction convert``."""
-    convert = commands.add_parser(
-        "convert",
-        help="turn a checkpoint of another library into one that can be measured",
-        description="Turn a checkpoint of another library into one that can be measured.",
-    )
-    kinds = convert.add_subparsers(title="kinds", required=True, metavar="KIND")
-    google = kinds.add_parser(
-        "bert-tf",
-        help="a BERT classifier of Google's run_classifier.py (TensorFlow 1) to a transformers folder",
-        description="Turn a BERT classifier of Google's run_classifier.py (TensorFlow 1) into a transformers folder, "
-        "through tensorflow's own reader.",
-        formatter_class=Formatter,
-    )
-    google.add_argument("checkpoint", type=place, metavar="CHECKPOINT", help="folder, or prefix .../model.ckpt-N")
-    google.add_argument("out", type=place, metavar="OUT", help="the new transformers folder")
-    google.add_argument("--config", type=place, help="bert_config.json (default: beside the checkpoint)")
-    google.add_argument("--vocab", type=place, help="vocab.txt (default: beside the checkpoint)")
-    google.add_argument("--labels", default="contradiction,entailment,neutral", help="names of the classes, in order")
-    google.add_argument("--cased", action="store_true", help="the vocabulary distinguishes upper and lower case")
-    google.set_defaults(run=_convert)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from .convert import bert_from_tensorflow
-
-    folder = bert_from_tensorflow(
-        options.checkpoint, options.out, config=options.config, vocab=options.vocab, labels=options.labels.split(","),
-        cased=options.cased,
-    )  # fmt: skip
-    print(f"the transformers folder is {folder}")
     return 0
 
 
@@ -193,7 +158,7 @@ def add_zoo(commands: Any) -> None:
         formatter_class=Formatter,
     )
     zoo.add_argument("kind", choices=["vit", "minilm", "scratch"], help="which zoo")
-    zoo.add_argument("--data", type=place, required=True, help="folder with cifar10.zip, weights and mnli")
+    zoo.add_argument("--data", type=place, required=True, help="folder with cifar10, weights and mnli")
     zoo.add_argument("--models", type=count, help="how many (default: what the study asks for)")
     zoo.add_argument("--first", type=seed, default=0, help="number of the first model, for a zoo in parts")
     zoo.add_argument("--shard", default="1/1", help="take the i-th of n parts of the models")
@@ -279,10 +244,10 @@ def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     top = Parser(
         prog="reproduction",
-        description="The paper's studies and ours: analytic networks, fine-tuned models, converted checkpoints.",
+        description="The paper's studies and ours: analytic networks, fine-tuned models.",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_finetune, add_convert, add_toy, add_diagonal, add_zoo, add_radii, add_power):
+    for add in (add_finetune, add_toy, add_diagonal, add_zoo, add_radii, add_power):
         add(commands)
     return top
 

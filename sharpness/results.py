@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from .direction import Direction
-from .extras import require_extra
+from .errors import require_extra
 from .files import write_json
 from .layers import LayerShares, layer_shares
 from .measures import Measure

@@ -1,4 +1,18 @@
-"""The command line: it parses arguments, calls the functions of the package, and prints."""
+"""Measure the sharpness of transformers: by how much the loss can rise within a ball around the weights.
+
+Weights that compute the same function because attention heads were moved get the same value.
+
+in a shell:
+  sharpness demo
+  sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512
+  sharpness sweep sweep.json --out results
+
+exit codes:
+  0    everything was done
+  1    a checkpoint of a sweep failed, or what was verified is not a symmetry
+  2    the command was refused; one line on standard error says why
+  130  interrupted
+"""
 
 from __future__ import annotations
 
@@ -14,17 +28,9 @@ from ..errors import RemoteError, words_of
 from .demo import add_demo
 from .many_models import add_plot, add_sweep, add_table
 from .one_model import add_canonicalize, add_run, add_symmetries
-from .options import Completion, Formatter, examples
+from .options import Formatter
 
 __all__ = ["Parser", "main", "parser", "run_parser"]
-
-_EXIT_CODES = """
-exit codes:
-  0    everything was done
-  1    a checkpoint of a sweep failed, or what was verified is not a symmetry
-  2    the command was refused; one line on standard error says why
-  130  interrupted
-"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,25 +57,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    top = Parser(
-        prog="sharpness",
-        description="Measure the sharpness of transformers: by how much the loss can rise within a ball around the "
-        "weights, where weights that compute the same function get the same value.",
-        epilog=examples(
-            "sharpness demo",
-            "sharpness run path/to/bert dev.tsv --text sentence --label label --num-examples 512",
-            "sharpness sweep sweep.json --out results",
-        )
-        + "\n"
-        + _EXIT_CODES,
-        formatter_class=Formatter,
-    )
-    top.add_argument(
-        "--print-completion",
-        action=Completion,
-        choices=["bash", "zsh", "tcsh"],
-        help="print a shell's completion script",
-    )
+    description, _, epilog = __doc__.partition("\n\nin a shell:")
+    top = Parser("sharpness", description=description, epilog=f"in a shell:{epilog}", formatter_class=Formatter)
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (add_demo, add_symmetries, add_canonicalize, add_run, add_sweep, add_table, add_plot):
         add(commands)

@@ -108,7 +108,7 @@ def _refuse_results(folder: Path, config: Path, sweep: Any) -> None:
     from ..sweep.digests import places
 
     data = [path for d in (sweep.data, sweep.train, sweep.test) if d is not None for path in places(d.source)]
-    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights, c.head)]
+    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights)]
     table = [] if sweep.accuracies is None else [sweep.accuracies.file]
     files = [path for path in (config, *read, *table, *data) if path is not None and not Path(path).is_dir()]
     for name in ("results.jsonl", "results.csv"):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 __all__ = [
-    "Completion",
     "Formatter",
+    "add_command",
     "add_data_options",
     "add_json",
     "as_json",
@@ -33,7 +34,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """A help text with the default of every option that has one; its indented lines are not reformatted."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS) or "(default" in (action.help or ""):
+        if not action.default or action.default == argparse.SUPPRESS or "(default" in (action.help or ""):
             return action.help
         if isinstance(action.default, list):
             return f"{action.help} (default: {' '.join(map(str, action.default))})"
@@ -44,24 +45,20 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return "\n".join(v if v.startswith("  ") else fill(v, width, indent) for v in text.splitlines())
 
 
-class Completion(argparse.Action):
-    """Print the completion script of a shell, and exit."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: str | Sequence[Any] | None, option: Any = None
-    ) -> None:
-        """Print the script that shtab writes; without shtab, say in one line what to install."""
-        try:
-            import shtab
-        except ImportError:
-            parser.error("completion needs shtab: pip install 'quotient-manifolds[completion]'")
-        print(shtab.complete(parser, str(values)))
-        parser.exit()
-
-
 def examples(*commands: str) -> str:
     """Write the end of a help text: commands that can be typed as shown."""
     return "\n".join(["examples:" if len(commands) > 1 else "example:", *(f"  {command}" for command in commands)])
+
+
+def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """Add a command that a function runs, and whose help is its docstring: a line, a paragraph, and how to type it."""
+    words, text, shown = (inspect.getdoc(run) or "\n\n\n\n").split("\n\n")
+    name, text = run.__name__.strip("_"), text.replace("\n", " ")
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=words[0].lower() + words[1:-1], description=text, epilog=shown, formatter_class=Formatter
+    )
+    command.set_defaults(run=run)
+    return command
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
@@ -76,42 +73,15 @@ def as_json(found: Any) -> str:
 
 def add_data_options(command: argparse.ArgumentParser) -> None:
     """Add the options that choose data."""
-    group = command.add_argument_group("data")
-    group.add_argument(
-        "--num-examples",
-        type=count,
-        metavar="N",
-        help="use only the first N examples, or N at random where they stand class by class (default: all)",
-    )
-    group.add_argument(
-        "--subset-seed", type=seed, help="choose these N examples at random, with this seed", metavar="SEED"
-    )
-    group.add_argument(
-        "--text", default="text", help="column of the text: its name, or its number if the table has no header"
-    )
-    group.add_argument("--pair", help="column of the second text, for pairs of texts")
-    group.add_argument("--label", default="label", help="column of the label")
-    group.add_argument(
-        "--label-map",
-        type=_label_map,
-        default={},
-        metavar="NAME=NUMBER,…",
-        help="class of each label, such as entailment=0,neutral=1 (default: the names in the model's files)",
-    )
-    group.add_argument("--no-header", action="store_true", help="the first line of the table is already data")
-    group.add_argument("--max-length", type=count, default=128, help="longest input in tokens")
-    group.add_argument(
-        "--image-size", type=count, help="side of the images in pixels (default: as the model's files say)"
-    )
-    group.add_argument(
-        "--mean",
-        type=float,
-        nargs="+",
-        help="mean of each channel, subtracted from the images (default: as the model's files say)",
-    )
-    group.add_argument(
-        "--std", type=float, nargs="+", help="standard deviation of each channel, by which the images are divided"
-    )
+    add = command.add_argument_group("data").add_argument
+    add("--num-examples", type=count, metavar="N", help="use the first N examples; at random if sorted by class")
+    add("--subset-seed", type=seed, metavar="SEED", help="choose these N examples at random, with this seed")
+    add("--text", default="text", help="column of the text, or its number if the table has no header")
+    add("--pair", help="column of the second text, for pairs of texts")
+    add("--label", default="label", help="column of the label")
+    add("--label-map", type=_label_map, default={}, metavar="NAME=NUMBER,…", help="class of each label")
+    add("--no-header", action="store_true", help="the first line of the table is already data")
+    add("--max-length", type=count, default=128, help="longest input in tokens")
 
 
 def data_choice(options: argparse.Namespace) -> DataChoice:
@@ -121,15 +91,12 @@ def data_choice(options: argparse.Namespace) -> DataChoice:
     columns = TextColumns(
         options.text, options.pair, options.label, options.label_map, not options.no_header, options.max_length
     )
-    mean, std = (None if v is None else tuple(v) for v in (options.mean, options.std))
-    return DataChoice(
-        options.data, options.batch_size, options.batches, options.num_examples, options.subset_seed, columns,
-        options.image_size, mean, std,
-    )  # fmt: skip
+    chosen = options.batch_size, options.batches, options.num_examples, options.subset_seed
+    return DataChoice(options.data, *chosen, columns)
 
 
 def _label_map(text: str) -> dict[str, int]:
-    names = {}
+    names: dict[str, int] = {}
     for entry in filter(None, text.split(",")):
         name, _, number = entry.rpartition("=")
         if not name or not number.isdecimal():
