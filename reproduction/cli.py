@@ -9,8 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sharpness.cli import Parser, run_parser
-from sharpness.cli.options import Formatter, add_data_options, checked_device, count, data_choice, place, seed, shard
+from sharpness.cli import (
+    Parser,
+    add_data_options,
+    checked_device,
+    count,
+    data_choice,
+    place,
+    run_parser,
+    seed,
+    shard,
+)
 
 __all__ = ["main", "parser"]
 
@@ -23,7 +32,6 @@ def add_finetune(commands: Any) -> None:
         description="Fine-tune a model many times on one data set, with random recipes (learning rate, weight decay, "
         "epochs, label smoothing, label noise, and for images augmentation and mix-up) or with seeds alone, and "
         "write the checkpoints and a configuration for `sharpness sweep`. Existing models are not trained again.",
-        formatter_class=Formatter,
     )
     finetune.add_argument("model", metavar="MODEL", help="as for run; a transformers folder gets a new head for texts")
     finetune.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
@@ -97,7 +105,6 @@ def add_toy(commands: Any) -> None:
         help="the two-parameter network: level sets of Euclidean and Riemannian quantities",
         description="Draw the loss, the gradient norms and the Hessian traces of the network x ↦ θ₂θ₁x, Euclidean and "
         "on the quotient, how much each varies along an orbit, and the geodesic sharpness against its closed form.",
-        formatter_class=Formatter,
     )
     toy.add_argument("--out", type=place, default=Path("toy"), help="folder for the figure and the numbers")
     toy.add_argument("--x", type=float, default=1.0, help="the input")
@@ -120,7 +127,6 @@ def add_diagonal(commands: Any) -> None:
         help="diagonal networks: closed forms and true maxima against the test loss",
         description="Train diagonal networks side by side, measure their sharpness in closed form and by true "
         "maximisation, and correlate it with their test loss.",
-        formatter_class=Formatter,
     )
     diagonal.add_argument("--n", type=count, default=100, help="data points")
     diagonal.add_argument("--d", type=count, default=200, help="dimensions")
@@ -155,7 +161,6 @@ def add_zoo(commands: Any) -> None:
         description="Train and test one of the three zoos of the study of generalisation: fine-tunes of vit_cifar10 "
         "(vit) or of all-MiniLM-L6-v2 (minilm), or vision transformers from scratch. If a call was killed, the next "
         "one completes it. Sharpness is measured by `sharpness sweep OUT/models/sweep.json`.",
-        formatter_class=Formatter,
     )
     zoo.add_argument("kind", choices=["vit", "minilm", "scratch"], help="which zoo")
     zoo.add_argument("--data", type=place, required=True, help="folder with cifar10, weights and mnli")
@@ -188,7 +193,6 @@ def add_radii(commands: Any) -> None:
         help="find the radii at which the loss of a zoo's median model increases by a given amount",
         description="Find, for every measure, the radii at which the loss of a zoo's median model increases by 0.1 and "
         "0.5 nats, and write ZOO/models/measure.json and hessian.json for `sharpness sweep --out ZOO/results`.",
-        formatter_class=Formatter,
     )
     radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")
     radii.add_argument("--measures", nargs="+", help="which (default: the six of the study)")
@@ -215,7 +219,6 @@ def add_power(commands: Any) -> None:
         "power",
         help="how many models a study of generalisation needs",
         description="Apply the decision rule of the study to zoos drawn at random, of several sizes and effects.",
-        formatter_class=Formatter,
     )
     power.add_argument("--models", type=count, nargs="+", default=[48, 96], help="sizes of the zoo")
     power.add_argument("--effects", type=float, nargs="+", default=[0.0, 0.3, 0.4], help="conditional τ")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..local import LOCAL
 from ..measures import MEASURES
-from .options import add_command, add_data_options, add_json, as_json, checked_device, data_choice, place, seed
+from . import add_command, add_data_options, add_json, as_json, checked_device, data_choice, place, seed
 
 __all__ = ["add_canonicalize", "add_run", "add_symmetries"]
 
