@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
     """A parser with one-line error messages; every command has ``--debug``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, formatter_class=_Formatter, **options)
+        super().__init__(*arguments, **{"formatter_class": _Formatter, **options})
         self.add_argument(  # before a command or after it
             "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
         )
