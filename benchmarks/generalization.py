@@ -254,7 +254,7 @@ def main() -> None:
     vision, collected = commands.add_parser("vision"), commands.add_parser("gather")
     commands.add_parser("report")
     vision.add_argument("--weights", type=Path, required=True, help="state dict of the vision transformer")
-    vision.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
+    vision.add_argument("--images", type=Path, required=True, help="folder with {train,test}/CLASS/NAME.jpg")
     vision.add_argument("--out", type=Path, required=True, help="folder for models and results")
     vision.add_argument("--models", type=int, default=24)
     vision.add_argument("--shard", default="1/1")
@@ -272,8 +272,8 @@ def main() -> None:
     shard = int(first), int(last)
     options.out.mkdir(parents=True, exist_ok=True)
     collection = options.out / "collection"
-    data = DataChoice(f"{options.images}:cifar10/train", num_examples=2000, subset_seed=0)
-    test = replace(data, source=f"{options.images}:cifar10/test", num_examples=None, subset_seed=None)
+    data = DataChoice(str(options.images / "train"), num_examples=2000, subset_seed=0)
+    test = replace(data, source=str(options.images / "test"), num_examples=None, subset_seed=None)
     model = "reproduction.vision:vit_cifar10"
     train_collection(
         model, data, collection, checkpoint=str(options.weights), models=options.models, test=test, shard=shard

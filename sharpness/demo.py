@@ -19,8 +19,8 @@ from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 
 from .direction import Profile, profile
+from .errors import require_extra
 from .evaluation import evaluate
-from .extras import require_extra
 from .files import check_file, write_json
 from .plots.look import COLOURS, MARKERS, check_figure, figure
 from .progress import bar

@@ -7,7 +7,6 @@ import pytest
 
 #: What a user may import; the API reference lists the same.
 PUBLIC = [
-    "reproduction.convert",
     "reproduction.finetune",
     "reproduction.recipes",
     "reproduction.collection",

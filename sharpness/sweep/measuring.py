@@ -24,8 +24,7 @@ from ..baselines import (
     relative_flatness,
 )  # fmt: skip
 from ..batch_loss import RadiusError
-from ..data import DataChoice
-from ..data.loading import Batches
+from ..data import Batches, DataChoice
 from ..errors import words_of
 from ..evaluation import evaluate
 from ..hessian import LOCAL, LocalResult, hessian

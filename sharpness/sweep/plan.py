@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict as fields_of
 
-from ..data import DataChoice
-from ..data.loading import is_function
+from ..data import DataChoice, is_function
 from ..hessian import LOCAL, measure_of
 from ..measures import Measure
 from .accuracies import Accuracies
@@ -49,8 +48,8 @@ class Checkpoint:
         Unique in a sweep: file or folder name.
     model : str
         Name for :func:`sharpness.models.load`.
-    weights, head : str or None
-        Its other arguments.
+    weights : str or None
+        Its ``checkpoint``.
 
     Examples
     --------
@@ -63,7 +62,6 @@ class Checkpoint:
     name: str
     model: str
     weights: str | None = None
-    head: str | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,7 @@ def as_data(choice: DataChoice) -> dict[str, Any]:
 
 
 def _digest(checkpoint: Checkpoint) -> str:
-    return of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
+    return of_model(checkpoint.model, checkpoint.weights)
 
 
 def job_key(job: Job) -> str:
