@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from quotient_manifolds.symmetries.whole import count, nullity, verify_whole
+from quotient_manifolds.symmetries.whole import count, verify_whole
+from reproduction.nullity import nullity
 from reproduction.vision import SmallViT, scratch_vit, vit_cifar10
 from tests import networks
 

@@ -1,9 +1,8 @@
-"""All continuous symmetries of a whole network: counted, moved, folded into a canonical form, compared with nullity."""
+"""All continuous symmetries of a whole network: counted, moved, folded into a canonical form, verified."""
 
 from . import language, vision
 from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, count, neuron_pairs
 from .kinds import Symmetry
-from .nullity import Nullity, nullity
 from .verify import WholeVerification, verify_whole
 from .wiring import Affine, Neurons, Norm, Site, State, Table, Wiring, register_wiring, wiring_of
 
@@ -12,7 +11,6 @@ __all__ = [
     "CanonicalForm",
     "Neurons",
     "Norm",
-    "Nullity",
     "Site",
     "State",
     "Symmetry",
@@ -25,7 +23,6 @@ __all__ = [
     "count",
     "language",
     "neuron_pairs",
-    "nullity",
     "register_wiring",
     "verify_whole",
     "vision",

@@ -260,8 +260,8 @@ def count(model: nn.Module, *, classes: bool = False) -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        Dimension by kind. For the families that the adapters know, there are no others: tests compare the sum with
-        :func:`nullity`.
+        Dimension by kind. For the families that the adapters know, there are no others: the sum is the null
+        dimension of the outputs' Jacobian.
 
     Examples
     --------

@@ -11,6 +11,7 @@ from quotient_manifolds.symmetries.whole import (
     apply_random_moves_,
     canonical_form,
     canonicalize_,
+    count,
     neuron_pairs,
     verify_whole,
     wiring_of,
@@ -225,3 +226,15 @@ def test_pairs_of_a_canonical_form_keep_their_scale():
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["0"])
     model = peft.get_peft_model(nn.Sequential(nn.Linear(6, 4)), config)
     assert [p.scale for p in canonical_form(model).pairs] == [4.0]
+
+
+def test_known_counts():
+    """The numbers of a ViT, by hand: 64 + 64 + 16 + 16 + 40 γ + 40 β + 75 readers + 67 writers + 14 + 21."""
+    found = count(build("vit"))
+    assert found == {
+        "qk": 64, "vo": 64, "gain": 40, "shift": 40, "reader": 75, "key bias": 16, "value bias": 16, "embeddings": 14,
+        "writer": 67, "rotation": 21,
+    }  # fmt: skip
+    assert sum(count(build("vit"), classes=True).values()) == 425
+    for family, dimension in {"bert": 365, "gpt2": 346, "gpt2-untied": 401, "llama": 132, "llama-tied": 96}.items():
+        assert sum(count(build(family)).values()) == dimension, family
