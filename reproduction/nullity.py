@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.batches import default_forward, floats
-from quotient_manifolds.symmetries.wide import Wide
+from quotient_manifolds.symmetries.modules import Wide
 
 __all__ = ["Nullity", "nullity"]
 

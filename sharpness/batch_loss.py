@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class, plain_names
 from quotient_manifolds.symmetries.discovery import candidates
+from quotient_manifolds.symmetries.modules import plain_class, plain_names
 from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
 
 from .distributed import World

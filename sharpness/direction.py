@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
-from quotient_manifolds.symmetries.blocks import is_sharded
+from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.whole import canonical_form
 
 from .building import build_blocks, divide

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.modules import plain_class
 
 from .ball_search import BallSearch
 from .batch_loss import BatchLoss, for_each_batch

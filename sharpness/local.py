@@ -13,7 +13,7 @@ from torch import nn
 
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.modules import plain_class
 
 from .batch_loss import BatchLoss, for_each_batch
 from .curvature import HessianOperator, hutchpp_trace, largest_eigenvalues

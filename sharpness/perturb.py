@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.batches import tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.recording import caching, drop_caches
+from quotient_manifolds.symmetries.modules import caching, drop_caches
 
 __all__ = ["Gradients", "becomes_float32", "pointing_to", "stands_on_narrow_base"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.checks import as_count
-from quotient_manifolds.symmetries.blocks import check_model
+from quotient_manifolds.symmetries.modules import check_model
 
 from .direction import Direction, perturbed
 from .losses import LossFunction, Objective, to_float32

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
-from quotient_manifolds.symmetries.blocks import is_sharded, plain_class
+from quotient_manifolds.symmetries.modules import is_sharded, plain_class
 from quotient_manifolds.symmetries.whole import State
 
 from .distributed import World

@@ -8,7 +8,7 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.blocks import check_model, is_sharded, plain_names
+from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
 
 from .errors import naming
 

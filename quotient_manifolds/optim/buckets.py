@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..linalg import at_least_float32, column_rank_ratio
 from ..symmetries import GL, PairStack, SymmetricPair
-from ..symmetries.blocks import BlockStack, is_sharded
+from ..symmetries.blocks import BlockStack
+from ..symmetries.modules import is_sharded
 from .preconditioner import Preconditioner, gram, trace, wide
 
 __all__ = ["PairBucket", "PairStep", "Part", "check_anchors", "group_of", "is_flipped"]

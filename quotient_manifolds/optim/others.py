@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ..symmetries import SymmetricPair
-from ..symmetries.blocks import plain_names
+from ..symmetries.modules import plain_names
 from .buckets import is_flipped
 
 __all__ = ["adamw_", "alone", "check_options", "is_number", "orientation", "reasons"]

@@ -4,11 +4,10 @@ from ..batches import default_forward
 from . import known  # noqa: F401  (it registers handlers)
 from .attention import Projection, attention_pairs
 from .averaging import average_lora_
-from .blocks import block
+from .blocks import GL, block
 from .certificate import Certificate, NotASymmetryError, certify
 from .coverage import UnknownAttentionError, check_coverage
 from .distance import ModelDistance, PairDistance, model_distance
-from .groups import GL
 from .pairs import SymmetricPair, factor_pair, pair
 from .registry import adapter_pairs, find_symmetric_pairs, register_attention, skip
 from .spectrum import spectra

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .blocks import Block, block
-from .groups import GL
+from .blocks import GL, Block, block
 from .pairs import SymmetricPair, pair_or_reason
 from .peft_lora import is_lora, lora_factors, lora_obstacle
 

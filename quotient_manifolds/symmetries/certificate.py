@@ -21,7 +21,7 @@ from torch import Tensor
 from ..base import standard_normal
 from ..gl.gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double
-from .groups import random_elements
+from .blocks import random_elements
 from .pairs import SymmetricPair
 from .stacks import PairStack, stacks
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import plain_names
 from .discovery import UNREACHED, candidates, unexamined
+from .modules import Watch, plain_names
 from .pairs import SymmetricPair, check_pairs
-from .recording import Watch
 from .registry import handler_of
 from .roles import roles_of
 

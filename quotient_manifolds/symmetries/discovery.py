@@ -29,11 +29,10 @@ from .blocks import BlockStack
 from .certificate import ROUNDING, UNCERTIFIED, broken, orbit_residuals
 from .merging import merged, refused
 from .mixers import proposals
+from .modules import Call, Watch, Wide, copied, preserve_model_state, random_state_kept, record, widened
 from .pairs import SymmetricPair
-from .recording import Call, Watch, copied, random_state_kept, record, undisturbed
 from .roles import PLANES, Place, Roles, holds_keys, layout_pairs, places, roles_of
 from .stacks import stacks
-from .wide import Wide, widened
 
 __all__ = ["FAILED", "UNNAMED", "UNREACHED", "candidates", "discover", "examine", "unexamined"]
 
@@ -272,7 +271,7 @@ def discover(
     modules = candidates(model, known)
     # Some models cannot be run in float64, because they make tensors of single precision inside.
     wide = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
-    with undisturbed(model):
+    with preserve_model_state(model):
         with Wide() if wide else nullcontext(), Watch(model) as watch:
             calls = record(run, modules)
         emitters = {name: _emitter_of(m, calls.get(name), found) for name, m in modules.items()}

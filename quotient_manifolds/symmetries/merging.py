@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .blocks import Block, is_sharded
+from .blocks import Block
+from .modules import is_sharded
 from .pairs import TIED, SymmetricPair
 
 __all__ = ["SHARED", "merged", "refused", "sharing", "without_sharing"]

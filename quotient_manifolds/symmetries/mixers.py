@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from .attention import Projection
-from .blocks import block
-from .groups import GL
+from .blocks import GL, block
 from .pairs import SymmetricPair
 from .roles import PLANES
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from ..gl import GLQuotientInv, GLQuotientMix
-from .blocks import Block, BlockStack, block
-from .groups import GL
+from .blocks import GL, Block, BlockStack, block
 
 __all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "in_copy", "pair"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .blocks import block
-from .groups import GL
+from .blocks import GL, block
 from .pairs import SymmetricPair
 
 __all__ = [

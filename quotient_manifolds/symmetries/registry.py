@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..batches import default_forward, floats, tree_map
-from .blocks import ByClass, check_model, plain_names
 from .certificate import ROUNDING, broken
 from .discovery import FAILED, UNNAMED, discover
 from .merging import merged, refused, without_sharing
+from .modules import ByClass, Wide, check_model, copied, plain_names, preserve_model_state, random_state_kept
 from .pairs import SymmetricPair, check_pairs, in_copy
 from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
-from .recording import copied, random_state_kept, undisturbed
-from .wide import Wide
 
 __all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
 
@@ -258,7 +256,7 @@ def _certified(
             with random_state_kept(twin):
                 return floats(forward(twin, inputs))
 
-        with undisturbed(twin), Wide() if dtype == torch.float64 else nullcontext():
+        with preserve_model_state(twin), Wide() if dtype == torch.float64 else nullcontext():
             return {p.name for p in broken((in_copy(p, modules) for p in pairs if p.group is not None), run, tolerance)}
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .attention import Projection, Rows, qk_pairs, vo_pairs
-from .groups import GL
+from .blocks import GL
 from .pairs import SymmetricPair
 
 __all__ = ["Place", "Roles", "holds_keys", "layout_pairs", "places", "roles_of"]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..gl import GLQuotientInv, GLQuotientMix
 from ..linalg import at_least_float32
-from .blocks import BlockStack
-from .groups import GL
+from .blocks import GL, BlockStack
 from .pairs import MANIFOLDS, SymmetricPair, check_pairs
 
 __all__ = ["PairStack", "coverage", "scaled_points", "stacks"]

@@ -11,13 +11,11 @@ from torch import nn
 
 from ..base import standard_normal
 from ..batches import default_forward, floats
-from .blocks import check_model
 from .certificate import Certificate, certify, change, move_
+from .modules import Wide, check_model, copied, preserve_model_state, random_state_kept, widened
 from .pairs import SymmetricPair, check_pairs, in_copy
-from .recording import copied, random_state_kept, undisturbed
 from .registry import claimed_pairs, find_symmetric_pairs
 from .stacks import PairStack, stacks
-from .wide import Wide, widened
 
 __all__ = ["Verification", "apply_random_symmetry_", "verify"]
 
@@ -182,7 +180,7 @@ def verify(
         with random_state_kept(twin):
             return [t.double() for t in floats(forward(twin, batch))]
 
-    with undisturbed(twin), Wide():
+    with preserve_model_state(twin), Wide():
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")

@@ -9,9 +9,15 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import sharpness
-from sharpness import model_state as module
+from quotient_manifolds.symmetries import modules as module
 
-OURS = ("sharpness/model_state.py", "sharpness/weights.py", "contextlib.py", "sharpness/space.py")
+OURS = (
+    "symmetries/modules.py",
+    "sharpness/model_state.py",
+    "sharpness/weights.py",
+    "contextlib.py",
+    "sharpness/space.py",
+)
 
 
 class Filling(nn.Module):
@@ -100,14 +106,14 @@ def test_an_interrupt_at_every_bytecode_of_the_clean_up():
 def test_one_clean_up_alone_would_not_do(monkeypatch):
     """What the test above is for: without the second pass some interrupts leave the model changed."""
     once = set()
-    full = module._State.restore
+    full = module.preserve_model_state.restore
 
     def restore(self):
         if id(self) not in once:
             once.add(id(self))
             full(self)
 
-    monkeypatch.setattr(module._State, "restore", restore)
+    monkeypatch.setattr(module.preserve_model_state, "restore", restore)
     model, batches = small()
     before = state(model)
     moment, harmed = 1, 0
@@ -160,7 +166,8 @@ def test_threads_put_the_fast_path_back():
             out.wait(30)
             seen.append(torch.backends.mha.get_fastpath_enabled())
 
-        module.preserve_model_state(nn.Linear(1, 1), work)
+        with module.preserve_model_state(nn.Linear(1, 1)):
+            work()
         if first:
             out.wait(30)
 

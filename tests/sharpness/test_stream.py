@@ -14,8 +14,8 @@ from quotient_manifolds.symmetries import (
     registry,
 )
 from quotient_manifolds.symmetries.blocks import Block, block
+from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
-from quotient_manifolds.symmetries.wide import Wide
 from sharpness import evaluate
 from sharpness.stream import vector_lengths
 from tests import architectures, networks

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...base import standard_normal
 from ...linalg import at_least_float32
 from ..attention import Projection
-from ..blocks import Block, check_model
-from ..groups import GL
+from ..blocks import GL, Block
 from ..merging import merged
+from ..modules import check_model
 from ..pairs import SymmetricPair
 from ..registry import PairList, find_symmetric_pairs, usable
 from .kinds import Symmetry

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from ...base import standard_normal
 from ...batches import default_forward, floats
 from ..certificate import certify, change, largest
-from ..recording import copied, undisturbed
+from ..modules import Wide, copied, preserve_model_state, widened
 from ..stacks import stacks
 from ..verify import apply_random_symmetry_
-from ..wide import Wide, widened
 from .canonical import apply_random_moves_, canonicalize_
 from .kinds import Symmetry
 from .wiring import State
@@ -121,7 +120,7 @@ def verify_whole(
         # The first output that is not a loss; others, such as hidden states, need not be invariant.
         return [t.log_softmax(-1) if classes else t for t in found[:1]]
 
-    with undisturbed(twin):
+    with preserve_model_state(twin):
         form = canonicalize_(twin, classes=classes)
         generator = torch.Generator().manual_seed(seed)
         at = [t for t in outputs() if t.requires_grad]

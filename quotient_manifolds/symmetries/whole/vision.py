@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks import plain_class
+from ..modules import plain_class
 from .layout import Layout, Sublayer, affine, has, norm, rectified, table, wire
 from .wiring import Affine, Site, Table, Wiring, register_wiring, wiring_of
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..blocks import ByClass, plain_class
+from ..modules import ByClass, plain_class
 
 __all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "register_wiring", "wiring_of"]
 

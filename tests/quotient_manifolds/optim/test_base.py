@@ -29,8 +29,8 @@ from quotient_manifolds.symmetries import (
     find_symmetric_pairs,
     pair,
 )
+from quotient_manifolds.symmetries.blocks import random_elements
 from quotient_manifolds.symmetries.certificate import Certification
-from quotient_manifolds.symmetries.groups import random_elements
 
 from ...training import (
     KINDS,

@@ -10,7 +10,7 @@ from torch import nn
 from quotient_manifolds.optim import QuotientMuon, create_quotient_lora_optimizer, create_quotient_optimizer
 from quotient_manifolds.optim.preconditioner import Preconditioner, trace
 from quotient_manifolds.symmetries import GL, adapter_pairs, block, factor_pair, pair
-from quotient_manifolds.symmetries.groups import random_elements
+from quotient_manifolds.symmetries.blocks import random_elements
 
 from ...networks import shake, vit
 from ...training import X, lora, loss_of, products

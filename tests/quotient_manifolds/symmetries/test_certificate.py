@@ -22,8 +22,8 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.certificate import broken, change, move_
+from quotient_manifolds.symmetries.modules import ByClass
 from tests import networks
 from tests.architectures import IDS, transformers_model
 

@@ -19,16 +19,14 @@ from quotient_manifolds.symmetries import (
     discovery,
     find_symmetric_pairs,
     pair,
-    recording,
     registry,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
 from quotient_manifolds.symmetries.discovery import UNREACHED
+from quotient_manifolds.symmetries.modules import ByClass, Wide, widened
 from quotient_manifolds.symmetries.roles import places, roles_of
-from quotient_manifolds.symmetries.wide import Wide, widened
 
 from ... import architectures, networks, zoo
 from ...extent import EXHAUSTIVE
@@ -123,7 +121,7 @@ def check(model, batch):
     for name, module in modules.items():
         if roles_of(module) is not None:
             first.setdefault(discovery._kind(module), name)
-    for name, call in recording.record(outputs, {name: modules[name] for name in first.values()}).items():
+    for name, call in modules.record(outputs, {name: modules[name] for name in first.values()}).items():
         roles, sizes = roles_of(modules[name]), set(discovery._known_sizes(modules[name]))
         kinds = dict(zip(("qk", "vo"), discovery.examine(modules[name], call), strict=True))
         expected = {kind: {place.dimension} for kind, place in kinds.items()}

@@ -6,7 +6,7 @@ from torch import nn
 
 from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage, find_symmetric_pairs, mixers
 from quotient_manifolds.symmetries.discovery import candidates
-from quotient_manifolds.symmetries.wide import Wide, widened
+from quotient_manifolds.symmetries.modules import Wide, widened
 
 from ... import zoo
 from .test_attention import null_dimension

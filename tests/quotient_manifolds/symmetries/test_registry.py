@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries import (
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.blocks import ByClass
+from quotient_manifolds.symmetries.modules import ByClass
 from quotient_manifolds.symmetries.registry import _HANDLERS, PairList
 
 from ... import networks
