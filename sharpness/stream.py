@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import Block
+from quotient_manifolds.symmetries.blocks import Block, block
 from quotient_manifolds.symmetries.whole import Affine, Wiring
 
 __all__ = ["vector_lengths"]
@@ -57,7 +57,8 @@ def vector_lengths(
             if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)):
                 continue
             if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has both a row and a bias
-                affines.setdefault(W, Affine(module, weight, bias, transposed=transposed))
+                row = None if b is None else block(module, bias)
+                affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
     for a in affines.values():
         if a.W in found:
             continue

@@ -1,10 +1,11 @@
 """All continuous symmetries of a whole network: counted, moved, folded into a canonical form, verified."""
 
-from . import language, vision
+from . import architectures
 from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, count, neuron_pairs
 from .kinds import Symmetry
+from .layout import affine, norm
 from .verify import WholeVerification, verify_whole
-from .wiring import Affine, Neurons, Norm, Site, State, Table, Wiring, register_wiring, wiring_of
+from .wiring import Affine, Neurons, Norm, Site, State, Wiring, register_wiring, wiring_of
 
 __all__ = [
     "Affine",
@@ -14,17 +15,17 @@ __all__ = [
     "Site",
     "State",
     "Symmetry",
-    "Table",
     "WholeVerification",
     "Wiring",
+    "affine",
     "apply_random_moves_",
+    "architectures",
     "canonical_form",
     "canonicalize_",
     "count",
-    "language",
     "neuron_pairs",
+    "norm",
     "register_wiring",
     "verify_whole",
-    "vision",
     "wiring_of",
 ]

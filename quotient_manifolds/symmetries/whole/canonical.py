@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from ...base import standard_normal
 from ...linalg import at_least_float32
-from ..attention import Projection
-from ..blocks import GL, Block
+from ..blocks import GL
 from ..merging import merged
 from ..modules import check_model
 from ..pairs import SymmetricPair
 from ..registry import PairList, find_symmetric_pairs, usable
-from .kinds import Symmetry
-from .listing import symmetries_of
+from .kinds import Symmetry, symmetries_of
 from .wiring import State, Wiring, wiring_of
 
 __all__ = ["CanonicalForm", "apply_random_moves_", "canonical_form", "canonicalize_", "count", "neuron_pairs"]
@@ -110,12 +108,8 @@ def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
     """
     found = []
     for n in [] if wiring is None else wiring.neurons:
-        up, down = n.up, n.down
-        size = down.W.numel() // down.W.shape[down.stream_dim]
-        G = Projection(up.module, up.weight, up.bias, n.first, conv1d=up.transposed).input_blocks(0, size, 0, size)
-        H = Projection(down.module, down.weight, conv1d=down.transposed).output_blocks(0, size)
-        group = GL(size, diagonal=True, positive=n.kind == "relu")
-        found.append(SymmetricPair(n.name, n.kind, group, G, H, part="neurons"))
+        group = GL(n.up.matrix.rows, diagonal=True, positive=n.kind == "relu")
+        found.append(SymmetricPair(n.name, n.kind, group, tuple(n.up.written), (n.down.matrix,), part="neurons"))
     return [usable(p) for p in merged(found)]
 
 
@@ -176,28 +170,20 @@ def canonical_form(
     for s in symmetries:
         s.fold(state)
     constant: dict[Tensor, Tensor] = {}
-    whole: set[tuple[int, ...]] = set()
-    for c in (c for s in symmetries for c in s.constant):
-        p = c.tensor if isinstance(c, Block) else c
-        mask = constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-        if isinstance(c, Block):
-            c.of(mask).fill_(True)
-            whole.add((id(p), c.offset))
-        else:
-            mask.fill_(True)
-    kept = PairList(_without(p, whole) for p in pairs)
+    fixed = [b for s in symmetries for b in s.constant]
+    for b in fixed:
+        p = b.tensor
+        b.of(constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))).fill_(True)
+    kept = PairList(_without(p, {b.key for b in fixed}) for p in pairs)
     values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
     return CanonicalForm(values, constant, kept, symmetries, refused, wiring)
 
 
-def _without(pair: SymmetricPair, constant: set[tuple[int, ...]]) -> SymmetricPair:
+def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair:
     """Remove the constant blocks from a pair."""
     if pair.group is None:
         return pair
-    G, H = (
-        tuple(b for b in blocks if (id(b.tensor), b.offset) not in constant or b.rows > 1)
-        for blocks in (pair.G, pair.H)
-    )
+    G, H = (tuple(b for b in blocks if b.key not in constant) for blocks in (pair.G, pair.H))
     return replace(pair, G=G, H=H, null=())
 
 
