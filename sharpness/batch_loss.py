@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.discovery import candidates
 from quotient_manifolds.symmetries.modules import plain_class, plain_names
-from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
+from quotient_manifolds.symmetries.pairs import CHANGES
+from quotient_manifolds.symmetries.registry import candidates, handler_of
+from quotient_manifolds.symmetries.stacks import PairList
 
 from .distributed import World
 from .losses import Objective, to_float32
@@ -283,7 +284,7 @@ def _check_first(
     """
     run, given = partial(objective.value, model, batch), pairs is not None
     may_examine = divides and not given and not is_sharded_model(model)
-    if may_examine and candidates(model, lambda m: handler_of(m) is not None):
+    if may_examine and candidates(model):
         pairs = _examined(model, objective, batch, remarks)
     try:
         loss: float = symmetries.check_coverage(model, run, pairs or ()) if divides else run()

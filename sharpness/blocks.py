@@ -302,7 +302,7 @@ class PairBlock(Block):
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Pull back through the retraction, by its closed form or by autograd, and project."""
-        egrad = self.stack.gather(gradient, out=self._memory.get(self.dim)).to(self.tangent.x.dtype)
+        egrad = self.stack.gather(gradient).to(self.tangent.x.dtype)
         if at is not None and self._fused:
             self.tangent.pullback_coordinates(self._scaled(at), egrad, self._factor, out=self._view(out))
             return

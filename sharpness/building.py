@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.discovery import candidates
 from quotient_manifolds.symmetries.pairs import check_pairs
-from quotient_manifolds.symmetries.registry import handler_of
+from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm
 
@@ -150,7 +149,7 @@ def build_blocks(
 
 def warn_of_unknown(model: nn.Module) -> None:
     """Say which trainable attention has no pairs because no handler knows its class, where no batch can tell."""
-    found = candidates(model, lambda m: handler_of(m) is not None).values()
+    found = candidates(model).values()
     trained = [m for m in found if any(p.requires_grad for name, p in m.named_parameters() if "lora_" not in name)]
     if trained:
         names = ", ".join(sorted({type(m).__name__ for m in trained}))

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from ..linalg import at_least_float32
 from ..symmetries import SymmetricPair, stacks
 from ..symmetries.certificate import Certification
-from ..symmetries.merging import refused
-from ..symmetries.pairs import check_pairs
+from ..symmetries.pairs import check_pairs, refused
 from ..symmetries.stacks import coverage
 from .buckets import PairBucket, PairStep, check_anchors, group_of
 from .gradients import all_finite, clip_factor, collect_gradients, warn_of_size

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
-from ..symmetries.discovery import candidates
-from ..symmetries.peft_lora import adapter_tensors, is_lora
-from ..symmetries.registry import handler_of
+from ..symmetries.lora import adapter_tensors, is_lora
+from ..symmetries.registry import candidates
 from .adam import QuotientAdam
 from .base import QuotientOptimizer
 from .muon import QuotientMuon
@@ -133,7 +132,7 @@ def create_quotient_optimizer(
     """
     if pairs is None:
         pairs = find_symmetric_pairs(model, key_bias="drop")
-        unknown = candidates(model, lambda m: handler_of(m) is not None).values()
+        unknown = candidates(model).values()
         names = {type(m).__name__ for m in unknown if any(p.requires_grad for p in m.parameters())}
         if names:
             advice = (

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..symmetries import SymmetricPair
-from ..symmetries.peft_lora import lora_layers
+from ..symmetries.lora import lora_layers
 
 __all__ = ["Places", "check_owned", "followed"]
 

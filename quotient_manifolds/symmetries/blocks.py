@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -285,23 +284,15 @@ class BlockStack:
             row += column[0].rows
         self.shape = (len(points), row, *self.runs[0].first.size[1:]) if self.runs else (len(points), 0)
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None, out: Tensor | None = None) -> Tensor:
-        """Copy the rows, (points, rows, h[, 2]), differentiably unless into ``out``; absent ``tensors`` are zero."""
-        parts: list[tuple[int, Tensor]] = []
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
+        columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
-            source = run.first.tensor if tensors is None else tensors.get(run.first.tensor)
-            if out is None:
-                like = run.first.tensor
-                found = like.new_zeros(run.count, *run.first.size) if source is None else run.view(source.contiguous())
-                parts.append((run.row, found))
-            elif source is None:
-                run.part(out).zero_()
-            else:
-                run.part(out).copy_(run.view(source.contiguous()))
-        if out is not None:
-            return out
-        columns = [torch.cat([part for _, part in same]) for _, same in groupby(parts, lambda part: part[0])]
-        return torch.cat(columns, dim=1)
+            p = run.first.tensor
+            source = p if tensors is None else tensors.get(p)
+            part = p.new_zeros(run.count, *run.first.size) if source is None else run.view(source.contiguous())
+            columns.setdefault(run.row, []).append(part)
+        return torch.cat([torch.cat(parts) for parts in columns.values()], dim=1)
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:

@@ -17,7 +17,7 @@ from .look import COLOURS, dark_map, figure
 if TYPE_CHECKING:
     from torch import nn
 
-    from quotient_manifolds.symmetries.spectrum import PairSpectrum
+    from quotient_manifolds.symmetries.stacks import PairSpectrum
 
     from ..layers import LayerShares
     from ..losses import LossFunction

@@ -395,7 +395,7 @@ def test_a_hook_beside_unknown_attention_is_named_too():
     assert sharpness.evaluate(model, [batch], rho=0.1, steps=1).remarks[:2] == (
         "layers of classes without a handler were examined on the first batch: Attending (2 pairs; "
         "the batch does not reach it)",
-        f"left out, for {symmetries.registry.CHANGES}: {', '.join(wrong)}",
+        f"left out, for {symmetries.pairs.CHANGES}: {', '.join(wrong)}",
     )
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ...base import standard_normal
 from ...linalg import at_least_float32
 from ..blocks import GL
-from ..merging import merged
+from ..discovery import find_symmetric_pairs
 from ..modules import check_model
-from ..pairs import SymmetricPair
-from ..registry import PairList, find_symmetric_pairs, usable
+from ..pairs import SymmetricPair, merged, usable
+from ..stacks import PairList
 from .kinds import Symmetry, symmetries_of
 from .wiring import State, Wiring, wiring_of
 

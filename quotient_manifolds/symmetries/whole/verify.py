@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...base import standard_normal
 from ...batches import default_forward, floats
 from ..certificate import certify, change, largest
+from ..discovery import apply_random_symmetry_
 from ..modules import Wide, copied, preserve_model_state, widened
 from ..stacks import stacks
-from ..verify import apply_random_symmetry_
 from .canonical import apply_random_moves_, canonicalize_
 from .kinds import Symmetry
 from .wiring import State

@@ -16,6 +16,7 @@ from quotient_manifolds.symmetries import (
     apply_random_symmetry_,
     block,
     certify,
+    discovery,
     find_symmetric_pairs,
     pair,
     registry,
@@ -24,6 +25,7 @@ from quotient_manifolds.symmetries import (
 )
 from quotient_manifolds.symmetries.certificate import broken, change, move_
 from quotient_manifolds.symmetries.modules import ByClass
+from quotient_manifolds.symmetries.pairs import CHANGES
 from tests import networks
 from tests.architectures import IDS, transformers_model
 
@@ -210,7 +212,7 @@ def test_what_no_pair_survives_is_not_taken_for_rounding(monkeypatch):
     found = find_symmetric_pairs(model)
     assert {p.reason for p in found} == {"prefix tuning adds keys and values to those of the layer"}
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
-    monkeypatch.setattr(registry, "prefix_tuned", lambda model: False)
+    monkeypatch.setattr(discovery, "prefix_tuned", lambda model: False)
     assert not any(p.group is None for p in find_symmetric_pairs(model))
     with pytest.raises(NotASymmetryError):
         sharpness.evaluate(model, [batch], rho=0.1, steps=2)
@@ -354,5 +356,5 @@ def test_clipped_values_are_no_symmetry_however_far_the_clip():
     values.register_forward_hook(lambda m, a, y: y.clamp(-2 * bound[0], 2 * bound[0]))
     found = find_symmetric_pairs(model, batch=(x, None))
     assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {
-        (found[0].module, "vo"): registry.CHANGES
+        (found[0].module, "vo"): CHANGES
     }  # fmt: skip
