@@ -1,11 +1,17 @@
 """All continuous symmetries of a whole network: counted, moved, folded into a canonical form, verified."""
 
 from . import architectures
-from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, count, neuron_pairs
+from .canonical import (
+    CanonicalForm,
+    WholeVerification,
+    apply_random_moves_,
+    canonical_form,
+    canonicalize_,
+    verify_whole,
+)
 from .kinds import Symmetry
 from .layout import affine, norm
-from .verify import WholeVerification, verify_whole
-from .wiring import Affine, Neurons, Norm, Site, State, Wiring, register_wiring, wiring_of
+from .wiring import Affine, Neurons, Norm, Site, State, Wiring, neuron_pairs, register_wiring, wiring_of
 
 __all__ = [
     "Affine",
@@ -22,7 +28,6 @@ __all__ = [
     "architectures",
     "canonical_form",
     "canonicalize_",
-    "count",
     "neuron_pairs",
     "norm",
     "register_wiring",

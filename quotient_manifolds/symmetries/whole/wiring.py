@@ -9,10 +9,22 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..blocks import Block
+from ..blocks import GL, Block
 from ..modules import ByClass, plain_class
+from ..pairs import SymmetricPair, merged, usable
 
-__all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Wiring", "register_wiring", "transposed", "wiring_of"]
+__all__ = [
+    "Affine",
+    "Neurons",
+    "Norm",
+    "Site",
+    "State",
+    "Wiring",
+    "neuron_pairs",
+    "register_wiring",
+    "transposed",
+    "wiring_of",
+]
 
 
 class State(dict[Tensor, Tensor]):
@@ -293,12 +305,12 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     A norm in front of a linear layer that reads it alone:
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Site, Wiring, affine, count, norm, register_wiring
+    >>> from quotient_manifolds.symmetries.whole import Site, Wiring, affine, canonical_form, norm, register_wiring
     >>> class Probe(nn.Sequential): pass
     >>> @register_wiring(Probe)
     ... def probe(model):
     ...     return Wiring(sites=[Site("0", norm(model, "0"), (affine(model, "1"),))])
-    >>> count(Probe(nn.LayerNorm(4), nn.Linear(4, 3)))
+    >>> canonical_form(Probe(nn.LayerNorm(4), nn.Linear(4, 3))).dimensions
     {'gain': 4, 'shift': 4, 'reader': 3, 'rotation': 3}
     """
     return _ADAPTERS.register(*classes)
@@ -337,3 +349,32 @@ def wiring_of(model: nn.Module) -> Wiring | None:
         return None
     except AttributeError:  # replaced layers, options that the adapter does not cover
         return Wiring(closed=False)
+
+
+def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
+    r"""Return the pairs of hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
+
+    u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
+
+    Parameters
+    ----------
+    wiring : Wiring or None
+
+    Returns
+    -------
+    list of SymmetricPair
+        Without a group where parameters are not trainable, or not parameters.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import neuron_pairs, wiring_of
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    >>> [str(p.group) for p in neuron_pairs(wiring_of(encoder))]
+    ['(ℝ+)^16']
+    """
+    found = []
+    for n in [] if wiring is None else wiring.neurons:
+        group = GL(n.up.matrix.rows, diagonal=True, positive=n.kind == "relu")
+        found.append(SymmetricPair(n.name, n.kind, group, tuple(n.up.written), (n.down.matrix,), part="neurons"))
+    return [usable(p) for p in merged(found)]

@@ -10,14 +10,13 @@ from quotient_manifolds.symmetries.whole import (
     Wiring,
     canonical_form,
     canonicalize_,
-    count,
     verify_whole,
     wiring_of,
 )
 from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, has, table, wire
 from tests import architectures
 from tests.extent import EXHAUSTIVE
-from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, headed, heads
+from tests.whole_networks import BACKBONES, TIMM, TRANSFORMERS, build, count, headed, heads
 
 NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
 

@@ -13,13 +13,12 @@ from quotient_manifolds.symmetries.whole import (
     apply_random_moves_,
     canonical_form,
     canonicalize_,
-    count,
     neuron_pairs,
     register_wiring,
     verify_whole,
     wiring_of,
 )  # fmt: skip
-from tests.whole_networks import FAMILIES, build, forward, inputs
+from tests.whole_networks import FAMILIES, build, count, forward, inputs
 
 
 def difference(a, b):
