@@ -37,13 +37,6 @@ _DEIT = (
     "embeddings.position_embeddings[1:2] + embeddings.distillation_token, "
     "embeddings.position_embeddings[2:] + embeddings.patch_embeddings.projection"
 )
-_DINOV2_MLP = Sublayer(
-    "norm2",
-    "mlp.fc1|mlp.weights_in|mlp.gate_proj mlp.up_proj",
-    "mlp.fc2|mlp.weights_out|mlp.down_proj",
-    "config.hidden_act|glu|glu",
-    scale="layer_scale2.lambda1",
-)
 _BEIT_KEYS = "attention.k_proj|attention.attention.key"  # which have no bias
 _CLASSIFIERS = {
     "vit.ViTForImageClassification": _VIT,
@@ -52,7 +45,13 @@ _CLASSIFIERS = {
         _VIT,
         layers="encoder.layer|layers",
         attention=replace(_VIT.attention, norm="norm1", scale="layer_scale1.lambda1"),
-        mlp=_DINOV2_MLP,
+        mlp=Sublayer(
+            "norm2",
+            "mlp.fc1|mlp.weights_in|mlp.gate_proj mlp.up_proj",
+            "mlp.fc2|mlp.weights_out|mlp.down_proj",
+            "config.hidden_act|glu|glu",
+            scale="layer_scale2.lambda1",
+        ),
     ),
     "beit.BeitForImageClassification": replace(
         _VIT,
@@ -63,7 +62,8 @@ _CLASSIFIERS = {
         scores="relative_position_bias_table[-3:-2,-1:] relative_position_bias_table[:-3,-2:-1]",
     ),
 }
-# CLIP's and SigLIP's towers.
+# CLIP's and SigLIP's towers, and the kinds of networks that have them.
+_TOWERS = "Model TextModel VisionModel TextModelWithProjection VisionModelWithProjection ForImageClassification"
 _TEXT = Layout(
     "encoder.layers",
     Sublayer("layer_norm1", _each("self_attn.{}_proj"), "self_attn.out_proj"),
@@ -84,11 +84,9 @@ _TIMM = Layout(
     Sublayer("norm2", "mlp.fc1", "mlp.fc2", "blocks.0.mlp.act", scale="ls2.gamma"),
     embeddings="pos_embed?[:1] + cls_token, pos_embed?[1:] + patch_embed.proj",
 )
-#: The kinds of parts in a plain block of timm.
-_TIMM_PARTS = {
-    "": "Block", "mlp": "Mlp", "mlp.norm": "Identity", "norm1": "LayerNorm", "attn.norm": "Identity",
-    "attn.q_norm": "Identity",
-}  # fmt: skip
+#: What a plain block of timm has, below each name.
+_TIMM_PARTS = {"": "Block", "mlp": "Mlp", "norm1": "LayerNorm"}
+_TIMM_PARTS |= dict.fromkeys(("mlp.norm", "attn.norm", "attn.q_norm"), "Identity")
 _OPEN_CLIP = Layout(
     "transformer.resblocks",
     Sublayer("ln_1", "attn", "attn.out_proj", scale="ls_1.gamma"),
@@ -109,14 +107,9 @@ _BERT = Layout(
     Sublayer("attention.output.LayerNorm", _each("attention.self.{}", "query key value"), "attention.output.dense"),
     Sublayer("output.LayerNorm", "intermediate.dense", "output.dense", "config.hidden_act"),
     "embeddings.LayerNorm",
+    "embeddings.word_embeddings + embeddings.position_embeddings",
     projection="embeddings_project",
     post_norm=True,
-)
-_ALBERT = replace(
-    _BERT,
-    attention=Sublayer("attention.LayerNorm", _each("attention.{}", "query key value"), "attention.dense"),
-    mlp=Sublayer("full_layer_layer_norm", "ffn", "ffn_output", "config.hidden_act"),
-    projection="encoder.embedding_hidden_mapping_in",
 )
 _OPT = Layout(
     "layers",
@@ -134,13 +127,20 @@ _LLAMA = Layout(
     centring=False,
 )
 _LANGUAGE = {
-    "distilbert.DistilBertModel": Layout(
-        "transformer.layer",
-        Sublayer("sa_layer_norm", _each("attention.{}_lin"), "attention.out_lin"),
-        Sublayer("output_layer_norm", "ffn.lin1", "ffn.lin2", "config.activation"),
-        "embeddings.LayerNorm",
-        "embeddings.word_embeddings + embeddings.position_embeddings",
-        post_norm=True,
+    **{f"{name.lower()}.{name}Model": _BERT for name in ("Bert", "Roberta", "Camembert", "Electra")},
+    "xlm_roberta.XLMRobertaModel": _BERT,
+    "distilbert.DistilBertModel": replace(
+        _BERT,
+        layers="transformer.layer",
+        attention=Sublayer("sa_layer_norm", _each("attention.{}_lin"), "attention.out_lin"),
+        mlp=Sublayer("output_layer_norm", "ffn.lin1", "ffn.lin2", "config.activation"),
+    ),
+    "albert.AlbertModel": replace(
+        _BERT,
+        layers="encoder.albert_layer_groups.{}.albert_layers",
+        attention=Sublayer("attention.LayerNorm", _each("attention.{}", "query key value"), "attention.dense"),
+        mlp=Sublayer("full_layer_layer_norm", "ffn", "ffn_output", "config.hidden_act"),
+        projection="encoder.embedding_hidden_mapping_in",
     ),
     "gpt2.GPT2Model": Layout(
         "h",
@@ -198,28 +198,22 @@ for _name, _layout in _CLASSIFIERS.items():
     register_wiring(_HF.format(*_name.split(".")))(partial(_classifier, _name, _layout))
 
 
-@register_wiring(
-    *(_HF.format("clip", f"CLIP{c}Model") for c in ("", "Text", "Vision")),
-    *(_HF.format("clip", f"CLIP{c}ModelWithProjection") for c in ("Text", "Vision")),
-    *(_HF.format("siglip", f"Siglip{c}Model") for c in ("", "Text", "Vision")),
-    *(_HF.format(f, f"{name}ForImageClassification") for f, name in (("clip", "CLIP"), ("siglip", "Siglip"))),
-)
+@register_wiring(*(_HF.format(name.lower(), name + kind) for name in ("CLIP", "Siglip") for kind in _TOWERS.split()))
 def _towers(model: Any) -> Wiring:
     """Wire towers of images and of text; the outputs of one alone are used raw."""
-    parts = [name for name in ("vision_model", "text_model") if has(model, name)]
+    parts = [name for name in ("vision_model", "text_model") if has(model, name)] or [""]
     w = Wiring(closed=len(parts) == 1)
     if has(model, "classifier"):
         w.classifiers.append(("classifier", affine(model, "classifier")))
-    for name in parts or [""]:
+    for name in parts:
         base = model.get_submodule(name)
         _tower(w, model, getattr(base, name, base) if name else base, name)
     return w
 
 
 def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
-    layout = next((x for x in (_CLIP, _SIGLIP) if has(base, x.last) and has(base, x.first or x.last)), _TEXT)
-    head = {"final_layer_norm": "text_projection", "post_layernorm": "classifier"}
-    head = "visual_projection" if layout is _CLIP else head[layout.last]
+    layout = _CLIP if has(base, "pre_layrnorm") else _SIGLIP if has(base, "post_layernorm") else _TEXT
+    head = "visual_projection" if layout is _CLIP else "classifier" if layout is _SIGLIP else "text_projection"
     readers = [affine(model, head)] if has(model, head) else []
     if has(base, "head.probe"):  # one query attends to the last norm's outputs
         d = base.config.hidden_size
@@ -238,11 +232,10 @@ def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
 @register_wiring("timm.models.vision_transformer.VisionTransformer")
 def _timm(model: Any) -> Wiring:
     """Plain vision transformers; for other kinds of block, pooling or norm only heads are treated."""
-    kinds = [(type(b.get_submodule(n)).__name__, kind) for b in model.blocks for n, kind in _TIMM_PARTS.items()]
-    kinds += [(type(b.mlp.act), type(model.blocks[0].mlp.act)) for b in model.blocks]
-    plain = all(found == kind for found, kind in kinds) and isinstance(
-        getattr(model.patch_embed, "norm", nn.Identity()), nn.Identity
-    )
+    parts = [(type(b.get_submodule(n)).__name__, kind) for b in model.blocks for n, kind in _TIMM_PARTS.items()]
+    parts += [(type(b.mlp.act), type(model.blocks[0].mlp.act)) for b in model.blocks]
+    patches = getattr(model.patch_embed, "norm", nn.Identity())
+    plain = all(part == kind for part, kind in parts) and isinstance(patches, nn.Identity)
     if not plain or model.global_pool not in ("token", "avg") or getattr(model, "reg_token", None) is not None:
         return Wiring(closed=False)
     layout = replace(_TIMM, last="norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm")
@@ -318,54 +311,36 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
 
 
 def _language(layout: Layout, model: Any, base: Any) -> Wiring:
-    w = Wiring(closed=not layout.post_norm)
     if getattr(base.config, "add_cross_attention", False):
         return Wiring(closed=False)
-    return wire(w, base, layout, _head(w, model, base))
+    w = Wiring(closed=not layout.post_norm)
+    readers = _head(w, model, base)
+    if has(base, "embeddings.token_type_embeddings"):
+        layout = replace(layout, embeddings=_with_types(w, base))
+    if "{}" not in layout.layers:
+        return wire(w, base, layout, readers)
+    # Groups of layers that are used several times, so that several layers read the last norm of each.
+    for i in range(len(base.encoder.albert_layer_groups)):
+        wire(w, base, replace(layout, layers=layout.layers.format(i)), [])
+        layout = replace(layout, last="", embeddings="")
+    return w
 
 
 for _name, _layout in _LANGUAGE.items():
     register_backbone(_HF.format(*_name.split(".")))(partial(_language, _layout))
 
 
-def _bert_embeddings(w: Wiring, base: Any) -> str:
+def _with_types(w: Wiring, base: Any) -> str:
     """Exchange vectors between positions and types alone where a decoder uses the words too."""
     words, positions, types = (f"embeddings.{x}_embeddings" for x in ("word", "position", "token_type"))
     pad = getattr(base.embeddings, "padding_idx", None)
-    rows = "" if pad is None else f"[{pad}:]"
     if any(a.W is base.embeddings.word_embeddings.weight for _, a in w.classifiers):
-        return f"{words}, {types} + {positions}{rows}"
+        return f"{words}, {types} + {positions}" + ("" if pad is None else f"[{pad}:]")
     if pad is None:
         return f"{words} + {positions}, {words} + {types}"
     # Padding alone has its own index as position, other tokens later ones.
-    of_padding, others = f"[{pad}:{pad + 1}]", f"[:{pad},{pad + 1}:]"
-    return (
-        f"{words}{of_padding} + {positions}{of_padding}, {words}{others} + {positions}[{pad + 1}:], {words} + {types}"
-    )
-
-
-@register_backbone(
-    *(_HF.format(*n.split(".")) for n in ("bert.BertModel", "roberta.RobertaModel", "camembert.CamembertModel")),
-    *(_HF.format(*n.split(".")) for n in ("xlm_roberta.XLMRobertaModel", "electra.ElectraModel")),
-)
-def _bert(model: Any, base: Any) -> Wiring:
-    w = Wiring(closed=False)
-    if getattr(base.config, "add_cross_attention", False):
-        return w
-    readers = _head(w, model, base)
-    return wire(w, base, replace(_BERT, embeddings=_bert_embeddings(w, base)), readers)
-
-
-@register_backbone(_HF.format("albert", "AlbertModel"))
-def _albert(model: Any, base: Any) -> Wiring:
-    """Wire groups of layers that are used several times, so that several layers read the last norm of each."""
-    w = Wiring(closed=False)
-    _head(w, model, base)
-    layout = replace(_ALBERT, embeddings=_bert_embeddings(w, base))
-    for i in range(len(base.encoder.albert_layer_groups)):
-        wire(w, base, replace(layout, layers=f"encoder.albert_layer_groups.{i}.albert_layers"), [])
-        layout = replace(_ALBERT, last="")
-    return w
+    its, later = f"[{pad}:{pad + 1}]", f"{pad + 1}:"
+    return f"{words}{its} + {positions}{its}, {words}[:{pad},{later}] + {positions}[{later}], {words} + {types}"
 
 
 @register_backbone(_HF.format("opt", "OPTModel"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -187,10 +188,7 @@ def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], na
 
     ``heads`` read the last norm's output; empty if the readers are not known.
     """
-
-    def norm_of(owner: nn.Module, names: str) -> Norm:
-        return norm(owner, names, centring=layout.centring, offset=layout.offset)
-
+    norm_of = partial(norm, centring=layout.centring, offset=layout.offset)
     _add_embeddings(w, root, layout, name)
     end = (f"{name}{layout.last.split('|')[0]}", norm_of(root, layout.last)) if layout.last else None
     if end and has(root, layout.projection):  # the first layer reads its output without a norm

@@ -13,18 +13,7 @@ from ..blocks import GL, Block
 from ..modules import ByClass, plain_class
 from ..pairs import SymmetricPair, merged, usable
 
-__all__ = [
-    "Affine",
-    "Neurons",
-    "Norm",
-    "Site",
-    "State",
-    "Wiring",
-    "neuron_pairs",
-    "register_wiring",
-    "transposed",
-    "wiring_of",
-]
+__all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Wiring", "neuron_pairs", "register_wiring", "wiring_of"]
 
 
 class State(dict[Tensor, Tensor]):
