@@ -11,7 +11,7 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.blocks import Block as Part
 from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
@@ -262,7 +262,8 @@ def vector_lengths(
             if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)):
                 continue
             if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has both a row and a bias
-                affines.setdefault(W, Affine(module, weight, bias, transposed=transposed))
+                row = None if b is None else block(module, bias)
+                affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
     for a in affines.values():
         if a.W in found:
             continue

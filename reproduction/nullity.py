@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...batches import default_forward, floats
-from ..modules import Wide
+from quotient_manifolds.batches import default_forward, floats
+from quotient_manifolds.symmetries.modules import Wide
 
 __all__ = ["Nullity", "nullity"]
 
@@ -38,7 +38,7 @@ class Nullity:
     --------
     See :func:`nullity`.
 
-    >>> from quotient_manifolds.symmetries.whole import Nullity
+    >>> from reproduction.nullity import Nullity
     >>> f"{Nullity(dimension=4, parameters=12, unused=0, null=1e-16, first=1e-3).gap:.0e}"
     '1e+13'
     """
@@ -96,7 +96,7 @@ def nullity(
     Of two linear layers in a row, GL(2) is not seen:
 
     >>> import torch
-    >>> from quotient_manifolds.symmetries.whole import nullity
+    >>> from reproduction.nullity import nullity
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)).double()
     >>> nullity(model, [torch.randn(9, 3, dtype=torch.float64)]).dimension
     4
