@@ -260,7 +260,7 @@ def _run(options: argparse.Namespace) -> int:
     from ..files import check_apart, check_file, write_json
     from ..local import hessian, measure_of
     from ..models import load
-    from ..sweep.digests import places
+    from ..study.plan import places
 
     for measure in options.measure:  # before any of them is run
         checked = measure_of(measure)
@@ -321,8 +321,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _source(options: argparse.Namespace) -> dict[str, Any]:
     """Describe the inputs and versions behind the numbers, so that they can be cited."""
-    from ..sweep.digests import of_model, versions
-    from ..sweep.plan import as_data
+    from ..study.plan import as_data, of_model, versions
 
     digest = of_model(options.model, options.checkpoint, options.head)
     model = {"name": options.model, "checkpoint": options.checkpoint, "head": options.head, "digest": digest}
@@ -356,15 +355,16 @@ def _about(loaded: Any, batches: Any) -> str:
 
 
 def _check_figures(folder: Path) -> None:
+    from ..extras import require_extra
     from ..files import check_folder
-    from ..plots.look import style
 
     if "WORLD_SIZE" in os.environ:
         raise ValueError(
             "--figures needs the worst directions, which are not shared between processes; use one process"
         )
-    with style():
-        check_folder(folder)
+    with require_extra("figures need matplotlib", "plot"):
+        import matplotlib  # noqa: F401
+    check_folder(folder)
 
 
 def _draw(options: argparse.Namespace, model: Any, batches: Any, result: Any) -> None:

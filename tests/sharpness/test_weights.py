@@ -7,7 +7,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.symmetries import find_symmetric_pairs
-from sharpness.baselines import norms
+from sharpness.study import distance
 from sharpness.weights import named_weights, trainable
 from tests import networks
 
@@ -89,7 +89,7 @@ def test_parameters_that_share_memory_are_refused(how):
         lambda: sharpness.evaluate(model, [batch], measure="euclidean", rho=0.3),
         lambda: sharpness.gradient_norm(model, [batch], measure="adaptive"),
         lambda: sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.3, measure="euclidean"),
-        lambda: norms(model),
+        lambda: distance(model, {}),
     ):
         with pytest.raises(ValueError, match=r"share memory but are two tensors|is expanded"):
             measured()

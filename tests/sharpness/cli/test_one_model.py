@@ -60,7 +60,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     def refuse(*_):
         raise AssertionError("hashed for nothing: neither --out nor --json is given")
 
-    monkeypatch.setattr("sharpness.sweep.digests.of_model", refuse)
+    monkeypatch.setattr("sharpness.study.plan.of_model", refuse)
     arguments = [
         "run",
         "tests.spread:model",

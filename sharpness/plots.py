@@ -1,9 +1,10 @@
-"""Figures of one model: the loss along its worst direction, the shares of layers in it, and its pairs' spectra."""
+"""Figures of one model, in colours that colour-blind readers can tell apart. Needs the extra ``plot``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +12,139 @@ import numpy as np
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
 
-from ..profiles import profile
-from .look import COLOURS, dark_map, figure
+from .extras import require_extra
+from .files import atomic_write, check_file
+from .profiles import profile
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from quotient_manifolds.symmetries import ModelDistance
     from quotient_manifolds.symmetries.spectrum import PairSpectrum
 
-    from ..layers import LayerShares
-    from ..losses import LossFunction
-    from ..profiles import Profile
-    from ..results import SharpnessResult
+    from .layers import LayerShares
+    from .losses import LossFunction
+    from .profiles import Profile
+    from .results import SharpnessResult
 
-__all__ = ["plot_layers", "plot_model", "plot_profile", "plot_spectra"]
+__all__ = [
+    "COLOURS", "MARKERS", "check_figure", "dark_map", "figure", "plain_ticks", "plot_distances", "plot_layers",
+    "plot_model", "plot_profile", "plot_spectra",
+]  # fmt: skip
 
+#: Colours of the measures, by Okabe and Ito without their yellow, which is faint on white; each has a marker too, so
+#: that nothing depends on colour alone.
+COLOURS = {
+    "geodesic-inv": "#0072B2", "geodesic-mix": "#009E73", "adaptive": "#E69F00", "euclidean": "#D55E00",
+    "complete-inv": "#CC79A7", "complete-mix": "#000000",
+}  # fmt: skip
+MARKERS = dict(zip(COLOURS, "os^D*P", strict=True))
+_STYLE = {
+    "axes.spines.right": False, "axes.spines.top": False, "axes.titlesize": "medium", "figure.dpi": 120,
+    "font.size": 13, "legend.fontsize": "small", "legend.frameon": False, "savefig.dpi": 120,
+}  # fmt: skip
 _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
+_KINDS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
+
+
+def dark_map() -> Any:
+    """Return a colour map for lines and dots on white: viridis without its yellow end.
+
+    Returns
+    -------
+    matplotlib.colors.Colormap
+
+    Examples
+    --------
+    >>> dark_map().N
+    256
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps["viridis"](np.linspace(0, 0.75, 256)))
+
+
+def check_figure(path: str | os.PathLike[str]) -> None:
+    """Raise unless a figure of a supported format may be written there; call it before the work.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Examples
+    --------
+    >>> check_figure("table.txt")
+    Traceback (most recent call last):
+    ValueError: 'table.txt' is not a figure: its name must end in ...
+    """
+    with require_extra("figures need matplotlib", "plot"):
+        from matplotlib.backend_bases import FigureCanvasBase
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if check_file(path).suffix.removeprefix(".") not in kinds:
+        raise ValueError(f"{str(path)!r} is not a figure: its name must end in .{', .'.join(sorted(kinds))}")
+
+
+@contextmanager
+def figure(
+    path: str | os.PathLike[str] | None, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its grid of axes, (rows, columns), and save it when the block ends, unless the path is None.
+
+    The figure belongs to no window, so a notebook's or script's backend and settings are not changed.
+
+    Parameters
+    ----------
+    path : str, path or None
+        File for the figure.
+    size : (float, float)
+        In inches.
+    rows, columns : int
+        Of the grid.
+    **options
+        Of ``Figure.subplots``.
+
+    Yields
+    ------
+    matplotlib.figure.Figure, array of matplotlib.axes.Axes
+
+    Examples
+    --------
+    >>> with figure(None, (4, 3)) as (drawn, ((axes,),)):
+    ...     lines = axes.plot([0, 1], [0, 1])
+    """
+    with require_extra("figures need matplotlib", "plot"):
+        from cycler import cycler
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    with rc_context(_STYLE | {"axes.prop_cycle": cycler(color=COLOURS.values())}):
+        drawn = Figure(figsize=size, layout="constrained")
+        yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
+        if path is not None:
+            atomic_write(path, drawn.savefig)
+
+
+def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
+    """Set ticks of a logarithmic x-axis as plain numbers: at these places, or at every 10ⁿ and 3·10ⁿ in view.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+    places : sequence of float, optional
+
+    Examples
+    --------
+    >>> with figure(None, (4, 3)) as (drawn, ((axes,),)):
+    ...     line = axes.semilogx([0.1, 1], [0, 1])
+    ...     plain_ticks(axes, [0.1, 1])
+    >>> [label.get_text() for label in axes.get_xticklabels()]
+    ['0.1', '1']
+    """
+    if places is None:
+        low, high = axes.get_xlim()
+        places = [x for n in range(-6, 3) for x in (10.0**n, 3 * 10.0**n) if low <= x <= high]
+    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.set_xticks([], minor=True)
 
 
 def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
@@ -90,21 +208,10 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
         cell = layers.index(s.layer), columns.index((s.kind == "weights", s.kind, s.head or 0))
         table[cell] = s.share + np.nan_to_num(table[cell])
     size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
-    places: dict[str, list[int]] = {}
-    for i, (_, kind, _) in enumerate(columns):
-        places.setdefault(kind, []).append(i)
-    apart = "\n" if max(map(len, places.values())) < 5 else ", "  # narrow columns
-    names = {"qk": f"Q–K{apart}by head", "vo": f"V–O{apart}by head", "lora": "LoRA", "weights": "weights"}
+    names = [kind if others else f"{_KINDS.get(kind, kind)} {head}" for others, kind, head in columns]
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
-        heads = [(i, head) for i, (rest, _, head) in enumerate(columns) if not rest]
-        axes.set_xticks([i for i, _ in heads], [str(head) for _, head in heads], fontsize="x-small")
-        kinds = axes.secondary_xaxis("bottom")
-        kinds.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in places])
-        kinds.tick_params(length=0, pad=16)
-        kinds.spines[:].set_visible(False)
-        for p in list(places.values())[1:]:
-            axes.axvline(p[0] - 0.5, color="white", linewidth=3)
+        axes.set_xticks(range(len(columns)), names, fontsize="x-small", rotation=90)
         step = 1 + len(layers) // 54
         axes.set_yticks(range(0, len(layers), step), layers[::step], fontsize="small")
         axes.tick_params(length=0)
@@ -141,30 +248,54 @@ def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | N
     if not found:
         raise ValueError("there are no pairs to draw; find_symmetric_pairs(model) lists why")
     kinds = list(dict.fromkeys(s.kind for s in found))
-    titles = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
     with figure(path, (4.6 * (len(kinds) + 1), 4.4), 1, len(kinds) + 1) as (drawn, ((*panels, last),)):
-        shades = dark_map()
         for axes, kind in zip(panels, kinds, strict=True):
             mine = [s for s in found if s.kind == kind]
-            for i, s in enumerate(mine):
-                shade = shades(i / max(1, len(mine) - 1))
-                axes.semilogy(range(1, len(s.product) + 1), s.product.clamp_min(1e-300), color=shade, linewidth=1)
-            axes.set(xlabel="index", title=f"{titles.get(kind, kind)}: σ of GHᵀ, dark: first layers")
-            _set_bottom(axes, [float(v) for s in mine for v in s.product])
+            for shade, s in zip(dark_map()(np.linspace(0, 1, len(mine))), mine, strict=True):
+                axes.semilogy(range(1, len(s.product) + 1), s.product, color=shade, linewidth=1)
+            axes.set(xlabel="index", title=f"{_KINDS.get(kind, kind)}: σ of GHᵀ, dark: first layers")
         panels[0].set_ylabel("singular value")
         smallest = np.array([(s.min_singular_value_G, s.min_singular_value_H, float(s.product[-1])) for s in found])
         looks = (("G", "o", "adaptive"), ("H", "^", "geodesic-mix"), ("GHᵀ", "s", "geodesic-inv"))
-        for (label, marker, name), values in zip(looks, smallest.T.clip(1e-300), strict=True):
+        for (label, marker, name), values in zip(looks, smallest.T, strict=True):
             last.semilogy(range(1, len(found) + 1), values, marker, color=COLOURS[name], label=label, markersize=4)
-        _set_bottom(last, smallest.ravel().tolist())
         last.set(xlabel="pair, in the order of the layers", title="smallest singular values")
         last.legend()
     return drawn
 
 
-def _set_bottom(axes: Any, values: Sequence[float]) -> None:
-    """Let a logarithmic axis begin just below the smallest of some values."""
-    axes.set_ylim(bottom=min((v for v in values if v > 0), default=1e-12) / 2)
+def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw the distances of two models' heads: a map per kind of pair, a row per layer, a column per head.
+
+    Parameters
+    ----------
+    found : ModelDistance
+        Result of :func:`quotient_manifolds.symmetries.model_distance`.
+    path : str or path, optional
+        File for the figure; by default it is only returned.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import model_distance
+    >>> one, other = (torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+    >>> drawn = plot_distances(model_distance(one, other))
+    """
+    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
+    tables = [found.table(kind) for kind in kinds]
+    height = 1.6 + 0.35 * max((len(modules) for modules, _ in tables), default=1)
+    with figure(path, (4.6 * max(len(kinds), 1), height), columns=max(len(kinds), 1)) as (drawn, (row,)):
+        for axes, kind, (modules, table) in zip(row, kinds, tables, strict=True):
+            image = axes.imshow(table.numpy(), cmap="viridis", aspect="auto", vmin=0)
+            axes.set_yticks(range(len(modules)), modules)
+            axes.set_xticks(range(table.shape[1]))
+            axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
+            drawn.colorbar(image, ax=axes)
+    return drawn
 
 
 def plot_model(
