@@ -42,8 +42,8 @@ from reproduction.tables import formatted, write_rows
 from reproduction.zoo import KINDS
 from sharpness.data import DataChoice
 from sharpness.files import write_json
-from sharpness.study import label, plot_sweep, read_config, read_results, read_rows, run_sweep, targets
-from sharpness.study.results import Row
+from sharpness.study import plot_sweep, read_config, read_results, read_rows, run_sweep, targets
+from sharpness.study.results import Row, label
 
 DOCS = RESULTS.parent.parent / "docs"
 #: Test examples of each collection, and shifted ones.

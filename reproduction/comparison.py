@@ -18,8 +18,8 @@ import numpy.typing as npt
 import scipy.optimize
 
 from sharpness.measures import MEASURES
-from sharpness.study import label, targets
-from sharpness.study.results import Row
+from sharpness.study import targets
+from sharpness.study.results import Row, label
 
 from .statistics import Correlation, kendall, kendall_difference, kendall_family
 

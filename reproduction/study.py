@@ -19,18 +19,9 @@ from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
 from sharpness.plots import COLOURS, MARKERS, figure, plain_ticks
 from sharpness.results import LEAVES
-from sharpness.study import (
-    TARGETS,
-    Checkpoint,
-    Sweep,
-    distance,
-    read_config,
-    read_failures,
-    read_rows,
-    run_sweep,
-    targets,
-)
+from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_failures, read_rows, run_sweep, targets
 from sharpness.study.results import Row
+from sharpness.study.run import distance
 
 from .baselines import geodesic_distance
 from .comparison import CONTROLS, Ranking, compare, curves

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     from .profiles import Profile
     from .results import SharpnessResult
 
-__all__ = [
-    "COLOURS", "MARKERS", "check_figure", "dark_map", "figure", "plain_ticks", "plot_distances", "plot_layers",
-    "plot_model", "plot_profile", "plot_spectra",
-]  # fmt: skip
+__all__ = ["plot_distances", "plot_layers", "plot_model", "plot_profile", "plot_spectra"]
 
 #: Colours of the measures, by Okabe and Ito without their yellow, which is faint on white; each has a marker too, so
 #: that nothing depends on colour alone.
@@ -40,9 +37,15 @@ COLOURS = {
 }  # fmt: skip
 MARKERS = dict(zip(COLOURS, "os^D*P", strict=True))
 _STYLE = {
-    "axes.spines.right": False, "axes.spines.top": False, "axes.titlesize": "medium", "figure.dpi": 120,
-    "font.size": 13, "legend.fontsize": "small", "legend.frameon": False, "savefig.dpi": 120,
-}  # fmt: skip
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "medium",
+    "figure.dpi": 120,
+    "font.size": 13,
+    "legend.fontsize": "small",
+    "legend.frameon": False,
+    "savefig.dpi": 120,
+}
 _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
 _KINDS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
 

@@ -29,7 +29,8 @@ from reproduction.collection import train_collection
 from reproduction.tests.test_zoo import write_pictures
 from reproduction.zoo_data import LABELS
 from sharpness.data import DataChoice, TextColumns
-from sharpness.study import distance, read_config, read_rows, run_sweep
+from sharpness.study import read_config, read_rows, run_sweep
+from sharpness.study.run import distance
 
 from . import networks
 from .architectures import adapted

@@ -18,7 +18,7 @@ from reproduction.baselines import (
     norms,
     relative_flatness,
 )  # fmt: skip
-from sharpness.study import distance
+from sharpness.study.run import distance
 from tests import networks
 
 

@@ -28,7 +28,8 @@ from sharpness import cli as measuring
 from sharpness.batch_loss import RadiusError
 from sharpness.data import DataChoice
 from sharpness.models import load, load_state_dict
-from sharpness.study import Checkpoint, Sweep, distance, read_config, read_results, read_rows, run_sweep
+from sharpness.study import Checkpoint, Sweep, read_config, read_results, read_rows, run_sweep
+from sharpness.study.run import distance
 from tests import networks
 from tests.sweeps import repeated
 
@@ -256,10 +257,11 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
     assert measuring.main(["table", "many.jsonl", "--target", "test-loss", "--format", "markdown"]) == 0
     words = formatted(compare(read_results("many.jsonl"), "test-loss", level=0.985, resamples=50))
-    for out in (capsys.readouterr().out, words):
-        assert "τ given train loss and error" in out
-        assert "critical sharpness" in out
-    assert "corrected interval" in words
+    printed = capsys.readouterr().out
+    assert "tau given train_loss, train_error" in printed
+    assert "critical_sharpness" in printed
+    for name in ("τ given train loss and error", "critical sharpness", "corrected interval"):
+        assert name in words
 
 
 def test_a_radius_that_is_never_reached_or_too_large():

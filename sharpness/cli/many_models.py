@@ -139,7 +139,9 @@ def add_table(commands: Any) -> None:
         "sharpness table results --per-model --format latex --out models.tex",
     )
     shown.add_argument(
-        "--per-model", action="store_true", help="a row for each model: losses, errors, and sharpness ± standard error"
+        "--per-model",
+        action="store_true",
+        help="a row for each model: losses, errors, and sharpness with its standard error",
     )
     shown.add_argument("--format", choices=["text", "markdown", "latex", "csv"], default="text", help="of the table")
     add_json(shown)
@@ -167,7 +169,7 @@ def _rows(results: Path) -> list[dict[str, Any]]:
 
 def _table(options: argparse.Namespace) -> int:
     from ..files import check_apart, check_file, write_text
-    from ..study.ranking import CONTROLS, FEWEST_MODELS, compare, formatted, model_cells, ranking_cells
+    from ..study.ranking import CONTROLS, FEWEST_MODELS, compare, formatted
     from ..study.results import one_radius, per_model, remarks, targets
 
     if options.out is not None:
@@ -178,8 +180,7 @@ def _table(options: argparse.Namespace) -> int:
     count, notes = len(targets(rows, options.target)), []
     if options.per_model or count < FEWEST_MODELS:
         table = per_model(rows, short=options.short)
-        words = model_cells(table) if options.format != "csv" else table.rename_axis("model").reset_index()
-        notes.append("Losses and sharpness are in nats, ± their standard error over batches; errors are fractions.")
+        notes.append("Losses and sharpness are in nats, with the standard error over batches; errors are fractions.")
         if options.given:
             notes.append("--given is for a ranking; here models are listed one by one.")
         if count < FEWEST_MODELS:
@@ -189,13 +190,14 @@ def _table(options: argparse.Namespace) -> int:
         given = tuple(dict.fromkeys([*CONTROLS, *(name.replace("-", "_") for name in options.given)]))
         table = compare(rows, options.target, given=given)
         table = one_radius(table) if options.short else table
-        words = ranking_cells(table, given) if options.format != "csv" else table
+        notes.append(f"tau is Kendall's, with the {options.target}; partial is tau given {', '.join(given)}.")
     notes += remarks(rows)
-    text = as_json({"rows": table.reset_index().to_dict("records"), "notes": notes}) if options.json else ""
-    text = text or formatted(words, options.format)
-    if options.format in ("text", "markdown") and not options.json:
-        text += "".join(f"\n- {note}" for note in notes) + "\n" * bool(notes)
-    elif not options.json:
+    text = "" if options.json else formatted(table, options.format)
+    if options.json:
+        text = as_json({"rows": table.to_dict("records"), "notes": notes})
+    elif options.format in ("text", "markdown"):
+        text += "\n" + "".join(f"- {note}\n" for note in notes)
+    else:
         print(*(f"sharpness: {note}" for note in notes), sep="\n", file=sys.stderr)
     if options.out is None:
         print(text, end="")

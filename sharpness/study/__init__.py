@@ -8,12 +8,26 @@ folder, and may be killed.
 
 from .config import read_config
 from .plan import Accuracies, Checkpoint, Sweep
-from .ranking import Correlation, compare, kendall, plot_sweep
-from .results import TARGETS, label, measurements, per_model, read_results, remarks, targets, write_results
-from .run import distance, read_failures, read_rows, run_sweep, shard_of
+from .ranking import compare, formatted, kendall, plot_sweep
+from .results import TARGETS, measurements, per_model, read_results, remarks, targets
+from .run import read_failures, read_rows, run_sweep
 
 __all__ = [
-    "TARGETS", "Accuracies", "Checkpoint", "Correlation", "Sweep", "compare", "distance", "kendall", "label",
-    "measurements", "per_model", "plot_sweep", "read_config", "read_failures", "read_results", "read_rows", "remarks",
-    "run_sweep", "shard_of", "targets", "write_results",
-]  # fmt: skip
+    "TARGETS",
+    "Accuracies",
+    "Checkpoint",
+    "Sweep",
+    "compare",
+    "formatted",
+    "kendall",
+    "measurements",
+    "per_model",
+    "plot_sweep",
+    "read_config",
+    "read_failures",
+    "read_results",
+    "read_rows",
+    "remarks",
+    "run_sweep",
+    "targets",
+]

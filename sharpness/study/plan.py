@@ -27,10 +27,7 @@ from ..local import LOCAL, measure_of
 from ..measures import Measure
 from ..models.loaded import TOKENIZER, files_of
 
-__all__ = [
-    "Accuracies", "Checkpoint", "Common", "Job", "Sweep", "as_data", "job_key", "of_model", "places", "switched",
-    "versions",
-]  # fmt: skip
+__all__ = ["Accuracies", "Checkpoint", "Sweep", "as_data", "job_key", "of_model", "places", "switched", "versions"]
 
 #: A job as plain data: checkpoint, kind, and everything that its result depends on.
 Job = Mapping[str, Any]

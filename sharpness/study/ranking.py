@@ -18,9 +18,9 @@ import numpy.typing as npt
 import scipy.stats
 
 from ..plots import COLOURS, MARKERS, dark_map, figure, plain_ticks
-from .results import STD_ERROR, TARGETS, Row, measurements, one_radius, targets
+from .results import TARGETS, Row, measurements, one_radius, targets
 
-__all__ = ["CONTROLS", "FEWEST_MODELS", "Correlation", "compare", "kendall", "plot_sweep"]
+__all__ = ["CONTROLS", "FEWEST_MODELS", "Correlation", "compare", "formatted", "kendall", "plot_sweep"]
 
 _Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
@@ -34,7 +34,6 @@ _NAMED = 12
 _PLACE = ["quantity", "rho"]
 _TAU = ["tau", "low", "high", "p"]
 _PARTIAL = ["partial", "partial_low", "partial_high"]
-_LATEX = {"τ": r"$\tau$", "ρ": r"$\rho$", "−": "$-$", "–": "--", "±": r"$\pm$"}
 _RESAMPLES = 10_000
 
 
@@ -307,14 +306,14 @@ def _plot_radius(parts: Sequence[Any], found: Any, goal: Mapping[str, float], ta
 
 
 def formatted(table: Any, style: str = "text") -> str:
-    """Write a table of words.
+    """Write a table of :func:`compare` or :func:`sharpness.study.per_model`, with four digits a number.
 
     Parameters
     ----------
     table : pandas.DataFrame
-        Of strings; the index is not written.
+        Its index is not written.
     style : {"text", "markdown", "latex", "csv"}
-        ``"text"`` has aligned columns, for a terminal; LaTeX tables use the rules of booktabs.
+        ``"text"`` has aligned columns, for a terminal; ``"latex"`` has the rules of booktabs; ``"csv"`` has all digits.
 
     Returns
     -------
@@ -323,7 +322,7 @@ def formatted(table: Any, style: str = "text") -> str:
     Examples
     --------
     >>> import pandas as pd
-    >>> print(formatted(pd.DataFrame({"model": ["run 7"], "gap": ["0.125"]}), "markdown"))
+    >>> print(formatted(pd.DataFrame({"model": ["run 7"], "gap": [0.125]}), "markdown"))
     | model | gap |
     |---|---|
     | run 7 | 0.125 |
@@ -331,34 +330,9 @@ def formatted(table: Any, style: str = "text") -> str:
     if style == "csv":
         return table.to_csv(index=False)
     if style == "latex":
-        return table.to_latex(index=False, escape=True).translate(str.maketrans(_LATEX))
+        return table.to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format)
     if style == "text":
-        return table.to_string(index=False) + "\n"
-    lines = [table.columns, ["---"] * len(table.columns), *table.to_numpy()]
+        return table.to_string(index=False, na_rep="", float_format="{:.4g}".format) + "\n"
+    words = table.map(lambda v: v if isinstance(v, str) else "" if math.isnan(v) else f"{v:.4g}")
+    lines = [words.columns, ["---"] * len(words.columns), *words.to_numpy()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace(" --- ", "---")
-
-
-def model_cells(table: Any) -> Any:
-    """Write the numbers of :func:`per_model` as words, each measure as mean ± standard error over its batches."""
-    words = table.map(lambda v: "" if math.isnan(v) else f"{v:.4g}")
-    for name in table.columns[table.columns.str.endswith(STD_ERROR)]:
-        words[name.removesuffix(STD_ERROR)] += table[name].map(lambda v: "" if math.isnan(v) else f" ± {v:.2g}")
-        del words[name]
-    return words.rename_axis("model").reset_index().astype(str)
-
-
-def ranking_cells(found: Any, given: Sequence[str]) -> Any:
-    """Write the numbers of :func:`compare` as words."""
-
-    def interval(tau: float, low: float, high: float) -> str:
-        return "–" if math.isnan(tau) else f"{tau:+.2f} [{low:+.2f}, {high:+.2f}]"
-
-    controls = ", ".join(["train loss and error", *(name.replace("_", " ") for name in given if name not in CONTROLS)])
-    words = found[["quantity"]].replace("_", " ", regex=True)
-    words["ρ"] = found["rho"].map(lambda rho: f"{rho:.3g}" if rho else "")
-    words["median"] = found["median"].map("{:.3g}".format)
-    words["models"] = found["models"].astype(str)
-    words["τ"] = [interval(*row) for row in found[_TAU[:3]].to_numpy()]
-    words["p"] = found["p"].map(lambda p: "–" if math.isnan(p) else f"{p:.2g}")
-    words[f"τ given {controls}"] = [interval(*row) for row in found[_PARTIAL].to_numpy()]
-    return words

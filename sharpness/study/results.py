@@ -10,7 +10,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import stdev
 from typing import Annotated, Any
@@ -32,11 +32,8 @@ TARGETS = {
     "test-error": "test error",
     "test-loss": "test loss",
 }
-#: Cells of a .csv that are no real numbers, with what reads them.
-_READERS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("checkpoint", "kind", "measure"), str), **dict.fromkeys(("ablation", "remarks"), json.loads),
-    **dict.fromkeys(("passes", "unconverged"), int),
-}  # fmt: skip
+#: Columns of a .csv that hold words; the others hold JSON.
+_TEXT = ("checkpoint", "kind", "measure")
 Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -69,8 +66,6 @@ class _Sharpness(_Row, tag="sharpness"):
 #: A row, by its kind.
 AnyRow = _Fit | _Baselines | _Sharpness
 _FITS = _Fit.__struct_fields__[1:]
-#: What the name of a standard error ends in.
-STD_ERROR = ", standard error"
 
 
 def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
@@ -115,7 +110,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     with naming(f"{path} holds no results of a sweep"), path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
             cells = ({k: v for k, v in line.items() if v not in ("", None)} for line in csv.DictReader(file))
-            rows = [{k: _READERS.get(k, float)(v) for k, v in line.items()} for line in cells]
+            rows = [{k: v if k in _TEXT else json.loads(v) for k, v in line.items()} for line in cells]
             rows = [{"ablation": {}, **row} if row.get("kind") == "sharpness" else row for row in rows]
         else:
             text = file.read()
@@ -271,13 +266,13 @@ def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
     -------
     pandas.DataFrame
         Losses and errors on training and test data, the gap (test error minus training error), and every measure with
-        its radius; the standard error over the batches has a column of its own. The index has the checkpoints.
+        its radius; the standard error over the batches, if there are several, has a column of its own.
 
     Examples
     --------
     >>> fit = {"checkpoint": "run 7", "kind": "fit", "train_error": 0.25, "test_error": 0.375}
-    >>> per_model([fit]).loc["run 7"].to_dict()
-    {'train error': 0.25, 'test error': 0.375, 'gap': 0.125}
+    >>> per_model([fit]).to_dict("records")
+    [{'model': 'run 7', 'train error': 0.25, 'test error': 0.375, 'gap': 0.125}]
     """
     frame, gaps = measurements(rows), targets(rows, "gap")
     values = (one_radius(frame) if short else frame).set_index("checkpoint")
@@ -288,9 +283,11 @@ def per_model(rows: Sequence[Row], *, short: bool = False) -> Any:
     if gaps:
         table["gap"] = table.index.map(gaps)
     for (name, rho), part in values[values["kind"] == "sharpness"].groupby(["quantity", "rho"]):
-        column = f"{name}, ρ = {rho:g}" if rho else name
-        table[column], table[column + STD_ERROR] = part["value"], part["std_error"]
-    return table
+        column = f"{name}, rho = {rho:g}" if rho else name
+        table[column] = part["value"]
+        if part["std_error"].notna().any():
+            table[f"{column}, standard error"] = part["std_error"]
+    return table.rename_axis("model").reset_index()
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

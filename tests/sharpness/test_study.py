@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sharpness import cli, evaluate
-from sharpness.study import Accuracies, distance, read_config, run_sweep, targets
+from sharpness.study import Accuracies, read_config, run_sweep, targets
 from sharpness.study.plan import of_model
+from sharpness.study.run import distance
 from tests import networks
 from tests.sweeps import MODULE, rows_of
 

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 import reproduction.statistics
 from reproduction.tables import write_rows
 from sharpness import cli
-from sharpness.study import compare, kendall, per_model, plot_sweep, read_results, targets, write_results
-from sharpness.study.ranking import formatted, model_cells, ranking_cells
+from sharpness.study import compare, kendall, per_model, plot_sweep, read_results, targets
+from sharpness.study.ranking import formatted
+from sharpness.study.results import write_results
 from tests.studies import study
 
 
@@ -22,7 +23,7 @@ def test_rows_survive_a_csv(tmp_path):
     rows = study()
     write_rows(tmp_path / "r.csv", rows)
     write_results(tmp_path / "results.jsonl", rows)
-    one, two = (ranking_cells(compare(read_results(p)), ()) for p in (tmp_path / "r.csv", tmp_path))
+    one, two = (compare(read_results(p)) for p in (tmp_path / "r.csv", tmp_path))
     assert formatted(one) == formatted(two)
     back = read_results(tmp_path / "r.csv")
     assert [r["checkpoint"] for r in back] == [r["checkpoint"] for r in rows]
@@ -49,16 +50,15 @@ def test_json_of_a_row_is_readable(tmp_path):
 
 @pytest.mark.parametrize("style", ["text", "markdown", "latex", "csv"])
 def test_tables(style):
-    text = formatted(ranking_cells(compare(study()), ()), style)
+    text = formatted(compare(study()), style)
     assert "geodesic-inv" in text
     assert text.count("\n") > 10
 
 
 def test_names_in_latex():
     rows = [{**r, "checkpoint": r["checkpoint"] + r" $a_1^#\{x}~&%"} for r in study(models=2)]
-    printed = formatted(model_cells(per_model(rows)), "latex")
+    printed = formatted(per_model(rows), "latex")
     assert r"m00 \$a\_1\textasciicircum \#\textbackslash \{x\}\textasciitilde \&\%" in printed
-    assert r"geodesic-inv, $\rho$ = 0.1" in printed
 
 
 def test_a_row_for_each_model():
@@ -66,17 +66,17 @@ def test_a_row_for_each_model():
     for row in rows:
         if row["kind"] == "sharpness" and row["checkpoint"] != "m02":
             row["per_batch"] = [row["sharpness"] - 0.3, row["sharpness"] + 0.3]
-    head, _, *lines = formatted(model_cells(per_model(rows, short=True)), "markdown").splitlines()
-    # Four of the fit, the gap, two measures and their two ablations at one radius each.
-    assert head.count("|") - 1 == 10
-    assert "| adaptive, ρ = 0.5 | adaptive, statistic = average, ρ = 0.5 | geodesic-inv, ρ = 0.1 |" in head
-    assert [" ± 0.3 |" in line for line in lines] == [True, True, False]
-    text = formatted(model_cells(per_model(rows))).splitlines()
-    assert len(set(map(len, text))) == 1
-    assert r"$\pm$" in formatted(model_cells(per_model(rows)), "latex")
-    table = per_model(rows)
-    assert table["geodesic-inv, ρ = 0.1, standard error"]["m00"] == pytest.approx(0.3)
-    assert np.isnan(table["geodesic-inv, ρ = 0.1, standard error"]["m02"])
+    table = per_model(rows, short=True)
+    # The model, four of the fit, the gap, two measures and their two ablations at one radius each, and their errors.
+    assert len(table.columns) == 1 + 4 + 1 + 4 * 2
+    assert list(table.columns[6::2]) == [
+        "adaptive, rho = 0.5", "adaptive, statistic = average, rho = 0.5", "geodesic-inv, rho = 0.1",
+        "geodesic-inv, statistic = average, rho = 0.1",
+    ]  # fmt: skip
+    assert table["geodesic-inv, rho = 0.1, standard error"].tolist() == pytest.approx([0.3, 0.3, np.nan], nan_ok=True)
+    lines = formatted(table).splitlines()
+    assert len(set(map(len, lines))) == 1
+    assert len(per_model(rows).columns) == 1 + 4 + 1 + 12 * 2
 
 
 def test_every_radius_has_the_tau_of_its_column():
@@ -157,14 +157,14 @@ def test_commands(tmp_path, capsys):
     write_results(path, rows)
     assert cli.main(["table", path, "--short"]) == 0
     printed = capsys.readouterr().out
-    assert printed.split()[:2] == ["quantity", "ρ"]
+    assert printed.split()[:2] == ["quantity", "rho"]
     assert [line.split()[1] for line in printed.splitlines() if line.split()[:1] == ["adaptive"]] == ["0.5"]
     assert "adaptive, statistic = average" in printed
     assert cli.main(["table", path, "--given", "weight-norm", "--format", "markdown"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("| quantity | ρ |")
-    assert "τ given train loss and error, weight norm" in printed
-    assert next(line for line in printed.splitlines() if line.startswith("| weight norm")).endswith("| – |")
+    assert printed.startswith("| quantity | rho |")
+    assert "partial is tau given train_loss, train_error, weight_norm." in printed
+    assert next(line for line in printed.splitlines() if line.startswith("| weight_norm")).endswith("|  |  |  |")
     assert cli.main(["table", path, "--given", "relative-flatness"]) == 2
     assert "12 models have no relative_flatness to control for" in capsys.readouterr().err
     assert cli.main(["table", path, "--short", "--json"]) == 0
@@ -226,7 +226,7 @@ def test_few_models_are_listed_one_by_one(tmp_path, capsys):
     assert cli.main(["table", str(tmp_path / "nine.jsonl")]) == 0
     printed = capsys.readouterr().out
     assert "9 models with a gap: too few to correlate, which needs 10." in printed
-    assert "τ" not in printed
+    assert "tau" not in printed
     assert "sharpness are in nats" in printed
     assert cli.main(["table", str(tmp_path / "nine.jsonl"), "--format", "csv"]) == 0
     found = capsys.readouterr()
@@ -237,9 +237,8 @@ def test_few_models_are_listed_one_by_one(tmp_path, capsys):
     assert "--given is for a ranking" in capsys.readouterr().out
     assert cli.main(["table", str(tmp_path / "ten.jsonl"), "--per-model", "--json", "--short"]) == 0
     first = json.loads(capsys.readouterr().out)["rows"][0]
-    assert first["adaptive, ρ = 0.5"] == next(r["sharpness"] for r in rows if r.get("rho") == 0.5)
-    assert first["adaptive, ρ = 0.5, standard error"] is None
-    assert "adaptive, ρ = 0.05" not in first
+    assert first["adaptive, rho = 0.5"] == next(r["sharpness"] for r in rows if r.get("rho") == 0.5)
+    assert not any("standard error" in name or name.endswith("rho = 0.05") for name in first)  # of one batch
 
 
 def test_models_without_errors_are_ranked_by_their_losses(tmp_path, capsys):

@@ -7,7 +7,7 @@ from torch import nn
 
 import sharpness
 from quotient_manifolds.symmetries import find_symmetric_pairs
-from sharpness.study import distance
+from sharpness.study.run import distance
 from sharpness.weights import named_weights, trainable
 from tests import networks
 
