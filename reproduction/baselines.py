@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
+from sharpness.building import trainable
 from sharpness.losses import IGNORED, Objective, scores_and_labels, to_float32
 from sharpness.perturb import becomes_float32, pointing_to
-from sharpness.weights import trainable
 
 __all__ = [
     "baselines", "critical_sharpness", "fisher_trace", "geodesic_distance", "margin", "norms", "relative_flatness",

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 
+from .direction import Profile, profile
+from .errors import require_extra
 from .evaluation import evaluate
-from .extras import require_extra
 from .files import check_file, write_json
 from .plots import COLOURS, MARKERS, check_figure, figure, plain_ticks
-from .profiles import Profile, profile
 from .progress import bar
 
 __all__ = ["digits", "moved", "run", "train", "vision_transformer"]
@@ -143,8 +143,7 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
                 result = evaluate(twin, [batch], measure=name, rho=rho, seed=seed, progress=False)
                 rows[-1][name] = float(result)
                 if kind not in MOVES:
-                    ways = (result.measure.geodesic,)
-                    lines[name] = profile(model, batch, result.direction(0), ways=ways, reach=1)
+                    lines[name] = profile(model, batch, result.direction(0), reach=1)
             shown.update()
     table = pd.DataFrame(rows).set_index("move")
     factors = (table / table.iloc[0])[1:].rename({kind: label for kind, (_, label) in MOVES.items()})
@@ -164,8 +163,7 @@ def _draw(factors: Any, lines: Mapping[str, Profile], path: Path) -> None:
     with figure(path, (12.5, 5.2), 1, 2, width_ratios=(1, 1.3)) as (_, ((left, right),)):
         for name, line in lines.items():
             look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name], "label": name}
-            (losses,) = line.losses.values()
-            left.plot(line.lengths, losses, markevery=8, **look)
+            left.plot(line.lengths, next(iter(line.losses.values())), markevery=8, **look)
             right.plot(factors[name], factors.index, linestyle="", markersize=9, **look)
         left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")
         left.legend()

@@ -12,20 +12,21 @@ import numpy as np
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
 
-from .extras import require_extra
+from .direction import profile
+from .errors import require_extra
 from .files import atomic_write, check_file
-from .profiles import profile
+from .shares import PARTS
 
 if TYPE_CHECKING:
     from torch import nn
 
     from quotient_manifolds.symmetries import ModelDistance
-    from quotient_manifolds.symmetries.spectrum import PairSpectrum
+    from quotient_manifolds.symmetries.stacks import PairSpectrum
 
-    from .layers import LayerShares
+    from .direction import Profile
     from .losses import LossFunction
-    from .profiles import Profile
     from .results import SharpnessResult
+    from .shares import LayerShares
 
 __all__ = ["plot_distances", "plot_layers", "plot_model", "plot_profile", "plot_spectra"]
 
@@ -124,7 +125,8 @@ def figure(
         drawn = Figure(figsize=size, layout="constrained")
         yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
         if path is not None:
-            atomic_write(path, drawn.savefig)
+            with atomic_write(path) as own:
+                drawn.savefig(own)
 
 
 def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
@@ -199,19 +201,22 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     Examples
     --------
     >>> from sharpness import LayerShare, LayerShares
-    >>> found = LayerShares([LayerShare("layers.0", "qk", 0, 0.7), LayerShare("layers.0", "weights", None, 0.3)])
+    >>> found = LayerShares([LayerShare("layers.0", "Q–K", 0, 0.7), LayerShare("layers.0", "MLP", None, 0.3)])
     >>> drawn = plot_layers(found)
     """
     if not found:
         raise ValueError("there are no shares to draw")
     layers = list(dict.fromkeys(s.layer for s in found))
-    columns = sorted({(s.kind == "weights", s.kind, s.head or 0) for s in found})
+    parts = [*PARTS, "weights"]
+    pairs = ("LoRA", "other pairs")
+    kinds = [s.part if s.head is not None or s.part in pairs else "weights" for s in found]
+    columns = sorted({(parts.index(kind), s.head or 0) for kind, s in zip(kinds, found, strict=True)})
     table = np.full((len(layers), len(columns)), np.nan)
-    for s in found:
-        cell = layers.index(s.layer), columns.index((s.kind == "weights", s.kind, s.head or 0))
+    for kind, s in zip(kinds, found, strict=True):
+        cell = layers.index(s.layer), columns.index((parts.index(kind), s.head or 0))
         table[cell] = s.share + np.nan_to_num(table[cell])
     size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
-    names = [kind if others else f"{_KINDS.get(kind, kind)} {head}" for others, kind, head in columns]
+    names = ["weights" if parts[part] == "weights" else f"{parts[part]} {head}" for part, head in columns]
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
         axes.set_xticks(range(len(columns)), names, fontsize="x-small", rotation=90)

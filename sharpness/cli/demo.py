@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, examples, place, seed
+from . import examples, place, seed
 
 __all__ = ["add_demo"]
 
@@ -20,7 +20,6 @@ def add_demo(commands: Any) -> None:
         "by four measures, and measure ten other networks that compute the same function, each moved along one kind of "
         "symmetry. Prints a table, and saves a picture with the numbers beside it. Takes less than two minutes.",
         epilog=examples("sharpness demo --out sharpness-demo.png"),
-        formatter_class=Formatter,
     )
     demo.add_argument("--seed", type=seed, default=0, help="seed of the split of the data, the training and the moves")
     demo.add_argument("--out", type=place, default=Path("sharpness-demo.png"), help="picture; the numbers go beside it")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_json, as_json, checked_device, examples, place, shard
+from . import add_json, as_json, checked_device, examples, place, shard
 
 __all__ = ["add_plot", "add_sweep", "add_table"]
 
@@ -27,7 +27,6 @@ def add_sweep(commands: Any) -> None:
         epilog=examples(
             "sharpness sweep sweep.json --out results", "sharpness sweep sweep.json --out results --shard 1/4"
         ),
-        formatter_class=Formatter,
     )
     sweep.add_argument("config", type=place, metavar="CONFIG", help="YAML or JSON file")
     sweep.add_argument(
@@ -83,7 +82,7 @@ def _refuse_results(results: Path, config: Path, sweep: Any) -> None:
     from ..study.plan import places
 
     data = [path for d in (sweep.data, sweep.train, sweep.test) if d is not None for path in places(d.source)]
-    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights, c.head)]
+    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights)]
     table = [] if sweep.accuracies is None else [sweep.accuracies.file]
     files = [path for path in (config, *read, *table, *data) if path is not None and not Path(path).is_dir()]
     check_apart(results, files, [path for path in data if path.is_dir()])
@@ -112,7 +111,7 @@ def _tell_of_others(results: Path, rows: list[dict[str, Any]]) -> None:
 def _add_results(commands: Any, name: str, words: str, description: str, *shown_as: str) -> argparse.ArgumentParser:
     """Add a command that reads the results of a sweep."""
     shown: argparse.ArgumentParser = commands.add_parser(
-        name, help=words, description=description, epilog=examples(*shown_as), formatter_class=Formatter
+        name, help=words, description=description, epilog=examples(*shown_as)
     )
     shown.add_argument(
         "results", type=place, metavar="RESULTS", help="the folder of a sweep, or its results.jsonl or a .csv of it"

@@ -7,19 +7,16 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, field
 
-from ..building import pair_block_class
-from ..data import DataChoice, TextColumns
-from ..data.loading import is_function
-from ..errors import naming
-from ..extras import require_extra
-from ..local import measure_of
+from ..data import DataChoice, TextColumns, is_function
+from ..errors import naming, require_extra
+from ..hessian import measure_of
 from ..measures import Measure
 from .plan import Checkpoint, Common, Sweep, applies
 
@@ -34,7 +31,6 @@ class _Entry(Struct, forbid_unknown_fields=True):
 
     path: str
     model: str | None = None
-    head: str | None = None
 
 
 class _File(Common, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +51,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     ----------
     path
         File, ``.json`` or else YAML, with the attributes of :class:`Sweep` as entries. ``checkpoints`` is a pattern, or
-        a list of ``{path, model, head}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
+        a list of ``{path, model}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
         :class:`sharpness.data.DataChoice` and :class:`sharpness.data.TextColumns`; ``rho`` is a list for all measures,
         or has lists by measure; ``initial`` is a checkpoint file or a transformers folder. Paths are relative to the
         file.
@@ -173,10 +169,9 @@ def _checkpoints(entries: list[str | _Entry], base: Path) -> tuple[Checkpoint, .
         paths = sorted(str(base / place) for place in glob.glob(entry.path, root_dir=base))
         if not paths:
             raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
-        head = None if entry.head is None else str(base / entry.head)
         for path in paths:
-            model, weights = (path, ()) if entry.model is None else (entry.model, (path, head))
-            checkpoints.append(Checkpoint(Path(path).name, model, *weights))
+            model, weights = (path, None) if entry.model is None else (entry.model, path)
+            checkpoints.append(Checkpoint(Path(path).name, model, weights))
     names = [c.name for c in checkpoints]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
@@ -187,11 +182,13 @@ def _checkpoints(entries: list[str | _Entry], base: Path) -> tuple[Checkpoint, .
 
 
 def _check_ablation(ablation: Mapping[str, Any], measures: Iterable[str]) -> None:
-    known = {"statistic", *Measure.__dataclass_fields__} - {"name", "rho"}
+    known = {"statistic", "measures", *(f.name for f in fields(Measure))} - {"name", "rho"}
     for key in ablation:
         if key not in known:
             raise ValueError(f"an ablation has an unknown switch {key!r}; known are {', '.join(sorted(known))}")
-    if "pair_block" in ablation:
-        pair_block_class(ablation["pair_block"])
-    if not any(applies(name, ablation) for name in measures):
+    own = _converted(ablation.get("measures", list(measures)), list[str], "ablations")
+    strange = [name for name in own if name not in measures]
+    if strange:
+        raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")
+    if not any(applies(name, ablation) for name in own):
         raise ValueError(f"the ablation {ablation} has no meaning for any of {', '.join(measures)}")

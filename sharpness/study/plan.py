@@ -17,15 +17,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from ..data import DataChoice
-from ..data.images import labels_beside
-from ..data.loading import divided, is_function, source_files
-from ..data.text import read_table
+from ..data import DataChoice, divided, is_function, source_files
 from ..errors import naming
 from ..evaluation import checked_radii
-from ..local import LOCAL, measure_of
+from ..hessian import LOCAL, measure_of
 from ..measures import Measure
-from ..models.loaded import TOKENIZER, files_of
+from ..models import INPUTS, files_of
+from ..texts import read_table
 
 __all__ = ["Accuracies", "Checkpoint", "Sweep", "as_data", "job_key", "of_model", "places", "switched", "versions"]
 
@@ -34,8 +32,8 @@ Job = Mapping[str, Any]
 Count = Annotated[int, Meta(ge=1, le=2**53)]
 #: Suffixes of checkpoint files.
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-#: What transformers reads of a model in a folder, besides its tokenizer.
-_MODEL = ("config.json", "preprocessor_config.json", "*.safetensors", "*.bin", "*.index.json")
+#: What transformers reads of a model in a folder, besides its tokenizer and image processor.
+_MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 
 class Accuracies(Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,8 +111,8 @@ class Checkpoint(Struct, frozen=True):
         Unique in a sweep: file or folder name.
     model : str
         Name for :func:`sharpness.models.load`.
-    weights, head : str or None
-        Its other arguments.
+    weights : str or None
+        Its ``checkpoint``.
 
     Examples
     --------
@@ -127,7 +125,6 @@ class Checkpoint(Struct, frozen=True):
     name: str
     model: str
     weights: str | None = None
-    head: str | None = None
 
 
 class _Settings(Struct, kw_only=True):
@@ -173,12 +170,12 @@ class Sweep(Common, kw_only=True):
     initial : Checkpoint or None
         The model from which all were fine-tuned, for the distance from it.
     measures : tuple of str
-        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.local.LOCAL``.
+        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.hessian.LOCAL``.
     rho : dict of str to tuple of float
         Radii by measure; by default the measure's own.
     ablations : tuple of dict
         Fields of ``Measure`` (``geodesic``, ``symmetry``, ``relaxation``, …) and ``statistic``, changed in all measures
-        for which they have a meaning. ``{}`` is the measure itself.
+        for which they have a meaning, or in those listed under ``measures``. ``{}`` is the measure itself.
     steps, relative_tol, ascent, restarts, seed, micro_batch, normalize_logits
         As for :func:`sharpness.evaluate`.
     device : str
@@ -232,9 +229,8 @@ class Sweep(Common, kw_only=True):
             initial = None if self.initial is None else _digest(self.initial)
             yield {**where, "kind": "baselines", "data": as_data(self.data), "initial": initial, "code": function}
         for name, ablation, rho in self.measured():
-            code = {"code": of_data(ablation["pair_block"])} if "pair_block" in ablation else {}
             yield {
-                **where, **code, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
+                **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
                 "data": as_data(self.data), "settings": self.settings,
             }  # fmt: skip
 
@@ -244,8 +240,9 @@ class Sweep(Common, kw_only=True):
         for name in self.measures:
             rho = () if name in LOCAL else checked_radii(measure_of(name), self.rho.get(name))
             for ablation in self.ablations:
-                if applies(name, ablation):
-                    plan[json.dumps([name, ablation], sort_keys=True)] = name, ablation, list(rho)
+                if name in ablation.get("measures", (name,)) and applies(name, ablation):
+                    switches = {k: v for k, v in ablation.items() if k != "measures"}
+                    plan[json.dumps([name, switches], sort_keys=True)] = name, switches, list(rho)
         return list(plan.values())
 
 
@@ -254,7 +251,7 @@ def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
     statistic = ablation.get("statistic", "worst")
     if statistic not in ("worst", "average") or (name in LOCAL and "statistic" in ablation):
         raise ValueError(f"statistic={statistic!r} has no meaning for {name!r}; it is 'worst' or 'average' over a ball")
-    return measure_of(name, **{k: v for k, v in ablation.items() if k != "statistic"})
+    return measure_of(name, **{k: v for k, v in ablation.items() if k not in ("statistic", "measures")})
 
 
 def applies(name: str, ablation: Mapping[str, Any]) -> bool:
@@ -272,7 +269,7 @@ def as_data(choice: DataChoice) -> dict[str, Any]:
 
 
 def _digest(checkpoint: Checkpoint) -> str:
-    return of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
+    return of_model(checkpoint.model, checkpoint.weights)
 
 
 def job_key(job: Job) -> str:
@@ -291,8 +288,7 @@ def versions() -> dict[str, str]:
 
 def places(name: str) -> list[Path]:
     """List what is read of a model or a source of data: a folder, files, or the code of ``module:function``."""
-    path = divided(name)[0]
-    return _code(name) if is_function(name) else list(dict.fromkeys([path, labels_beside(path)]))
+    return _code(name) if is_function(name) else [divided(name)[0]]
 
 
 def of_data(source: str) -> str:
@@ -302,16 +298,16 @@ def of_data(source: str) -> str:
     return _of_files(source_files(source))
 
 
-def of_model(model: str, weights: str | None, head: str | None) -> str:
+def of_model(model: str, weights: str | None) -> str:
     """Digest a model: weights with the code or name, or a folder's configuration, weights, tokenizer, preprocessor."""
     files: list[tuple[str, Path]] = []
     if Path(model).is_dir():
-        files += [(p.name, p) for p in files_of(Path(model), (*_MODEL, *TOKENIZER))]
+        files += [(p.name, p) for p in files_of(Path(model), (*_MODEL, *INPUTS))]
     elif Path(model).is_file():  # weights without a folder
         files.append(("weights", Path(model)))
     elif ":" in model:
         files += [("code", path) for path in _code(model)]
-    files += [(role, Path(p)) for role, p in (("weights", weights), ("head", head)) if p is not None]
+    files += [] if weights is None else [("weights", Path(weights))]
     return _of_files([(name, p) for name, p in files if p.is_file()])
 
 

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..errors import naming
-from ..extras import require_extra
+from ..errors import naming, require_extra
 from ..files import write_text
 from ..measures import MEASURES
 

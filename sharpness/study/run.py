@@ -17,17 +17,16 @@ from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor, nn
 
 from ..batch_loss import RadiusError
-from ..data import DataChoice
-from ..data.loading import Batches, check_source
+from ..building import trainable
+from ..data import Batches, DataChoice, check_source
 from ..distributed import World, counter, everybody, shard_
 from ..errors import imported, naming, words_of
 from ..evaluation import evaluate
 from ..files import check_folder, write_json
-from ..local import LOCAL, hessian
+from ..hessian import LOCAL, hessian
 from ..losses import Objective, count_examples
 from ..models import LoadedModel, load, load_state_dict
 from ..progress import bar
-from ..weights import trainable
 from .plan import Checkpoint, Job, Sweep, as_data, job_key, of_model, switched, versions
 from .results import AnyRow
 
@@ -131,7 +130,7 @@ class _Reader:
         self._batches: dict[str, Batches] = {}
 
     def batches(self, choice: DataChoice, loaded: LoadedModel) -> Batches:
-        key = json.dumps([as_data(choice), repr(choice.image_format(loaded.images)), loaded.text_key()], sort_keys=True)
+        key = json.dumps([as_data(choice), loaded.input_key()], sort_keys=True)
         if key not in self._batches:
             if len(self._batches) > 2:  # training, test and measured examples of one kind of model
                 self._batches.clear()
@@ -142,7 +141,7 @@ class _Reader:
 def _loaded(checkpoint: Checkpoint, device: str, group: ProcessGroup | None) -> LoadedModel | Exception:
     """Load a model, or return the error, so that the sweep continues with the others."""
     try:
-        loaded = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
+        loaded = load(checkpoint.model, checkpoint.weights)
         if group is not None:
             shard_(loaded.model, torch.device(device))
         loaded.model.to(device).eval()
@@ -405,7 +404,7 @@ def _records(place: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, 
 def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[Job], list[dict[str, Any]]]:
     """Return the jobs of a checkpoint and what failed: if its own files cannot be read, it has no jobs."""
     try:
-        of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
+        of_model(checkpoint.model, checkpoint.weights)
     except OSError as error:
         return [], [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
     return list(sweep.jobs(checkpoint)), []
