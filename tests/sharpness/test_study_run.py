@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sharpness import cli
-from sharpness.sweep import digests, read_config, read_failures, run_sweep
+from sharpness.study import plan, read_config, read_failures, run_sweep
 from tests import networks, spread
 from tests.extent import EXHAUSTIVE
 from tests.pictures import picture_network
@@ -65,7 +65,7 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     Path("halves").mkdir()
     for name in "ab":
         torch.save(halves.model().state_dict(), f"halves/{name}.pt")
-    config = {**json.loads(Path("sweep.json").read_text()), "baselines": False, "ablations": [{}]}
+    config = {**json.loads(Path("sweep.json").read_text()), "ablations": [{}]}
     config |= {"measures": ["adaptive", "gradient-norm"], "rho": {"adaptive": 0.1}}
     config["checkpoints"] = [{"path": "halves/*.pt", "model": "halves:model"}]
     Path("halves.json").write_text(json.dumps(config))
@@ -77,15 +77,13 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
         assert "spare" in unused
     capsys.readouterr()
     lines = [f"{remark} (adaptive, gradient-norm; a.pt, b.pt)" for remark in (frozen, unused)]
-    for results in ("out", "out/results.csv"):
-        assert cli.main(["table", results]) == 0
-        printed = capsys.readouterr().out
-        assert all(f"- {line}\n" in printed for line in lines)
+    assert cli.main(["table", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"- {line}\n" in printed for line in lines)
     assert cli.main(["table", "out", "--format", "csv"]) == 0
     assert all(line in capsys.readouterr().err for line in lines[:1])
     assert cli.main(["table", "out", "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)[0]
-    assert first["remarks"] == [line.replace("a.pt, b.pt", "a.pt") for line in lines]
+    assert json.loads(capsys.readouterr().out)["notes"][-2:] == lines
     # A ranking of more models has them too.
     with open("out/results.jsonl", "a") as file:
         for k, row in itertools.product(range(10), rows):
@@ -93,7 +91,7 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     assert cli.main(["table", "out/results.jsonl"]) == 0
     assert f"- {frozen} (adaptive, gradient-norm; 22 models)" in capsys.readouterr().out
     assert cli.main(["table", "out/results.jsonl", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["remarks"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 2
     run = ["run", "halves:model", "train.pt", "--measure", "adaptive", "--rho", "0.1", "--quiet"]
     assert cli.main(run) == 0
     printed = capsys.readouterr().out
@@ -134,7 +132,7 @@ def test_a_file_that_cannot_be_read_leaves_the_others_their_rows(place, capsys, 
         return opened(path, *arguments)
 
     opened = open
-    monkeypatch.setattr("sharpness.sweep.digests.open", unreadable, raising=False)
+    monkeypatch.setattr("sharpness.study.plan.open", unreadable, raising=False)
     for _ in range(2):
         assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
         assert re.search(r"net1.pt, model: .*Permission denied", capsys.readouterr().err)
@@ -142,7 +140,7 @@ def test_a_file_that_cannot_be_read_leaves_the_others_their_rows(place, capsys, 
     assert len(Path("out/results.jsonl").read_text().splitlines()) == len(rows_of("out"))
     (failure,) = read_failures("out", read_config("sweep.json"))
     assert failure["checkpoint"] == "net1.pt"
-    digests._of_contents.cache_clear()
+    plan._of_contents.cache_clear()
     lost[:] = ["train.pt", "data.pt"]
     with pytest.raises(PermissionError):
         rows_of("out")
@@ -156,7 +154,7 @@ def test_torchrun_gives_the_same_rows(place):
 
 def test_sharded_models_give_the_same_rows(place, capsys):
     """Two processes, which measure each model together; the first alone writes."""
-    config = json.loads(Path("sweep.json").read_text()) | {"baselines": False, "measures": ["adaptive", "geodesic-inv"]}
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive", "geodesic-inv"]}
     config |= {"rho": {"adaptive": 0.3, "geodesic-inv": 0.05}, "ablations": [{}]}
     config["checkpoints"][0]["model"] = "tests.spread:model"
     shutil.rmtree("collection")
@@ -182,9 +180,9 @@ def test_sharded_models_give_the_same_rows(place, capsys):
                 two[key] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value)
                 or key == "per_batch"
             )
-    Path("sweep.json").write_text(json.dumps(config | {"sharded": True, "baselines": True}))
+    Path("sweep.json").write_text(json.dumps(config | {"sharded": True, "initial": "collection/0.pt"}))
     assert cli.main(["sweep", "sweep.json", "--out", "no", "--quiet"]) == 2
-    assert "add baselines: false" in capsys.readouterr().err
+    assert "leave them out with sharded: true" in capsys.readouterr().err
 
 
 MOMENTS = 50 if EXHAUSTIVE else 4
@@ -375,8 +373,7 @@ def test_bert_folders_good_and_bad(place, capsys):
     (place / "berts" / "pickled" / "config.json").write_text((place / "berts/good/config.json").read_text())
     torch.save(Payload(), place / "berts" / "pickled" / "pytorch_model.bin")
     (place / "texts.tsv").write_text("text\tlabel\n" + "".join(f"{w}\t{w.split()[0]}\n" for w in words))
-    config = {"checkpoints": "berts/*", "data": "texts.tsv", "measures": ["geodesic-inv"], "rho": 0.05, "steps": 2,
-              "baselines": False}  # fmt: skip
+    config = {"checkpoints": "berts/*", "data": "texts.tsv", "measures": ["geodesic-inv"], "rho": 0.05, "steps": 2}
     (place / "berts.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "berts.json", "--out", "b", "--quiet"]) == 1
     said = {line.split()[1]: line for line in capsys.readouterr().err.splitlines() if line.startswith("sharpness:")}
@@ -414,9 +411,8 @@ def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
     (place / "soups.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
     rows = rows_of("s", "soups.json")
-    assert [(r["checkpoint"], r["kind"]) for r in rows] == [("model_0.pt", "baselines"), ("model_0.pt", "sharpness")]
-    assert rows[0]["relative_flatness"] > 0
-    assert rows[1]["sharpness"] > 0
+    assert [(r["checkpoint"], r["kind"]) for r in rows] == [("model_0.pt", "sharpness")]
+    assert rows[0]["sharpness"] > 0
     assert "soups/model_1.pt is not a plain state dict of tensors" in capsys.readouterr().err
     assert not Path("executed").exists()
 
@@ -429,7 +425,7 @@ def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
-    assert len(lines) == 6  # the fit, the baselines, and two measures with two settings each
+    assert len(lines) == 5  # the fit, and two measures with two settings each
     assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
     torch.save(picture_network().state_dict(), "pictures.pt")
     config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
@@ -458,7 +454,7 @@ def test_what_all_checkpoints_need_is_looked_at_first(place, capsys):
 
 def test_results_of_something_else_are_not_replaced(place, capsys):
     Path("mine").mkdir()
-    Path("mine/results.csv").write_text("my own table")
+    Path("mine/results.jsonl").write_text("my own table")
     assert cli.main(["sweep", "sweep.json", "--out", "mine", "--quiet"]) == 2
-    assert "results.csv is not from a sweep into this folder" in capsys.readouterr().err
-    assert Path("mine/results.csv").read_text() == "my own table"
+    assert "results.jsonl is not from a sweep into this folder" in capsys.readouterr().err
+    assert Path("mine/results.jsonl").read_text() == "my own table"

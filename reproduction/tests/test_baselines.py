@@ -9,15 +9,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import apply_random_symmetry_, model_distance
-from sharpness.baselines import (
+from reproduction.baselines import (
+    baselines,
     critical_sharpness,
-    distance,
     fisher_trace,
     geodesic_distance,
     margin,
     norms,
     relative_flatness,
 )  # fmt: skip
+from sharpness.study.run import distance
 from tests import networks
 
 
@@ -72,18 +73,6 @@ def test_norms():
     assert found["weight_norm"] == pytest.approx(torch.cat([p.flatten() for p in trained]).norm().item())
     spectral = [torch.linalg.svdvals(w)[0].log() for w in (net[1].weight, net[2].weight.flatten(1))]
     assert found["log_spectral"] == pytest.approx(sum(s.item() for s in spectral), rel=1e-5)
-
-
-def test_distance_counts_what_both_have():
-    net = Net()
-    start = {k: v.clone() for k, v in net.state_dict().items()}
-    with torch.no_grad():
-        net.body[0].weight.add_(2.0)
-        net.head.weight.add_(100.0)
-    start["head.weight"] = torch.zeros(9, 4)  # a new head
-    assert distance(net, start) == pytest.approx((4 * net.body[0].weight.numel()) ** 0.5)
-    with pytest.raises(ValueError, match="have 0 of the 39 weights of Net"):
-        distance(net, {"other": torch.zeros(2)})
 
 
 def test_the_geodesic_distance_does_not_see_the_symmetry():
@@ -177,3 +166,26 @@ def test_critical_sharpness_in_pieces():
     net, batch = Net(), (torch.randn(12, 5), torch.randint(3, (12,)))
     whole, pieces = (critical_sharpness(net, batch, micro_batch=size) for size in (None, 5))
     assert pieces == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_baselines_of_a_half_precision_model_are_those_of_its_weights_in_float32(dtype):
+    """Near a minimum a critical step is smaller than the spacing of such numbers."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).float()
+    x = torch.randn(32, 8).to(dtype).float()
+    y = torch.randint(3, (32,))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.03)
+    for _ in range(300):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    narrow = net.to(dtype)
+    before = {k: v.clone() for k, v in narrow.state_dict().items()}
+    found = baselines(narrow, [(x.to(dtype), y)])
+    assert all(torch.equal(v, before[k]) and v.dtype == dtype for k, v in narrow.state_dict().items())
+    rounded = critical_sharpness(narrow, (x.to(dtype), y))
+    expected = baselines(net.float(), [(x, y)])
+    for name in ("critical_sharpness", "fisher_trace", "margin", "weight_norm", "relative_flatness"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert rounded != pytest.approx(expected["critical_sharpness"], rel=1e-3)

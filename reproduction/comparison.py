@@ -17,15 +17,22 @@ import numpy as np
 import numpy.typing as npt
 import scipy.optimize
 
-from .measures import MEASURES
-from .rows import BASELINES, Row, targets
+from sharpness.measures import MEASURES
+from sharpness.study import targets
+from sharpness.study.results import Row, label
+
 from .statistics import Correlation, kendall, kendall_difference, kendall_family
 
-__all__ = ["Ranking", "compare"]
+__all__ = ["BASELINES", "CONTROLS", "Ranking", "compare", "curves"]
 
 _Array = npt.NDArray[np.float64]
 #: The controls, beyond which a measure should add information.
 CONTROLS = ("train_loss", "train_error")
+#: Quantities that need no search, by the kind of row that has them.
+BASELINES = {"train_loss": "fit", "train_error": "fit"} | dict.fromkeys(
+    ("weight_norm", "log_spectral", "distance", "geodesic_distance", "relative_flatness", "margin", "fisher_trace",
+     "critical_sharpness", "alpha"), "baselines"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,6 @@ class Ranking:
 
 #: Share of the models that a radius of a measure, and a member of a family, must at least have.
 FEWEST_SHARED = 0.9
-
-
-def label(measure: str, ablation: Mapping[str, Any]) -> str:
-    """Return the name of a measure with its changed fields."""
-    switches = (f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in ablation.items())
-    return ", ".join([measure, *switches])
 
 
 @dataclass(frozen=True)
@@ -286,18 +287,18 @@ def compare(
     Parameters
     ----------
     rows : sequence of mapping
-        Rows of a sweep, see :func:`sharpness.rows.read_results`.
+        Rows of a sweep, see :func:`sharpness.study.read_results`.
     target : {"gap", "loss-gap", "test-error", "test-loss"}
-        See :func:`sharpness.rows.targets`.
+        See :func:`sharpness.study.targets`.
     resamples, seed : int
-        Resamples and seed of the bootstrap over models, see :func:`sharpness.statistics.kendall`; families take a
+        Resamples and seed of the bootstrap over models, see :func:`reproduction.statistics.kendall`; families take a
         hundred times as many resamples.
     level : float
         Probability that all corrected intervals of a family hold at once; raise it if you look at several targets.
     quadratic : bool
-        Control for the squared scores of the controls, too, see :func:`sharpness.statistics.kendall`.
+        Control for the squared scores of the controls, too, see :func:`reproduction.statistics.kendall`.
     given : sequence of str
-        What to control for: names of ``sharpness.rows.BASELINES``, for example ``("train_loss", "train_error",
+        What to control for: names of ``BASELINES``, for example ``("train_loss", "train_error",
         "distance")``.
 
     Returns

@@ -1,4 +1,4 @@
-"""Kendall's rank correlation with its uncertainty, to judge how well a measure ranks models."""
+"""Kendall's rank correlation with its uncertainty, of single measures and of families that are judged together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.stats
 
-__all__ = ["Correlation", "kendall", "kendall_family"]
+__all__ = ["Correlation", "kendall", "kendall_difference", "kendall_family"]
 
 Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
 _Array = npt.NDArray[np.float64]

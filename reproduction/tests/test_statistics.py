@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from sharpness.statistics import _balanced, kendall, kendall_family
+from reproduction.statistics import _balanced, kendall, kendall_family
 
 
 def plain_tau_b(x, y):

@@ -10,21 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
-
-from .building import trainable
-from .losses import IGNORED, Objective, scores_and_labels
-from .perturb import pointing_to
+from sharpness.building import trainable
+from sharpness.losses import IGNORED, Objective, scores_and_labels, to_float32
+from sharpness.perturb import becomes_float32, pointing_to
 
 __all__ = [
-    "critical_sharpness",
-    "distance",
-    "fisher_trace",
-    "geodesic_distance",
-    "margin",
-    "norms",
-    "relative_flatness",
-]
+    "baselines", "critical_sharpness", "fisher_trace", "geodesic_distance", "margin", "norms", "relative_flatness",
+]  # fmt: skip
+
+#: Examples at a time.
+_PIECE = 32
+
+
+def baselines(
+    model: nn.Module, batches: Iterable[Any], start: Mapping[str, Tensor] | None = None
+) -> dict[str, float | None]:
+    """Compute all baselines, which a sweep asks for by ``baselines: reproduction.baselines:baselines``.
+
+    The geodesic distance is that from the initial weights, a state dict. Weights in half precision are taken in
+    float32, since small steps would be rounded away.
+    """
+    moving = [p for p in model.parameters() if p.requires_grad and p.dtype != at_least_float32(p.dtype)]
+    wide: dict[Tensor, Tensor] = {p: p.data.to(at_least_float32(p.dtype)) for p in moving}
+    batches = [to_float32(batch) for batch in batches] if becomes_float32(model, moving) else list(batches)
+    with pointing_to(model, wide):
+        parts = [part for batch in batches for _, part in Objective(micro_batch=_PIECE).pieces(model, batch)]
+        found = {
+            **norms(model), "relative_flatness": relative_flatness(model, parts), "margin": margin(model, parts),
+            "fisher_trace": fisher_trace(model, parts),
+            "critical_sharpness": critical_sharpness(model, batches[0], micro_batch=_PIECE),
+        }  # fmt: skip
+    return found if start is None else {**found, "geodesic_distance": geodesic_distance(model, start)}
 
 
 @torch.no_grad()
@@ -46,29 +64,6 @@ def norms(model: nn.Module) -> dict[str, float]:
 
 
 @torch.no_grad()
-def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
-    r"""Compute the distance from the initial weights, :math:`\|θ - θ_0\|_2` (Jiang et al. 2020, App. C).
-
-    Trainable weights that the state dict θ₀ has too, by name and shape, are compared, in double precision. It is not
-    invariant.
-    """
-    trained = trainable(model)
-    common = {name: p for name, p in trained.items() if _has(start, name, p)}
-    found, total = (sum(p.numel() for p in named.values()) for named in (common, trained))
-    if found < 0.5 * total:
-        raise ValueError(
-            f"the initial weights have {found:,} of the {total:,} weights of {type(model).__name__}; name the model "
-            "that it was fine-tuned from, or leave initial out"
-        )
-    squares = ((p.double() - start[name].to(p.device, torch.float64)).square().sum() for name, p in common.items())
-    return sum(map(float, squares)) ** 0.5
-
-
-def _has(start: Mapping[str, Tensor], name: str, p: Tensor) -> bool:
-    return name in start and start[name].shape == p.shape
-
-
-@torch.no_grad()
 def geodesic_distance(model: nn.Module, start: Mapping[str, Tensor]) -> float | None:
     r"""Compute the distance of the attention pairs from the initial ones, modulo their GL(h), in the inv metric.
 
@@ -80,7 +75,7 @@ def geodesic_distance(model: nn.Module, start: Mapping[str, Tensor]) -> float | 
         return None
     initial = copy.deepcopy(model)
     for name, p in initial.named_parameters():
-        if _has(start, name, p):
+        if name in start and start[name].shape == p.shape:
             p.copy_(start[name])
     found = model_distance(model, initial)
     return found.total if all(math.isfinite(p.distance) for p in found.pairs) else None

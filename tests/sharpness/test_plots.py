@@ -1,11 +1,50 @@
+import math
+import subprocess
+import sys
+
+import matplotlib
 import numpy as np
 import pytest
 from torch import nn
 
 import sharpness
-from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
+from quotient_manifolds.symmetries import ModelDistance, PairDistance, find_symmetric_pairs, spectra
 from sharpness import LayerShare, LayerShares, Profile, plots
 from tests import networks
+
+
+def test_a_users_settings_and_backend_stay():
+    code = (
+        "import matplotlib, sys; matplotlib.use('svg'); size = matplotlib.rcParams['font.size']\n"
+        "from sharpness import Profile, plots\n"
+        "plots.plot_profile(Profile('adaptive', (0.0, 1.0), {'first-order': (1.0, 2.0)}, 1.0))\n"
+        "assert matplotlib.get_backend() == 'svg' and matplotlib.rcParams['font.size'] == size\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_colours_differ_for_colour_blind_readers():
+    def seen(colour, matrix):
+        return matrix @ np.array(matplotlib.colors.to_rgb(colour)) ** 2.2
+
+    # Machado, Oliveira, Fernandes 2009, severity 1, on linear RGB.
+    blind = {
+        "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                       [-0.003882, -0.048116, 1.051998]],
+        "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                         [-0.011820, 0.042940, 0.968881]],
+    }  # fmt: skip
+
+    def nearest(colours):
+        return min(
+            np.linalg.norm(seen(a, np.array(m)) - seen(b, np.array(m)))
+            for m in blind.values() for i, a in enumerate(colours) for b in colours[:i]
+        )  # fmt: skip
+
+    assert nearest(list(plots.COLOURS.values())) > 0.15
+    assert nearest(["#ff0000", "#806000", "#00ff00"]) < nearest(list(plots.COLOURS.values()))
+    assert len(set(plots.MARKERS.values())) == len(plots.COLOURS)
 
 
 def test_profile():
@@ -30,9 +69,9 @@ def test_layers():
         axes.images[0].get_array().filled(np.nan), [[10, 20, 30, np.nan], [np.nan, np.nan, np.nan, 40]]
     )
     assert [t.get_text() for t in axes.get_yticklabels()] == ["a.0", "head"]
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["0", "1", "0"]
-    (kinds,) = axes.child_axes
-    assert [t.get_text() for t in kinds.get_xticklabels()] == ["Q–K\nby head", "V–O\nby head", "weights"]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["Q–K 0", "Q–K 1", "V–O 0", "weights"]
+    with pytest.raises(ValueError, match="no shares to draw"):
+        plots.plot_layers(LayerShares())
 
 
 def test_spectra():
@@ -73,10 +112,23 @@ def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):
     model, batch = networks.vit(), networks.images()
     result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)
     drawn = {}
-    monkeypatch.setattr("sharpness.plots.one_model.plot_profile", lambda found, path: drawn.update(profile=found))
-    monkeypatch.setattr("sharpness.plots.one_model.plot_layers", lambda found, path: drawn.update(layers=found))
+    monkeypatch.setattr("sharpness.plots.plot_profile", lambda found, path: drawn.update(profile=found))
+    monkeypatch.setattr("sharpness.plots.plot_layers", lambda found, path: drawn.update(layers=found))
     plots.plot_model(model, batch, result, tmp_path)
     assert drawn["profile"].radius == pytest.approx(0.05)
     assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
-    with pytest.raises(ValueError, match="no shares to draw"):
-        plots.plot_layers(LayerShares())
+
+
+def test_a_map_a_kind_with_what_is_absent_left_empty(tmp_path):
+    pairs = [
+        PairDistance("a qk head 0", "a", "qk", 0, 0, 1.0),
+        PairDistance("a qk head 1", "a", "qk", 1, 0, 2.0),
+        PairDistance("b qk head 0", "b", "qk", 0, 0, math.nan),
+        PairDistance("a vo head 0", "a", "vo", 0, 0, 5.0),
+    ]
+    drawn = plots.plot_distances(ModelDistance("inv", tuple(pairs)), tmp_path / "map.png")
+    qk, vo = (axes for axes in drawn.axes if axes.images and axes.get_title())
+    np.testing.assert_array_equal(np.ma.filled(qk.images[0].get_array(), np.nan), [[1, 2], [np.nan, np.nan]])
+    assert np.ma.filled(vo.images[0].get_array(), np.nan).tolist() == [[5.0]]
+    assert [label.get_text() for label in qk.get_yticklabels()] == ["a", "b"]
+    assert (tmp_path / "map.png").stat().st_size > 1000

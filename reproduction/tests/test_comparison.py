@@ -1,13 +1,15 @@
 """Rankings at comparable radii; rows as files; tables and figures of a sweep."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import scipy.stats
 
-from sharpness.comparison import common_increases, compare, curves
-from sharpness.rows import targets
-from sharpness.statistics import kendall, kendall_difference
-from sharpness.tables import formatted, verdicts
+from reproduction.comparison import common_increases, compare, curves
+from reproduction.statistics import kendall, kendall_difference
+from reproduction.tables import formatted, verdicts
+from sharpness.study import targets
 from tests.studies import study
 
 
@@ -140,8 +142,8 @@ def test_what_few_models_have_does_not_decide_which_models_count():
         assert (found["fisher_trace"].corrected is None) == (few == 5)
         assert verdicts(list(found.values()))["margin"] == "yes, +"
     assert "fisher_trace" in verdicts(list(found.values()))
-    shown = formatted([found["margin"]], "csv")
-    assert f'"{found["margin"].corrected.value:+.2f} [' in shown
+    shown = formatted([found["margin"]])
+    assert f"{found['margin'].corrected.value:+.2f} [" in shown
     assert ", 57 models" in shown
 
 
@@ -157,3 +159,24 @@ def test_too_few_models_with_a_target():
         compare([r for r in study() if r["kind"] != "fit"])
     with pytest.raises(ValueError, match="target must be one of"):
         targets(study(), "luck")
+
+
+def test_a_verdict_needs_all_radii_and_one_side():
+    one = next(r for r in compare(study(), resamples=20) if r.corrected is not None and r.choice == "ρ")
+
+    def said(*intervals):
+        taus = [replace(one.corrected, low=a, high=b, value=(a + b) / 2) for a, b in intervals]
+        return verdicts([replace(one, corrected=tau) for tau in taus])[one.quantity]
+
+    assert said((0.1, 0.5), (0.2, 0.6)) == "yes, +"
+    assert said((-0.5, -0.1), (-0.6, -0.2)) == "yes, −"
+    assert said((0.1, 0.5), (-0.1, 0.6)) == said((0.1, 0.5), (-0.6, -0.2)) == "unresolved"
+    assert said((-0.2, 0.2), (-0.1, 0.25)) == "nothing of size"
+    assert said((-0.2, 0.2), (-0.1, 0.35)) == "unresolved"
+    # The radius that came out best is no vote of its own, nor one without a corrected interval.
+    assert verdicts([replace(one, choice="best"), replace(one, corrected=None)]) == {}
+
+
+def test_one_quantity_in_two_units_has_one_verdict():
+    found = verdicts(compare(study(), resamples=50))
+    assert found["adaptive"] == found["geodesic-inv"]
