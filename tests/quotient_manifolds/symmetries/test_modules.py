@@ -1,13 +1,14 @@
-"""Looking at a model changes nothing of it."""
+"""Looking at a model changes nothing of it; float64 all the way."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, verify
-from quotient_manifolds.symmetries.modules import preserve_model_state, record
+from quotient_manifolds.symmetries.modules import Wide, preserve_model_state, record, widened
 
 
 class Own(nn.MultiheadAttention):
@@ -99,3 +100,24 @@ def test_caches_with_a_graph_hinder_no_examination(kind):
     with torch.no_grad():
         before = model(x)
         assert torch.equal(model(x), before)
+
+
+def test_casts_to_single_precision_are_left_out():
+    x = torch.randn(3, 4)
+
+    def narrow(x):
+        y = F.softmax(x.float(), -1, dtype=torch.float32).to(torch.bfloat16).type(torch.float16)
+        return (y + torch.arange(4, dtype=torch.float32) + torch.zeros(4).half()).to(x.dtype)
+
+    assert (narrow(x) - x.softmax(-1) - torch.arange(4)).abs().max() > 1e-5
+    torch.set_default_dtype(torch.float32)
+    with Wide():
+        assert torch.equal(narrow(x), x.softmax(-1) + torch.arange(4))
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_batch_is_widened():
+    found = widened({"x": torch.ones(2, dtype=torch.float32, requires_grad=True), "ids": torch.arange(2)})
+    assert found["x"].dtype is torch.float64
+    assert not found["x"].requires_grad
+    assert found["ids"].dtype is torch.int64
