@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries.whole import Site, Wiring, register_wiring
 from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, norm, wire
-from sharpness.models import ImageFormat
 
-__all__ = ["SmallViT", "scratch_vit", "vit_cifar10"]
+__all__ = ["ImageTransform", "SmallViT", "scratch_vit", "vit_cifar10"]
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Resize an image of Pillow, and normalise its channels.
+
+    Parameters
+    ----------
+    size : tuple of int
+        Height and width; the interpolation is bicubic.
+    mean, std : tuple of float
+        One value per channel, for pixels in [0, 1]; a single one is for grey values.
+
+    Examples
+    --------
+    >>> from PIL import Image
+    >>> ImageTransform((2, 2), (0.5,), (0.5,))(Image.new("RGB", (8, 8), "white"))
+    tensor([[[1., 1.],
+             [1., 1.]]])
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, image: Any) -> Tensor:
+        """Return (channels, height, width), float32."""
+        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        if image.size != self.size[::-1]:
+            image = image.resize(self.size[::-1])
+        x = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+        mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
+        return ((x.view(*self.size, -1) - mean) / std).permute(2, 0, 1)
 
 
 class SmallViT(nn.Module):
@@ -42,7 +75,7 @@ class SmallViT(nn.Module):
         self.transformer = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.mlp_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
         #: CIFAR-10's.
-        self.image_format = ImageFormat((size, size), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+        self.image_transform = ImageTransform((size, size), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (examples, classes) scores of (examples, 3, size, size) images."""

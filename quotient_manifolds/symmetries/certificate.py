@@ -217,6 +217,10 @@ def move_(found: Iterable[PairStack], condition: float, seed: int) -> None:
         # signs.
         full = gauge.present()[..., -1] & (not s.group.positive)
         balanced = torch.where(full[..., None, None], gauge.x, x)
+        if x.shape[-1] == 1 and not (x.is_complex() or s.group.positive):
+            # Real numbers: one of every pair changes its sign, which a balanced representative may have done already.
+            same = (A * (balanced * x).sum(-2, keepdim=True)).flatten(1).gt(0).all(1)
+            A = torch.where(same.reshape(-1, *[1] * (A.dim() - 1)), -A, A)
         s.scatter_(manifold.act(balanced, A))
 
 

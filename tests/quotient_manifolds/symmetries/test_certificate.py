@@ -28,6 +28,7 @@ from quotient_manifolds.symmetries.modules import ByClass
 from quotient_manifolds.symmetries.pairs import CHANGES
 from tests import networks
 from tests.architectures import IDS, transformers_model
+from tests.points import close
 
 
 def gradients_of(model, loss):
@@ -358,3 +359,15 @@ def test_clipped_values_are_no_symmetry_however_far_the_clip():
     assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {
         (found[0].module, "vo"): CHANGES
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [GL(1), GL(3, diagonal=True)], ids=str)
+def test_a_move_of_numbers_changes_a_sign_of_every_pair(group):
+    """With positive numbers alone a ReLU between the factors passes; balanced points have signs of their own."""
+    layers = [nn.Sequential(nn.Linear(5, group.h), nn.Linear(group.h, 4)) for _ in range(30)]
+    before = copy.deepcopy(layers)
+    moved = [pair([block(a, "weight", transpose=True)], [block(b, "weight")], group, name=str(a)) for a, b in layers]
+    move_(stacks(moved), 100.0, 0)
+    for now, then in zip(layers, before, strict=True):
+        assert (now[0].weight * then[0].weight).sum(1).min() < 0
+        close(now[1].weight @ now[0].weight, then[1].weight @ then[0].weight)

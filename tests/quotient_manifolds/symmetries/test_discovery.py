@@ -489,7 +489,9 @@ def test_attention_without_names_has_a_reason():
 
 
 def test_scales_that_have_to_be_positive():
-    assert groups(nn.Sequential(Plain(torch.relu))) == ["GL(4)", *["(ℝ+)^1"] * 4]
+    model, x = nn.Sequential(Plain(torch.relu)), torch.randn(1, 5, 4)
+    nn.init.zeros_(model[0].v_proj.bias)  # with x and -x every unit rests on some token: one that never does is linear
+    assert groups(model, torch.cat([x, -x])) == ["GL(4)", *["(ℝ+)^1"] * 4]
 
 
 class Relative(Plain):

@@ -1,20 +1,19 @@
-"""Muon on the quotient: steepest descent in the spectral norm of the change of the product."""
+"""Muon and gradient descent on the quotient: momentum, and steepest descent in two norms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..symmetries import SymmetricPair
+from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairBucket, PairStep, Part, of_part
-from .newton_schulz import inverse_root
-from .preconditioner import Preconditioner, RidgePreconditioner, trace
+from .metric import Metric, RidgeMetric, inverse_root, trace
+from .stacked import Bucket, Part, Step
 
-__all__ = ["QuotientMuon"]
+__all__ = ["QuotientMuon", "QuotientSGD"]
 
 #: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
 _LEAST = 1e-3
@@ -37,7 +36,7 @@ class QuotientMuon(QuotientOptimizer):
 
     Parameters
     ----------
-    params, pairs, max_grad_norm, maximize, foreach
+    params, pairs, max_grad_norm, maximize
         As for :class:`~quotient_manifolds.optim.QuotientAdam`.
     lr : float
         η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
@@ -101,40 +100,112 @@ class QuotientMuon(QuotientOptimizer):
         eps: float = 1e-8,
         max_grad_norm: float | None = None,
         maximize: bool = False,
-        foreach: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "betas": betas,
-            "eps": eps, "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
-        }  # fmt: skip
-        super().__init__(params, pairs, defaults)
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(params, pairs, {**defaults, "betas": betas, "eps": eps, "maximize": maximize}, max_grad_norm)
 
     rest = 1 / 20  # .001 instead of .02
 
-    def _metric(self, bucket: PairBucket, M: Tensor, N: Tensor) -> Preconditioner:
+    def _metric(self, bucket: Bucket, M: Tensor, N: Tensor) -> Metric:
         group = self.param_groups[bucket.group]
         step = float(group["lr"]) / (4 * (1 - group["momentum"]))
         floor = (_LEAST * bucket.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
         # 0 for a learning rate of 0 at G = 0
-        return RidgePreconditioner(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+        return RidgeMetric(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
 
-    def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
-        momentum, lr = group["momentum"], float(group["lr"])
-        if "moment G" not in s.bucket.state:
-            s.make_room("moment")
-
+    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+        momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
         # Up to a factor, which cancels, u is ∇ + μ²/(1 + μ) m with the old m.
         past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
 
         def direction(part: Part) -> Tensor:
-            return torch.add(s.gradient(part), s.state("moment", part), alpha=past)
+            return torch.add(s.g(part), s.rows("moment", part), alpha=past)
 
-        F = s.preconditioner.inverse_roots
-        first = F.mH @ inverse_root(F @ s.grams(direction) @ F.mH)
+        first = F.mH @ inverse_root(F @ s.grams(map(direction, s.parts)) @ F.mH)
         # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
-        second = s.scaled(torch.stack([(first @ F).select(-3, 0), F.select(-3, 1)], dim=-3), -lr / 2)
-        first, keep = s.scaled(first), s.keep(momentum, 1.0)
+        second = -lr / 2 * torch.stack([(first @ F)[:, 0], F[:, 1]], dim=1)
         for part in s.parts:
-            u = direction(part)
-            s.move_(part, u @ of_part(first, part) if part.side else u, second, lr * group["weight_decay"])
-            s.state("moment", part).mul_(keep).add_(s.gradient(part))
+            g, m, u = s.g(part), s.rows("moment", part), direction(part)
+            d = u @ part.of(first).to(u.dtype) if part.side else u
+            s.write_(part, s.moved(part, d, second, lr * group["weight_decay"]))
+            m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))
+
+
+class QuotientSGD(QuotientOptimizer):
+    r"""Riemannian gradient descent with momentum for pairs (G, H); plain SGD for all other parameters.
+
+    .. math:: m \leftarrow μ m + \nabla_G, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, m W_G^{-1}
+
+    with the metric's weight :math:`W_G = s^2 H^H H`, and :math:`W_H = s^2 G^H G + (H^H H)^{-1}`; the covector m is
+    transported. The run is the same from all equivalent factors.
+
+    Parameters
+    ----------
+    params, pairs, max_grad_norm, maximize
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+    lr : float
+        η.
+    momentum : float
+        μ.
+    nesterov : bool
+        Step along ∇ + μ m.
+    weight_decay : float
+        λ, decoupled: every step multiplies the product of a pair, and any other parameter, by 1 - ηλ.
+
+    Raises
+    ------
+    ValueError
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+
+    Notes
+    -----
+    Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.metric`.
+
+    Examples
+    --------
+    Factors of very different size, but of one product, take the same step:
+
+    >>> import torch
+    >>> from quotient_manifolds.optim import QuotientSGD
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> def stepped(scale):
+    ...     down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+    ...     down.weight.data, up.weight.data = scale * torch.eye(2, 3), torch.eye(3, 2) / scale
+    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
+    ...     up(down(torch.ones(1, 3))).square().sum().backward()
+    ...     QuotientSGD([up.weight, down.weight], [p], lr=0.1).step()
+    ...     return up.weight @ down.weight
+    >>> torch.allclose(stepped(1.0), stepped(100.0), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        pairs: Iterable[SymmetricPair],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(params, pairs, {**defaults, "maximize": maximize}, max_grad_norm)
+
+    _Others = torch.optim.SGD
+
+    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+        lr, momentum, K_inv = float(group["lr"]), group["momentum"], s.metric.inverse_roots
+
+        def directions() -> Iterator[Tensor]:
+            for part in s.parts:
+                u = g = s.g(part)
+                if momentum:
+                    m = s.rows("moment", part)
+                    m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))
+                    u = torch.add(g, m, alpha=momentum) if group["nesterov"] else m
+                yield u @ part.of(K_inv).mH.to(u.dtype)
+
+        s.advance_(directions(), -lr * K_inv, lr * group["weight_decay"])

@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Tables of text: their columns, and the batches that a model's tokenizer makes of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import naming
-from ..losses import IGNORED
-from .examples import Examples, class_number, is_sorted
+from .errors import naming
+from .losses import IGNORED
+from .models import LoadedModel
 
-__all__ = ["TABLES", "TextColumns", "read_table", "strings", "table_of_text"]
-
-TABLES = {".tsv", ".csv", ".jsonl"}
+__all__ = ["TextColumns", "class_number", "read_table", "strings", "tokenized"]
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,15 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
         line = raw[: error.start].count(b"\n") + 1
         raise ValueError(f"line {line} of {path} is not UTF-8; convert the file") from error
     if path.suffix.lower() == ".jsonl":
-        # splitlines() breaks at characters inside strings
-        lines = enumerate(text.split("\n"), 1)
-        return [strings(_json_object(line, f"line {number} of {path}")) for number, line in lines if line.strip()]
+        rows = []
+        for number, content in enumerate(text.split("\n"), 1):  # splitlines() breaks at characters inside strings
+            if content.strip():
+                with naming(f"line {number} of {path} is not JSON"):
+                    value = json.loads(content)
+                if not isinstance(value, dict):
+                    raise ValueError(f"line {number} of {path} is not a JSON object")
+                rows.append(strings(value))
+        return rows
     # Quotation marks are text in a .tsv.
     tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     first = text.partition("\n")[0]
@@ -79,9 +83,8 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
     form = tabs if path.suffix.lower() == ".tsv" else commas
     limit = csv.field_size_limit(2**31 - 1)  # by default texts of 131,072 characters are refused
     try:
-        table = [line for line in csv.reader(io.StringIO(text, newline=""), **form) if line]
-    except csv.Error as error:
-        raise ValueError(f"{path} is not a readable table ({error})") from error
+        with naming(f"{path} is not a readable table"):
+            table = [line for line in csv.reader(io.StringIO(text, newline=""), **form) if line]
     finally:
         csv.field_size_limit(limit)
     names = table.pop(0) if header and table else [str(i) for i in range(max(map(len, table), default=0))]
@@ -95,59 +98,32 @@ def read_table(path: str | os.PathLike[str], header: bool = True) -> list[dict[s
     return [dict(zip(names, line, strict=True)) for line in table]
 
 
-def _json_object(line: str, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{what} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is not a JSON object")
-    return found
-
-
 def strings(row: Mapping[str, Any]) -> dict[str, str]:
     """Write values that are not strings as JSON; leave out those that are missing."""
     return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
 
 
-def _check_columns(rows: Sequence[Mapping[str, str]], columns: Sequence[str], path: str | os.PathLike[str]) -> None:
-    for number, row in enumerate(rows, 1):
-        for c in columns:
-            if c not in row:
-                raise ValueError(f"row {number} of {path} has no column {c!r}; it has {', '.join(row)}")
+def tokenized(
+    source: Path | str, rows: Sequence[Mapping[str, str]], loaded: LoadedModel, columns: TextColumns
+) -> tuple[Callable[[Sequence[int]], dict[str, Tensor]], list[int]]:
+    """Return a function from positions of rows to a batch for the model, and the labels of all rows.
 
-
-def _class_number(label: str, columns: TextColumns, known: Mapping[str, int], path: Path | str) -> int:
-    names = columns.label_map or known
-    number = class_number(label, names)
-    if number is not None:
-        return number
-    if not columns.label_map and label.removeprefix("-").isdecimal():
-        return int(label)
-    raise ValueError(
-        f"{path} has the label {label!r}, which is not the name of a class ({', '.join(names) or 'none are named'}); "
-        "say what "
-        "labels mean with --label-map NAME=NUMBER,…"
-    )
-
-
-def table_of_text(
-    path: Path | str, rows: Sequence[Mapping[str, str]], columns: TextColumns, tokenizer: Any, known: Mapping[str, int],
-    predicts: str | None = None,
-) -> Examples:  # fmt: skip
-    """Open the rows of a table for a model's tokenizer; ``known`` are the model's own class names.
-
-    For a model that predicts tokens (``predicts``: ``"next"``, ``"masked"`` or ``"text"``) the labels are tokens: all
-    of the text, 15 % of it, or all of the label's text.
+    For a model that predicts tokens (``loaded.predicts``: ``"next"``, ``"masked"`` or ``"text"``) the labels are
+    tokens, all of the text, 15 % of it, or all of the label's text, and the list is empty.
     """
+    tokenizer, predicts = loaded.tokenizer, loaded.predicts
     if tokenizer is None:
-        raise ValueError(f"{path} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
+        raise ValueError(f"{source} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
     if not rows:
-        raise ValueError(f"{path} has no rows")
+        raise ValueError(f"{source} has no rows")
     texts = [columns.text] if columns.pair is None else [columns.text, columns.pair]
-    _check_columns(rows, texts if predicts in ("next", "masked") else [*texts, columns.label], path)
-    labels = [] if predicts else [_class_number(row[columns.label].strip(), columns, known, path) for row in rows]
-    broken = f"the tokenizer for {path} does not work"
+    for number, row in enumerate(rows, 1):
+        for column in texts if predicts in ("next", "masked") else [*texts, columns.label]:
+            if column not in row:
+                raise ValueError(f"row {number} of {source} has no column {column!r}; it has {', '.join(row)}")
+    known = columns.label_map or loaded.labels
+    labels = [] if predicts else [_label(row[columns.label].strip(), known, columns, source) for row in rows]
+    broken = f"the tokenizer for {source} does not work"
     with naming(broken):
         length = min(columns.max_length, int(getattr(tokenizer, "model_max_length", columns.max_length)))
     how: dict[str, Any] = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "pt"}
@@ -165,7 +141,19 @@ def table_of_text(
                 wanted = tokenizer(text_target=[rows[i][columns.label] for i in chosen], **how)
             return {**coded, "labels": wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, IGNORED)}
 
-    return Examples(len(rows), batch, sorted=is_sorted(labels))
+    return batch, labels
+
+
+def _label(label: str, known: Mapping[str, int], columns: TextColumns, source: Path | str) -> int:
+    number = class_number(label, known)
+    if number is None and not columns.label_map and label.removeprefix("-").isdecimal():
+        number = int(label)
+    if number is None:
+        raise ValueError(
+            f"{source} has the label {label!r}, which is not the name of a class "
+            f"({', '.join(known) or 'none are named'}); say what labels mean with --label-map NAME=NUMBER,…"
+        )
+    return number
 
 
 def _masked(coded: Mapping[str, Tensor], chosen: Sequence[int], tokenizer: Any) -> dict[str, Tensor]:
@@ -183,3 +171,11 @@ def _masked(coded: Mapping[str, Tensor], chosen: Sequence[int], tokenizer: Any) 
         row[places[order[: max(1, round(0.15 * len(places)))]]] = True
     hidden = ids.masked_fill(picked, tokenizer.mask_token_id)
     return {**coded, "input_ids": hidden, "labels": ids.masked_fill(~picked, IGNORED)}
+
+
+def class_number(name: str, known: Mapping[str, int]) -> int | None:
+    """Return the number of a class by its name: as it is or, if that is unique, whatever the case; None if unknown."""
+    if name in known:
+        return known[name]
+    alike = [number for other, number in known.items() if other.lower() == name.lower()]
+    return alike[0] if len(alike) == 1 else None

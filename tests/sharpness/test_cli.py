@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -6,15 +7,55 @@ import pytest
 import torch
 from torch import nn
 
+import reproduction.cli
 from quotient_manifolds.symmetries import UnknownAttentionError
 from sharpness import cli, evaluate
 from tests import networks, spread, whole_networks
 
 
+def commands(parser, *names):
+    """The names of every command below a parser, and its own."""
+    yield names
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for name, command in action.choices.items():
+                yield from commands(command, *names, name)
+
+
+@pytest.mark.parametrize("program", [cli, reproduction.cli], ids=["sharpness", "reproduction"])
+def test_every_command_prints_its_help(program, capsys):
+    """Two ended in a TypeError, for a default that is a list of numbers."""
+    found = list(commands(program.parser()))
+    assert len(found) >= 7
+    for names in found:
+        with pytest.raises(SystemExit) as ended:
+            program.main([*names, "--help"])
+        assert ended.value.code == 0
+        assert " ".join(["usage:", program.parser().prog, *names]) in capsys.readouterr().out
+    if program is reproduction.cli:
+        with pytest.raises(SystemExit):
+            program.main(["diagonal", "--help"])
+        assert "(default: 0.001 0.1)" in capsys.readouterr().out
+
+
+def test_mistakes_end_in_one_line(tmp_path, capsys):
+    assert cli.main(["demo", "--condition", "0.5", "--quiet", "--out", str(tmp_path / "p.png")]) == 2
+    assert capsys.readouterr().err == "sharpness: a condition number is at least 1, got 0.5\n"
+    with pytest.raises(SystemExit):
+        cli.main(["nothing"])
+
+
+def test_help_and_module():
+    found = subprocess.run([sys.executable, "-m", "sharpness", "demo", "--help"], capture_output=True, text=True)
+    assert found.returncode == 0
+    for option in ("--seed", "--out", "--condition", "--quiet"):
+        assert option in found.stdout
+
+
 def test_run_on_files(tmp_path, capsys, monkeypatch):
     safetensors = pytest.importorskip("safetensors.torch")
     torch.set_default_dtype(torch.float32)
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parent)
     model = spread.model()
     x, y = networks.tokens(10)
     safetensors.save_file({"x": x, "y": y}, tmp_path / "data.safetensors")
@@ -55,7 +96,7 @@ def test_run_on_files(tmp_path, capsys, monkeypatch):
 
 def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     torch.set_default_dtype(torch.float32)
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parent)
 
     def refuse(*_):
         raise AssertionError("hashed for nothing: neither --out nor --json is given")
@@ -90,23 +131,23 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parent)
     assert cli.main(["run", model, data, "--rho", "0.1", "--quiet"]) == 2
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "out",
-    ["images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"],
+    ["xy.pt", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"],
 )
 def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
     """A model was replaced by its results, with exit code 0."""
     monkeypatch.chdir(tmp_path)
-    for name in ("images.zip", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "w.pt"):
+    for name in ("xy.pt", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "w.pt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(b"read")
     monkeypatch.setattr("sharpness.models.load", None)  # before any work
-    model, data = ("bert", "data") if "/" in out else ("mine:model", "images.zip:train")
+    model, data = ("bert", "data") if "/" in out else ("mine:model", "xy.pt")
     run = ["run", model, data, "--checkpoint", "w.pt", "--rho", "0.1", "--quiet", "--out", out]
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     assert cli.main(run) == 2
@@ -118,7 +159,7 @@ def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
 
 
 def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parent)
     with pytest.raises(SystemExit):
         cli.main(["symmetries", "tests.spread:model", "tests.spread:batches"])
     said = capsys.readouterr().err
@@ -134,7 +175,7 @@ def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
 
 def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
     torch.set_default_dtype(torch.float32)
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parent)
     out, figures = tmp_path / "out.json", tmp_path / "figures"
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out), "--figures"]
     assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm"]) == 0
@@ -159,7 +200,7 @@ def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, capsys, monkeypatch
         raise ValueError("too flat")
 
     torch.set_default_dtype(torch.float32)
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parent)
     monkeypatch.setattr("sharpness.plots.plot_model", too_flat)
     out = tmp_path / "out.json"
     arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
