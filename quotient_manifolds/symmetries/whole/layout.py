@@ -178,9 +178,12 @@ def table(root: nn.Module, name: str) -> list[Block]:
     owner, attribute, value = find(root, names)
     if isinstance(value, nn.Module):
         owner, attribute = value, "weight"
-    bounds = [part.split(":") for part in (ranges.rstrip("]") or ":").split(",")]
-    parts = [slice(*(int(bound) if bound else None for bound in part)) for part in bounds]
-    return [Block.from_view(owner, attribute, lambda w, part=part: w.view(-1, w.shape[-1])[part]) for part in parts]
+
+    def part(bounds: str) -> Block:
+        rows = slice(*(int(bound) if bound else None for bound in bounds.split(":")))
+        return Block.from_view(owner, attribute, lambda w: w.view(-1, w.shape[-1])[rows])
+
+    return [part(bounds) for bounds in (ranges.rstrip("]") or ":").split(",")]
 
 
 def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], name: str = "") -> Wiring:
@@ -219,7 +222,7 @@ def _add_sublayer(
     writer = affine(layer, s.writer)
     w.writers.append((f"{name} writer", writer))
     if s.scale and has(layer, s.scale):
-        w.scales.append((f"{name} scale", *table(layer, s.scale), writer))
+        w.scales.append((f"{name} scale", table(layer, s.scale)[0], writer))
     if s.qk_norms:
         queries, keys = (norm(layer, n, centring=False) for n in s.qk_norms.split())
         w.qk_norms.append((name, queries, keys))
