@@ -1,4 +1,4 @@
-"""What every optimiser does: equivalent starts train alike, decay, clipping, state, mixed precision."""
+"""What every optimiser does: pairs and parameter groups, gradients, state, equivalent starts, other devices."""
 
 import contextlib
 import copy
@@ -19,10 +19,17 @@ from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientMuon,
     QuotientSGD,
+    base,
+    canonicalize_lora_,
     create_quotient_lora_optimizer,
+    create_quotient_optimizer,
+    stacked,
 )
+from quotient_manifolds.optim.metric import Metric
+from quotient_manifolds.optim.places import alone, is_number, orientation, reasons
 from quotient_manifolds.symmetries import (
     GL,
+    SymmetricPair,
     adapter_pairs,
     block,
     factor_pair,
@@ -32,18 +39,8 @@ from quotient_manifolds.symmetries import (
 from quotient_manifolds.symmetries.blocks import random_elements
 from quotient_manifolds.symmetries.certificate import Certification
 
-from ...training import (
-    KINDS,
-    X,
-    Y,
-    apart,
-    lora,
-    loss_of,
-    moved,
-    optimizer_of,
-    train,
-    trainable,
-)
+from ..networks import bert
+from ..training import KINDS, X, Y, apart, lora, loss_of, moved, optimizer_of, products, train, trainable
 
 
 @pytest.mark.parametrize("full_rank", [True, False], ids=["full-rank", "B=0"])
@@ -613,3 +610,410 @@ def test_clipping_beside_complex_parameters():
     before = other.detach().clone()
     optimizer.step()
     assert not torch.equal(other, before)
+
+
+def test_gradients_of_low_rank_do_no_harm():
+    one = lora(full_rank=False)
+    two = moved(one)
+    for model in (one, two):
+        optimizer = optimizer_of(model, "adam")
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss_of(model, X[:1], Y[:1]).backward()  # one example: rank one
+            optimizer.step()
+    assert apart(one, two) < 1e-6  # rounding in the directions without a gradient grows, but slowly
+    assert torch.isfinite(one(X)).all()
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    one, two = lora(), lora()
+    for model, parts in ((one, 1), (two, 4)):
+        optimizer = optimizer_of(model, "adam")
+        for _ in range(5):
+            optimizer.zero_grad()
+            for x, y in zip(X.chunk(parts), Y.chunk(parts), strict=True):
+                (loss_of(model, x, y) / parts).backward()
+            optimizer.step()
+    assert apart(one, two) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_a_grad_scaler_skips_with_a_warning_and_unscales(kind):
+    one, two = lora(dtype=torch.float32), lora(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaled, plain = optimizer_of(one, kind, max_grad_norm=0.1), optimizer_of(two, kind, max_grad_norm=0.1)
+    for _ in range(3):
+        for model, optimizer in ((one, scaled), (two, plain)):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            (scaler.scale(loss) if optimizer is scaled else loss).backward()
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+    assert apart(one, two) < 1e-5
+    before = copy.deepcopy(one.state_dict())
+    trainable(one)[0].grad[0, 0] = float("inf")
+    with pytest.warns(RuntimeWarning, match="this step is skipped"):
+        scaler.step(scaled)
+    scaler.update()
+    assert all(torch.equal(v, before[k]) for k, v in one.state_dict().items())
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_the_scale_is_taken_out_in_float32():
+    torch.manual_seed(0)
+    model = lora(dtype=torch.float16)
+    optimizer = optimizer_of(model, "adam")
+    scaler = torch.amp.GradScaler("cpu")  # 65536: beyond float16
+    before = products(model)
+    scaler.scale(loss_of(model).float() * 1e-3).backward()
+    scaler.step(optimizer)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert all(float((a - b).abs().max()) > 1e-3 for a, b in zip(before, products(model), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_nan_gradients_are_an_error_and_change_nothing(kind):
+    model = lora()
+    optimizer = optimizer_of(model, kind)
+    train(model, optimizer, 2)
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    trainable(model)[1].grad[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinite entries; no weight was changed"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    for a, b in zip(state["buckets"], optimizer.state_dict()["buckets"], strict=True):
+        assert all(torch.equal(a["state"][k], b["state"][k]) for k in a["state"])
+
+
+def test_sums_in_half_precision_do_not_overflow():
+    """Whether a gradient is finite is known by its sum."""
+    for dtype in (torch.float16, torch.float32):
+        G, H, other = (torch.nn.Parameter(torch.randn(n, 2).to(dtype)) for n in (4, 3, 40))
+        optimizer = QuotientAdam([G, H, other], [factor_pair(G, H)], 1e-3)
+        optimizer.certify = False
+        G.grad, H.grad, other.grad = (torch.full_like(p, 60000.0) for p in (G, H, other))
+        optimizer.step()
+        for bad in (float("nan"), float("inf")):
+            for p in (G, other):
+                p.grad[3, 0] = bad
+                with pytest.raises(ValueError, match="NaN or infinite entries"):
+                    optimizer.step()
+                p.grad[3, 0] = 1.0
+
+
+def off_the_cpu(monkeypatch):
+    """Let the optimiser do on the CPU what it does where the host is not to read."""
+    monkeypatch.setattr(base, "on_cpu", lambda x: False)
+    monkeypatch.setattr(stacked, "_IN_CACHE", 10**9)
+
+
+def spoil(model, cause):
+    """Make a step that must change nothing, by a gradient or by the second factor of a pair."""
+    A = model.base_model.model[0].lora_A["default"].weight
+    if cause == "anchor":
+        A.data[0] = 0
+    else:
+        A.grad[0, 0] = float("nan")
+
+
+def full_state(optimizer):
+    saved = optimizer.state_dict()
+    return copy.deepcopy([b["state"] for b in saved["buckets"]] + list(saved["state"].values()))
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("cause", ["gradient", "anchor"])
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_bad_steps_off_the_cpu_change_nothing(kind, cause, others, monkeypatch):
+    """There the host does not know: the step is one of zero length, and is counted."""
+    runs = []
+    for off in (False, True):
+        if off:
+            off_the_cpu(monkeypatch)
+        model = lora(modules_to_save=["2"] if others else None, targets=("0",))
+        make = {"adam": QuotientAdam, "muon": QuotientMuon, "sgd": QuotientSGD}[kind]
+        options = {"momentum": 0.9} if kind == "sgd" else {}
+        clip = 0.3 if others else None
+        optimizer = make(
+            trainable(model), find_symmetric_pairs(model), 1e-2, weight_decay=0.1, max_grad_norm=clip, **options
+        )
+        train(model, optimizer, 4, schedule=False)
+        runs.append(copy.deepcopy(model))
+        if off:
+            state = full_state(optimizer)
+            spoil(model, cause)
+            before = copy.deepcopy(model.state_dict())
+            optimizer.step()
+            for name, v in model.state_dict().items():
+                assert torch.equal(v, before[name]), name
+            with pytest.warns(RuntimeWarning, match="1 steps were skipped"):
+                after = full_state(optimizer)
+            for a, b in zip(state, after, strict=True):
+                assert all(torch.allclose(a[k], b[k], rtol=1e-12, atol=0) for k in a)
+    assert apart(*runs) < 1e-10
+
+
+def test_what_a_grad_scaler_knows_is_not_counted(monkeypatch, recwarn):
+    off_the_cpu(monkeypatch)
+    model = lora(targets=("0",))
+    optimizer = QuotientMuon(trainable(model), find_symmetric_pairs(model), 1e-2)
+    train(model, optimizer, 1, schedule=False)
+    before = products(model)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    optimizer.state_dict()
+    assert not recwarn.list
+    assert all(torch.equal(a, b) for a, b in zip(before, products(model), strict=True))
+    optimizer.found_inf = torch.zeros(())
+    spoil(model, "anchor")
+    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="1 steps were skipped"):
+        optimizer.state_dict()
+
+
+def test_no_copy_of_other_weights_off_the_cpu(monkeypatch):
+    """A classifier, its gradient and AdamW's moments may be larger than all adapters."""
+    off_the_cpu(monkeypatch)
+    model = lora(modules_to_save=["2"], targets=("0",))
+    optimizer = QuotientAdam(trainable(model), find_symmetric_pairs(model), 1e-2)
+    train(model, optimizer, 2, schedule=False)
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.clone.default, torch.ops.aten.where.self, torch.ops.aten.where.ScalarOther):
+                copies.append(tuple(found.shape))
+            return found
+
+    with Copies():
+        optimizer.step()
+        assert (9, 20) not in copies
+        next(p for p in trainable(model) if p.shape == (9, 20)).clone()
+    assert (9, 20) in copies
+
+
+def test_bad_input():
+    model = lora()
+    params = trainable(model)
+    with pytest.raises(ValueError, match="no pair"):
+        QuotientAdam(params, [])
+    with pytest.raises(ValueError, match="no LoRA adapter of peft with two trainable factors"):
+        create_quotient_lora_optimizer(nn.Linear(2, 2), lr=1e-3)
+    with pytest.raises(ValueError, match="no layer has an adapter 'nobody'; there are default"):
+        create_quotient_lora_optimizer(model, lr=1e-3, adapter_names=["nobody"])
+    with pytest.raises(ValueError, match="split over the parameter groups"):
+        QuotientAdam([{"params": params[:1]}, {"params": params[1:]}], find_symmetric_pairs(model))
+    with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
+        QuotientAdam(params[1:], find_symmetric_pairs(model))
+    with pytest.raises(ValueError, match="max_grad_norm must be positive"):
+        QuotientSGD(params, find_symmetric_pairs(model), max_grad_norm=0)
+    with torch.no_grad():
+        params[0].zero_()
+        params[1].zero_()
+    with pytest.raises(ValueError, match="both factors lack full column rank"):
+        QuotientAdam(params, find_symmetric_pairs(model))
+    half = lora()
+    trainable(half)[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="half frozen"):
+        create_quotient_lora_optimizer(half, lr=1e-3)
+
+
+def test_groups_and_pairs_given_twice():
+    model = lora()
+    pairs = find_symmetric_pairs(model)
+    optimizer = QuotientAdam(trainable(model), [*pairs, *adapter_pairs(model)])
+    assert len(optimizer.state_dict()["pairs"]) == len(pairs)
+    extra = lora(targets=("0",))
+    with pytest.raises(ValueError, match="max_grad_norm clips all groups together"):
+        optimizer.add_param_group({"params": trainable(extra), "max_grad_norm": 1.0})
+    for _ in range(2):  # a refused group leaves nothing behind
+        with pytest.raises(ValueError, match="is not among the optimiser's parameters"):
+            optimizer.add_param_group({"params": trainable(extra)[:1], "pairs": find_symmetric_pairs(extra)})
+    optimizer.add_param_group({"params": trainable(extra), "pairs": find_symmetric_pairs(extra)})
+    assert create_quotient_lora_optimizer(model, lr=1e-3, adapter_names="default") is not None
+    wide = lora(r=11)  # more columns than the second layer has outputs
+    assert canonicalize_lora_(wide) == [p.name for p in find_symmetric_pairs(wide) if p.n >= 11]
+
+
+def test_half_a_gradient_is_an_error():
+    model = lora()
+    optimizer = optimizer_of(model, "adam")
+    loss_of(model).backward()
+    trainable(model)[0].grad = None
+    with pytest.raises(ValueError, match="has no gradient but the rest of the pair has"):
+        optimizer.step()
+
+
+def test_sharded_parameters_are_refused():
+    model = lora()
+    trainable(model)[0]._is_flat_param = True
+    with pytest.raises(ValueError, match="sharded parameter"):
+        create_quotient_lora_optimizer(model, lr=1e-3)
+
+
+def test_weights_replaced_by_ones_of_lower_rank():
+    model = lora()
+    optimizer = optimizer_of(model, "adam")
+    with torch.no_grad():
+        for p in adapter_pairs(model):
+            p.H[0].tensor.zero_()
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match=r"second factor has lost full rank .*; no weight was changed"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_lora_on_attention():
+    """Its factors are rows of a frozen pair of the attention layer; that is no half of a pair."""
+    torch.manual_seed(0)
+    one = peft.get_peft_model(bert(), peft.LoraConfig(r=3, target_modules=["query", "value"])).double().eval()
+    two = moved(one)
+    ids, labels = torch.randint(20, (6, 7)), torch.arange(6) % 3
+    for model in (one, two):
+        optimizer = create_quotient_optimizer(model, lr=1e-2)
+        assert len(optimizer.state_dict()["pairs"]) == 4
+        QuotientAdam(trainable(model), find_symmetric_pairs(model))
+        for _ in range(10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(input_ids=ids).logits, labels).backward()
+            optimizer.step()
+    assert apart(one, two) < 1e-8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_factor_for_several_experts_is_no_pair():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 6, 5))
+
+        def forward(self, x):
+            return torch.einsum("bi,eoi->bo", x, self.weight)
+
+    net = nn.Sequential(Experts(), nn.Conv2d(4, 6, 1, groups=2))
+    try:
+        config = peft.LoraConfig(r=4, target_modules=["1"], target_parameters=["0.weight"], init_lora_weights=False)
+        model = peft.get_peft_model(net, config)
+    except TypeError:
+        pytest.skip("this peft has no target_parameters")
+    found = adapter_pairs(model)
+    assert all(p.group is None for p in found)
+    reasons = {"the factors of its experts are stacked in two matrices", "a grouped convolution"}
+    assert {p.reason for p in found} <= reasons
+    assert any("experts" in p.reason for p in found)
+
+
+@pytest.mark.parametrize("most", [1, 120, 10**9])
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd"])
+def test_parts_do_not_matter(kind, most, monkeypatch):
+    """Pairs may be stepped one by one or joined; what is theirs lies in the same state."""
+    ends = []
+    for size in (2**16, most):
+        monkeypatch.setattr(stacked, "_IN_CACHE", size)
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(12, 12) for _ in range(3)], nn.Linear(12, 9))
+        model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1", "2"], init_lora_weights=False))
+        train(model.double(), optimizer_of(model, kind), 5, schedule=False)
+        ends.append(model)
+    assert apart(*ends) < 1e-12
+
+
+def test_numbers_of_a_bucket_lie_on_its_device():
+    """Several may hold one model; the answer whether to step lies on the first."""
+    model = lora(full_rank=True).to("meta")
+    found = [p for p in adapter_pairs(model) if p.group is not None]
+    bucket = stacked.Bucket(found[:1], [0], False, 0)
+    for p in trainable(model):
+        p.grad = torch.empty_like(p)
+    gradients = {p: p.grad for p in trainable(model)}
+    step = stacked.Step(bucket, [True], gradients, lambda bucket, M, N: Metric(M, N))
+    step.clip_(torch.tensor(0.5))
+    step.restrict(torch.tensor(True, device="meta"))
+    for part in step.parts:
+        for t in (step.only(part.x, part.g, part), part.of(step.only(step.metric.inverse_roots, 0))):
+            assert t.device.type == "meta"
+
+
+def test_scales_that_have_become_different_are_refused():
+    """Pairs of one scale share a bucket, whose metric depends on it."""
+
+    def optimizer(**options):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        config = peft.LoraConfig(r=2, lora_alpha=16, target_modules=["0", "2"], init_lora_weights=False, **options)
+        return create_quotient_lora_optimizer(peft.get_peft_model(net, config), lr=1e-3)
+
+    saved = optimizer().state_dict()
+    optimizer().load_state_dict(saved)
+    with pytest.raises(ValueError, match="pairs that had one scale have several now; set lora_alpha"):
+        optimizer(alpha_pattern={"2": 160}).load_state_dict(saved)
+
+
+def test_steps_are_those_of_adamw():
+    torch.manual_seed(0)
+    G, H, *mine = (nn.Parameter(torch.randn(size)) for size in ((4, 2), (3, 2), (3, 2), (4,)))
+    theirs = [nn.Parameter(p.detach().clone()) for p in mine]
+    options = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(theirs, **options)
+    ours = QuotientAdam([G, H, *mine], [factor_pair(G, H)], **options)
+    for _ in range(3):
+        for p, q in zip(theirs, mine, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        ours.step()
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_numbers():
+    assert [is_number(v) for v in (1, 0.5, torch.tensor(2.0), True, "1", torch.ones(2))] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("lr", [0.01, 0.1])
+def test_complex_parameters_outside_pairs_move_as_by_adamw(lr):
+    torch.manual_seed(0)
+    G, H = (nn.Parameter(torch.randn(n, 2)) for n in (4, 3))
+    c = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+    other = nn.Parameter(c.detach().clone())
+    target = torch.randn(5, dtype=torch.complex128)
+    ours = QuotientAdam([G, H, c], [factor_pair(G, H)], lr=lr)
+    theirs = torch.optim.AdamW([other], lr=lr, weight_decay=0.0)
+    for _ in range(5):
+        for optimizer, p in ((ours, c), (theirs, other)):
+            optimizer.zero_grad()
+            ((p - target).abs().square().sum() + (G @ H.T).square().sum()).backward()
+            optimizer.step()
+    torch.testing.assert_close(c, other, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_trained_alone():
+    """Pairs without a group count if the optimiser has a weight of theirs that belongs to no other pair."""
+    layer = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 1), "frozen": nn.MultiheadAttention(4, 1)})
+    kinds = [SymmetricPair(name, "attention", None, reason=name, model=layer) for name in layer]
+    own = dict.fromkeys([*layer["attention"].parameters(), layer["frozen"].in_proj_bias]).keys()
+    assert alone(kinds, own) == kinds[:1]
+    assert alone([replace(kinds[0], frozen=True)], own) == alone([replace(kinds[0], model=None)], own) == []
+    model = lora()
+    pairs = [replace(p, group=None, reason="no") for p in adapter_pairs(model)]
+    assert alone(pairs, dict.fromkeys(trainable(model)).keys()) == pairs
+    assert alone(pairs, dict.fromkeys(trainable(model)[:1]).keys()) == pairs[:1]
+    assert reasons([*pairs, kinds[0]]) == ("no ('base_model.model.0 lora default' and 1 more); attention ('attention')")
+
+
+def test_the_orientation_of_a_pair():
+    G, H = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.zeros(4, 2))
+    assert orientation(factor_pair(H, G)) is False
+    assert orientation(factor_pair(G, H)) is True
+    adapter = replace(factor_pair(G, H), kind="lora")
+    G.data[:, 1] = 0
+    assert orientation(adapter) is None
+    with pytest.raises(ValueError, match="both factors lack full column rank"):
+        orientation(replace(adapter, kind="user"))
+    G.data.zero_()
+    with pytest.raises(ValueError, match="both factors lack full column rank"):  # no gradient moves it
+        orientation(adapter)
