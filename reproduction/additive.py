@@ -16,9 +16,10 @@ from quotient_manifolds.base import standard_normal
 from quotient_manifolds.gl.local_metric import LocalMetric
 from quotient_manifolds.gl.metrics import Gram, Pair
 from quotient_manifolds.linalg import hermitian_power, in_double, pack, weighted_sylvester
+from sharpness import Measure
 from sharpness.blocks import PairBlock
 
-__all__ = ["AdditiveBlock", "AdditiveTangentSpace"]
+__all__ = ["AdditiveBlock", "AdditiveMeasure", "AdditiveTangentSpace"]
 
 
 class AdditiveTangentSpace(TangentSpace):
@@ -133,7 +134,7 @@ class AdditiveTangentSpace(TangentSpace):
 class AdditiveBlock(PairBlock):
     """Pairs at the model's own representative; ε is the measure's ``relaxation``, and must be positive.
 
-    A measure uses them by ``pair_block="reproduction.additive:AdditiveBlock"``. Their geodesics are of second order.
+    Their geodesics are of second order.
     """
 
     closed_form = False
@@ -149,3 +150,9 @@ class AdditiveBlock(PairBlock):
     def num_clamped(self) -> int:
         """Return 0, because there is no floor."""
         return 0
+
+
+class AdditiveMeasure(Measure):
+    """A measure whose pairs are such blocks."""
+
+    pair_block = AdditiveBlock

@@ -14,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sharpness.data import DataChoice, TextColumns
 from sharpness.files import check_folder, write_json
-from sharpness.sweep import read_config, run_sweep
-from sharpness.sweep.run import shard_of
+from sharpness.study import read_config, run_sweep
+from sharpness.study.run import shard_of
 
 from .collection import train_collection
 from .recipes import Recipe, random_recipe
@@ -76,7 +78,7 @@ def build(
     kind : {"vit", "minilm", "scratch"}
         Which zoo.
     data : Path
-        Folder with ``cifar10.zip`` (cifar10/{train,test}/CLASS/NAME.jpg) and ``weights/vit_cifar10/vit_cifar10.pth``,
+        Folder with ``cifar10/{train,test}/CLASS/NAME.jpg`` and ``weights/vit_cifar10/vit_cifar10.pth``,
         or ``mnli`` (:func:`reproduction.zoo_data.inference_tables`).
     out : Path
         Folder for the shifted data, ``models`` (:func:`reproduction.collection.train_collection`) with ``sweep.json``
@@ -109,8 +111,8 @@ def build(
         progress=progress,
     )  # fmt: skip
     failed = []
-    base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial")}
-    base |= {"measures": [], "ablations": [], "baselines": False, "device": device}
+    base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial", "baselines")}
+    base |= {"measures": [], "ablations": [], "device": device}
     for name, source in (("results", test.source), ("shift", shift)):
         path = config.with_name(f"{name}.json")
         own = base | {"test": base["test"] | {"source": os.path.abspath(source)}}
@@ -119,7 +121,8 @@ def build(
         write_json(path, own)
         sweep = read_config(path)  # it lists the models that exist by now, including those of other shards
         mine = {f"model_{i:02d}" for i in shard_of(range(first, len(recipes)), shard)}
-        part = replace(sweep, checkpoints=tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine))
+        own_checkpoints = tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine)
+        part = msgspec.structs.replace(sweep, checkpoints=own_checkpoints)
         failed += run_sweep(part, out / name, progress=progress)
     return failed
 
@@ -134,12 +137,12 @@ def _parts(kind: str, data: Path, out: Path) -> tuple[str, str | None, DataChoic
         tables = [str(p) for p in inference_tables(data / "mnli", out)]
         pairs = DataChoice(tables[0], columns=columns)
         return (str(Path(package.origin).with_name("model")), None, pairs, replace(pairs, source=tables[1]), tables[2])
-    archive = data / "cifar10.zip"
-    train = DataChoice(f"{archive}:cifar10/train", num_examples=_IMAGES[kind], subset_seed=0)
-    test = replace(train, source=f"{archive}:cifar10/test", num_examples=None, subset_seed=None)
-    if not archive.is_file():
-        raise FileNotFoundError(f"there is no {archive}; pass the folder that contains cifar10.zip")
-    shift = str(corrupted_images(archive, "cifar10/test", out / "shift.zip"))
+    images = data / "cifar10"
+    train = DataChoice(str(images / "train"), num_examples=_IMAGES[kind], subset_seed=0)
+    test = replace(train, source=str(images / "test"), num_examples=None, subset_seed=None)
+    if not images.is_dir():
+        raise FileNotFoundError(f"there is no folder {images}; pass the folder that contains it")
+    shift = str(corrupted_images(images / "test", out / "shifted"))
     if kind == "scratch":
         return ("reproduction.vision:scratch_vit", None, train, test, shift)
     weights = data / "weights" / "vit_cifar10" / "vit_cifar10.pth"

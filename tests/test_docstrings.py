@@ -7,7 +7,6 @@ import pytest
 
 #: What a user may import; the API reference lists the same.
 PUBLIC = [
-    "reproduction.convert",
     "reproduction.finetune",
     "reproduction.recipes",
     "reproduction.collection",
@@ -18,16 +17,11 @@ PUBLIC = [
     "quotient_manifolds.testing",
     "sharpness",
     "sharpness.ascent",
-    "sharpness.comparison",
     "sharpness.data",
-    "sharpness.curvature",
     "sharpness.losses",
     "sharpness.models",
     "sharpness.plots",
-    "sharpness.rows",
-    "sharpness.statistics",
-    "sharpness.sweep",
-    "sharpness.tables",
+    "sharpness.study",
 ]
 
 

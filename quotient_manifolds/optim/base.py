@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..symmetries.certificate import Certification
-from ..symmetries.merging import refused
-from ..symmetries.pairs import SymmetricPair, check_pairs
+from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, wide
 from .places import GONE, Places, alone, check_options, group_of, orientation, reasons

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ..gl.gauge import canonical_gauge
-from ..symmetries.discovery import candidates
-from ..symmetries.pairs import SymmetricPair
-from ..symmetries.peft_lora import adapter_tensors, is_lora
-from ..symmetries.registry import adapter_pairs, find_symmetric_pairs, handler_of
+from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
+from ..symmetries.lora import adapter_tensors, is_lora
+from ..symmetries.registry import candidates
 from .base import QuotientOptimizer
 from .metric import wide
 from .optimizers import QuotientAdam, QuotientMuon
@@ -135,7 +134,7 @@ def create_quotient_optimizer(
     """
     if pairs is None:
         pairs = find_symmetric_pairs(model, key_bias="drop")
-        unknown = candidates(model, lambda m: handler_of(m) is not None).values()
+        unknown = candidates(model).values()
         names = {type(m).__name__ for m in unknown if any(p.requires_grad for p in m.parameters())}
         if names:
             advice = (

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..linalg import at_least_float32, column_rank_ratio
-from ..symmetries.blocks import is_sharded, plain_names
+from ..symmetries.lora import lora_layers
+from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
-from ..symmetries.peft_lora import lora_layers
 from .metric import wide
 
 __all__ = ["GONE", "Places", "alone", "check_options", "group_of", "is_number", "orientation", "reasons"]

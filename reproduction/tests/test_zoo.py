@@ -1,13 +1,11 @@
 """The zoos: recipes by number, shifted data, and a run that survives SIGKILL at any moment."""
 
 import csv
-import io
 import json
 import multiprocessing
 import os
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -20,30 +18,30 @@ import sharpness
 from quotient_manifolds.symmetries import model_distance
 from reproduction import cli, radii, study, zoo
 from reproduction.collection import train_collection
+from reproduction.comparison import compare
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
+from reproduction.tables import formatted
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import cli as measuring
-from sharpness.baselines import distance
 from sharpness.batch_loss import RadiusError
 from sharpness.data import DataChoice
 from sharpness.models import load, load_state_dict
-from sharpness.sweep import Checkpoint, Sweep, read_config, read_rows, run_sweep
+from sharpness.study import Checkpoint, Sweep, read_config, read_results, read_rows, run_sweep
+from sharpness.study.run import distance
 from tests import networks
 from tests.sweeps import repeated
 
 
 def write_pictures(path, counts=(("train", 6), ("test", 3))):
-    """A zip as that of CIFAR-10, with three classes that differ in their colour."""
+    """Folders as those of CIFAR-10, with three classes that differ in their colour."""
     rng = np.random.default_rng(0)
-    with zipfile.ZipFile(path, "w") as file:
-        for part, count in counts:
-            for c, name in enumerate(("blue", "green", "red")):
-                for i in range(count):
-                    pixels = rng.integers(0, 120, (32, 32, 3), dtype=np.uint8)
-                    pixels[:, :, 2 - c] += 120
-                    stream = io.BytesIO()
-                    Image.fromarray(pixels).save(stream, "png")
-                    file.writestr(f"cifar10/{part}/{name}/{i}.png", stream.getvalue())
+    for part, count in counts:
+        for c, name in enumerate(("blue", "green", "red")):
+            (path / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 120, (32, 32, 3), dtype=np.uint8)
+                pixels[:, :, 2 - c] += 120
+                Image.fromarray(pixels).save(path / part / name / f"{i}.png")
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def place(tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    write_pictures(tmp_path / "data" / "cifar10.zip")
+    write_pictures(tmp_path / "data" / "cifar10")
     monkeypatch.setattr(zoo, "_IMAGES", {"scratch": 12})
     monkeypatch.setattr(zoo, "_POINTS", {"scratch": 4})
     small = {**zoo.KINDS["scratch"][1], "epochs": (1, 2), "batch": (4, 6)}
@@ -142,7 +140,7 @@ def test_starts_differ_and_are_those_of_the_models(place):
 def test_the_model_that_all_started_from(place):
     weights = load("reproduction.vision:scratch_vit").model.state_dict()
     save_file(weights, "start.safetensors")
-    train, test = (DataChoice(f"data/cifar10.zip:cifar10/{part}") for part in ("train", "test"))
+    train, test = (DataChoice(f"data/cifar10/{part}") for part in ("train", "test"))
     recipes = [zoo.recipe("scratch", 0)]
     network = "reproduction.vision:scratch_vit"
     train_collection(network, train, "zoo/models", checkpoint="start.safetensors", recipes=recipes, test=test)
@@ -181,7 +179,7 @@ def test_no_radius_at_which_the_ball_leaves_the_manifold(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "vit")
     torch.save({"x": x, "y": y}, tmp_path / "data.pt")
     checkpoint = Checkpoint("vit", str(tmp_path / "vit"))
-    sweep = Sweep((checkpoint,), DataChoice(str(tmp_path / "data.pt")), settings={"steps": 3})
+    sweep = Sweep(checkpoints=(checkpoint,), data=DataChoice(str(tmp_path / "data.pt")), steps=3)
     sigma = sharpness.evaluate(model, [(x, y)], measure="geodesic-mix", rho=1e-3, progress=False).min_singular_value
     evaluate, tried = sharpness.evaluate, []
     monkeypatch.setattr(sharpness, "evaluate", lambda *a, rho, **kw: tried.append(rho) or evaluate(*a, rho=rho, **kw))
@@ -250,15 +248,16 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert distances == starts
     assert len(starts) == 3
     capsys.readouterr()
-    assert measuring.main(["table", "zoo/results", "--target", "test-loss", "--level", "0.985"]) == 0
-    assert "3 models with a test-loss: too few to correlate. A ranking needs at least 10" in capsys.readouterr().out
+    assert measuring.main(["table", "zoo/results", "--target", "test-loss"]) == 0
+    assert "3 models with a test-loss: too few to correlate, which needs 10." in capsys.readouterr().out
     Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
-    arguments = ["many.jsonl", "--target", "test-loss", "--level", "0.985", "--format", "markdown"]
-    assert measuring.main(["table", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "τ given train loss and error" in out
-    assert "corrected interval" in out
-    assert "critical sharpness" in out
+    assert measuring.main(["table", "many.jsonl", "--target", "test-loss", "--format", "markdown"]) == 0
+    words = formatted(compare(read_results("many.jsonl"), "test-loss", level=0.985, resamples=50))
+    printed = capsys.readouterr().out
+    assert "tau given train_loss, train_error" in printed
+    assert "critical_sharpness" in printed
+    for name in ("τ given train loss and error", "critical sharpness", "corrected interval"):
+        assert name in words
 
 
 def test_a_radius_that_is_never_reached_or_too_large():
@@ -290,11 +289,11 @@ def test_recipes_of_the_zoos_vary_in_everything():
 
 
 def test_images_are_corrupted_and_always_alike(tmp_path):
-    write_pictures(tmp_path / "a.zip", [("test", 4)])
-    paths = [corrupted_images(tmp_path / "a.zip", "cifar10/test", tmp_path / f"{i}.zip") for i in range(2)]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    with zipfile.ZipFile(paths[0]) as file:
-        assert sorted(file.namelist()) == sorted(f"{c}/{i}.png" for c in ("blue", "green", "red") for i in range(4))
+    write_pictures(tmp_path / "images", [("test", 4)])
+    made = [corrupted_images(tmp_path / "images" / "test", tmp_path / str(i)) for i in range(2)]
+    first, second = ({p.relative_to(m).as_posix(): p.read_bytes() for p in m.rglob("*.png")} for m in made)
+    assert first == second
+    assert sorted(first) == sorted(f"{c}/{i}.png" for c in ("blue", "green", "red") for i in range(4))
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
     changed = [corrupt(pixels, kind, rng) for kind in range(5)]

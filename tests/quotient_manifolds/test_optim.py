@@ -36,8 +36,8 @@ from quotient_manifolds.symmetries import (
     find_symmetric_pairs,
     pair,
 )
+from quotient_manifolds.symmetries.blocks import random_elements
 from quotient_manifolds.symmetries.certificate import Certification
-from quotient_manifolds.symmetries.groups import random_elements
 
 from ..networks import bert
 from ..training import KINDS, X, Y, apart, lora, loss_of, moved, optimizer_of, products, train, trainable

@@ -26,7 +26,7 @@ from quotient_manifolds.symmetries import (
     find_symmetric_pairs,
     pair,
 )
-from quotient_manifolds.symmetries.groups import random_elements
+from quotient_manifolds.symmetries.blocks import random_elements
 
 from ..networks import Encoder, bert, shake, vit
 from ..training import X, lora, loss_of, optimizer_of, products, train, trainable

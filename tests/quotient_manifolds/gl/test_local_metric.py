@@ -60,8 +60,10 @@ def test_derivatives_where_the_floor_is_active(metric, dtype):
     manifold = MANIFOLDS[metric](6, 5, relaxation=0.5)
     G, H = (torch.linalg.qr(torch.randn(2, n, 4, dtype=dtype)).Q for n in (6, 5))
     root = torch.tensor([1.0, 0.9, 0.3, 0.2]).sqrt()
-    x = manifold.act(torch.cat([G * root, H * root], -2), torch.randn(2, 4, 4, dtype=dtype)).requires_grad_()
+    A = torch.randn(2, 4, 4, dtype=dtype)
+    x = manifold.act(torch.cat([G * root, H * root], -2), A).requires_grad_()
     a, b, d = (torch.randn_like(x) for _ in range(3))
+    d = manifold.act(d, A)  # as small a step for a point that lies far out on its orbit
     for f in (
         lambda x: manifold.inner(x, a, b),
         lambda x: (manifold.proju(x, a) * b.conj()).real.sum((-1, -2)),
