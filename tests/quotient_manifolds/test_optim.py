@@ -846,6 +846,34 @@ def test_half_a_gradient_is_an_error():
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ["adam", "muon", "sgd", "nesterov"])
+def test_a_pair_without_gradient_stays_as_it_is(kind):
+    """Beside another of the same shape, which takes the steps that it would take alone, and joins it later."""
+
+    def run(sizes, without):
+        torch.manual_seed(0)
+        factors = [nn.Parameter(torch.randn(n, 2)) for n in (5, 4, 5, 4)]
+        pairs = [factor_pair(*factors[i : i + 2], name=f"pair {i}") for i in (0, 2)]
+        model = nn.ParameterList(factors[:sizes])
+        optimizer = optimizer_of(model, kind, pairs=pairs[: sizes // 2], weight_decay=0.1, max_grad_norm=0.1)
+        ends = []
+        for step in range(6):
+            optimizer.zero_grad()
+            products = [G @ H.mT for G, H in zip(model[::2], model[1::2], strict=True)]
+            sum(P.sin().sum() for P in (products[:1] if step in without else products)).backward()
+            optimizer.step()
+            ends.append([p.detach().clone() for p in model])
+        return optimizer, ends
+
+    optimizer, found = run(4, range(3))
+    assert len(optimizer.state_dict()["buckets"]) == 1
+    _, alone = run(2, ())
+    for step in range(3):
+        assert torch.equal(found[step][2], found[0][2])
+        assert all(torch.allclose(p, q, atol=1e-12) for p, q in zip(found[step][:2], alone[step], strict=True))
+    assert not torch.equal(found[3][2], found[0][2])
+
+
 def test_sharded_parameters_are_refused():
     model = lora()
     trainable(model)[0]._is_flat_param = True
