@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
 from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
-from sharpness.plots.look import figure
+from sharpness.plots import figure
 
 TIMES = torch.linspace(0, 1, 11)
 

@@ -305,9 +305,3 @@ class BlockStack:
             run.view(whole).copy_(run.part(rows))
             if whole is not target:
                 target.copy_(whole)
-
-    @torch.no_grad()
-    def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set the entry of ``tensors`` for each parameter to True wherever a block lies."""
-        for run in self.runs:
-            run.view(tensors[run.first.tensor]).fill_(True)
