@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -56,7 +57,7 @@ class Layout:
     Attributes
     ----------
     layers : str
-        Name of the list of layers.
+        Name of the list of layers; ``{}`` stands for the number of a group of them.
     attention, mlp : Sublayer
         The first and the last sublayer of a layer.
     last : str
@@ -99,22 +100,19 @@ def find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
     """Return the owner, the attribute and the value of the first that exists of some names, separated by ``|``."""
     for name in names.split("|"):
         owner, _, attribute = name.rpartition(".")
-        try:
+        with suppress(AttributeError):
             module = root.get_submodule(owner)
-        except AttributeError:
-            continue
-        value = getattr(module, attribute, None)
-        if value is not None:
-            return module, attribute, value
+            value = getattr(module, attribute)
+            if value is not None:
+                return module, attribute, value
     raise AttributeError(f"{type(root).__name__} has none of {names}")
 
 
 def has(root: nn.Module, names: str) -> bool:
     """Return whether one of some names exists."""
-    try:
+    with suppress(AttributeError):
         return find(root, names)[2] is not None
-    except AttributeError:
-        return False
+    return False
 
 
 def affine(
