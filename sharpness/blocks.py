@@ -207,9 +207,11 @@ class PairBlock(Block):
         self, stack: PairStack, measure: Measure, dtype: torch.dtype, memory: Memory, *, at_model: bool = False
     ) -> None:
         assert measure.pair_metric is not None
+        if measure.relaxation and self.closed_form:
+            raise ValueError(f"measure {measure.name!r}: relaxation needs a pair_block whose metric is relaxed")
         self.stack, self.measure, self._memory = stack, measure, memory
         self._factor = measure.metric_scale**-0.5
-        self.manifold = stack.manifold(measure.pair_metric, relaxation=measure.relaxation)
+        self.manifold = stack.manifold(measure.pair_metric)
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
@@ -265,7 +267,7 @@ class PairBlock(Block):
         self._write_random_(out, self.chart.random(generator))
 
     def from_gaussians_(self, out: Tensor, drawn: Sequence[Tensor]) -> None:
-        """Make such a vector from the numbers of :func:`quotient_manifolds.gl.tangent.draw_gaussians`."""
+        """Make such a vector from the numbers of :func:`quotient_manifolds.tangent.draw_gaussians`."""
         self._write_random_(out, self.tangent.from_gaussians(drawn))
 
     def _write_random_(self, out: Tensor, u: Tensor) -> None:
@@ -341,8 +343,8 @@ class PairBlock(Block):
         return self.measure.geodesic != "exact"
 
     def num_clamped(self) -> int:
-        """Count the present directions whose singular value is replaced by the metric's floor."""
-        return int((self.present & (self.sigma < self.measure.relaxation * self.sigma[..., :1])).sum())
+        """Return 0: the metric is exact."""
+        return 0
 
     def num_exited_pairs(self, c: Tensor) -> int:
         """Count the pairs whose exact geodesic along c was shortened so that it stays on the manifold."""

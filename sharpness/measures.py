@@ -32,8 +32,7 @@ class Measure:
     symmetry : {"all", "qk", "vo", "none"}
         The kinds of pairs that are divided out; with "none" the measure is the elementwise one.
     relaxation : float
-        ε of the floor ε σ_1 on the singular values in the metric of the pairs, see
-        :class:`quotient_manifolds.GLQuotientInv`.
+        ε of the paper's relaxed Gram matrices, for a ``pair_block`` that has them.
     metric_scale : float
         c, by which the whole metric is multiplied. Geodesics stay the same, and the ball of radius ρ√c is the former
         ball of radius ρ.
@@ -73,7 +72,7 @@ class Measure:
     form: str = "own"
     geodesic: str = "second-order"
     symmetry: str = "all"
-    relaxation: float = 1e-12
+    relaxation: float = 0.0
     metric_scale: float = 1.0
     ball_norm: float = 2.0
     rho: float | None = None

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.base import standard_normal
-from quotient_manifolds.gl.tangent import draw_gaussians
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, stacks
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
+from quotient_manifolds.tangent import draw_gaussians
 
 from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, with_constants

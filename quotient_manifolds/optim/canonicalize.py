@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..symmetries import adapter_pairs
 from .preconditioner import wide
 

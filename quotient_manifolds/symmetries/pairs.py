@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from ..gl import GLQuotientInv, GLQuotientMix
+from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import Block, BlockStack, block
 from .groups import GL
 

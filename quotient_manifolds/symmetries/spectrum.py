@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..linalg import in_double
 from .pairs import SymmetricPair, check_pairs
 from .stacks import stacks

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..gl import GLQuotientInv, GLQuotientMix
 from ..linalg import at_least_float32
+from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import BlockStack
 from .groups import GL
 from .pairs import MANIFOLDS, SymmetricPair, check_pairs
