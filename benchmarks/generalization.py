@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from _common import RESULTS, write
 
+from reproduction.adaptive_norm import AdaptiveNormMeasure
+from reproduction.additive import AdditiveMeasure
 from reproduction.collection import train_collection
 from reproduction.hypothesis import GIVEN, hypothesis
 from reproduction.plots import plot_ablations
+from reproduction.rk4 import RungeKuttaMeasure
 from reproduction.study import (
     OUTCOMES,
     account,
@@ -37,6 +40,8 @@ from reproduction.study import (
     table,
 )
 from reproduction.zoo import KINDS
+from sharpness import MEASURES as KNOWN
+from sharpness import Measure
 from sharpness.comparison import compare, label
 from sharpness.data import DataChoice
 from sharpness.files import write_json
@@ -53,15 +58,25 @@ MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
     "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
 }  # fmt: skip
-#: Blocks of the laboratory.
-ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
-RK4 = "reproduction.rk4:RungeKuttaBlock"
 #: At ρ = 0.1 in the inv metric, on 64 points.
 ABLATIONS: list[dict[str, Any]] = [
-    {}, {"geodesic": "first-order"}, {"pair_block": RK4}, {"geodesic": "exact"}, {"pair_block": ADAPTIVE},
-    {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1}, {"relaxation": 0.001, "pair_block": ADDITIVE},
-    {"relaxation": 0.1, "pair_block": ADDITIVE},
+    {"geodesic": "first-order"}, {"geodesic": "exact"}, {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1},
 ]  # fmt: skip
+
+
+def of_laboratory(kind: type[Measure], what: str, **changes: Any) -> Measure:
+    """Make a measure of the laboratory with the inv metric."""
+    return kind(**{**vars(KNOWN["geodesic-inv"]), "name": f"geodesic-inv, {what}", **changes})
+
+
+#: Beside them, in the words of the tables.
+OF_LABORATORY = [
+    of_laboratory(RungeKuttaMeasure, "geodesic = rk4"),
+    of_laboratory(AdaptiveNormMeasure, "norm = adaptive"),
+    of_laboratory(AdditiveMeasure, "relaxation = 0.001, relaxation kind = additive", relaxation=0.001),
+    of_laboratory(AdditiveMeasure, "relaxation = 0.1, relaxation kind = additive", relaxation=0.1),
+]
+KNOWN.update({measure.name: measure for measure in OF_LABORATORY})
 
 
 def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
@@ -70,7 +85,9 @@ def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
     base |= {"measures": MEASURES, "rho": RADII, "relative_tol": 1e-3}
     part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
     few = base["data"] | {"num_examples": 64, "batch_size": 64}
-    ablated = {"measures": ["geodesic-inv"], "rho": 0.1, "ablations": ABLATIONS, "data": few}
+    switched = [{}, *(switches | {"measures": ["geodesic-inv"]} for switches in ABLATIONS)]
+    measures = ["geodesic-inv", *(measure.name for measure in OF_LABORATORY)]
+    ablated = {"measures": measures, "rho": 0.1, "ablations": switched, "data": few}
     return {"vision": base, "vision_ablations": part | ablated}
 
 
@@ -237,7 +254,7 @@ def main() -> None:
     vision, collected = commands.add_parser("vision"), commands.add_parser("gather")
     commands.add_parser("report")
     vision.add_argument("--weights", type=Path, required=True, help="state dict of the vision transformer")
-    vision.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
+    vision.add_argument("--images", type=Path, required=True, help="folder with {train,test}/CLASS/NAME.jpg")
     vision.add_argument("--out", type=Path, required=True, help="folder for models and results")
     vision.add_argument("--models", type=int, default=24)
     vision.add_argument("--shard", default="1/1")
@@ -255,8 +272,8 @@ def main() -> None:
     shard = int(first), int(last)
     options.out.mkdir(parents=True, exist_ok=True)
     collection = options.out / "collection"
-    data = DataChoice(f"{options.images}:cifar10/train", num_examples=2000, subset_seed=0)
-    test = replace(data, source=f"{options.images}:cifar10/test", num_examples=None, subset_seed=None)
+    data = DataChoice(str(options.images / "train"), num_examples=2000, subset_seed=0)
+    test = replace(data, source=str(options.images / "test"), num_examples=None, subset_seed=None)
     model = "reproduction.vision:vit_cifar10"
     train_collection(
         model, data, collection, checkpoint=str(options.weights), models=options.models, test=test, shard=shard

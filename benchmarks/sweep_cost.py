@@ -25,14 +25,14 @@ MEASURES = {"geodesic-inv": 0.1, "geodesic-mix": 0.05, "adaptive": 0.5}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", type=Path, required=True, help="state dict of the vision transformer")
-    parser.add_argument("--images", type=Path, required=True, help="zip with cifar10/{train,test}/CLASS/NAME.jpg")
+    parser.add_argument("--images", type=Path, required=True, help="folder with {train,test}/CLASS/NAME.jpg")
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--ascent", default="apgd")
     options = parser.parse_args()
     torch.backends.mha.set_fastpath_enabled(False)
     start = time.perf_counter()
     found = load("reproduction.vision:vit_cifar10", str(options.weights))
-    data = DataChoice(f"{options.images}:cifar10/train", num_examples=256 * options.batches, subset_seed=0)
+    data = DataChoice(str(options.images / "train"), num_examples=256 * options.batches, subset_seed=0)
     batches = data.load(found)
     reading = time.perf_counter() - start
     net = found.model

@@ -67,11 +67,10 @@ class TangentSpace(ABC):
     r"""The horizontal space at one point, with the point's factorisation done once.
 
     :meth:`QuotientManifold.tangent_space_at` makes it, for many vectors at the same point. Vectors are tensors of the
-    point's shape (batch dimensions broadcast). The manifold's own methods call ``tangent_space_at`` each time.
+    point's shape (batch dimensions broadcast). The manifold's own methods remember that of the last point.
 
     Attributes
     ----------
-    manifold : QuotientManifold
     x : Tensor
         The point.
 
@@ -90,7 +89,6 @@ class TangentSpace(ABC):
     (tensor(26.2679), tensor(0.))
     """
 
-    manifold: QuotientManifold
     x: Tensor
 
     @abstractmethod
@@ -162,8 +160,8 @@ class QuotientManifold(geoopt.Manifold):
     ndim = 2
     reversible = False
     _complex_allowed = True
-    #: A reference to the last point, and the tangent space at a copy of it.
-    _last: tuple[weakref.ref[Tensor], TangentSpace] | None = None
+    #: A reference to the last point, a copy of it, and the tangent space at the copy.
+    _last: tuple[weakref.ref[Tensor], Tensor, TangentSpace] | None = None
 
     # -- what a subclass provides ------------------------------------------------------------------------------
 
@@ -237,15 +235,16 @@ class QuotientManifold(geoopt.Manifold):
             return self._checked_space(x, is_differentiated(x))
         if x.requires_grad and torch.is_grad_enabled():
             return self._checked_space(x, True)
-        last = self._last
-        if last is not None and last[0]() is x:
-            copy = last[1].x
-            if x.dtype == copy.dtype and x.device == copy.device and torch.equal(x, copy):
-                return last[1]
-        space = self._checked_space(x.detach().clone(), False)
+        last = self._last  # another thread may replace it
+        if last is not None:
+            reference, copy, space = last
+            if reference() is x and x.dtype == copy.dtype and x.device == copy.device and torch.equal(x, copy):
+                return space
+        copy = x.detach().clone()
+        space = self._checked_space(copy, False)
         if not torch.is_inference_mode_enabled():
             forget = functools.partial(self.__dict__.pop, "_last")  # called with the reference, pop's default
-            self.__dict__["_last"] = weakref.ref(x, forget), space
+            self.__dict__["_last"] = weakref.ref(x, forget), copy, space
         return space
 
     def __getstate__(self) -> dict[str, Any]:

@@ -85,8 +85,8 @@ class GLQuotient(QuotientManifold):
             default those at rounding level.
         moved : bool
             x has moved since its gauge was computed. Gram matrices are recomputed in the frame of the old group
-            element. :meth:`GLTangentSpace.inner`, ``acceleration``, ``retr`` and ``along_gradient`` are exact;
-            ``proju``, ``coordinates`` and random vectors are not.
+            element. :meth:`GLTangentSpace.inner`, ``acceleration`` and ``retr`` are exact; ``proju``,
+            ``coordinates`` and random vectors are not.
         """
         return GLTangentSpace(self.metric, gauge, x, tolerance=tolerance, moved=moved)
 

@@ -14,7 +14,7 @@ from .geodesic_ode import as_times, column
 from .geodesics import raise_on_exit
 from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root
 from .means import checked_weights
-from .metrics import METRICS, Motion
+from .metrics import METRICS, Metric, Motion
 
 __all__ = ["RescaleQuotient"]
 
@@ -33,10 +33,8 @@ class _RescaleTangentSpace(TangentSpace):
     the unit vectors x (inv) or x/|β| (mix).
     """
 
-    manifold: RescaleQuotient
-
-    def __init__(self, manifold: RescaleQuotient, x: Tensor) -> None:
-        self.manifold, self.x, self._metric = manifold, x, METRICS[manifold.metric]
+    def __init__(self, metric: Metric, x: Tensor) -> None:
+        self.x, self._metric = x, metric
         size = x.abs().sqrt().prod(-2, keepdim=True)  # √|β|, a number wherever x is
         self._unit = x if self._metric.complete else x / size / size
 
@@ -134,7 +132,7 @@ class RescaleQuotient(QuotientManifold):
         ok, reason = self._check_point_on_manifold(x)
         if not ok:
             raise ValueError(reason)
-        return _RescaleTangentSpace(self, x)
+        return _RescaleTangentSpace(METRICS[self.metric], x)
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         r"""Follow the geodesic to :math:`x e^B` (inv) or :math:`x \sqrt{1 + 2B}` (mix); see :meth:`geodesic`."""

@@ -5,7 +5,7 @@ All formulas are evaluated at the canonical representative, see :mod:`quotient_m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from . import geodesics
 from .base import TangentSpace, standard_normal
 from .gauge import Gauge
 from .linalg import in_own_precision, largest, power_of_two, root, row_power
-from .metrics import LocalMetric, Metric, Motion, Pair
+from .metrics import LocalMetric, Metric, Pair
 
 __all__ = ["GLTangentSpace", "draw_gaussians"]
 
@@ -195,33 +195,6 @@ class GLTangentSpace(TangentSpace):
             a, b, c, d = a @ A, b @ A, c @ B, d @ B
         return (share * a, share * c), (share * b, share * d)
 
-    def along_gradient(self, egrad: Tensor) -> tuple[Tensor, Callable[[float], Tensor]]:
-        """Return the squared length (…) of a gradient, and t ↦ ``retr(t * egrad2rgrad(egrad))``, at half the cost.
-
-        ``egrad`` is the Euclidean gradient of a function of G Hᴴ, whose Riemannian gradient is horizontal already.
-        """
-        local, covector, squares, motions = self._local, self._carry(egrad, _adjoint(self._out)), [], []
-        there = (self.present.unsqueeze(-1) & self.present.unsqueeze(-2)).to(egrad.dtype)
-        weights = [V * there for V in local.inverse_weights]
-        for X, P, V, gram in zip(local.factors, covector, weights, local.grams, strict=True):
-            PP, of_vector = P.mH @ P, V * self._pace
-            squares.append((V.mT * PP).real.sum(dim=(-2, -1)))
-            motions.append(Motion(gram.inverse, of_vector.mH @ (P.mH @ X), of_vector.mH @ PP @ of_vector))
-        equations = self.metric.equation(*motions), self.metric.equation(*reversed(motions))
-
-        def end(t: float) -> Tensor:
-            out, ways = self.x.clone(), self._back or (None, None)
-            one = torch.eye(out.shape[-1], dtype=out.dtype, device=out.device)
-            parts = zip(self.split(out), local.factors, covector, weights, equations, ways, strict=True)
-            for part, X, P, V, (a, b), A in parts:
-                of_point, of_vector = 0.5 * t**2 * a, V * self._pace @ (t * one + 0.5 * t**2 * b)
-                if A is not None:
-                    of_point, of_vector = of_point @ A, of_vector @ A
-                _write_sum(part, (X, of_point), (P, of_vector), add=True)
-            return out
-
-        return squares[0] + squares[1], end
-
     # -- exact geodesics -------------------------------------------------------------------------------------------
 
     def geodesic(self, u: Tensor, t: Any = 1.0, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
@@ -270,41 +243,34 @@ class GLTangentSpace(TangentSpace):
     # The operations of every ascent step, in few passes over the weights: all large tensors are sums of the point, the
     # vector and the gradient, each times an h × h matrix.
 
-    def project_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def project_coordinates(self, c: Tensor) -> Tensor:
         """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""
         (G, H), (xi, eta), row = self._local.factors, self.split(c), self._row()
-        L = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row)
-        out = torch.mul(c, self.present.unsqueeze(-2), out=out)
-        for part, X, V in zip(self.split(out), (G, H), (L, -L.mH), strict=True):
-            _write_sum(part, (X, V * self._row(-1)), add=True)
-        return out
+        L, inverse = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row), self._row(-1)
+        return _sum(self.split(c * self.present.unsqueeze(-2)), ((G, H), (L * inverse, -L.mH * inverse)))
 
-    def retr_coordinates(self, c: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def retr_coordinates(self, c: Tensor) -> Tensor:
         """Return ``retr(from_coordinates(c))``, in canonical gauge."""
-        out, speed = torch.empty_like(c) if out is None else out, self._row() * self._pace
+        out, speed = torch.empty_like(c), self._row() * self._pace
         one = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
         equations = self._local.equations(self.split(c), speed)
         for part, X, v, (a, b) in zip(self.split(out), self._local.factors, self.split(c), equations, strict=True):
             _write_sum(part, (X, one + 0.5 * a), (v, speed.mT * (one + 0.5 * b)))
         return out if self._unit is None else out.mul_(self._unit)
 
-    def pullback_coordinates(
-        self, c: Tensor, egrad: Tensor, factor: float = 1.0, *, out: Tensor | None = None
-    ) -> Tensor:
-        r"""Pull a Euclidean gradient at ``retr(u)``, u = ``from_coordinates(c)``, back to coordinates, times a factor.
+    def pullback_coordinates(self, c: Tensor, egrad: Tensor, *, out: Tensor | None = None) -> Tensor:
+        r"""Pull a Euclidean gradient at ``retr(u)``, u = ``from_coordinates(c)``, back to coordinates.
 
         They are those of the horizontal part of :math:`P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P`, with the
         gradient P, in canonical gauge.
         """
         out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._pace
-        size: Any = factor if self._unit is None else factor * self._pace * self._unit
         adjoints = self._local.adjoints(self.split(c), self.split(egrad), speed)
         L = self._local.vertical_part(*(XQ * row**2 for *_, XQ in adjoints))
         vectors = zip(self.split(out), self._local.factors, self.split(c), self.split(egrad), strict=True)
         for (part, X, v, p), (e, a, b, _), V in zip(vectors, adjoints, (L, -L.mH), strict=True):
-            of_point = size * (a * row + V * self._row(-1))
-            _write_sum(part, (p, size * e * row), (X, of_point), (v, size * speed.mT * b * row))
-        return out
+            _write_sum(part, (p, e * row), (X, a * row + V * self._row(-1)), (v, speed.mT * b * row))
+        return out if self._unit is None else out.mul_(self._pace * self._unit)
 
 
 def _maps(gauge: Gauge, unit: Tensor | None) -> tuple[Pair, Pair]:
@@ -334,14 +300,13 @@ def _adjoint(by: Pair | None) -> Pair | None:
     return by if by is None else (by[0].mH, by[1].mH)
 
 
-def _write_sum(out: Tensor, *products: Pair, add: bool = False) -> None:
-    """Write Σ X A into ``out``, for small matrices A, or add it."""
-    for X, A in products:
+def _write_sum(out: Tensor, *products: Pair) -> None:
+    """Write Σ X A into ``out``, for small matrices A."""
+    for k, (X, A) in enumerate(products):
         if out.dim() == X.dim() == A.dim() == 3:
-            out.baddbmm_(X, A, beta=int(add))
+            out.baddbmm_(X, A, beta=min(k, 1))
         else:
-            out.copy_(out + X @ A if add else X @ A)
-        add = True
+            out.copy_(out + X @ A if k else X @ A)
 
 
 def draw_gaussians(

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import GLTangentSpace
+from sharpness import Measure
 from sharpness.blocks import PairBlock
 
-__all__ = ["AdaptiveNorm", "AdaptiveNormBlock"]
+__all__ = ["AdaptiveNorm", "AdaptiveNormBlock", "AdaptiveNormMeasure"]
 
 
 class AdaptiveNormBlock(PairBlock):
-    """Pairs at the model's own representative, in the coordinates ξ/w.
-
-    A measure uses them by ``pair_block="reproduction.adaptive_norm:AdaptiveNormBlock"``.
-    """
+    """Pairs at the model's own representative, in the coordinates ξ/w."""
 
     closed_form = False
 
@@ -31,6 +29,12 @@ class AdaptiveNormBlock(PairBlock):
         if self.measure.elementwise != "adaptive":
             raise ValueError('the adaptive norm of pairs needs elementwise="adaptive"')
         self.chart: Any = AdaptiveNorm(self.tangent)
+
+
+class AdaptiveNormMeasure(Measure):
+    """A measure whose pairs are such blocks."""
+
+    pair_block = AdaptiveNormBlock
 
 
 class AdaptiveNorm:

@@ -15,9 +15,10 @@ from quotient_manifolds import GLQuotientInv, GLQuotientMix, TangentSpace
 from quotient_manifolds.base import standard_normal
 from quotient_manifolds.linalg import hermitian_power, in_double, pack, weighted_sylvester
 from quotient_manifolds.metrics import Gram, LocalMetric, Pair
+from sharpness import Measure
 from sharpness.blocks import PairBlock
 
-__all__ = ["AdditiveBlock", "AdditiveTangentSpace"]
+__all__ = ["AdditiveBlock", "AdditiveMeasure", "AdditiveTangentSpace"]
 
 
 class AdditiveTangentSpace(TangentSpace):
@@ -134,7 +135,7 @@ class AdditiveTangentSpace(TangentSpace):
 class AdditiveBlock(PairBlock):
     """Pairs at the model's own representative; ε is the measure's ``relaxation``, and must be positive.
 
-    A measure uses them by ``pair_block="reproduction.additive:AdditiveBlock"``. Their geodesics are of second order.
+    Their geodesics are of second order.
     """
 
     closed_form = False
@@ -146,3 +147,9 @@ class AdditiveBlock(PairBlock):
         x = in_double(self.stack.gather().detach())
         self.tangent: Any = AdditiveTangentSpace(self.manifold, x, self.measure.relaxation)
         self.chart: Any = self.tangent
+
+
+class AdditiveMeasure(Measure):
+    """A measure whose pairs are such blocks."""
+
+    pair_block = AdditiveBlock

@@ -9,8 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sharpness.cli import Parser, run_parser
-from sharpness.cli.options import Formatter, add_data_options, checked_device, count, data_choice, place, seed, shard
+from sharpness.cli import (
+    Parser,
+    add_data_options,
+    checked_device,
+    count,
+    data_choice,
+    place,
+    run_parser,
+    seed,
+    shard,
+)
 
 __all__ = ["main", "parser"]
 
@@ -23,7 +32,6 @@ def add_finetune(commands: Any) -> None:
         description="Fine-tune a model many times on one data set, with random recipes (learning rate, weight decay, "
         "epochs, label smoothing, label noise, and for images augmentation and mix-up) or with seeds alone, and "
         "write the checkpoints and a configuration for `sharpness sweep`. Existing models are not trained again.",
-        formatter_class=Formatter,
     )
     finetune.add_argument("model", metavar="MODEL", help="as for run; a transformers folder gets a new head for texts")
     finetune.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
@@ -54,9 +62,9 @@ def add_finetune(commands: Any) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> int:
-    from reproduction.collection import train_collection
+    from reproduction.collection import holds_texts, train_collection
     from reproduction.recipes import Recipe, random_recipe
-    from sharpness.data.loading import check_source
+    from sharpness.data import check_source
     from sharpness.files import check_apart
     from sharpness.sweep.digests import places
 
@@ -79,7 +87,7 @@ def _finetune(options: argparse.Namespace) -> int:
         ranges: dict[str, Any] = {
             k: (v[0], v[-1]) if isinstance(v, list) else v for k, v in given.items() if v is not None
         }
-        recipes = [random_recipe(seed, images=not data.is_text, **ranges) for seed in range(options.models)]
+        recipes = [random_recipe(seed, images=not holds_texts(data.source), **ranges) for seed in range(options.models)]
     test = None if options.test is None else replace(data, source=options.test, num_examples=None, subset_seed=None)
     config = train_collection(
         options.model, data, options.out, checkpoint=options.checkpoint, recipes=recipes, test=test,
@@ -90,41 +98,6 @@ def _finetune(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_convert(commands: Any) -> None:
-    """Add ``python -m reproduction convert``."""
-    convert = commands.add_parser(
-        "convert",
-        help="turn a checkpoint of another library into one that can be measured",
-        description="Turn a checkpoint of another library into one that can be measured.",
-    )
-    kinds = convert.add_subparsers(title="kinds", required=True, metavar="KIND")
-    google = kinds.add_parser(
-        "bert-tf",
-        help="a BERT classifier of Google's run_classifier.py (TensorFlow 1) to a transformers folder",
-        description="Turn a BERT classifier of Google's run_classifier.py (TensorFlow 1) into a transformers folder, "
-        "through tensorflow's own reader.",
-        formatter_class=Formatter,
-    )
-    google.add_argument("checkpoint", type=place, metavar="CHECKPOINT", help="folder, or prefix .../model.ckpt-N")
-    google.add_argument("out", type=place, metavar="OUT", help="the new transformers folder")
-    google.add_argument("--config", type=place, help="bert_config.json (default: beside the checkpoint)")
-    google.add_argument("--vocab", type=place, help="vocab.txt (default: beside the checkpoint)")
-    google.add_argument("--labels", default="contradiction,entailment,neutral", help="names of the classes, in order")
-    google.add_argument("--cased", action="store_true", help="the vocabulary distinguishes upper and lower case")
-    google.set_defaults(run=_convert)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from .convert import bert_from_tensorflow
-
-    folder = bert_from_tensorflow(
-        options.checkpoint, options.out, config=options.config, vocab=options.vocab, labels=options.labels.split(","),
-        cased=options.cased,
-    )  # fmt: skip
-    print(f"the transformers folder is {folder}")
-    return 0
-
-
 def add_toy(commands: Any) -> None:
     """Add ``python -m reproduction toy``."""
     toy = commands.add_parser(
@@ -132,7 +105,6 @@ def add_toy(commands: Any) -> None:
         help="the two-parameter network: level sets of Euclidean and Riemannian quantities",
         description="Draw the loss, the gradient norms and the Hessian traces of the network x ↦ θ₂θ₁x, Euclidean and "
         "on the quotient, how much each varies along an orbit, and the geodesic sharpness against its closed form.",
-        formatter_class=Formatter,
     )
     toy.add_argument("--out", type=place, default=Path("toy"), help="folder for the figure and the numbers")
     toy.add_argument("--x", type=float, default=1.0, help="the input")
@@ -155,7 +127,6 @@ def add_diagonal(commands: Any) -> None:
         help="diagonal networks: closed forms and true maxima against the test loss",
         description="Train diagonal networks side by side, measure their sharpness in closed form and by true "
         "maximisation, and correlate it with their test loss.",
-        formatter_class=Formatter,
     )
     diagonal.add_argument("--n", type=count, default=100, help="data points")
     diagonal.add_argument("--d", type=count, default=200, help="dimensions")
@@ -190,10 +161,9 @@ def add_zoo(commands: Any) -> None:
         description="Train and test one of the three zoos of the study of generalisation: fine-tunes of vit_cifar10 "
         "(vit) or of all-MiniLM-L6-v2 (minilm), or vision transformers from scratch. If a call was killed, the next "
         "one completes it. Sharpness is measured by `sharpness sweep OUT/models/sweep.json`.",
-        formatter_class=Formatter,
     )
     zoo.add_argument("kind", choices=["vit", "minilm", "scratch"], help="which zoo")
-    zoo.add_argument("--data", type=place, required=True, help="folder with cifar10.zip, weights and mnli")
+    zoo.add_argument("--data", type=place, required=True, help="folder with cifar10, weights and mnli")
     zoo.add_argument("--models", type=count, help="how many (default: what the study asks for)")
     zoo.add_argument("--first", type=seed, default=0, help="number of the first model, for a zoo in parts")
     zoo.add_argument("--shard", default="1/1", help="take the i-th of n parts of the models")
@@ -223,7 +193,6 @@ def add_radii(commands: Any) -> None:
         help="find the radii at which the loss of a zoo's median model increases by a given amount",
         description="Find, for every measure, the radii at which the loss of a zoo's median model increases by 0.1 and "
         "0.5 nats, and write ZOO/models/measure.json and hessian.json for `sharpness sweep --out ZOO/results`.",
-        formatter_class=Formatter,
     )
     radii.add_argument("zoo", type=place, metavar="ZOO", help="folder of a zoo that was trained and tested")
     radii.add_argument("--measures", nargs="+", help="which (default: the six of the study)")
@@ -250,7 +219,6 @@ def add_power(commands: Any) -> None:
         "power",
         help="how many models a study of generalisation needs",
         description="Apply the decision rule of the study to zoos drawn at random, of several sizes and effects.",
-        formatter_class=Formatter,
     )
     power.add_argument("--models", type=count, nargs="+", default=[48, 96], help="sizes of the zoo")
     power.add_argument("--effects", type=float, nargs="+", default=[0.0, 0.3, 0.4], help="conditional τ")
@@ -279,10 +247,10 @@ def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     top = Parser(
         prog="reproduction",
-        description="The paper's studies and ours: analytic networks, fine-tuned models, converted checkpoints.",
+        description="The paper's studies and ours: analytic networks, fine-tuned models.",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_finetune, add_convert, add_toy, add_diagonal, add_zoo, add_radii, add_power):
+    for add in (add_finetune, add_toy, add_diagonal, add_zoo, add_radii, add_power):
         add(commands)
     return top
 

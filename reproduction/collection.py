@@ -11,28 +11,27 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
 
-from sharpness.data import DataChoice
-from sharpness.data.images import needed_format
-from sharpness.data.loading import load_examples
+from sharpness.data import DataChoice, divided, load_examples
 from sharpness.errors import naming
 from sharpness.files import atomic_write, check_folder, write_json
-from sharpness.models import LoadedModel, load
-from sharpness.models.loaded import quiet
+from sharpness.models import LoadedModel, load, quiet
 from sharpness.progress import bar
 from sharpness.sweep.run import shard_of
 
 from .finetune import TrainingImages, TrainingTexts, finetune, scores_of
 from .folders import atomic_write_folder
 from .recipes import Recipe, random_recipe
+from .vision import ImageTransform
 
 __all__ = ["train_collection"]
 
@@ -104,7 +103,7 @@ def train_collection(
     folder = check_folder(folder, create=False)
     loaded = load(model, checkpoint)
     if recipes is None:
-        recipes = [random_recipe(seed, images=not data.is_text) for seed in range(models)]
+        recipes = [random_recipe(seed, images=not holds_texts(data.source)) for seed in range(models)]
     if not 0 <= first < len(recipes):
         raise ValueError(f"there are the models 0 to {len(recipes) - 1}, so the first cannot be {first}")
     about = {"model": model, "checkpoint": checkpoint, "data": asdict(data), "autocast": autocast}
@@ -124,7 +123,7 @@ def train_collection(
         for i in todo:
             start = time.perf_counter()
             torch.manual_seed(recipes[i].seed)
-            net = _classifier(loaded, names) if data.is_text else load(model, checkpoint).model
+            net = _classifier(loaded, names) if holds_texts(data.source) else load(model, checkpoint).model
             scale_(net, recipes[i].init_scale)
             if checkpoint is None and loaded.folder is None:
                 _save(net, loaded, folder / f"start_{i:02d}", half)
@@ -171,6 +170,15 @@ def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
     return True
 
 
+def holds_texts(source: str) -> bool:
+    """Return whether a source is a table of text, or a folder that ``datasets`` saved without images."""
+    path, split = divided(source)
+    if path.is_dir():
+        about = list((path / split).glob("**/dataset_info.json"))
+        return bool(about) and not any('"Image"' in p.read_text(encoding="utf-8") for p in about)
+    return path.suffix.lower() in (".csv", ".jsonl", ".parquet", ".tsv")
+
+
 def _save(net: Any, loaded: LoadedModel, path: Path, half: bool) -> None:
     """Write a transformers folder for a transformers model, else safetensors."""
     # Clones: tied weights share memory, which safetensors refuses.
@@ -192,7 +200,8 @@ def _save(net: Any, loaded: LoadedModel, path: Path, half: bool) -> None:
     else:
         from safetensors.torch import save_file
 
-        atomic_write(path.with_name(path.name + ".safetensors"), lambda own: save_file(weights, own))
+        with atomic_write(path.with_name(path.name + ".safetensors")) as own_file:
+            save_file(weights, own_file)
 
 
 def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
@@ -214,8 +223,8 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
 
 def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | TrainingTexts, dict[str, int]]:
     """Read training examples and, for texts, the names of the classes."""
-    if data.is_text:
-        examples = data.open(loaded)
+    if holds_texts(data.source):
+        examples = load_examples(data.source, loaded, data.columns)
         texts = TrainingTexts(
             examples, examples.choose(data.num_examples, data.subset_seed), loaded.tokenizer.pad_token_id or 0, 0
         )
@@ -229,19 +238,30 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
             )
         texts.classes = len(found)
         return texts, {by_number.get(i, str(i)): i for i in found}
-    how = needed_format(data.image_format(loaded.images), data.source)
-    plain = replace(how, mean=(0.0,), std=(1.0,))
-    examples = load_examples(data.source, images=plain, text=data.columns)
-    if examples.classes is None:
+    how = None if loaded.transform is None else _normalisation(loaded.transform)
+    examples = load_examples(data.source, replace(loaded, transform=how and how[0], labels={}), data.columns)
+    if examples.classes is None or how is None:
         raise ValueError(f"{data.source} holds neither a table of text nor images with classes, which collections need")
     chosen = examples.choose(data.num_examples, data.subset_seed)
-    images = TrainingImages(examples, chosen, how, len(examples.classes))
+    images = TrainingImages(examples, chosen, how[1], len(examples.classes))
     with torch.no_grad():
-        width = scores_of(loaded.model, torch.zeros(1, how.channels, *how.size)).shape[1]
+        width = scores_of(loaded.model, images.images[:1]).shape[1]
     if width < images.classes:
         raise ValueError(f"{data.source} has {images.classes} classes, but the model only {width}")
     images.classes = width
     return images, {}
+
+
+def _normalisation(transform: Callable[[Any], Tensor]) -> tuple[Callable[[Any], Tensor], ImageTransform]:
+    """Return a transform of images without its normalisation, so that they can be augmented, and with it alone."""
+    if isinstance(transform, ImageTransform):
+        channels = len(transform.mean)
+        return replace(transform, mean=(0.0,) * channels, std=(1.0,) * channels), transform
+    black, white = (transform(Image.new("RGB", (64, 64), colour)) for colour in ("black", "white"))
+    std = 1 / (white - black)[:, 0, 0]
+    mean = -black[:, 0, 0] * std
+    found = ImageTransform((black.shape[1], black.shape[2]), tuple(mean.tolist()), tuple(std.tolist()))
+    return lambda image: transform(image) * std[:, None, None] + mean[:, None, None], found
 
 
 def _config(
@@ -257,7 +277,7 @@ def _config(
     checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
     config: dict[str, Any] = {
         "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data),
-        "micro_batch": 16 if data.is_text else 32,  # pieces of similar texts have little padding
+        "micro_batch": 16 if holds_texts(data.source) else 32,  # pieces of similar texts have little padding
         "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
         "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],
                 "adaptive": [0.05, 0.1, 0.2, 0.5]},

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sharpness.data.examples import Examples
-from sharpness.extras import require_extra
-from sharpness.models import ImageFormat
+from sharpness.data import Examples
+from sharpness.errors import require_extra
 
 from .recipes import Recipe
+from .vision import ImageTransform
 
 __all__ = ["TrainingImages", "TrainingTexts", "finetune"]
 
@@ -70,7 +70,7 @@ class TrainingImages:
         Batches are images (examples, channels, height, width) in [0, 1] and labels (examples,).
     chosen : sequence of int
         Which examples to train on.
-    how : ImageFormat
+    how : ImageTransform
         Its mean and std normalise the images after augmentation.
     classes : int
         Number of scores that the model gives.
@@ -80,17 +80,17 @@ class TrainingImages:
     Mix-up makes every target a mixture of two labels:
 
     >>> import torch
-    >>> from sharpness.data.examples import Examples
-    >>> from sharpness.models import ImageFormat
+    >>> from sharpness.data import Examples
+    >>> from reproduction.vision import ImageTransform
     >>> x, y = torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
     >>> examples = Examples(6, lambda chosen: (x[chosen], y[chosen]))
-    >>> data = TrainingImages(examples, range(6), ImageFormat((8, 8), (0.5,), (0.5,), channels=1), classes=3)
+    >>> data = TrainingImages(examples, range(6), ImageTransform((8, 8), (0.5,), (0.5,)), classes=3)
     >>> inputs, targets = next(data.steps(Recipe(mixup=0.5), data.labels, torch.arange(6), torch.Generator()))
     >>> inputs.shape, targets.sum(1)
     (torch.Size([6, 1, 8, 8]), tensor([1., 1., 1., 1., 1., 1.]))
     """
 
-    def __init__(self, examples: Examples, chosen: Sequence[int], how: ImageFormat, classes: int) -> None:
+    def __init__(self, examples: Examples, chosen: Sequence[int], how: ImageTransform, classes: int) -> None:
         self.images, self.labels = examples.batch(chosen)
         self.mean, self.std = (torch.tensor(v).view(-1, 1, 1) for v in (how.mean, how.std))
         self.classes = classes
@@ -127,7 +127,7 @@ class TrainingTexts:
     Examples
     --------
     >>> import torch
-    >>> from sharpness.data.examples import Examples
+    >>> from sharpness.data import Examples
     >>> texts = ([5, 7, 6], [5, 6], [5, 8, 9, 6], [5, 9, 6])
     >>> def batch(chosen):
     ...     ids = torch.tensor([texts[i] for i in chosen])
@@ -221,12 +221,12 @@ def finetune(
     Random labels can be memorised:
 
     >>> import torch
-    >>> from sharpness.data.examples import Examples
-    >>> from sharpness.models import ImageFormat
+    >>> from sharpness.data import Examples
+    >>> from reproduction.vision import ImageTransform
     >>> _ = torch.manual_seed(0)
     >>> x, y = torch.rand(32, 1, 8, 8), torch.randint(2, (32,))
     >>> examples = Examples(32, lambda chosen: (x[chosen], y[chosen]))
-    >>> data = TrainingImages(examples, range(32), ImageFormat((8, 8), (0.5,), (0.5,), channels=1), classes=2)
+    >>> data = TrainingImages(examples, range(32), ImageTransform((8, 8), (0.5,), (0.5,)), classes=2)
     >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
     >>> losses = finetune(net, data, Recipe(lr=1e-2, epochs=30))
     >>> losses[-1] < 0.5 * losses[0]

@@ -51,10 +51,10 @@ def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], ob
         write(new)
         new.mkdir(exist_ok=True)
         for own in new.rglob("*"):
-            flush(own)
+            if own.is_file():
+                flush(own)
         (new / _MARKER).write_text(json.dumps(_contents(new)), encoding="utf-8")
         flush(new / _MARKER)
-        flush(new)
         _check_replaceable(path)  # the path may have changed, since writing can take hours
         try:
             if path.exists():
@@ -64,7 +64,6 @@ def atomic_write_folder(path: str | os.PathLike[str], write: Callable[[Path], ob
             if old.exists():
                 _put_back(old, path)
             raise
-        flush(path.parent)
 
 
 def _put_back(old: Path, path: Path) -> None:

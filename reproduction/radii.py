@@ -12,6 +12,7 @@ from typing import Any
 
 import sharpness
 from sharpness.batch_loss import RadiusError
+from sharpness.data import load_examples
 from sharpness.files import write_json
 from sharpness.models import load
 from sharpness.progress import bar
@@ -83,7 +84,7 @@ def tested(zoo: Path) -> tuple[list[Row], dict[str, str]]:
 def guess_error(sweep: Sweep) -> float:
     """Compute the training error of always naming the most frequent class of a sweep's training data."""
     first, data = sweep.checkpoints[0], sweep.train or sweep.data
-    examples = data.open(load(first.model, first.weights, head=first.head))
+    examples = load_examples(data.source, load(first.model, first.weights), data.columns)
     batch = examples.batch(examples.choose(data.num_examples, data.subset_seed))
     labels = batch["labels"] if isinstance(batch, dict) else batch[1]
     return 1 - float(labels.bincount().max()) / len(labels)
@@ -148,7 +149,7 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
     list of float
         Radii for :data:`LEVELS`, in their order; none at which the ball leaves the manifold of one of the models.
     """
-    loaded = [load(c.model, c.weights, head=c.head) for c in models]
+    loaded = [load(c.model, c.weights) for c in models]
     batches = [sweep.data.load(found, sweep.device) for found in loaded]
     for found in loaded:
         found.model.to(sweep.device).eval()
@@ -162,8 +163,8 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
             result = sharpness.evaluate(
                 model, batch, measure=measure, rho=rho, keep_directions=False, progress=False, **settings
             )
-            if result.reach:
-                limit = min(limit, LEAVES * rho / result.reach)
+            if result.measure.pair_metric == "mix" and result.min_singular_value:
+                limit = min(limit, LEAVES * result.min_singular_value)
             if rho <= limit:
                 return float(result)
         raise RadiusError(f"at ρ = {rho:g} the ball leaves the manifold, as it does beyond {limit:.3g}")

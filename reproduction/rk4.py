@@ -7,9 +7,10 @@ from torch import Tensor
 
 from quotient_manifolds import Gauge, GLTangentSpace
 from quotient_manifolds.testing import integrate_geodesic
+from sharpness import Measure
 from sharpness.blocks import PairBlock
 
-__all__ = ["RungeKuttaBlock", "rk4"]
+__all__ = ["RungeKuttaBlock", "RungeKuttaMeasure", "rk4"]
 
 
 def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
@@ -52,7 +53,7 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
 
 
 class RungeKuttaBlock(PairBlock):
-    """Pairs whose retraction takes ``substeps`` steps; ``pair_block="reproduction.rk4:RungeKuttaBlock"``."""
+    """Pairs whose retraction takes ``substeps`` steps."""
 
     closed_form, quadratic = False, False
     substeps = 4
@@ -62,3 +63,9 @@ class RungeKuttaBlock(PairBlock):
         if self.measure.geodesic == "first-order":
             return super().retract(u)
         return rk4(self.tangent, u, self.substeps)
+
+
+class RungeKuttaMeasure(Measure):
+    """A measure whose pairs are such blocks."""
+
+    pair_block = RungeKuttaBlock

@@ -198,7 +198,7 @@ def alphas(checkpoints: Sequence[Checkpoint]) -> dict[str, dict[str, float]]:
     watcher = importlib.import_module("weightwatcher").WeightWatcher
     found = {}
     for c in checkpoints:
-        model = load(c.model, c.weights, head=c.head).model
+        model = load(c.model, c.weights).model
         by_layer = watcher(model=model, log_level=logging.ERROR).analyze()["alpha"]
         if (by_layer > 0).any():
             found[c.name] = {"alpha": float(by_layer[by_layer > 0].mean())}

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.whole import Site, Table, Wiring, register_wiring
+from quotient_manifolds.symmetries.whole import Site, Wiring, register_wiring
 from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, norm, wire
-from sharpness.models import ImageFormat
 
-__all__ = ["SmallViT", "scratch_vit", "vit_cifar10"]
+__all__ = ["ImageTransform", "SmallViT", "scratch_vit", "vit_cifar10"]
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Resize an image of Pillow, and normalise its channels.
+
+    Parameters
+    ----------
+    size : tuple of int
+        Height and width; the interpolation is bicubic.
+    mean, std : tuple of float
+        One value per channel, for pixels in [0, 1]; a single one is for grey values.
+
+    Examples
+    --------
+    >>> from PIL import Image
+    >>> ImageTransform((2, 2), (0.5,), (0.5,))(Image.new("RGB", (8, 8), "white"))
+    tensor([[[1., 1.],
+             [1., 1.]]])
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, image: Any) -> Tensor:
+        """Return (channels, height, width), float32."""
+        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        if image.size != self.size[::-1]:
+            image = image.resize(self.size[::-1])
+        x = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+        mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
+        return ((x.view(*self.size, -1) - mean) / std).permute(2, 0, 1)
 
 
 class SmallViT(nn.Module):
@@ -42,7 +75,7 @@ class SmallViT(nn.Module):
         self.transformer = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.mlp_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
         #: CIFAR-10's.
-        self.image_format = ImageFormat((size, size), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+        self.image_transform = ImageTransform((size, size), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (examples, classes) scores of (examples, 3, size, size) images."""
@@ -54,14 +87,10 @@ class SmallViT(nn.Module):
 
 _LAYOUT = Layout(
     layers="transformer.layers",
-    sublayers=(
-        Sublayer("norm1", ("self_attn",), "self_attn.out_proj"),
-        Sublayer("norm2", ("linear1",), "linear2", act="relu"),
-    ),
+    attention=Sublayer("norm1", "self_attn", "self_attn.out_proj"),
+    mlp=Sublayer("norm2", "linear1", "linear2", "transformer.layers.0.activation_relu_or_gelu"),
     last="mlp_head.0",
-    tables=("cls_token", "pos_embed"),
-    patches="patch_embed.proj",
-    common=(("cls_token", "pos_embed[:1]"), ("patch_embed.proj.bias", "pos_embed[1:]")),
+    embeddings="pos_embed[:1] + cls_token, pos_embed[1:] + patch_embed.proj",
 )
 
 
@@ -75,11 +104,10 @@ def _wiring(model: Any) -> Wiring:
     w = Wiring(classifiers=[("mlp_head.1", head)])
     if model.transformer.layers[0].norm_first:
         return wire(w, model, _LAYOUT, [head])
-    wire(w, model, replace(_LAYOUT, last="", tables=(), patches="", post_norm=True), [])
-    *inner, end = w.sites
-    last = Site("mlp_head.0", norm(model, "mlp_head.0", _LAYOUT), (head,))
-    w.sites = [*inner, replace(end, raw=True), last]
-    w.tables.append(("the last shift", Table(end.norm.module, "bias")))
+    wire(w, model, replace(_LAYOUT, last="", post_norm=True), [])
+    w.writers = [(name, a) for name, a in w.writers if name != "patch_embed.proj"]
+    w.tables = [("the last shift", b) for b in w.sites[-1].norm.blocks[1:]]
+    w.sites.append(Site("mlp_head.0", norm(model, "mlp_head.0"), (head,)))
     w.closed = False
     return w
 

@@ -76,7 +76,7 @@ def build(
     kind : {"vit", "minilm", "scratch"}
         Which zoo.
     data : Path
-        Folder with ``cifar10.zip`` (cifar10/{train,test}/CLASS/NAME.jpg) and ``weights/vit_cifar10/vit_cifar10.pth``,
+        Folder with ``cifar10/{train,test}/CLASS/NAME.jpg`` and ``weights/vit_cifar10/vit_cifar10.pth``,
         or ``mnli`` (:func:`reproduction.zoo_data.inference_tables`).
     out : Path
         Folder for the shifted data, ``models`` (:func:`reproduction.collection.train_collection`) with ``sweep.json``
@@ -134,12 +134,12 @@ def _parts(kind: str, data: Path, out: Path) -> tuple[str, str | None, DataChoic
         tables = [str(p) for p in inference_tables(data / "mnli", out)]
         pairs = DataChoice(tables[0], columns=columns)
         return (str(Path(package.origin).with_name("model")), None, pairs, replace(pairs, source=tables[1]), tables[2])
-    archive = data / "cifar10.zip"
-    train = DataChoice(f"{archive}:cifar10/train", num_examples=_IMAGES[kind], subset_seed=0)
-    test = replace(train, source=f"{archive}:cifar10/test", num_examples=None, subset_seed=None)
-    if not archive.is_file():
-        raise FileNotFoundError(f"there is no {archive}; pass the folder that contains cifar10.zip")
-    shift = str(corrupted_images(archive, "cifar10/test", out / "shift.zip"))
+    images = data / "cifar10"
+    train = DataChoice(str(images / "train"), num_examples=_IMAGES[kind], subset_seed=0)
+    test = replace(train, source=str(images / "test"), num_examples=None, subset_seed=None)
+    if not images.is_dir():
+        raise FileNotFoundError(f"there is no folder {images}; pass the folder that contains it")
+    shift = str(corrupted_images(images / "test", out / "shifted"))
     if kind == "scratch":
         return ("reproduction.vision:scratch_vit", None, train, test, shift)
     weights = data / "weights" / "vit_cifar10" / "vit_cifar10.pth"

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-import zipfile
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFilter
 
-from sharpness.data.text import read_table
-from sharpness.files import atomic_write, write_text
+from sharpness.files import write_text
+from sharpness.texts import read_table
 
 __all__ = ["LABELS", "corrupt", "corrupted_images", "inference_tables", "normalised"]
 
@@ -121,35 +121,28 @@ def corrupt(pixels: _Pixels, kind: int, rng: np.random.Generator) -> _Pixels:
     return np.asarray(small.resize(image.size, Image.Resampling.NEAREST))
 
 
-def corrupted_images(archive: Path, inside: str, path: Path) -> Path:
-    """Write a zip of the images in a part of a zip, each corrupted in one of five ways in turn, unless it exists.
+def corrupted_images(source: Path, folder: Path) -> Path:
+    """Write the images of a folder of class folders, each corrupted in one of five ways in turn, unless it exists.
 
     Parameters
     ----------
-    archive, inside
-        The zip, and the folder of class folders in it.
-    path : Path
-        Path of the new zip, whose class folders are those of ``inside``.
+    source, folder : Path
+        Folder of class folders, and the new one.
 
     Returns
     -------
     Path
-        ``path``.
+        ``folder``.
     """
-    if path.is_file():
-        return path
-
-    def write(own: Path) -> None:
-        with zipfile.ZipFile(archive) as old, zipfile.ZipFile(own, "w") as new:
-            names = sorted(n for n in old.namelist() if n.startswith(f"{inside}/") and not n.endswith("/"))
-            for number, name in enumerate(names):
-                pixels = np.asarray(Image.open(io.BytesIO(old.read(name))).convert("RGB"))
-                stream = io.BytesIO()
-                changed = corrupt(pixels, number % 5, np.random.default_rng(number))
-                Image.fromarray(changed).save(stream, "png")
-                # A fixed time, so that the same images give the same file, whose digest names a sweep's jobs.
-                entry = zipfile.ZipInfo(str(Path(name.removeprefix(f"{inside}/")).with_suffix(".png")))
-                new.writestr(entry, stream.getvalue())
-
-    atomic_write(path, write)
-    return path
+    if folder.is_dir():
+        return folder
+    with tempfile.TemporaryDirectory(prefix=".sharpness-", dir=folder.parent) as place:
+        own = Path(place) / folder.name
+        paths = sorted((p for p in source.rglob("*") if p.is_file()), key=Path.as_posix)
+        for number, path in enumerate(paths):
+            pixels = np.asarray(Image.open(path).convert("RGB"))
+            changed = (own / path.relative_to(source)).with_suffix(".png")
+            changed.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(corrupt(pixels, number % 5, np.random.default_rng(number))).save(changed)
+        own.rename(folder)
+    return folder

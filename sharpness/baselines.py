@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
 
+from .building import trainable
 from .losses import IGNORED, Objective, scores_and_labels
 from .perturb import pointing_to
-from .weights import trainable
 
 __all__ = [
     "critical_sharpness",

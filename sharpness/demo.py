@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 
+from .direction import Profile, profile
+from .errors import require_extra
 from .evaluation import evaluate
-from .extras import require_extra
 from .files import check_file, write_json
 from .plots.look import COLOURS, MARKERS, check_figure, figure
-from .profiles import Profile, profile
 from .progress import bar
 from .results import SharpnessResult
 
@@ -148,9 +148,7 @@ def run(
         }
 
     before = measure(model)
-    lines = {
-        name: profile(model, batch, r.direction(0), ways=(r.measure.geodesic,), reach=1) for name, r in before.items()
-    }
+    lines = {name: profile(model, batch, r.direction(0), reach=1) for name, r in before.items()}
     rows: list[dict[str, Any]] = [{"move": "the network", **{name: float(r) for name, r in before.items()}}]
     print(f"{'':<45}" + "".join(f"{name:>14}" for name in RADII))
     print(f"{'sharpness of the network':<45}" + "".join(f"{float(r):>14.4f}" for r in before.values()))
@@ -180,7 +178,7 @@ def _draw(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Profile], path:
     with figure(path, (12.5, 5.2), 1, 2, width_ratios=(1, 1.3)) as (_, ((left, right),)):
         for name, line in lines.items():
             look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name], "label": name}
-            (losses,) = line.losses.values()
+            losses = next(iter(line.losses.values()))
             left.plot(line.lengths, losses, markevery=8, **look)
             right.plot([r[name] / first[name] for r in others], range(len(others)), linestyle="", markersize=9, **look)
         left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RemoteError", "failed_call", "imported", "naming", "words_of", "wrong_cast"]
+__all__ = ["RemoteError", "failed_call", "imported", "naming", "require_extra", "words_of", "wrong_cast"]
 
 
 def words_of(error: BaseException) -> str:
@@ -71,3 +71,17 @@ def imported(name: str, what: str) -> Any:
             return pkgutil.resolve_name(name)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
+
+
+@contextmanager
+def require_extra(what: str, extra: str) -> Iterator[None]:
+    """Turn a failing import in the block into one line: the feature, the library, and the extra that installs it.
+
+    For example ``figures need matplotlib: pip install 'quotient-manifolds[plot]'``.
+    """
+    try:
+        yield
+    except ImportError as error:
+        # A library that is installed but lacks something is too old or broken.
+        why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
+        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]'{why}") from error

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "atomic_write",
-    "check_apart",
-    "check_file",
-    "check_folder",
-    "flush",
-    "kind_of",
-    "naming_file",
-    "write_json",
-    "write_text",
-]
+__all__ = ["atomic_write", "check_apart", "check_file", "check_folder", "write_json", "write_text"]
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -66,20 +55,21 @@ def check_apart(out: Path, read: Iterable[str | os.PathLike[str] | None], whole:
             raise ValueError(f"writing to {out} would {how} {source}, which is read; choose another place")
 
 
-def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let a function write a file under a temporary name, with the same suffix, then rename it."""
+@contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Let the block write a file under a temporary name, with the same suffix, then rename it."""
     path = check_file(path)
     with naming_file(path), tempfile.TemporaryDirectory(prefix=".sharpness-", dir=path.parent) as place:
         own = Path(place) / path.name
-        write(own)
+        yield own
         flush(own)
         own.replace(path)
-        flush(path.parent)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write text, UTF-8, by :func:`atomic_write`."""
-    atomic_write(path, lambda own: own.write_text(text, encoding="utf-8", newline=""))
+    with atomic_write(path) as own:
+        own.write_text(text, encoding="utf-8", newline="")
 
 
 def write_json(path: str | os.PathLike[str], found: Any) -> None:
@@ -89,15 +79,13 @@ def write_json(path: str | os.PathLike[str], found: Any) -> None:
 
 def kind_of(path: Path) -> str:
     """Describe what is at a path; empty if nothing is there."""
-    try:
-        mode = path.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    if stat.S_ISREG(mode):
+    if path.is_symlink():
+        return "a symbolic link"
+    if path.is_file():
         return "a file"
-    if stat.S_ISDIR(mode):
+    if path.is_dir():
         return "a folder"
-    return "a symbolic link" if stat.S_ISLNK(mode) else "a device, pipe or socket"
+    return "a device, pipe or socket" if path.exists() else ""
 
 
 @contextmanager
@@ -112,18 +100,6 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Flush what was written to disk, before anything relies on it."""
-    folder = path.is_dir()
-    try:
-        handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    except OSError:
-        if folder:  # Windows cannot open folders
-            return
-        raise
-    try:
-        os.fsync(handle)
-    except OSError:
-        if not folder:  # some file systems cannot flush folders
-            raise
-    finally:
-        os.close(handle)
+    """Flush a file to disk, before anything relies on it."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

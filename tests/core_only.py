@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 EXTRAS = [
-    "transformers", "open_clip", "timm", "peft", "PIL", "yaml", "torchvision", "tensorflow", "matplotlib", "pandas",
+    "transformers", "open_clip", "timm", "peft", "PIL", "yaml", "torchvision", "matplotlib", "pandas",
     "sklearn", "datasets", "accelerate", "bitsandbytes",
 ]  # fmt: skip
 
@@ -77,7 +77,7 @@ def check_missing():
                 "timm",
                 ["run", "vit_tiny_patch16_224", str(folder / "rows.csv"), "--checkpoint", str(folder / "rows.csv")],
             ),
-            ("images", ["run", torch_model, str(folder / "classes"), "--image-size", "32"]),
+            ("images", ["run", torch_model, str(folder / "classes")]),
             ("datasets", ["run", torch_model, str(folder / "saved")]),
             ("sweep", ["sweep", str(folder / "sweep.yaml"), "--out", str(folder / "out")]),
             ("plot", ["run", torch_model, str(folder / "saved"), "--figures", str(folder / "figures"), "--quiet"]),

@@ -22,7 +22,6 @@ import tempfile
 import time
 import traceback
 import warnings
-import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,7 @@ import quotient_manifolds as qm
 import sharpness
 from quotient_manifolds import optim, symmetries, testing
 from reproduction import cli as laboratory
-from sharpness import cli, comparison, data, measures, models, rows, sweep
-from sharpness.data import text
+from sharpness import cli, comparison, data, measures, models, rows, sweep, texts
 
 from . import docs_world, networks
 
@@ -53,7 +51,7 @@ PLACES = ["", ".", "nope", "bert", "vit", "file", "folder", "nope:model", "mine:
           "a b",
           "a\nb", "nul\0byte", "näh", "x" * 300, "missing/deep/out", "file/out", "/proc/none/out", "..", "../beside",
           "done", "bert/model.safetensors", "bert/config.json", "pics/cat/0.png", "done/results.jsonl",
-          "collection/net0.pt", "dev.tsv", "pics.zip:x", "/proc/self/mem", "label", "0", "-1"]
+          "collection/net0.pt", "dev.tsv", "pics:x", "/proc/self/mem", "label", "0", "-1"]
 WORDS = {"device": ["cuda", "nope", "meta", "", "cpu:9"], "shard": ["0/0", "2/1", "x", "1/0", "-1/2", "/", "1/2"],
          "label_map": ["junk", "a=1", "a=x", "=", "0=0,0=1", "0=0,1=1", "0=5,1=-1"],
          "measure": ["junk", "", *measures.MEASURES]}
@@ -73,13 +71,12 @@ finetune bert dev.tsv --text sentence --models 1 --epochs 1 --batch 8 --points 4
 plot done --out out
 toy --quiet --out out
 diagonal --n 4 --d 6 --models 3 --seeds 1 --rho 0.1 --workers 1 --quiet --out out
-convert bert-tf bert out
 """).split("\n") if line]
 SWEEP = {"checkpoints": [{"path": "collection/*.pt", "model": "mine:model"}],
          "data": {"source": "xy.pt", "batch_size": 4, "subset_seed": 3},
          "test": {"source": "xy.safetensors"}, "measures": ["adaptive", "gradient-norm"],
          "rho": {"adaptive": [0.1, 0.3]},
-         "ablations": [{}, {"ball_norm": math.inf, "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
+         "ablations": [{}, {"elementwise": "vector", "measures": ["adaptive"], "rho": 0.2}], "baselines": True,
          "initial": "collection/net0.pt",
          "steps": 2, "relative_tol": 1e-3, "ascent": "power", "restarts": 0, "seed": 0, "micro_batch": 4,
          "normalize_logits": False,
@@ -106,7 +103,7 @@ def batches():
     return [(torch.ones(4, 4), torch.arange(4) % 3)]
 """
 KINDS = {"int": INT, "count": INT, "seed": INT, "float": FLOAT}
-LABORATORY = ("finetune", "toy", "diagonal", "convert")
+LABORATORY = ("finetune", "toy", "diagonal")
 # fmt: on
 
 
@@ -159,12 +156,7 @@ def build(base):
     for name, mark in (("dev.tsv", "\t"), ("dev.csv", ",")):
         (base / name).write_text("\n".join(mark.join(map(str, r)) for r in [("sentence", "label"), *texts]) + "\n")
     (base / "dev.jsonl").write_text("".join(json.dumps({"sentence": t, "label": k}) + "\n" for t, k in texts))
-    docs_world._images(base / "pics.zip")
-    with zipfile.ZipFile(base / "pics.zip") as archive:
-        archive.extractall(base, [n for n in archive.namelist() if n.startswith("train/") and n[-5] in "012"])
-    (base / "train").rename(base / "pics")
-    (base / "t-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3, 0, 0, 0, 3, 0, 0, 0, 8, 0, 0, 0, 8, *range(192)]))
-    (base / "t-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 0, 1, 0]))
+    docs_world._images(base / "pics", 3)
     write_tensors(base / "xy.pt", {"x": torch.randn(12, 4), "y": torch.arange(12) % 3})
     write_tensors(base / "xy.safetensors", read_tensors(base / "xy.pt"))
     write_tensors(base / "ids.safetensors", {"input_ids": torch.randint(5, 30, (8, 6)), "labels": torch.arange(8) % 2})
@@ -392,7 +384,7 @@ def folders(rng, world):
 
 
 def datasets(rng, world):
-    kind, more = pick(rng, ["table", "table", "images", "zip", "idx", "tensors", "tensors", "checkpoint"]), []
+    kind, more = pick(rng, ["table", "table", "images", "images", "tensors", "tensors", "checkpoint"]), []
     model, source, spoilers = "mine:model", "xy.pt", [spoil_tensors, spoil_tensors, spoil_bytes]
     if kind == "table":
         model, source, spoilers = (
@@ -404,33 +396,19 @@ def datasets(rng, world):
                                                                             "--no-header"],
                 ["--label-map", "0=0,1=1"], ["--pair", "sentence"], ["--label", "nope"],
                 ["--max-length", "4"]])]  # fmt: skip
-    elif kind in ("images", "zip"):
+    elif kind == "images":
         model, source, spoilers = "vit", "pics", [spoil_images]
-    elif kind == "idx":
-        model, source, spoilers = "vit", "t-images-idx3-ubyte", [spoil_bytes]
     elif kind == "tensors":
         source = pick(rng, ["xy.pt", "xy.safetensors", "ids.safetensors"])
         model = "bert" if source.startswith("ids") else model
     else:
         more = ["--checkpoint", "collection/net1.pt"]
-    path = world / {"checkpoint": "collection/net1.pt", "idx": pick(rng, [source, "t-labels-idx1-ubyte"])}.get(
-        kind, source
-    )
+    path = world / ("collection/net1.pt" if kind == "checkpoint" else source)
     what = [
-        pick(rng, spoilers)(rng, path)
-        for _ in range(int(rng.integers(1, 3)))
-        if path.is_file() or kind in ("images", "zip")
+        pick(rng, spoilers)(rng, path) for _ in range(int(rng.integers(1, 3))) if path.is_file() or kind == "images"
     ]
-    if kind == "zip":
-        with zipfile.ZipFile(world / "new.zip", "w") as archive:
-            for p in sorted((world / "pics").rglob("*")):
-                archive.write(p, p.relative_to(world))
-        source = pick(
-            rng, ["new.zip", "new.zip:pics", "new.zip:nope", "new.zip:", "new.zip:pics/cat", "pics.zip:train"]
-        )
-        what += [spoil_bytes(rng, world / "new.zip")] if rng.random() < 0.4 else []
     if rng.random() < 0.2 and kind in ("tensors", "table"):
-        read = text.read_table if kind == "table" else load_batches
+        read = texts.read_table if kind == "table" else load_batches
         return Job(what, call=lambda: read(source))
     how = pick(rng, [["adaptive", "--rho", "0.1"], ["gradient-norm"]])
     return Job(what, ["run", model, source, *more, "--measure", *how, "--steps", "2", "--quiet"])
@@ -533,7 +511,7 @@ def commands(rng, world):
         argv.insert(
             int(rng.integers(len(argv) + 1)), pick(rng, ["--nope", "extra", "--", "-h", "", "--quiet", "--out"])
         )
-    outs = [b for a, b in itertools.pairwise(argv) if a in ("--out", "--figures")] + [argv[-1]] * (argv[0] == "convert")
+    outs = [b for a, b in itertools.pairwise(argv) if a in ("--out", "--figures")]
     return Job("", argv, outs=[*outs, *(o.replace(".png", ".json") for o in outs if argv[0] == "demo")])
 
 
@@ -611,7 +589,7 @@ def calls(rng, world):
     targets = [(sharpness.evaluate, measuring)] * 12 + [(optim.QuotientAdam, {**adam, "betas": (0.9, 0.99),
                                                                               "eps": 1e-8})] * 3 + [
         (sharpness.profile, {"model": model, "batch": batch, "direction": measured.direction(0), "loss_fn": None,
-                             "ways": None, "reach": 2.0,
+                             "reach": 2.0,
                              "points": 3, "micro_batch": None, "normalize_logits": False}),
         (measured.__getitem__, {"rho": 0.1}), (measured.direction, {"batch_index": 0}),
         (sharpness.hessian, {**inputs, "loss_fn": None, "measure": "adaptive", "num_matvecs": 3, "seed": 0,
@@ -632,19 +610,16 @@ def calls(rng, world):
         (symmetries.stacks, {"pairs": pairs}),
         (symmetries.pair, {"G": [down], "H": [up], "group": symmetries.GL(2), "name": "a"}),
         (symmetries.PairStack, {"pairs": pairs[:1]}),
-        (models.load, {"name": "mine:model", "checkpoint": "collection/net0.pt", "head": None}),
+        (models.load, {"name": "mine:model", "checkpoint": "collection/net0.pt"}),
         (models.load_state_dict, {"path": "xy.pt"}),
         (load_batches, {"source": "xy.pt", "batch_size": 4, "batches": 1, "num_examples": 8, "subset_seed": 0,
                         "device": "cpu"}),
-        (text.read_table, {"path": "dev.tsv", "header": True}),
+        (texts.read_table, {"path": "dev.tsv", "header": True}),
         (sweep.read_config, {"path": "sweep.json"}),
-        (models.ImageFormat, {"size": (8, 8), "mean": (0.5,), "std": (0.5,), "channels": 3, "crop": False,
-                              "resample": "bicubic"}),
         (rows.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (comparison.compare, {"rows": rows.read_results("done"), "target": "gap", "resamples": 20, "seed": 0}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
-        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk", "ball_norm": 2,
-                                "relaxation": 0.1}),
+        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk", "relaxation": 0.1}),
     ]
     special = {
         "batches": [[], [[]], [()], [(x,)], [(x, y, y)], [(x, y.float())], [(x, y + 99)], [(x, y - 9)],
@@ -666,7 +641,7 @@ def calls(rng, world):
                "G": [[down, down], [up]],
         "rho": [[0.1, 0.2], (0.1, 0.1), "0.1", 1e300], "seed": [2**70, -(2**70)], "statistic": ["average", "median"],
         "geodesic": ["first-order", "exact", "rk4"],
-               "symmetry": ["none"], "ball_norm": [1, 2],
+               "symmetry": ["none"],
         "betas": [(0.9, 1.0), (0.9,), ("a", "b"), (math.nan, 0.9)], "lr": [1e300], "rows": [slice(0, 99), slice(5, 2),
                                                                                             [{}], [{"kind": "fit"}]],
     }
@@ -800,16 +775,6 @@ def never(*_, **__):
     raise ValueError("the demo came as far as its training")
 
 
-@contextlib.contextmanager
-def without(name):
-    """Hide a package that takes seconds to import; other modules that are imported meanwhile stay."""
-    old = sys.modules.pop(name, None)
-    sys.modules[name] = None
-    yield
-    del sys.modules[name]
-    sys.modules.update({} if old is None else {name: old})
-
-
 def run_case(surface, number, base):
     """Run one case; gives its failures, and a word on how it ended."""
     rng, loads, code, error = np.random.default_rng([zlib.crc32(surface.encode()), number]), [], None, None
@@ -834,7 +799,7 @@ def run_case(surface, number, base):
             warnings.catch_warnings(), within(world), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
             mock.patch("sharpness.models.load", load), mock.patch("sharpness.demo.train", never),
             mock.patch.dict(comparison.compare.__kwdefaults__, resamples=30),  # these take the time of a table
-            mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"), without("tensorflow"),
+            mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"),
         ):  # fmt: skip
             stack.enter_context(patch)
         warnings.simplefilter("ignore")

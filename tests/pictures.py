@@ -1,11 +1,13 @@
 """Pictures and words in files."""
 
 import io
+from types import SimpleNamespace
 
 import torch
 from PIL import Image
+from torchvision.transforms import Compose, Grayscale, Normalize, Resize, ToTensor
 
-from sharpness.models import ImageFormat
+from sharpness.data import TextColumns, load_examples
 
 
 def png(pixels):
@@ -14,10 +16,20 @@ def png(pixels):
     return out.getvalue()
 
 
-COLOUR = ImageFormat((6, 4), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+def transform(size, mean, std, mode="RGB"):
+    steps = [Resize(size), ToTensor(), Normalize(mean, std)]
+    return Compose([Grayscale(), *steps] if mode == "L" else steps)
 
 
-FORMAT = ImageFormat((8, 8), (0.25,), (0.5,), channels=1)
+MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+COLOUR = transform((6, 4), MEAN, STD)
+GREY = transform((8, 8), (0.25,), (0.5,), "L")
+
+
+def opened(source, transform=None, *, text=None, tokenizer=None, labels=None, predicts=None):
+    """The examples of a source, for a model of which this is known."""
+    loaded = SimpleNamespace(transform=transform, tokenizer=tokenizer, labels=labels or {}, predicts=predicts)
+    return load_examples(str(source), loaded, text or TextColumns())
 
 
 def flat():
@@ -36,3 +48,11 @@ class Words:
         rows = [row[:max_length] for row in rows]
         wide = max(map(len, rows))
         return {"input_ids": torch.tensor([row + [0] * (wide - len(row)) for row in rows])}
+
+
+def picture_network():
+    """A classifier of images of 8 × 8 pixels that says how to prepare them."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)).float()
+    network.image_transform = transform((8, 8), (0.5,) * 3, (1.0,) * 3)
+    return network

@@ -43,9 +43,15 @@ def close(a, b, tolerance=1e-8):
 
 
 def two_points(manifold):
-    shape = (2, 2, 5) if isinstance(manifold, RescaleQuotient) else (2, 7, 2)
-    x = torch.randn(shape)
-    return x, 0.1 * torch.stack([manifold.proju(p, torch.randn_like(p)) for p in x])
+    """Points whose product has no singular value below 1, and vectors of length 0.1: mix may leave from 1/√2 on."""
+    if isinstance(manifold, RescaleQuotient):
+        x = torch.randn(2, 2, 5)
+        x = x + x.sign()
+    else:
+        x = torch.cat([torch.linalg.qr(torch.randn(2, rows, 2)).Q for rows in manifold.row_split()], -2)
+        x = manifold.act(x * torch.tensor([1.0, 2.0]), torch.randn(2, 2, 2).matrix_exp())
+    u = manifold.proju(x, torch.randn_like(x))
+    return x, 0.1 * u / manifold.norm(x, u, keepdim=True)
 
 
 def carry(manifold, u, A):

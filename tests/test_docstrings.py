@@ -7,7 +7,6 @@ import pytest
 
 #: What a user may import; the API reference lists the same.
 PUBLIC = [
-    "reproduction.convert",
     "reproduction.finetune",
     "reproduction.recipes",
     "reproduction.collection",
@@ -20,7 +19,6 @@ PUBLIC = [
     "sharpness.ascent",
     "sharpness.comparison",
     "sharpness.data",
-    "sharpness.curvature",
     "sharpness.losses",
     "sharpness.models",
     "sharpness.plots",

@@ -264,7 +264,7 @@ def tiny(kind):
     zoo._IMAGES, zoo._POINTS = {"scratch": 12}, {"scratch": 4, "minilm": 4}
     zoo.KINDS[kind] = (3, {**zoo.KINDS[kind][1], "epochs": (1, 1), "batch": (6,), "frozen": 0})
     if kind == "scratch":
-        write_pictures(Path("data/cifar10.zip"))
+        write_pictures(Path("data/cifar10"))
         return
     pairs = [{"premise": f"Is it {w}?", "hypothesis": w, "label": x} for w, x in zip(WORDS, itertools.cycle(LABELS))]
     Path("pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))

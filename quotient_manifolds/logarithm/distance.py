@@ -7,7 +7,6 @@ reflection that fixes both points is an isometry.
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
             f'of its value at the ends{when}; the mix metric is not complete: use inv, or pass on_error="nan"'
         )
     worst = found.residual[failed].max().item()
-    missing = f"{worst:.1e} of the length is missing" if isfinite(worst) else "no geodesic was found"
+    missing = f"{worst:.1e} of the length is missing" if worst < 1 else "no geodesic was found"
     return (
         f"logmap: {missing} {count}; where the singular values of G Hᴴ spread over 1e4 or more, points that are far "
         'apart are out of reach; otherwise increase n_starts, or pass on_error="nan"'

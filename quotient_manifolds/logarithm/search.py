@@ -26,8 +26,6 @@ __all__ = ["SOLVED", "Shortest", "shortest"]
 
 #: Share of the length by which a geodesic may miss its end: the goal, and what still counts as solved.
 _AIM, SOLVED = 2e-10, 1e-9
-#: A larger share means that a geodesic has lost all digits.
-_LOST = 1e6
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
@@ -300,7 +298,7 @@ class _Search:
                 found.put(i, self._followed(at[i], path[i], least[i], tol))
             return found
         missing = torch.linalg.matrix_norm(self._product(end) - self.target[at]) / self.size[at]
-        residual = torch.where(exits.isfinite() | (missing > _LOST), torch.inf, missing)
+        residual = torch.where(exits.isfinite(), torch.inf, missing)
         return Shortest(u, end, velocity, residual, space.norm(u), exits, least, self._lowest(path))
 
     def _lowest(self, path: Path) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..symmetries import SymmetricPair
+from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
-from .buckets import PairStep, Part, of_part
-from .newton_schulz import inverse_root
+from .metric import eye_like, inverse_root
+from .stacked import Step
 
 __all__ = ["QuotientAdam"]
 
@@ -25,7 +25,7 @@ class QuotientAdam(QuotientOptimizer):
     r"""Adam for pairs (G, H), independent of which equivalent factors it starts from; AdamW for all other parameters.
 
     For each factor, here G, with K the root of its metric's weight, :math:`W_G = s^2 H^H H = K K^H` and for H
-    :math:`s^2 G^H G + (H^H H)^{-1}` (:mod:`quotient_manifolds.optim.preconditioner`):
+    :math:`s^2 G^H G + (H^H H)^{-1}` (:mod:`quotient_manifolds.optim.metric`):
 
     .. math::
         \bar g &= \nabla_G K^{-H} \\
@@ -63,8 +63,6 @@ class QuotientAdam(QuotientOptimizer):
         transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
     maximize : bool
         Ascend.
-    foreach : bool, optional
-        Option of torch's AdamW, for parameters outside pairs; pairs of equal shape always step together.
 
     Raises
     ------
@@ -108,52 +106,33 @@ class QuotientAdam(QuotientOptimizer):
         *,
         max_grad_norm: float | None = None,
         maximize: bool = False,
-        foreach: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm, "maximize": maximize, "foreach": foreach,
-        }  # fmt: skip
-        super().__init__(params, pairs, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, pairs, defaults, max_grad_norm)
 
     _state_names = frozenset({"moment G", "moment H", "rows G", "rows H", "step", "matrix"})
 
-    def _step_pairs(self, group: Mapping[str, Any], s: PairStep) -> None:
-        (beta1, beta2), eps = group["betas"], group["eps"]
-        lr, weight_decay = float(group["lr"]), group["weight_decay"]
-        K_inv = s.preconditioner.inverse_roots
-        if not s.bucket.state:
-            s.make_room("moment")
-            s.make_room("rows", columns=1)
-            s.bucket.state["step"] = K_inv.real.new_zeros(len(s.bucket.stack))
-            s.bucket.state["matrix"] = K_inv.new_zeros(len(s.bucket.stack), *K_inv.shape[1:])
-        count = s.read("step") + 1
-        correction1, correction2 = ((1 - beta**count).view(-1, *[1] * (K_inv.dim() - 1)) for beta in (beta1, beta2))
-        # C is stored as a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
-        C = torch.lerp(s.read("matrix"), _mean_over_rows(s), 1 - beta2)
-        V = K_inv @ (C / correction2) @ K_inv.mH
-        least = _LEAST * torch.linalg.matrix_norm(V, keepdim=True)
-        root = inverse_root(V + least * torch.eye(V.shape[-1], dtype=V.dtype, device=V.device))
-        coordinates = s.scaled(K_inv.mH @ root)
+    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+        (beta1, beta2), lr, K_inv = group["betas"], float(group["lr"]), s.metric.inverse_roots
+        C = s.state.setdefault("matrix", torch.zeros_like(K_inv))
+        step = s.state.setdefault("step", K_inv.real.new_zeros(len(K_inv)))
+        first, second = ((1 - beta ** (step + 1))[:, None, None, None] for beta in (beta1, beta2))
+        # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
+        G, H = s.grams(map(s.g, s.parts)).unbind(-3)
+        means = torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3)
+        C.lerp_(s.only(means, C), 1 - beta2)
+        V = K_inv @ (C / second) @ K_inv.mH
+        root = inverse_root(V + _LEAST * torch.linalg.matrix_norm(V, keepdim=True) * eye_like(V))
+        coordinates, basis = K_inv.mH @ root, K_inv * (-lr * (_RANK / K_inv.shape[-1]) ** 0.5) / first
 
-        def direction(part: Part) -> Tensor:
-            g = s.gradient(part)
-            m = s.state("moment", part).mul_(s.keep(beta1, 1.0)).add_(g, alpha=1 - beta1)
-            A = of_part(coordinates, part)
-            size = torch.linalg.vector_norm(g @ A, dim=-1, keepdim=True)
-            r = s.state("rows", part)
-            r.mul_(s.keep(beta2, 1.0)).addcmul_(size, size, value=(1 - beta2) / g.shape[-1])
-            second = correction2[part.pairs].squeeze(-3).to(r.dtype)
-            return (m @ A).div_((r / second).sqrt_().add_(eps))
+        def directions() -> Iterator[Tensor]:
+            for part in s.parts:
+                g, m, r = s.g(part), s.rows("moment", part), s.rows("rows", part, 1)
+                R = part.of(coordinates).to(g.dtype)
+                size = torch.linalg.vector_norm(g @ R, dim=-1, keepdim=True).square() / g.shape[-1]
+                m.lerp_(s.only(g, m, part), 1 - beta1)
+                r.lerp_(s.only(size, r, part), 1 - beta2)
+                yield (m @ R).div_((r / second[part.points, 0].to(r.dtype)).sqrt_().add_(group["eps"]))
 
-        T = s.advance_(direction, K_inv * (_RANK / s.bucket.stack.group.h) ** 0.5 / correction1, lr, weight_decay)
-        s.write("step", count)
-        T = T.to(C.dtype)
-        s.write("matrix", T.mH @ C @ T)
-
-
-def _mean_over_rows(s: PairStep) -> Tensor:
-    """Return the Gram matrices of the clipped gradients, divided by their numbers of rows."""
-    G, H = s.gradient_grams.unbind(-3)
-    grams = torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3)
-    return grams if s.clip is None else grams * s.clip.to(grams.device) ** 2
+        s.advance_(directions(), basis, lr * group["weight_decay"])
+        step.add_(s.only(torch.ones_like(step), 0))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..linalg import column_rank_ratio, in_double, rank_tolerance
 from ..manifold import GLQuotientInv, GLQuotientMix
+from .discovery import find_symmetric_pairs
 from .pairs import SymmetricPair, check_pairs
-from .registry import find_symmetric_pairs
 from .stacks import scaled_points, stacks
 
 __all__ = ["ModelDistance", "PairDistance", "model_distance"]

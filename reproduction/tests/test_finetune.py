@@ -305,7 +305,7 @@ def test_a_transformers_folder_of_images(images):
         "collection",
     ]
     assert cli.main([*arguments, "--quiet"]) == 0
-    assert load("collection/model_00").images is not None
+    assert load("collection/model_00").transform is not None
     sweep = replace(read_config("collection/sweep.json"), measures=("adaptive",), settings={"steps": 1})
     assert run_sweep(sweep, "out", progress=False) == []
 

@@ -1,13 +1,11 @@
 """The zoos: recipes by number, shifted data, and a run that survives SIGKILL at any moment."""
 
 import csv
-import io
 import json
 import multiprocessing
 import os
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +31,15 @@ from tests.sweeps import repeated
 
 
 def write_pictures(path, counts=(("train", 6), ("test", 3))):
-    """A zip as that of CIFAR-10, with three classes that differ in their colour."""
+    """Folders as those of CIFAR-10, with three classes that differ in their colour."""
     rng = np.random.default_rng(0)
-    with zipfile.ZipFile(path, "w") as file:
-        for part, count in counts:
-            for c, name in enumerate(("blue", "green", "red")):
-                for i in range(count):
-                    pixels = rng.integers(0, 120, (32, 32, 3), dtype=np.uint8)
-                    pixels[:, :, 2 - c] += 120
-                    stream = io.BytesIO()
-                    Image.fromarray(pixels).save(stream, "png")
-                    file.writestr(f"cifar10/{part}/{name}/{i}.png", stream.getvalue())
+    for part, count in counts:
+        for c, name in enumerate(("blue", "green", "red")):
+            (path / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 120, (32, 32, 3), dtype=np.uint8)
+                pixels[:, :, 2 - c] += 120
+                Image.fromarray(pixels).save(path / part / name / f"{i}.png")
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def place(tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    write_pictures(tmp_path / "data" / "cifar10.zip")
+    write_pictures(tmp_path / "data" / "cifar10")
     monkeypatch.setattr(zoo, "_IMAGES", {"scratch": 12})
     monkeypatch.setattr(zoo, "_POINTS", {"scratch": 4})
     small = {**zoo.KINDS["scratch"][1], "epochs": (1, 2), "batch": (4, 6)}
@@ -142,7 +138,7 @@ def test_starts_differ_and_are_those_of_the_models(place):
 def test_the_model_that_all_started_from(place):
     weights = load("reproduction.vision:scratch_vit").model.state_dict()
     save_file(weights, "start.safetensors")
-    train, test = (DataChoice(f"data/cifar10.zip:cifar10/{part}") for part in ("train", "test"))
+    train, test = (DataChoice(f"data/cifar10/{part}") for part in ("train", "test"))
     recipes = [zoo.recipe("scratch", 0)]
     network = "reproduction.vision:scratch_vit"
     train_collection(network, train, "zoo/models", checkpoint="start.safetensors", recipes=recipes, test=test)
@@ -290,11 +286,11 @@ def test_recipes_of_the_zoos_vary_in_everything():
 
 
 def test_images_are_corrupted_and_always_alike(tmp_path):
-    write_pictures(tmp_path / "a.zip", [("test", 4)])
-    paths = [corrupted_images(tmp_path / "a.zip", "cifar10/test", tmp_path / f"{i}.zip") for i in range(2)]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    with zipfile.ZipFile(paths[0]) as file:
-        assert sorted(file.namelist()) == sorted(f"{c}/{i}.png" for c in ("blue", "green", "red") for i in range(4))
+    write_pictures(tmp_path / "images", [("test", 4)])
+    made = [corrupted_images(tmp_path / "images" / "test", tmp_path / str(i)) for i in range(2)]
+    first, second = ({p.relative_to(m).as_posix(): p.read_bytes() for p in m.rglob("*.png")} for m in made)
+    assert first == second
+    assert sorted(first) == sorted(f"{c}/{i}.png" for c in ("blue", "green", "red") for i in range(4))
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
     changed = [corrupt(pixels, kind, rng) for kind in range(5)]

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_json, as_json, examples, place, seed
+from . import add_json, as_json, examples, place, seed
 
 __all__ = ["add_demo"]
 
@@ -22,7 +22,6 @@ def add_demo(commands: Any) -> None:
         "by four measures, and measure ten other networks that compute the same function, each moved along one kind of "
         "symmetry. Prints a table, and saves a picture with the numbers beside it. Takes less than two minutes.",
         epilog=examples("sharpness demo --out sharpness-demo.png"),
-        formatter_class=Formatter,
     )
     demo.add_argument(
         "--seed", type=seed, default=0, help="seed of the split of the data, of the training and of the moves"

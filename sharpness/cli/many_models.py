@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options import Formatter, add_json, as_json, checked_device, examples, place, shard
+from . import add_json, as_json, checked_device, examples, place, shard
 
 __all__ = ["add_plot", "add_sweep", "add_table"]
 
@@ -31,7 +31,6 @@ def add_sweep(commands: Any) -> None:
         epilog=examples(
             "sharpness sweep sweep.json --out results", "sharpness sweep sweep.json --out results --shard 1/4"
         ),
-        formatter_class=Formatter,
     )
     sweep.add_argument("config", type=place, metavar="CONFIG", help="YAML or JSON file")
     sweep.add_argument(
@@ -108,7 +107,7 @@ def _refuse_results(folder: Path, config: Path, sweep: Any) -> None:
     from ..sweep.digests import places
 
     data = [path for d in (sweep.data, sweep.train, sweep.test) if d is not None for path in places(d.source)]
-    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights, c.head)]
+    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights)]
     table = [] if sweep.accuracies is None else [sweep.accuracies.file]
     files = [path for path in (config, *read, *table, *data) if path is not None and not Path(path).is_dir()]
     for name in ("results.jsonl", "results.csv"):
@@ -120,7 +119,7 @@ def _refuse_results(folder: Path, config: Path, sweep: Any) -> None:
 def _add_results(commands: Any, name: str, words: str, description: str, *shown_as: str) -> argparse.ArgumentParser:
     """Add a command that reads the results of a sweep."""
     shown: argparse.ArgumentParser = commands.add_parser(
-        name, help=words, description=description, epilog=examples(*shown_as), formatter_class=Formatter
+        name, help=words, description=description, epilog=examples(*shown_as)
     )
     shown.add_argument(
         "results", type=place, metavar="RESULTS", help="the folder of a sweep, or its results.jsonl or results.csv"

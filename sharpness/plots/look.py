@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ..extras import require_extra
+from ..errors import require_extra
 from ..files import atomic_write, check_file
 
 __all__ = ["COLOURS", "MARKERS", "check_figure", "dark_map", "figure", "plain_ticks", "style"]
@@ -81,7 +81,8 @@ def figure(
         drawn = Figure(figsize=size, layout="constrained")
         yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
         if path is not None:
-            atomic_write(path, drawn.savefig)
+            with atomic_write(path) as own:
+                drawn.savefig(own)
 
 
 def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:

@@ -11,18 +11,19 @@ import numpy as np
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
 
-from ..profiles import profile
+from ..direction import profile
+from ..shares import PARTS
 from .look import COLOURS, dark_map, figure
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from quotient_manifolds.symmetries.spectrum import PairSpectrum
+    from quotient_manifolds.symmetries.stacks import PairSpectrum
 
-    from ..layers import LayerShares
+    from ..direction import Profile
     from ..losses import LossFunction
-    from ..profiles import Profile
     from ..results import SharpnessResult
+    from ..shares import LayerShares
 
 __all__ = ["plot_layers", "plot_model", "plot_profile", "plot_spectra"]
 
@@ -78,26 +79,28 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     Examples
     --------
     >>> from sharpness import LayerShare, LayerShares
-    >>> found = LayerShares([LayerShare("layers.0", "qk", 0, 0.7), LayerShare("layers.0", "weights", None, 0.3)])
+    >>> found = LayerShares([LayerShare("layers.0", "Q–K", 0, 0.7), LayerShare("layers.0", "MLP", None, 0.3)])
     >>> drawn = plot_layers(found)
     """
     if not found:
         raise ValueError("there are no shares to draw")
     layers = list(dict.fromkeys(s.layer for s in found))
-    columns = sorted({(s.kind == "weights", s.kind, s.head or 0) for s in found})
+    alone = ("LoRA", "other pairs")
+    kinds_of = {s: s.part if s.head is not None or s.part in alone else "weights" for s in found}
+    columns = sorted({(kinds_of[s], s.head or 0) for s in found}, key=lambda c: ([*PARTS, "weights"].index(c[0]), c[1]))
     table = np.full((len(layers), len(columns)), np.nan)
     for s in found:
-        cell = layers.index(s.layer), columns.index((s.kind == "weights", s.kind, s.head or 0))
+        cell = layers.index(s.layer), columns.index((kinds_of[s], s.head or 0))
         table[cell] = s.share + np.nan_to_num(table[cell])
     size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
     places: dict[str, list[int]] = {}
-    for i, (_, kind, _) in enumerate(columns):
+    for i, (kind, _) in enumerate(columns):
         places.setdefault(kind, []).append(i)
     apart = "\n" if max(map(len, places.values())) < 5 else ", "  # narrow columns
-    names = {"qk": f"Q–K{apart}by head", "vo": f"V–O{apart}by head", "lora": "LoRA", "weights": "weights"}
+    names = {s.part: f"{s.part}{apart}by head" for s in found if s.head is not None}
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
-        heads = [(i, head) for i, (rest, _, head) in enumerate(columns) if not rest]
+        heads = [(i, head) for i, (kind, head) in enumerate(columns) if kind != "weights"]
         axes.set_xticks([i for i, _ in heads], [str(head) for _, head in heads], fontsize="x-small")
         kinds = axes.secondary_xaxis("bottom")
         kinds.set_xticks([float(np.mean(p)) for p in places.values()], [names.get(k, k) for k in places])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ..data.text import read_table
+from ..texts import read_table
 
 __all__ = ["Accuracies"]
 

@@ -7,19 +7,17 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..building import pair_block_class
-from ..data import DataChoice, TextColumns
-from ..data.loading import is_function
-from ..errors import naming, words_of
+from ..data import DataChoice, TextColumns, is_function
+from ..errors import naming, require_extra, words_of
 from ..evaluation import checked_radii
-from ..extras import require_extra
-from ..local import LOCAL, measure_of
+from ..hessian import LOCAL, measure_of
 from ..measures import Measure
 from .accuracies import Accuracies
 from .plan import Checkpoint, Count, Seed, Settings, Sweep, applies, radii_by_measure
@@ -38,8 +36,6 @@ class _Data(Struct, forbid_unknown_fields=True):
     num_examples: Count | UnsetType | None = UNSET
     subset_seed: Seed | UnsetType | None = UNSET
     image_size: Count | UnsetType | None = UNSET
-    mean: list[float] | UnsetType | None = UNSET
-    std: list[float] | UnsetType | None = UNSET
     text: str | int | UnsetType = UNSET
     pair: str | int | UnsetType | None = UNSET
     label: str | int | UnsetType = UNSET
@@ -51,7 +47,6 @@ class _Data(Struct, forbid_unknown_fields=True):
 class _Checkpoint(Struct, forbid_unknown_fields=True):
     path: str
     model: str | None = None
-    head: str | None = None
 
 
 class _Ablation(Struct):
@@ -84,8 +79,8 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     Parameters
     ----------
     path
-        File, ``.json`` or else YAML, with the entries ``checkpoints`` (a pattern, or a list of ``{path, model,
-        head}``), ``data``, ``train``, ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
+        File, ``.json`` or else YAML, with the entries ``checkpoints`` (a pattern, or a list of ``{path,
+        model}``), ``data``, ``train``, ``test`` (a source, or the attributes of :class:`sharpness.data.DataChoice` and
         :class:`sharpness.data.TextColumns`), or ``accuracies`` (those of :class:`Accuracies`) in place of ``test``,
         ``measures``, ``rho`` (a list for all measures, or lists by measure), ``ablations`` (a list of switches),
         ``baselines`` (true or false), ``initial`` (a checkpoint file or a transformers folder), ``device``,
@@ -201,7 +196,6 @@ def _choice(found: str | _Data, base: Path) -> DataChoice:
         given["source"] = str(base / data.source)
     text = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
     text.update({k: str(text[k]) for k in ("text", "pair", "label") if text.get(k) is not None})
-    given.update({k: tuple(given[k]) for k in ("mean", "std") if given.get(k) is not None})
     return DataChoice(columns=TextColumns(**text), **given)
 
 
@@ -219,10 +213,9 @@ def _checkpoints(entries: str | _Checkpoint | list[str | _Checkpoint], base: Pat
         paths = sorted(str(base / found) for found in glob.glob(entry.path, root_dir=base))
         if not paths:
             raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
-        head = None if entry.head is None else str(base / entry.head)
         for path in paths:
-            model, weights = (path, ()) if entry.model is None else (entry.model, (path, head))
-            found.append(Checkpoint(Path(path).name, model, *weights))
+            model, weights = (path, None) if entry.model is None else (entry.model, path)
+            found.append(Checkpoint(Path(path).name, model, weights))
     names = [c.name for c in found]
     double = sorted({n for n in names if names.count(n) > 1})
     if double:
@@ -244,12 +237,10 @@ def _check_ablation(ablation: Mapping[str, Any], measures: tuple[str, ...]) -> N
     strange = [m for m in ablation.get("measures", ()) if m not in measures]
     if strange:
         raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")
-    known = {"statistic", "rho", "measures", *Measure.__dataclass_fields__} - {"name"}
+    known = {"statistic", "rho", "measures", *(f.name for f in fields(Measure))} - {"name"}
     for key in ablation:
         if key not in known:
             raise ValueError(f"an ablation has an unknown switch {key!r}; known are {', '.join(sorted(known))}")
-    if "pair_block" in ablation:
-        pair_block_class(ablation["pair_block"])
     try:
         applied = any(applies(name, ablation) for name in ablation.get("measures", measures))
     except TypeError as error:

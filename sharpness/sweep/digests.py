@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from ..data.images import labels_beside
-from ..data.loading import divided, is_function, source_files
-from ..models.loaded import TOKENIZER, files_of
+from ..data import divided, is_function, source_files
+from ..models import INPUTS, files_of
 
 __all__ = ["of_data", "of_model", "places", "versions"]
 
-#: What transformers reads of a model in a folder, besides its tokenizer.
-_MODEL = ("config.json", "preprocessor_config.json", "*.safetensors", "*.bin", "*.index.json")
+#: What transformers reads of a model in a folder, besides its tokenizer and image processor.
+_MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 
 def versions() -> dict[str, str]:
@@ -28,8 +27,7 @@ def versions() -> dict[str, str]:
 
 def places(name: str) -> list[Path]:
     """List what is read of a model or a source of data: a folder, files, or the code of ``module:function``."""
-    path = divided(name)[0]
-    return _code(name) if is_function(name) else list(dict.fromkeys([path, labels_beside(path)]))
+    return _code(name) if is_function(name) else [divided(name)[0]]
 
 
 def of_data(source: str) -> str:
@@ -39,16 +37,16 @@ def of_data(source: str) -> str:
     return _of_files(source_files(source))
 
 
-def of_model(model: str, weights: str | None, head: str | None) -> str:
+def of_model(model: str, weights: str | None) -> str:
     """Digest a model: weights with the code or name, or a folder's configuration, weights, tokenizer, preprocessor."""
     files: list[tuple[str, Path]] = []
     if Path(model).is_dir():
-        files += [(p.name, p) for p in files_of(Path(model), (*_MODEL, *TOKENIZER))]
+        files += [(p.name, p) for p in files_of(Path(model), (*_MODEL, *INPUTS))]
     elif Path(model).is_file():  # weights without a folder
         files.append(("weights", Path(model)))
     elif ":" in model:
         files += [("code", path) for path in _code(model)]
-    files += [(role, Path(p)) for role, p in (("weights", weights), ("head", head)) if p is not None]
+    files += [] if weights is None else [("weights", Path(weights))]
     return _of_files([(name, p) for name, p in files if p.is_file()])
 
 

@@ -24,11 +24,10 @@ from ..baselines import (
     relative_flatness,
 )  # fmt: skip
 from ..batch_loss import RadiusError
-from ..data import DataChoice
-from ..data.loading import Batches
+from ..data import Batches, DataChoice
 from ..errors import words_of
 from ..evaluation import evaluate
-from ..local import LOCAL, LocalResult, hessian
+from ..hessian import LOCAL, LocalResult, hessian
 from ..losses import Objective, count_examples, to_float32
 from ..models import load, load_state_dict
 from ..perturb import becomes_float32, pointing_to

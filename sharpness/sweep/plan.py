@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict as fields_of
 
-from ..data import DataChoice
-from ..data.loading import is_function
-from ..local import LOCAL, measure_of
+from ..data import DataChoice, is_function
+from ..hessian import LOCAL, measure_of
 from ..measures import Measure
 from .accuracies import Accuracies
 from .digests import of_data, of_model
@@ -49,8 +48,8 @@ class Checkpoint:
         Unique in a sweep: file or folder name.
     model : str
         Name for :func:`sharpness.models.load`.
-    weights, head : str or None
-        Its other arguments.
+    weights : str or None
+        Its ``checkpoint``.
 
     Examples
     --------
@@ -63,7 +62,6 @@ class Checkpoint:
     name: str
     model: str
     weights: str | None = None
-    head: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Sweep:
     initial : Checkpoint or None
         The model from which all were fine-tuned, for the distance from it.
     measures : tuple of str
-        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.local.LOCAL``.
+        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.hessian.LOCAL``.
     rho : dict of str to tuple of float
         Radii by measure; by default the measure's own.
     ablations : tuple of dict
@@ -142,9 +140,8 @@ class Sweep:
             start = None if self.initial is None else _digest(self.initial)
             yield {**where, "kind": "baselines", "data": as_data(self.data), "initial": start}
         for name, ablation, rho in self.measured():
-            code = {"code": of_data(ablation["pair_block"])} if "pair_block" in ablation else {}
             yield {
-                **where, **code, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
+                **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
                 "data": as_data(self.data), "settings": {**fields_of(Settings()), **self.settings},
             }  # fmt: skip
 
@@ -209,7 +206,7 @@ def as_data(choice: DataChoice) -> dict[str, Any]:
 
 
 def _digest(checkpoint: Checkpoint) -> str:
-    return of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
+    return of_model(checkpoint.model, checkpoint.weights)
 
 
 def job_key(job: Job) -> str:

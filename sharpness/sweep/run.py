@@ -12,8 +12,7 @@ import msgspec
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from ..data import DataChoice
-from ..data.loading import Batches, check_source
+from ..data import Batches, DataChoice, check_source
 from ..distributed import World, counter, everybody, shard_
 from ..errors import naming, words_of
 from ..files import check_folder, write_json
@@ -198,7 +197,7 @@ def _records(done: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, A
 def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[Job], list[dict[str, Any]]]:
     """Return the jobs of a checkpoint and what failed: if its own files cannot be read, it has no jobs."""
     try:
-        of_model(checkpoint.model, checkpoint.weights, checkpoint.head)
+        of_model(checkpoint.model, checkpoint.weights)
     except OSError as error:
         return [], [{"checkpoint": checkpoint.name, "kind": "model", "error": words_of(error)}]
     return list(sweep.jobs(checkpoint)), []
@@ -220,7 +219,7 @@ class _Cache:
         self._batches: dict[str, Batches] = {}
 
     def batches(self, choice: DataChoice, loaded: LoadedModel) -> Batches:
-        key = json.dumps([as_data(choice), repr(choice.image_format(loaded.images)), loaded.text_key()], sort_keys=True)
+        key = json.dumps([as_data(choice), loaded.input_key()], sort_keys=True)
         if key not in self._batches:
             if len(self._batches) > 2:  # training, test and measured examples of one kind of model
                 self._batches.clear()
@@ -247,7 +246,7 @@ def _do_checkpoint(sweep: Sweep, checkpoint: Checkpoint, done: Path, cache: _Cac
 def _loaded(checkpoint: Checkpoint, cache: _Cache) -> LoadedModel | str:
     """Load a model, or return the error, so that the sweep continues with the others."""
     try:
-        found = load(checkpoint.model, checkpoint.weights, head=checkpoint.head)
+        found = load(checkpoint.model, checkpoint.weights)
         if cache.group is not None:
             shard_(found.model, cache.device)
         found.model.to(cache.device).eval()

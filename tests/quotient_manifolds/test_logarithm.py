@@ -150,7 +150,7 @@ def test_square_matrices_of_mix_go_straight(dtype):
 
 def test_what_has_no_logarithm_is_named_and_fails_alone():
     square = GLQuotientInv(3, 3)
-    x = square.random(4, 6, 3)
+    x = torch.eye(3).repeat(4, 2, 1) + 0.1 * torch.randn(4, 6, 3)  # products near 1, and so of one component
     y = square.act(x + 0.1 * torch.randn_like(x), torch.randn(4, 3, 3))
     y[1, 0] = -y[1, 0]
     y[1, 3:] = x[1, 3:]
@@ -189,9 +189,9 @@ def test_a_search_that_breaks_down_leaves_the_others_alone():
     torch.manual_seed(2)
     x, y = (manifold.random(4, 11, 3, dtype=torch.float64) for _ in range(2))
     y[1, :, 1] = y[1, :, 0] + 1e-6 * torch.randn(11, dtype=torch.float64)
-    with pytest.raises(ConvergenceError, match="no geodesic was found for 1 of 4 pairs") as caught:
+    with pytest.raises(ConvergenceError, match=r"(was found|is missing) for 1 of 4 pairs") as caught:
         manifold.logmap(x, y)
-    assert caught.value.residual.isfinite().tolist() == [True, False, True, True]
+    assert (caught.value.residual < 1e-8).tolist() == [True, False, True, True]
 
 
 @metric
@@ -211,7 +211,9 @@ def test_interpolation_and_means(name):
     others = torch.stack([manifold.act(p, torch.randn(2, 2)) for p in points])
     mean, moved = manifold.mean(torch.stack([points, others], 1))
     total = manifold.logmap(mean.expand_as(points), points).sum(0)
-    assert manifold.norm(mean, total) < 1e-8
+    # The mean logarithm, a third of it, vanishes to 1e-9, in mix of the size of the products (documented).
+    sizes = torch.linalg.matrix_norm(manifold.to_matrix(points)) / 2**0.5
+    assert manifold.norm(mean, total) < 4e-9 * (sizes.max() if name == "mix" else 1)
     torch.testing.assert_close(manifold.to_matrix(moved), manifold.to_matrix(mean), rtol=1e-7, atol=1e-7)
     # The mean of the factors themselves is another matrix, which depends on the representatives.
     plain = [manifold.to_matrix(torch.stack([x, manifold.act(y, torch.randn(2, 2))]).mean(0)) for _ in range(2)]
@@ -243,10 +245,12 @@ def test_distances_differentiate_in_both_points(kind, dtype):
     """Against differences; the derivative that autograd took of the shooting was wrong, even in sign."""
     manifold = kind(6, 5)
     x = torch.randn(3, 11, 2, dtype=dtype)
-    y = manifold.act(x + 0.15 * torch.randn_like(x), torch.randn(3, 2, 2, dtype=dtype))
+    A = torch.randn(3, 2, 2, dtype=dtype)
+    y = manifold.act(x + 0.15 * torch.randn_like(x), A)
     points = [x.requires_grad_(), y.requires_grad_()]
     distance = manifold.dist if dtype == torch.float64 else manifold.dist2
     found, d = torch.autograd.grad(distance(*points).sum(), points), torch.randn(2, 3, 11, 2, dtype=dtype)
+    d[1] = manifold.act(d[1], A)  # as small a step for a point that lies far out on its orbit
     with torch.no_grad():  # one point moves forwards and backwards, then the other
         moved = [torch.stack([p + s * 1e-5 * d[i] * (i == j) for i in (0, 1) for s in (1, -1)])
                  for j, p in enumerate(points)]  # fmt: skip
@@ -573,7 +577,7 @@ def test_a_path_near_the_least_follows_its_end(name):
     y = manifold.expmap(x, 0.5 * u)
     minimiser = Minimiser(first_path(manifold.metric, 6, x, y, 10))
     minimiser.run(100, 1e-3)
-    before = manifold.proju(x, minimiser.path.start_velocity())
+    before, closely = manifold.proju(x, minimiser.path.start_velocity()), Minimiser(minimiser.path)
     way = 1e-5 * torch.randn_like(x)
     way[0] = 0
     goal = torch.full((4,), 1e-3)
@@ -583,7 +587,9 @@ def test_a_path_near_the_least_follows_its_end(name):
     change = after - before
     assert change[0].abs().max() < 1e-12
     assert (change[2:] - expected[2:]).norm() < 0.03 * expected[2:].norm()
-    assert (change[1] - expected[1]).norm() > 0.03 * expected[1].norm()
+    # An item with a goal of its own stops earlier.
+    close = manifold.proju(x, closely.follow(way, goal.clamp_max(1e-3)).start_velocity()) - before
+    assert (change[1] - expected[1]).norm() > 10 * (close[1] - expected[1]).norm()
 
 
 def test_an_end_that_would_move_far_stays():

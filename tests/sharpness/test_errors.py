@@ -1,11 +1,12 @@
 """One sentence for what users cause, the traceback when they ask for it."""
 
 import contextlib
+import sys
 
 import pytest
 
 from reproduction import cli as laboratory
-from sharpness import cli
+from sharpness import Profile, cli, plots
 from sharpness.errors import naming, words_of
 
 
@@ -62,3 +63,9 @@ def test_what_is_wrong_is_known_before_the_work(arguments, words, capsys, monkey
     assert words in said
     assert len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'quotient-manifolds\[plot\]'"):
+        plots.plot_profile(Profile("adaptive", (0.0, 1.0), {"first-order": (1.0, 2.0)}, 1.0))

@@ -60,12 +60,13 @@ def test_a_command_refuses_before_it_measures(place, capsys, monkeypatch, out):
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     write_text(tmp_path / "a.txt", "old")
 
-    def half(own):
-        own.write_text("ne")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(own))
+    def half():
+        with atomic_write(tmp_path / "a.txt") as own:
+            own.write_text("ne")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(own))
 
     with pytest.raises(OSError, match=r"No space left on device: '.*a\.txt'"):
-        atomic_write(tmp_path / "a.txt", half)
+        half()
     assert tree(tmp_path) == {"a.txt": b"old"}
 
 

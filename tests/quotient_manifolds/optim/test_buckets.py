@@ -11,12 +11,12 @@ from torch import nn
 from quotient_manifolds.optim import (
     QuotientAdam,
     QuotientSGD,
-    buckets,
     canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
+    stacked,
 )
-from quotient_manifolds.optim.preconditioner import Preconditioner
+from quotient_manifolds.optim.metric import Metric
 from quotient_manifolds.symmetries import (
     adapter_pairs,
     find_symmetric_pairs,
@@ -153,7 +153,7 @@ def test_parts_do_not_matter(kind, most, monkeypatch):
     """Pairs may be stepped one by one or joined; what is theirs lies in the same state."""
     ends = []
     for size in (2**16, most):
-        monkeypatch.setattr(buckets, "_IN_CACHE", size)
+        monkeypatch.setattr(stacked, "_IN_CACHE", size)
         torch.manual_seed(0)
         net = nn.Sequential(*[nn.Linear(12, 12) for _ in range(3)], nn.Linear(12, 9))
         model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1", "2"], init_lora_weights=False))
@@ -166,14 +166,16 @@ def test_numbers_of_a_bucket_lie_on_its_device():
     """Several may hold one model; the answer whether to step lies on the first."""
     model = lora(full_rank=True).to("meta")
     found = [p for p in adapter_pairs(model) if p.group is not None]
-    bucket = buckets.PairBucket(found[:1], [0], False, 0)
+    bucket = stacked.Bucket(found[:1], [0], False, 0)
     for p in trainable(model):
         p.grad = torch.empty_like(p)
-    step = bucket.begin(lambda M, N: Preconditioner(M, N), {p: p.grad for p in trainable(model)})
-    step.ok, step.clip = torch.tensor(True), torch.tensor(0.5)
-    part = step.parts[0]
-    for t in (step.keep(0.9, 1.0), step.gradient(part), step.scaled(step.preconditioner.inverse_roots, 0.1)):
-        assert t.device.type == "meta"
+    gradients = {p: p.grad for p in trainable(model)}
+    step = stacked.Step(bucket, [True], gradients, lambda bucket, M, N: Metric(M, N))
+    step.clip = torch.tensor(0.5)
+    step.restrict(torch.tensor(True, device="meta"))
+    for part in step.parts:
+        for t in (step.only(step.x(part), step.g(part), part), part.of(step.only(step.metric.inverse_roots, 0))):
+            assert t.device.type == "meta"
 
 
 def test_scales_that_have_become_different_are_refused():

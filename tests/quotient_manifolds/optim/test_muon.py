@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from quotient_manifolds.optim import QuotientMuon, create_quotient_lora_optimizer, create_quotient_optimizer
-from quotient_manifolds.optim.preconditioner import Preconditioner, trace
+from quotient_manifolds.optim.metric import Metric, trace
 from quotient_manifolds.symmetries import GL, adapter_pairs, block, factor_pair, pair
-from quotient_manifolds.symmetries.groups import random_elements
+from quotient_manifolds.symmetries.blocks import random_elements
 
 from ...networks import shake, vit
 from ...training import X, lora, loss_of, products
@@ -169,7 +169,7 @@ def test_no_step_is_long_where_the_product_is_small(sigma, momentum, monkeypatch
 
     def metric(self, bucket, M, N):  # what a floor that knows nothing of the rate would do
         floor = 1e-6 * trace(M @ N)[..., None, None]
-        return Preconditioner(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+        return Metric(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
 
     monkeypatch.setattr(QuotientMuon, "_metric", metric)
     if sigma == 1e-3:

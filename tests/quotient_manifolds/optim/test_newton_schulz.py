@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quotient_manifolds.linalg import hermitian_power
-from quotient_manifolds.optim.newton_schulz import inverse_root
+from quotient_manifolds.optim.metric import inverse_root
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

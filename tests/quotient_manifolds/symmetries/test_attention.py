@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import Projection, attention_pairs, find_symmetric_pairs, registry, verify
-from quotient_manifolds.symmetries.blocks import ByClass
+from quotient_manifolds.symmetries.modules import ByClass
 
 from ... import networks
 

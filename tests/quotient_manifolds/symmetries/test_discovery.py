@@ -16,19 +16,17 @@ from quotient_manifolds.symmetries import (
     apply_random_symmetry_,
     block,
     check_coverage,
-    discovery,
+    examination,
     find_symmetric_pairs,
     pair,
-    recording,
     registry,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
-from quotient_manifolds.symmetries.discovery import UNREACHED
+from quotient_manifolds.symmetries.modules import ByClass, Wide, record, widened
+from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED
 from quotient_manifolds.symmetries.roles import places, roles_of
-from quotient_manifolds.symmetries.wide import Wide, widened
 
 from ... import architectures, networks, zoo
 from ...extent import EXHAUSTIVE
@@ -64,12 +62,12 @@ def nobody(monkeypatch):
 def nullities(module, call, kinds):
     """Dimension of what leaves the outputs as they are, of all h × h matrices of a head: no list of groups."""
     twin = copy.deepcopy(module).double().eval()
-    roles, call = discovery._roles(twin), (widened(call[0]), widened(call[1]))
-    pairs = {kind: discovery._pairs(kind, roles, replace(p, group="GL", rotary_size=0)) for kind, p in kinds.items()}
+    roles, call = examination._roles(twin), (widened(call[0]), widened(call[1]))
+    pairs = {kind: examination._pairs(kind, roles, replace(p, group="GL", rotary_size=0)) for kind, p in kinds.items()}
     rows = {kind: [] for kind in kinds}
-    for sample in discovery._samples(twin, call, max(place.size for place in kinds.values()) ** 2 + 20):
+    for sample in examination._samples(twin, call, max(place.size for place in kinds.values()) ** 2 + 20):
         for kind in kinds:
-            one, two = discovery._moments(pairs[kind], [sample])
+            one, two = examination._moments(pairs[kind], [sample])
             rows[kind].append(((one - two) / one.norm()).flatten(2)[:, :4])
     for kind, place in kinds.items():
         C, found = torch.cat(rows[kind]), set()
@@ -85,7 +83,7 @@ def words(pairs):
     """The groups of a model's pairs, as "(ℂ*)^4, GL(4)" for a head; reasons in place of them."""
     found = {"qk": [], "vo": []}
     for p in pairs:
-        word = str(p.group) if p.group else p.reason.split(",")[0].replace(discovery._NONE, "none")
+        word = str(p.group) if p.group else p.reason.split(",")[0].replace(examination._NONE, "none")
         for kind in (p.kind,) if p.kind in found else found if word == UNCERTIFIED else ():
             if word not in found[kind] and word != UNREACHED:
                 found[kind].append(word)
@@ -118,14 +116,14 @@ def check(model, batch):
         with Wide():
             return [t for t in tensors(default_forward(model, batch)) if t.is_floating_point()]
 
-    modules = discovery.candidates(model, lambda m: False)
+    modules = registry.candidates(model, ())
     first = {}
     for name, module in modules.items():
         if roles_of(module) is not None:
-            first.setdefault(discovery._kind(module), name)
-    for name, call in recording.record(outputs, {name: modules[name] for name in first.values()}).items():
-        roles, sizes = roles_of(modules[name]), set(discovery._known_sizes(modules[name]))
-        kinds = dict(zip(("qk", "vo"), discovery.examine(modules[name], call), strict=True))
+            first.setdefault(examination._kind(module), name)
+    for name, call in record(outputs, {name: modules[name] for name in first.values()}).items():
+        roles, sizes = roles_of(modules[name]), set(examination._known_sizes(modules[name]))
+        kinds = dict(zip(("qk", "vo"), examination.examine(modules[name], call), strict=True))
         expected = {kind: {place.dimension} for kind, place in kinds.items()}
         for kind, place in list(kinds.items()):
             if not place.dimension:  # nothing at all is left of heads of this size
@@ -352,7 +350,7 @@ def test_modules_that_differ_are_not_taken_for_one(monkeypatch):
         def forward(self, x):
             return x + self.amount * x.tanh()
 
-    sound, bent = ["GL(4)", "GL(4)"], ["GL(4)", discovery._NONE]
+    sound, bent = ["GL(4)", "GL(4)"], ["GL(4)", examination._NONE]
     assert groups(nn.Sequential(Plain(), Plain(torch.tanh), Plain())) == [*sound, *bent, *sound]
     assert groups(nn.Sequential(Plain(torch.tanh), Plain())) == [*bent, *sound]
     hooked = nn.Sequential(Plain(), Plain())
@@ -360,16 +358,16 @@ def test_modules_that_differ_are_not_taken_for_one(monkeypatch):
     hooked[1].v_proj.register_forward_hook(lambda m, x, y: y.tanh())
     assert groups(hooked) == [*sound, *bent]
     masked = nn.Sequential(Plain(Bend(0.0)), Plain(Bend(1.0)))
-    assert discovery._kind(masked[0]) == discovery._kind(masked[1])
+    assert examination._kind(masked[0]) == examination._kind(masked[1])
     assert groups(masked) == [*sound, *bent]
-    monkeypatch.setattr(discovery, "_agrees", lambda *_: True)
+    monkeypatch.setattr(examination, "_agrees", lambda *_: True)
     # The move on its own inputs is what tells them apart; else the whole model does.
-    assert groups(masked) == [*sound, "GL(4)", registry.CHANGES]
+    assert groups(masked) == [*sound, "GL(4)", CHANGES]
 
 
 def test_modules_of_one_kind_are_examined_once(monkeypatch):
-    count, emitter = [], discovery._emitter
-    monkeypatch.setattr(discovery, "_emitter", lambda *args: count.append(1) or emitter(*args))
+    count, finding = [], examination._finding
+    monkeypatch.setattr(examination, "_finding", lambda *args: count.append(1) or finding(*args))
     assert groups(nn.Sequential(*(Plain() for _ in range(4)))) == ["GL(4)"] * 8
     assert len(count) == 1
 
@@ -418,14 +416,14 @@ class Brittle(Plain):
 
 def test_what_is_not_finite_is_no_symmetry():
     nan = torch.full((2, 1, 3, 3), float("nan"))
-    assert not any(discovery._holds(hypothesis, nan, nan) for hypothesis in discovery._hypotheses(3))
+    assert not any(examination._holds(hypothesis, nan, nan) for hypothesis in examination._hypotheses(3))
     b = torch.tensor([1.0, 2.0, -float("inf"), float("nan")])
     assert change([b], [b]) == 0
     assert change([b], [b + torch.tensor([0.5, 0.0, 0.0, 0.0])]) == 0.25
     assert not change([b], [torch.full((4,), float("nan"))]) <= 1e9
     assert not change([torch.ones(1), b], [torch.ones(1), b * float("nan")]) <= 1e9
     assert not change([b, torch.ones(1)], [b * float("nan"), torch.ones(1)]) <= 1e9
-    assert groups(nn.Sequential(Brittle())) == ["GL(4)", discovery._LOCAL]
+    assert groups(nn.Sequential(Brittle())) == ["GL(4)", examination._LOCAL]
     batch = torch.randn(2, 5, 4)
     batch[0, 0, 0] = float("nan")
     assert groups(nn.Sequential(Plain()), batch) == [
@@ -479,7 +477,7 @@ def test_attention_without_names_has_a_reason():
     x = torch.randn(2, 5, 4)
     for attention in (Nameless(), Receptance()):
         model = nn.Sequential(nn.Linear(4, 4), attention, nn.Tanh())
-        assert [(p.module, p.reason) for p in find_symmetric_pairs(model, batch=x)] == [("1", discovery.UNNAMED)]
+        assert [(p.module, p.reason) for p in find_symmetric_pairs(model, batch=x)] == [("1", UNNAMED)]
     model = nn.Sequential(Nameless())
     found = find_symmetric_pairs(model, batch=x)
     with pytest.raises(UnknownAttentionError, match="calls softmax"):
@@ -491,7 +489,9 @@ def test_attention_without_names_has_a_reason():
 
 
 def test_scales_that_have_to_be_positive():
-    assert groups(nn.Sequential(Plain(torch.relu))) == ["GL(4)", *["(ℝ+)^1"] * 4]
+    model, x = nn.Sequential(Plain(torch.relu)), torch.randn(1, 5, 4)
+    nn.init.zeros_(model[0].v_proj.bias)  # with x and -x every unit rests on some token: one that never does is linear
+    assert groups(model, torch.cat([x, -x])) == ["GL(4)", *["(ℝ+)^1"] * 4]
 
 
 class Relative(Plain):

@@ -19,8 +19,7 @@ from quotient_manifolds.symmetries import (
     find_symmetric_pairs,
     verify,
 )
-from quotient_manifolds.symmetries.known import KNOWN
-from quotient_manifolds.symmetries.registry import _HANDLERS
+from quotient_manifolds.symmetries.registry import _HANDLERS, KNOWN
 
 from ... import architectures, networks, zoo
 from ...architectures import change, without_first_row

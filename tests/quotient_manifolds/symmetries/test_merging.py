@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import GL, block, pair
-from quotient_manifolds.symmetries.merging import SHARED, merged, refused, sharing
+from quotient_manifolds.symmetries.pairs import SHARED, merged, refused
+from quotient_manifolds.symmetries.stacks import sharing
 
 
 def layers(count=4):

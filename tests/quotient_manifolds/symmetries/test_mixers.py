@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage, find_symmetric_pairs, mixers
-from quotient_manifolds.symmetries.discovery import candidates
-from quotient_manifolds.symmetries.wide import Wide, widened
+from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage, find_symmetric_pairs
+from quotient_manifolds.symmetries.modules import Wide, widened
+from quotient_manifolds.symmetries.registry import candidates
+from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, proposals
 
 from ... import zoo
 from .test_attention import null_dimension
@@ -27,7 +28,7 @@ LINEAR = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_nothing_is_missed(name):
     model, batch = zoo.transformers_model(name, **zoo.LAYERS[name])
-    (path, module), *_ = candidates(model, lambda m: False).items()
+    (path, module), *_ = candidates(model, ()).items()
     pairs = [p for p in find_symmetric_pairs(model, batch=batch) if p.group is not None and p.module == path]
     call = {}
     module.register_forward_pre_hook(lambda m, args, kwargs: call.update(kwargs), with_kwargs=True)
@@ -95,9 +96,9 @@ def test_what_has_no_gradient_is_not_certified():
 
 def test_latent_attention_without_the_queries_that_are_known_is_let_be():
     layer = nn.Module()
-    for name in mixers._LATENT:
+    for name in (*_LATENT, *_LATENT_SIZES):
         setattr(layer, name, 1)
-    assert mixers.proposals(layer, "") == []
+    assert proposals(layer, "") == []
 
 
 class Latent(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import adapter_pairs, certify, find_symmetric_pairs, stacks, verify
-from quotient_manifolds.symmetries.peft_lora import adapter_tensors, lora_layers
+from quotient_manifolds.symmetries.lora import adapter_tensors, lora_layers
 
 from ... import architectures, networks
 from ...architectures import adapted, bert_and_batch, gpt2_and_batch

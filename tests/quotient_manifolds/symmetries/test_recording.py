@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import find_symmetric_pairs, verify
-from quotient_manifolds.symmetries.recording import record, undisturbed
+from quotient_manifolds.symmetries.modules import preserve_model_state, record
 
 
 class Own(nn.MultiheadAttention):
@@ -55,7 +55,7 @@ def test_modes_buffers_and_random_numbers_are_as_they_were():
 def test_inner_modules_are_reached_where_torch_has_a_fast_path():
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 3, 8)
     fast = torch.backends.mha.get_fastpath_enabled()
-    with undisturbed(layer):
+    with preserve_model_state(layer):
         calls = record(lambda: layer(x), {"a": layer.self_attn})
         assert not layer.self_attn.training
     assert torch.equal(calls["a"][0][0], x)

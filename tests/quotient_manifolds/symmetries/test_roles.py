@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries.roles import Place, layout_pairs, places, roles_of
+from quotient_manifolds.symmetries.attention import Place
+from quotient_manifolds.symmetries.roles import layout_pairs, places, roles_of
 
 
 class Named(nn.Module):
@@ -31,9 +32,9 @@ class Named(nn.Module):
 )
 def test_names_say_the_roles(widths, letters):
     found = roles_of(Named(**widths))
-    assert (None if found is None else sorted(found.main)) == (None if letters is None else sorted(letters.split()))
+    assert (None if found is None else set(found.homes.values())) == (None if letters is None else set(letters.split()))
     if "pos_query_proj" in widths:
-        assert set(found.further) == {"q"}
+        assert [c for c, p in found.projections.items() if p.further] == ["q"]
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -76,9 +77,9 @@ def test_layers_of_other_classes_and_names():
         layer.add_module(name, QuantLinear())
     layer.linear_pos = nn.Linear(8, 8, bias=False)
     found = roles_of(layer)
-    assert sorted(found.main) == ["k", "o", "q", "v"]
-    assert [p.module for p in found.further["k"]] == [layer.linear_pos]
-    assert {k: p.module for k, p in found.main.items()}["q"] is layer.project_q
+    assert sorted(set(found.homes.values())) == ["k", "o", "q", "v"]
+    assert [p.module for p in found.projections["k"].further] == [layer.linear_pos]
+    assert found.projections["q"].module is layer.project_q
 
 
 def test_tensors_with_an_axis_of_heads():

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from quotient_manifolds.symmetries.wide import Wide, widened
+from quotient_manifolds.symmetries.modules import Wide, widened
 
 
 def test_casts_to_single_precision_are_left_out():

@@ -1,10 +1,7 @@
 import csv
 import json
 import shlex
-import sys
 from pathlib import Path
-
-import pytest
 
 from sharpness import cli
 from sharpness.rows import write_results
@@ -133,16 +130,3 @@ def test_the_help_of_every_command_has_commands_that_are_read():
         for line in shown:
             top.parse_args(shlex.split(line))
             assert line in command.format_help()  # as it is, not wrapped
-
-
-def test_completion(capsys, monkeypatch):
-    pytest.importorskip("shtab")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--print-completion", "bash"])
-    assert ended.value.code == 0
-    assert "canonicalize" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--print-completion", "bash"])
-    assert ended.value.code == 2
-    assert "pip install 'quotient-manifolds[completion]'" in capsys.readouterr().err

@@ -22,8 +22,8 @@ def test_profile():
 
 def test_layers():
     shares = LayerShares(
-        [LayerShare("a.0", "qk", 0, 0.1), LayerShare("a.0", "qk", 1, 0.2), LayerShare("a.0", "vo", 0, 0.3),
-         LayerShare("head", "weights", None, 0.4)]
+        [LayerShare("a.0", "Q–K", 0, 0.1), LayerShare("a.0", "Q–K", 1, 0.2), LayerShare("a.0", "V–O", 0, 0.3),
+         LayerShare("head", "head", None, 0.4)]
     )  # fmt: skip
     axes = plots.plot_layers(shares).axes[0]
     np.testing.assert_allclose(

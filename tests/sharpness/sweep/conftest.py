@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch):
         "test": "test.pt",
         "measures": ["adaptive", "euclidean"],
         "rho": {"adaptive": [0.1, 0.3], "euclidean": 0.05},
-        "ablations": [{}, {"ball_norm": float("inf")}],
+        "ablations": [{}, {"statistic": "average"}],
         "steps": 4,
     }
     (tmp_path / "sweep.json").write_text(json.dumps(config))

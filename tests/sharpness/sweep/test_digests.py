@@ -53,10 +53,10 @@ def test_two_functions_of_one_module_are_two_sources(place):
 
 def test_only_what_is_read_of_a_folder_counts(tmp_path):
     networks.vit().save_pretrained(tmp_path / "vit")
-    first = of_model(str(tmp_path / "vit"), None, None)
+    first = of_model(str(tmp_path / "vit"), None)
     (tmp_path / "vit" / "README.md").write_text("notes")
     (tmp_path / "vit" / "results").mkdir()
     (tmp_path / "vit" / "results" / "config.json").write_text("{}")
-    assert of_model(str(tmp_path / "vit"), None, None) == first
+    assert of_model(str(tmp_path / "vit"), None) == first
     (tmp_path / "vit" / "preprocessor_config.json").write_text("{}")
-    assert of_model(str(tmp_path / "vit"), None, None) != first
+    assert of_model(str(tmp_path / "vit"), None) != first

@@ -21,6 +21,7 @@ from sharpness import cli
 from sharpness.sweep import digests, read_config, read_failures, run_sweep
 from tests import networks, spread
 from tests.extent import EXHAUSTIVE
+from tests.pictures import picture_network
 from tests.processes import forked, together
 from tests.small_clip import name_small_models
 from tests.sweeps import rows_of
@@ -430,7 +431,8 @@ def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
     assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
     assert len(lines) == 6  # the fit, the baselines, and two measures with two settings each
     assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
-    config["data"] = {"source": "empty", "image_size": 2, "mean": [0.5] * 3, "std": [0.5] * 3}
+    torch.save(picture_network().state_dict(), "pictures.pt")
+    config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
     (place / "empty" / "cat").mkdir(parents=True)
     (place / "bad.json").write_text(json.dumps(config))
     assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1

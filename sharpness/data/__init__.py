@@ -1,6 +1,0 @@
-"""Data sets: images, text, tensors, from files and folders."""
-
-from .loading import DataChoice
-from .text import TextColumns
-
-__all__ = ["DataChoice", "TextColumns"]

@@ -1,0 +1,241 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import reproduction.cli
+from quotient_manifolds.symmetries import UnknownAttentionError
+from sharpness import cli, evaluate
+from tests import networks, spread, whole_networks
+
+
+def commands(parser, *names):
+    """The names of every command below a parser, and its own."""
+    yield names
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for name, command in action.choices.items():
+                yield from commands(command, *names, name)
+
+
+@pytest.mark.parametrize("program", [cli, reproduction.cli], ids=["sharpness", "reproduction"])
+def test_every_command_prints_its_help(program, capsys):
+    """Two ended in a TypeError, for a default that is a list of numbers."""
+    found = list(commands(program.parser()))
+    assert len(found) >= 7
+    for names in found:
+        with pytest.raises(SystemExit) as ended:
+            program.main([*names, "--help"])
+        assert ended.value.code == 0
+        assert " ".join(["usage:", program.parser().prog, *names]) in capsys.readouterr().out
+    if program is reproduction.cli:
+        with pytest.raises(SystemExit):
+            program.main(["diagonal", "--help"])
+        assert "(default: 0.001 0.1)" in capsys.readouterr().out
+
+
+def test_mistakes_end_in_one_line(tmp_path, capsys):
+    assert cli.main(["demo", "--condition", "0.5", "--quiet", "--out", str(tmp_path / "p.png")]) == 2
+    assert capsys.readouterr().err == "sharpness: a condition number is at least 1, got 0.5\n"
+    with pytest.raises(SystemExit):
+        cli.main(["nothing"])
+
+
+def test_help_and_module():
+    found = subprocess.run([sys.executable, "-m", "sharpness", "demo", "--help"], capture_output=True, text=True)
+    assert found.returncode == 0
+    for option in ("--seed", "--out", "--condition", "--quiet"):
+        assert option in found.stdout
+
+
+def test_run_on_files(tmp_path, capsys, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent)
+    model = spread.model()
+    x, y = networks.tokens(10)
+    safetensors.save_file({"x": x, "y": y}, tmp_path / "data.safetensors")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    out = tmp_path / "out.json"
+    arguments = [
+        "run", "tests.spread:model", str(tmp_path / "data.safetensors"), "--checkpoint", str(tmp_path / "weights.pt"),
+        "--rho", "0.1", "--batch-size", "4", "--batches", "2", "--quiet", "--out", str(out), "--measure", "adaptive",
+        "gradient-norm",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--help"])
+    assert caught.value.code == 0
+    assert "torchrun" in capsys.readouterr().out
+    assert cli.main(arguments) == 2
+    assert "has no radius; leave --rho out" in capsys.readouterr().err
+    own = [a if a != str(out) else str(tmp_path / "data.safetensors") for a in arguments[:-1]]
+    assert cli.main(own) == 2
+    assert "would replace" in capsys.readouterr().err
+    assert cli.main([*arguments[:-1]]) == 0
+    assert "adaptive sharpness of Encoder: 2 batches" in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    found = written["results"][0]
+    assert found["quantity"] == "adaptive"
+    batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
+    result = evaluate(model, batches, measure="adaptive", rho=0.1)
+    assert found["sharpness"]["0.1"] == float(result)
+    # What makes the number citable: the command, versions, and digests that follow the contents.
+    assert written["command"].startswith("sharpness run tests.spread:model")
+    assert written["versions"]["torch"] == torch.__version__.partition("+")[0]
+    digests = written["model"]["digest"], written["data"]["digest"]
+    torch.save({k: v + 1 for k, v in model.state_dict().items()}, tmp_path / "weights.pt")
+    assert cli.main([*arguments[:-1], "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["model"]["digest"], printed["data"]["digest"]) != digests
+    assert printed["data"]["digest"] == digests[1]
+
+
+def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent)
+
+    def refuse(*_):
+        raise AssertionError("hashed for nothing: neither --out nor --json is given")
+
+    monkeypatch.setattr("sharpness.sweep.digests.of_model", refuse)
+    arguments = [
+        "run",
+        "tests.spread:model",
+        "tests.spread:batches",
+        "--measure",
+        "adaptive",
+        "--rho",
+        "0.1",
+        "--quiet",
+    ]
+    assert cli.main([*arguments, "--batches", "1"]) == 0
+    assert "one batch: no spread" in capsys.readouterr().out
+    assert cli.main(arguments) == 0
+    values = [b.value for b in evaluate(spread.model(), spread.batches(), measure="adaptive", rho=0.1).batches]
+    expected = (sum((v - sum(values) / 3) ** 2 for v in values) / 2 / 3) ** 0.5
+    assert f"standard error over the 3 batches: {expected:.2g} at rho = 0.1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [
+        ("tests.spread:nothing", "tests.spread:batches", "not an importable module:function"),
+        ("tests.spread:batches", "tests.spread:batches", "returned list, not a torch module"),
+        ("tests.spread:model", "nowhere.safetensors", "there is no data at nowhere.safetensors"),
+        ("no-such-model", "tests.spread:batches", "nor module:function"),
+        ("test_vit", "tests.spread:batches", "names an architecture without weights; give them with --checkpoint"),
+    ],
+)
+def test_mistakes_of_run_are_named(model, data, words, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    assert cli.main(["run", model, data, "--rho", "0.1", "--quiet"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "out",
+    ["xy.pt", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "data/new.json", "w.pt"],
+)
+def test_what_is_read_is_not_replaced(out, tmp_path, capsys, monkeypatch):
+    """A model was replaced by its results, with exit code 0."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("xy.pt", "mine.py", "bert/model.safetensors", "bert/config.json", "data/a/0.png", "w.pt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(b"read")
+    monkeypatch.setattr("sharpness.models.load", None)  # before any work
+    model, data = ("bert", "data") if "/" in out else ("mine:model", "xy.pt")
+    run = ["run", model, data, "--checkpoint", "w.pt", "--rho", "0.1", "--quiet", "--out", out]
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    assert cli.main(run) == 2
+    assert f"writing to {out} would " in capsys.readouterr().err
+    if data == "data":
+        assert cli.main([*run[:-2], "--figures", "data/figures"]) == 2
+        assert "writing to data/figures would change data, which is read" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_what_the_command_line_offers_is_named(capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    with pytest.raises(SystemExit):
+        cli.main(["symmetries", "tests.spread:model", "tests.spread:batches"])
+    said = capsys.readouterr().err
+    assert "tests.spread:batches; data is given by --data; see sharpness symmetries --help" in said
+
+    def unknown(*_, **__):
+        raise UnknownAttentionError("encoder", nn.Linear, "softmax")
+
+    monkeypatch.setattr("sharpness.evaluation.evaluate", unknown)
+    assert cli.main(["run", "tests.spread:model", "tests.spread:batches", "--rho", "0.1", "--quiet"]) == 2
+    assert 'or use measure="adaptive", which needs none\n' in capsys.readouterr().err
+
+
+def test_figures_of_a_run(tmp_path, capsys, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent)
+    out, figures = tmp_path / "out.json", tmp_path / "figures"
+    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out), "--figures"]
+    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm"]) == 0
+    assert "drawn: " in capsys.readouterr().out
+    drawn = {p.name for p in figures.iterdir()}
+    assert drawn == {"geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"}
+    assert len(json.loads(out.read_text())["results"]) == 2
+    # What is wrong is known before any measure takes its time.
+    out.unlink()
+    assert cli.main([*arguments, str(figures), "--measure", "geodesic-inv", "gradient-norm", "--rho", "0.1"]) == 2
+    assert "has no radius; leave --rho out" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main([*arguments, str(tmp_path / "file")]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main([*arguments, str(figures)]) == 2
+    assert "figures need matplotlib" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_figures_that_cannot_be_drawn_lose_nothing(tmp_path, capsys, monkeypatch):
+    def too_flat(*_, **__):
+        raise ValueError("too flat")
+
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.setattr("sharpness.plots.plot_model", too_flat)
+    out = tmp_path / "out.json"
+    arguments = ["run", "tests.spread:model", "tests.spread:batches", "--quiet", "--out", str(out)]
+    assert cli.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
+    assert "no figures of geodesic-inv: too flat" in capsys.readouterr().err
+    assert len(json.loads(out.read_text())["results"]) == 1
+
+
+def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
+    """Counted, verified and folded; the folder that is written loads in transformers, with the same outputs."""
+    from transformers import ViTForImageClassification
+
+    torch.set_default_dtype(torch.float32)
+    model = whole_networks.build("vit").float()
+    model.save_pretrained(tmp_path / "vit", max_shard_size="5KB")
+    assert (tmp_path / "vit" / "model.safetensors.index.json").exists()
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--verify"]) == 0
+    printed = capsys.readouterr().out
+    assert ["all", "417"] in [line.split() for line in printed.splitlines()]
+    assert "rotation" in printed.partition("gradient")[2]
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--complete", "--json", "--verify"]) == 0
+    assert sum(json.loads(capsys.readouterr().out)["dimensions"].values()) == 417
+    assert cli.main(["symmetries", str(tmp_path / "vit"), "--verify", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {p["kind"] for p in found["pairs"]} == {"qk", "vo"}
+    assert len(found["changes"]) == len(found["pairs"])
+    assert found["failures"] == []
+    (tmp_path / "vit" / "source.spm").touch()  # of a tokenizer
+    assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 0
+    written = {p.name for p in (tmp_path / "folded").iterdir()}
+    assert written == {"config.json", "model.safetensors", "source.spm"}  # no old index
+    folded = ViTForImageClassification.from_pretrained(tmp_path / "folded").eval()
+    batch = {"pixel_values": next(whole_networks.inputs("vit"))["pixel_values"].float()}
+    torch.testing.assert_close(folded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(folded.vit.layernorm.weight, torch.ones(8))
+    capsys.readouterr()
+    assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 2
+    assert "exists already" in capsys.readouterr().err

@@ -1,0 +1,557 @@
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
+from torchvision.transforms import ToTensor
+
+from sharpness import cli
+from sharpness.data import DataChoice, Examples, TextColumns, is_sorted
+from sharpness.models import LoadedModel, load
+from tests import networks
+from tests.pictures import COLOUR, GREY, MEAN, STD, Words, opened, png, transform
+
+
+@pytest.fixture
+def folder(tmp_path, pictures):
+    for name, pixels in pictures.items():
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(pixels))
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def pictures():
+    rng = np.random.default_rng(0)
+    return {f"{c}/{i}.png": rng.integers(0, 256, (6, 4, 3), dtype=np.uint8) for c in ("dog", "cat") for i in range(3)}
+
+
+def test_choosing():
+    assert Examples(5, list).choose() == [0, 1, 2, 3, 4]
+    assert Examples(5, list).choose(2) == [0, 1]
+    some = Examples(100, list).choose(10, seed=1)
+    assert some == Examples(100, list).choose(10, seed=1) != Examples(100, list).choose(10, seed=2)
+    assert len(set(some)) == 10
+    assert Examples(100, list).choose(20, seed=1)[:10] == some  # a larger choice holds the smaller one
+    with pytest.raises(ValueError, match="6 examples were asked for, but there are 5"):
+        Examples(5, list).choose(6)
+
+
+def test_examples_that_stand_class_by_class_are_chosen_at_random():
+    """The first half of IMDB is of one class."""
+    labels = [1] * 50 + [0] * 50
+    assert is_sorted(labels)
+    assert is_sorted(torch.tensor(labels).tolist())
+    for other in ([0, 0, 1, 0], [0, 1, 2], [0.1, 0.2, 0.3], [5], [1, 1, 1]):
+        assert not is_sorted(other)
+    chosen = Examples(100, list, sorted=True).choose(20)
+    assert {labels[i] for i in chosen} == {0, 1}
+    assert chosen == Examples(100, list).choose(20, seed=0)
+
+
+@pytest.mark.parametrize(("labels", "by_class"), [([1] * 6 + [0] * 6, True), ([0, 1] * 6, False)])
+def test_every_format_knows_the_order_of_its_classes(tmp_path, labels, by_class, pictures):
+    datasets = pytest.importorskip("datasets")
+
+    def tokenizer(*columns, **options):
+        return {"input_ids": torch.tensor([[len(t)] for t in columns[0]])}
+
+    texts = [{"text": "x" * i, "label": label} for i, label in enumerate(labels)]
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    torch.save({"x": torch.zeros(12, 3), "y": torch.tensor(labels)}, tmp_path / "tensors.pt")
+    kinds = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
+    datasets.Dataset.from_list(texts, features=datasets.Features(kinds)).save_to_disk(tmp_path / "texts")
+    image = {"bytes": png(next(iter(pictures.values()))), "path": None}
+    rows = [{"image": image, "label": label} for label in labels]
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
+    datasets.Dataset.from_list(rows, features=datasets.Features(kinds)).save_to_disk(tmp_path / "images")
+    for name in ("table.jsonl", "tensors.pt", "texts", "images"):
+        found = opened(str(tmp_path / name), COLOUR, tokenizer=tokenizer)
+        assert found.sorted == by_class, name
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_class_folders(folder, pictures):
+    found = opened(str(folder), COLOUR)
+    assert (found.size, found.classes) == (6, ("cat", "dog"))
+    x, y = found.batch([0, 4])
+    assert y.tolist() == [0, 1]
+    for got, name in zip(x, ("cat/0.png", "dog/1.png"), strict=True):
+        expected = (pictures[name] / 255 - np.array(MEAN)) / np.array(STD)
+        assert np.allclose(got.permute(1, 2, 0).numpy(), expected, atol=1e-6)
+
+
+def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, capsys):
+    """Half of the images were left out in silence, and a hidden folder became class 0, which moved all labels."""
+    assert opened(str(folder), COLOUR).remarks == ()
+    image = png(np.zeros((6, 4, 3), dtype=np.uint8))
+    for name in (
+        ".ipynb_checkpoints/0.png",
+        "__MACOSX/cat/._0.png",
+        "cat/._0.png",
+        "cat/notes.txt",
+        "cat/more/9.png",
+        "x.png",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(image)
+    Image.open(io.BytesIO(image)).save(folder / "dog" / "9.gif")
+    found = opened(folder, COLOUR)
+    assert (found.size, found.classes) == (7, ("cat", "dog"))
+    assert torch.equal(found.batch([6])[0], found.batch([6])[0])
+    (remark,) = found.remarks
+    assert f"6 of the 13 files of {folder} are left out, such as .ipynb_checkpoints/0.png: they are hidden" in remark
+    torch.set_default_dtype(torch.float32)
+    command = ["run", "tests.pictures:picture_network", str(folder), "--measure", "adaptive", "--rho", "0.1"]
+    command += ["--steps", "1", "--quiet"]
+    assert cli.main(command) == 0
+    assert remark in capsys.readouterr().out
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] == [remark]
+
+
+def test_classes_that_are_numbers_are_in_their_order(tmp_path):
+    """The label of folder 10 was 2."""
+    for name in map(str, range(12)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(png(np.full((8, 8), int(name), dtype=np.uint8)))
+    found = opened(str(tmp_path), transform((8, 8), (0.0,), (1 / 255,), "L"))
+    assert found.classes == tuple(map(str, range(12)))
+    x, y = found.batch(range(12))
+    assert x[:, 0, 0, 0].round().tolist() == y.tolist() == list(range(12))
+
+
+def test_images_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.png").write_bytes(b"text")
+    with pytest.raises(ValueError, match=r"the image a/x.png cannot be read; remove it or replace it: cannot identify"):
+        opened(str(tmp_path), GREY).batch([0])
+    (tmp_path / "a" / "x.png").write_bytes(png(np.zeros((40, 40), dtype=np.uint8)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"the image a/x.png cannot be read; .*: Image size \(1600 pixels\) exceeds"):
+        opened(str(tmp_path), GREY).batch([0])
+
+
+def test_the_models_own_numbers_of_classes(folder):
+    plain = opened(str(folder), COLOUR)
+    found = opened(str(folder), COLOUR, labels={"Dog": 0, "bird": 1, "Cat": 2})
+    assert plain.batch(range(6))[1].tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.batch(range(6))[1].tolist() == [2, 2, 2, 0, 0, 0]
+    assert found.classes == ("Dog", "bird", "Cat")
+    other = opened(str(folder), COLOUR, labels={"LABEL_0": 0, "LABEL_1": 1})
+    assert other.batch(range(6))[1].tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match="has the class 'dog', which is none of the model's"):
+        opened(str(folder), COLOUR, labels={"cat": 0, "bird": 1})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_run_on_images(folder, capsys):
+    torch.set_default_dtype(torch.float32)
+    command = ["run", "tests.pictures:flat", str(folder), "--measure", "adaptive", "--rho", "0.05", "--steps", "2"]
+    assert cli.main([*command, "--quiet"]) == 2
+    assert "does not say how to prepare them; give it an image_transform" in capsys.readouterr().err
+    assert cli.main(["run", "tests.pictures:picture_network", *command[2:], "--quiet"]) == 0
+    assert "adaptive sharpness of Sequential" in capsys.readouterr().out
+
+
+def test_names_that_differ_in_case_and_labels_that_are_none(tmp_path):
+    for name in "aA":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(png(np.zeros((8, 8), dtype=np.uint8)))
+    found = opened(str(tmp_path), GREY, labels={"a": 0, "A": 1})
+    assert found.classes == ("a", "A")
+    assert found.batch([0, 1])[1].tolist() == [1, 0]  # A comes before a
+
+
+def test_pictures_of_16_bits(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    (tmp_path / "a").mkdir()
+    Image.fromarray(ramp).save(tmp_path / "a" / "x.png")
+    (found,), _ = opened(tmp_path, transform((8, 8), (0.0,), (1.0,), "L")).batch([0])
+    assert np.allclose(found[0].numpy(), ramp / 65535, atol=3e-3)
+
+
+def test_images_of_several_sizes_make_no_batch(tmp_path):
+    (tmp_path / "a").mkdir()
+    for size in (4, 8):
+        (tmp_path / "a" / f"{size}.png").write_bytes(png(np.zeros((size, size), dtype=np.uint8)))
+    with pytest.raises(
+        ValueError, match=r"the images of .* do not make a batch: RuntimeError: stack expects each tensor"
+    ):
+        opened(tmp_path, ToTensor()).batch([0, 1])
+
+
+def test_batches(folder):
+    mine = LoadedModel(torch.nn.Identity(), transform=COLOUR)
+    batches = DataChoice(str(folder), batch_size=2, num_examples=5, subset_seed=3).load(mine)
+    order = Examples(6, list).choose(5, 3)
+    assert [len(y) for _, y in batches] == [2, 2, 1]
+    assert torch.cat([y for _, y in batches]).tolist() == [i // 3 for i in order]
+
+
+def test_batches_are_equal_and_classes_are_mixed(folder, tmp_path):
+    """A last batch of one example would count as much as the others, and the first images are all of one class."""
+    torch.save({"x": torch.arange(40.0)[:, None], "y": torch.arange(40)}, tmp_path / "data.pt")
+    mine, path = LoadedModel(torch.nn.Identity(), transform=COLOUR), str(tmp_path / "data.pt")
+    batches = DataChoice(path, batch_size=39).load(mine)
+    assert [len(y) for _, y in batches] == [20, 20]
+    assert torch.cat([y for _, y in batches]).tolist() == list(range(40))
+    assert [len(y) for _, y in DataChoice(path, batch_size=16, batches=2).load(mine)] == [16, 16]
+    ((_, found),) = DataChoice(str(folder), num_examples=4).load(mine)
+    assert found.tolist() == [i // 3 for i in Examples(6, list).choose(4, 0)]
+    assert set(found.tolist()) == {0, 1}
+
+
+def test_what_is_wrong_is_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no data at"):
+        opened(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="does not say how to prepare them; give it an image_transform"):
+        opened(str(folder))
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"the class folder empty of .* holds no image"):
+        opened(str(folder), COLOUR)
+    (folder / "empty").rmdir()
+    broken = folder / "cat" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"the image cat/0.png cannot be read; remove it or replace it"):
+        opened(str(folder), COLOUR).batch([0])
+    table = tmp_path / "t.tsv"
+    for content, columns, message in (
+        (b"text\tlabel\nfine\t0\n\xff\xfe\t1\n", TextColumns(), r"line 3 of .*t.tsv is not UTF-8"),
+        (b"text\tlabel\nfine\t0\n", TextColumns("words"), r"no column 'words'; it has text, label"),
+        (b"text\tlabel\nfine\n", TextColumns(), r"row 1 of .*t.tsv has 1 columns, not 2"),
+        (b"text\tlabel\n", TextColumns(), "has no rows"),
+        (
+            b"text\tlabel\nfine\tmaybe\n",
+            TextColumns(),
+            r"the label 'maybe', which is not the name of a class .*--label-map",
+        ),
+        (
+            b"text\tlabel\nfine\tmaybe\n",
+            TextColumns(label_map={"yes": 1}),
+            r"'maybe', which is not the name of a class \(yes\)",
+        ),
+    ):
+        table.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            opened(str(table), text=columns, tokenizer=Words())
+    with pytest.raises(ValueError, match="the model has no tokenizer"):
+        opened(str(table))
+    lines = tmp_path / "t.jsonl"
+    for content, message in ((b"{}\nno\n", "line 2 of .* is not JSON"), (b"3\n", "line 1 of .* is not a JSON object")):
+        lines.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            opened(str(lines), tokenizer=Words())
+    lines.write_text('{"text": "a\\u2028b", "label": 1}\n{"label": 0}\n'.replace("\\u2028", "\u2028"))
+    with pytest.raises(ValueError, match=r"row 2 of .* has no column 'text'; it has label"):
+        opened(str(lines), tokenizer=Words())
+    with pytest.raises(ValueError, match="which chooses its examples itself"):
+        DataChoice("module:function", num_examples=3).load(LoadedModel(torch.nn.Identity()))
+
+
+# -- saved datasets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_folders_of_datasets(tmp_path, pictures):
+    datasets = pytest.importorskip("datasets")
+    names = sorted({n.split("/")[0] for n in pictures})
+    features = datasets.Features({"picture": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    rows = {
+        "picture": [{"bytes": png(p), "path": None} for p in pictures.values()],
+        "label": [names.index(n.split("/")[0]) for n in pictures],
+    }
+    found = datasets.Dataset.from_dict(rows, features=features)
+    found.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": found, "test": found.select([0, 1])}).save_to_disk(tmp_path / "parts")
+    one = opened(str(tmp_path / "one"), COLOUR)
+    x, y = one.batch([0, 3])
+    assert one.classes == ("cat", "dog")
+    assert y.tolist() == [1, 0]
+    expected = (pictures["cat/0.png"] / 255 - np.array(MEAN)) / np.array(STD)
+    assert np.allclose(x[1].permute(1, 2, 0).numpy(), expected, atol=1e-6)
+    assert opened(f"{tmp_path / 'parts'}:test", COLOUR).size == 2
+    with pytest.raises(ValueError, match="has the splits train, test; name one"):
+        opened(str(tmp_path / "parts"), COLOUR)
+    with pytest.raises(ValueError, match="has no column 'kind'"):
+        opened(str(tmp_path / "one"), COLOUR, text=TextColumns(label="kind"))
+    texts = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    data = datasets.Dataset.from_dict({"text": ["x y", "y"], "label": [1, 0]}, features=texts)
+    data.save_to_disk(tmp_path / "texts")
+
+    def tokenizer(*columns, **options):
+        return {"input_ids": torch.tensor([[len(t)] for t in columns[0]])}
+
+    batch = opened(str(tmp_path / "texts"), tokenizer=tokenizer).batch([0, 1])
+    assert batch["labels"].tolist() == [1, 0]
+    # The model's own numbers of the names come first.
+    other = opened(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"GOOD": 0, "bad": 1, "good": 0})
+    assert other.batch([0, 1])["labels"].tolist() == [0, 1]
+    # Names in other letters are the same names; other names, and unlabelled rows, are an error.
+    turned = opened(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"GOOD": 0, "BAD": 1})
+    assert turned.batch([0, 1])["labels"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match=r"the classes of .* \(bad, good\) are not the model's \(yes, no\)"):
+        opened(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"yes": 0, "no": 1})
+    data = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [1, -1]}, features=texts)
+    data.save_to_disk(tmp_path / "unlabelled")
+    with pytest.raises(ValueError, match="has the label -1, which is not among its classes"):
+        opened(str(tmp_path / "unlabelled"), tokenizer=tokenizer)
+    found.cast_column("label", datasets.Value("int64")).map(lambda row: {"label": -1}).save_to_disk(tmp_path / "none")
+    with pytest.raises(ValueError, match="has the label -1, which is no class"):
+        opened(tmp_path / "none", COLOUR)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parquet_files_of_texts_and_of_images(tmp_path, pictures):
+    datasets = pytest.importorskip("datasets")
+    names = datasets.ClassLabel(names=["bad", "good"])
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": names})
+    datasets.Dataset.from_dict({"text": ["a bc", "d"], "label": [1, 0]}, features=kinds).to_parquet(
+        tmp_path / "t.parquet"
+    )
+    found = opened(tmp_path / "t.parquet", tokenizer=Words())
+    assert found.classes == ("bad", "good")
+    batch = found.batch([1, 0])
+    assert batch["labels"].tolist() == [0, 1]
+    assert batch["input_ids"].tolist() == [[1, 0], [1, 2]]
+    kinds = datasets.Features({"image": datasets.Image(), "label": names})
+    rows = {"image": [{"bytes": png(p), "path": None} for p in pictures.values()], "label": [0, 1] * 3}
+    datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "i.parquet")
+    x, y = opened(tmp_path / "i.parquet", COLOUR).batch([0, 3])
+    assert (x.shape, y.tolist()) == ((2, 3, 6, 4), [0, 1])
+    (tmp_path / "i.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"i.parquet is not readable by datasets"):
+        opened(tmp_path / "i.parquet", COLOUR)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_that_cannot_be_read_are_named_and_language_models_need_no_labels(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = {"image": [{"bytes": b"text", "path": None}], "label": [0]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "images")
+    with pytest.raises(ValueError, match=r"the image in row 0 of .*images cannot be read"):
+        opened(str(tmp_path / "images"), COLOUR).batch([0])
+    datasets.Dataset.from_dict({"text": ["a bc", "d"], "other": [1, 2]}).save_to_disk(tmp_path / "texts")
+
+    def tokenizer(texts, **_):
+        ids = Words()(texts, truncation=True, max_length=9, padding=True, return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+    batch = opened(str(tmp_path / "texts"), tokenizer=tokenizer, predicts="next").batch([0, 1])
+    assert batch["labels"].tolist() == [[1, 2], [1, -100]]
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "no header"])
+def test_tables(tmp_path, kind):
+    rows = [('a "bc', "x", "no"), ("def ghij", "yy zz", "YES")]
+    path = tmp_path / f"data.{'tsv' if kind == 'no header' else kind}"
+    if kind == "jsonl":
+        lines = [json.dumps({"one": a, "two": b, "what": c}) for a, b, c in rows]
+    elif kind == "csv":
+        lines = ["one,two,what", *(f'"{a.replace(chr(34), chr(34) * 2)}",{b},{c}' for a, b, c in rows)]
+    else:
+        lines = ["one\ttwo\twhat"] * (kind == "tsv") + ["\t".join(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    names = ("0", "1", "2") if kind == "no header" else ("one", "two", "what")
+    columns = TextColumns(names[0], names[1], names[2], {"no": 3, "yes": 5}, header=kind != "no header", max_length=4)
+    batch = opened(str(path), text=columns, tokenizer=Words()).batch([1, 0])
+    assert batch["labels"].tolist() == [5, 3]
+    assert batch["input_ids"].tolist() == [[3, 4, 0, 2], [1, 3, 0, 1]]
+
+
+def test_labels_by_number_and_by_the_models_names(tmp_path):
+    path = tmp_path / "data.tsv"
+    path.write_text("text\tlabel\na\t1\nb\tEntailment\n")
+    found = opened(str(path), tokenizer=Words(), labels={"entailment": 2})
+    assert found.batch([0, 1])["labels"].tolist() == [1, 2]
+
+
+def test_labels_that_differ_in_case(tmp_path):
+    path = tmp_path / "data.tsv"
+    path.write_text("text\tlabel\na\tx\nb\tX\n")
+    for columns, known in ((TextColumns(), {"X": 0, "x": 1}), (TextColumns(label_map={"X": 0, "x": 1}), {})):
+        found = opened(str(path), text=columns, tokenizer=Words(), labels=known)
+        assert found.batch([0, 1])["labels"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.csv",
+            "label,text\n1,good, really good\n",
+            "row 1 of .*a.csv has 3 columns, not 2; quote values that contain ','",
+        ),
+        (
+            "a.csv",
+            "label;text\n1;good; really\n",
+            "row 1 of .*a.csv has 3 columns, not 2; quote values that contain ';'",
+        ),
+        ("a.tsv", "label\ttext\n²\tgood\n", "a.tsv has the label '²', which is not the name of a class"),
+        ("a.tsv", "label\ttext\n1\tgood\t0\n", "row 1 of .*a.tsv has 3 columns, not 2$"),
+        ("a.csv", "label,text,label\n1,good,0\n", "has two columns 'label'; rename one"),
+        ("a.csv", 'text,label\n"bad,0\n"nice,1\ngood,1\n', "a.csv is not a readable table"),
+        ("a.jsonl", '{"label": 1, "text": null}\n', "row 1 of .*a.jsonl has no column 'text'"),
+        (
+            "a.txt",
+            "label\ttext\n1\tgood\n",
+            "a.txt is not data by its name: tables end in .csv, .jsonl, .parquet",
+        ),
+    ],
+)
+def test_tables_with_cells_of_no_column_are_refused(tmp_path, name, text, said):
+    """The first was measured as the text "good"; the second took the wrong column where there was no header."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        opened(str(tmp_path / name), tokenizer=Words())
+
+
+def test_tables_of_spreadsheets_and_long_texts(tmp_path):
+    """Semicolons and texts of more than 131,072 characters were refused; the module's own limit stays."""
+    limit = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text(f"label;text\n1;{'ab ' * 60000}\n0;short, too\n")
+    (batch,) = (opened(str(tmp_path / "a.csv"), tokenizer=Words()).batch([1, 0]),)
+    assert batch["labels"].tolist() == [0, 1]
+    assert batch["input_ids"].shape == (2, 128)
+    assert csv.field_size_limit() == limit
+
+
+TEXTS = ["good film", "bad", "a good day and a bad film", "a bad day", "so good a film", "day"]
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "bos_token_id": 2, "eos_token_id": 2}
+LANGUAGE = {
+    "next": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "masked": ("BertForMaskedLM", "BertConfig", SMALL),
+    "text": ("T5ForConditionalGeneration", "T5Config",
+             {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}),
+    None: ("GPT2ForSequenceClassification", "GPT2Config", GPT2),
+}  # fmt: skip
+
+
+def language_model(kind, folder, *, padding):
+    import transformers
+
+    from tests.texts import wordpiece
+
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    tokenizer = wordpiece(TEXTS, 60, length=24)
+    if kind == "masked":
+        ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]")]
+        tokenizer._tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    if not padding:
+        tokenizer.pad_token, tokenizer.eos_token = None, "[SEP]"
+    name, config, options = LANGUAGE[kind]
+    options = {**options, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    model = networks.shake(getattr(transformers, name)(getattr(transformers, config)(**options)).float())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder.parent / "data.tsv").write_text("text\tlabel\n" + "".join(f"{t}\t{len(t) % 2}\n" for t in TEXTS))
+    return load(str(folder))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padding", [True, False])
+@pytest.mark.parametrize("kind", ["next", "text", None])
+def test_language_models_on_a_table(kind, padding, tmp_path, capsys):
+    """The loss is that of texts one at a time, which need no padding; it was an error about batch sizes."""
+    loaded = language_model(kind, tmp_path / "model", padding=padding)
+    assert loaded.predicts == kind
+    total = count = 0.0
+    for text in TEXTS:
+        inputs = loaded.tokenizer(text, return_tensors="pt")
+        label = loaded.tokenizer(str(len(text) % 2), return_tensors="pt")["input_ids"]
+        labels = {"next": inputs["input_ids"], "text": label, None: torch.tensor([len(text) % 2])}[kind]
+        size = labels.numel() - (kind == "next")
+        if size:  # a text of one token predicts none
+            total, count = total + size * float(loaded.model(**inputs, labels=labels).loss), count + size
+    command = ["run", str(tmp_path / "model"), str(tmp_path / "data.tsv"), "--measure", "adaptive", "--rho", "0.05"]
+    for more in ([], ["--micro-batch", "2"]):
+        assert cli.main([*command, "--steps", "2", "--quiet", "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)["results"][0]["batches"][0]
+        assert found["base_loss"] == pytest.approx(total / count, rel=1e-5)
+        assert found["value"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_masked_language_models_on_a_table(tmp_path, capsys):
+    loaded = language_model("masked", tmp_path / "model", padding=True)
+    assert loaded.predicts == "masked"
+    (tmp_path / "texts.tsv").write_text("text\n" + "".join(f"{text}\n" for text in TEXTS))  # no labels
+    tokenizer = loaded.tokenizer
+    assert tokenizer("a day")["input_ids"][0] == tokenizer.cls_token_id
+    whole, parts = ([b for b in DataChoice(str(tmp_path / "texts.tsv"), size).load(loaded)] for size in (6, 2))
+    rows = [row for b in parts for row in zip(b["input_ids"], b["labels"], b["attention_mask"], strict=True)]
+    for text, ids, labels, (own, own_labels, mask) in zip(
+        TEXTS, whole[0]["input_ids"], whole[0]["labels"], rows, strict=True
+    ):
+        tokens = tokenizer(text)["input_ids"]
+        size = len(tokens)
+        assert int(mask.sum()) == size
+        assert torch.equal(ids[:size], own[:size])  # whatever the batch
+        assert torch.equal(labels[:size], own_labels[:size])
+        hidden = (labels != -100).nonzero()[:, 0].tolist()
+        assert len(hidden) == max(1, round(0.15 * (size - 2)))
+        assert all(0 < i < size - 1 for i in hidden)  # never a special token
+        assert [tokens[i] for i in hidden] == labels[hidden].tolist()
+        assert [tokenizer.mask_token_id if i in hidden else t for i, t in enumerate(tokens)] == ids[:size].tolist()
+    assert len({tuple((row[1] != -100).nonzero()[:, 0].tolist()) for row in rows}) > 1
+    command = ["run", str(tmp_path / "model"), str(tmp_path / "texts.tsv"), "--rho", "0.05", "--steps", "2", "--quiet"]
+    for more in ([], ["--micro-batch", "2"]):
+        assert cli.main([*command, "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)["results"][0]["batches"][0]
+        assert found["base_loss"] == pytest.approx(float(loaded.model(**whole[0]).loss), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_texts_are_not_longer_than_the_models_positions(tmp_path):
+    """The tokenizer's own limit may be larger."""
+    loaded = language_model("next", tmp_path / "model", padding=True)
+    assert loaded.tokenizer.model_max_length == 24
+    loaded.model.config.max_position_embeddings = 5
+    assert loaded.tokenizer.model_max_length == 5
+    (tmp_path / "data.tsv").write_text("text\n" + "a good day and a bad film " * 20 + "\n")
+    (batch,) = DataChoice(str(tmp_path / "data.tsv")).load(loaded)
+    assert batch["input_ids"].shape == (1, 5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_run_on_a_table(tmp_path, capsys):
+    from tests.texts import wordpiece
+
+    torch.set_default_dtype(torch.float32)
+    table = tmp_path / "data.tsv"
+    words = ["good film", "bad film", "a good day", "a bad day"] * 3
+    table.write_text("sentence\tclass\n" + "".join(f"{w}\t{'pos' if 'good' in w else 'neg'}\n" for w in words))
+    model = networks.bert(layers=1)
+    model.config.label2id = {"neg": 0, "pos": 1, "none": 2}
+    folder = tmp_path / "bert"
+    model.save_pretrained(folder)
+    command = ["run", str(folder), str(table), "--text", "sentence", "--label", "class", "--rho", "0.05"]
+    command += ["--steps", "2", "--quiet", "--batch-size", "6", "--num-examples", "6", "--subset-seed", "1"]
+    assert cli.main(command) == 2
+    assert "the model has no tokenizer" in capsys.readouterr().err
+    wordpiece([*words, "and some other words"], 100, length=16).save_pretrained(folder)
+    assert cli.main(command) == 2
+    assert "use its own tokenizer" in capsys.readouterr().err
+    wordpiece(["a", "b", "c"], 20, length=16).save_pretrained(folder)
+    assert cli.main(command) == 0
+    assert "geodesic-inv sharpness of BertForSequenceClassification: 1 batch" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--label-map", "pos=1,neg=0,pos=2"])
+    assert "the label 'pos' is mapped twice" in capsys.readouterr().err
+    assert cli.main([*command, "--label-map", "pos=7,neg=0"]) == 2
+    err = capsys.readouterr().err
+    assert "the labels go from 0 to 7, but BertForSequenceClassification has 3 classes" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,318 @@
+import json
+import pickle
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sharpness import cli
+from sharpness.data import DataChoice
+from sharpness.models import image_transform, load, load_state_dict
+from tests import architectures, networks
+from tests.extent import EXHAUSTIVE
+from tests.small_clip import name_small_models
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timm_and_open_clip_names(tmp_path, capsys):
+    import timm
+
+    model = networks.shake(timm.create_model("vit_tiny_patch16_224", pretrained=False).float(), 0.01)
+    path = tmp_path / "weights.pt"
+    torch.save({"state_dict": {"module." + k: v for k, v in model.state_dict().items()}}, path)
+    loaded = load("vit_tiny_patch16_224", str(path))
+    assert torch.equal(loaded.model.head.weight, model.head.weight)
+    from safetensors.torch import save_file
+
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    found = load_state_dict(tmp_path / "weights.safetensors")
+    assert torch.equal(found["head.weight"], model.head.weight)
+    assert cli.main(["symmetries", "ViT-B-32"]) == 0
+    assert "visual.transformer.resblocks.11.attn qk   12 × GL(64), 769+769 rows" in capsys.readouterr().out
+
+
+class Trap:
+    def __reduce__(self):
+        return (Path.touch, (Path("executed"),))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trap.pt").write_bytes(pickle.dumps(Trap()))
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"a": torch.ones(1)}, tmp_path / "other.pt")
+    (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text("{")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    vit = "vit_tiny_patch16_224"
+    for arguments, words in [
+        ([vit, "--checkpoint", "trap.pt"], "pickled code is never executed"),
+        ([vit, "--checkpoint", "list.pt"], "holds no state dict"),
+        ([vit, "--checkpoint", "other.pt"], "are not those of VisionTransformer"),
+        ([vit, "--checkpoint", "broken.safetensors"], "not a readable safetensors file"),
+        ([vit, "--checkpoint", "absent.pt"], "there is no checkpoint file absent.pt"),
+        (["empty"], "has no config.json"),
+        (["bad"], "not valid JSON"),
+        (["odd"], "'NoSuchModel', which transformers does not have"),
+        (["nonsense"], "not the name of an open_clip or timm model"),
+    ]:
+        assert cli.main(["symmetries", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert words in err
+        assert err.startswith("sharpness: ")
+        assert err.count("\n") == 1
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_with_a_tag_and_heads_of_two(tmp_path):
+    import timm
+
+    white = load("vit_tiny_patch16_224.augreg_in21k").transform(Image.new("RGB", (300, 256), "white"))
+    assert torch.equal(white, torch.ones(3, 224, 224))  # mean and deviation are 0.5
+    model = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=7)
+    torch.save(model.state_dict(), tmp_path / "ten.pt")
+    assert load("deit_tiny_distilled_patch16_224", str(tmp_path / "ten.pt")).model.num_classes == 7
+
+
+def test_a_path_that_is_not_there_is_called_so():
+    with pytest.raises(FileNotFoundError, match=r"there is no folder './brt'"):
+        load("./brt")
+    with pytest.raises(ValueError, match=r"there is no folder of this name"):
+        load("brt")
+
+
+def test_a_function_that_fails_says_how(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "odd_network.py").write_text("def network():\n    return 1 / 0\n")
+    (tmp_path / "odd_syntax.py").write_text("def network(:\n")
+    with pytest.raises(ValueError, match="odd_network:network failed: ZeroDivisionError"):
+        load("odd_network:network")
+    with pytest.raises(ValueError, match="'odd_syntax:network' is not an importable module:function: SyntaxError"):
+        load("odd_syntax:network")
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bert", "vit", "llama", "t5", "clip", "whisper", "gpt2"])
+def test_a_transformers_folder(name, tmp_path, capsys):
+    model, _ = architectures.transformers_model(name, "eager")
+    model.save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert type(loaded.model) is type(model)
+    assert not loaded.model.training
+    loaded.model(**loaded.example)
+    assert cli.main(["symmetries", str(tmp_path), "--verify"]) == 0
+    printed = capsys.readouterr().out
+    assert "pairs moved, largest relative change of an output" in printed
+    assert "NOT A SYMMETRY" not in printed
+
+
+def picture(shape):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_images_of_a_transformers_folder(tmp_path):
+    networks.vit().save_pretrained(tmp_path)
+    assert load(str(tmp_path)).transform is None
+    settings = {"size": {"height": 8, "width": 8}, "image_mean": [0.5], "image_std": [0.25], "resample": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    x = load(str(tmp_path)).transform(Image.new("RGB", (20, 30), "white"))  # the network takes grey values
+    assert torch.equal(x, torch.full((1, 8, 8), 2.0))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "settings", "shape"),
+    [
+        ("DeiTImageProcessor", {"size": 18, "crop_size": 16, "do_center_crop": True}, (30, 41)),
+        ("ConvNextImageProcessor", {"size": {"shortest_edge": 16}, "crop_pct": 0.8}, (30, 41)),
+        ("ViTImageProcessor", {"size": {"height": 16, "width": 16}}, (41, 30)),
+        ("BitImageProcessor", {"size": {"shortest_edge": 24}, "crop_size": 16}, (64, 30)),
+        ("BitImageProcessor", {"size": {"shortest_edge": 24}, "crop_size": 16}, (9, 31)),
+    ],
+)
+def test_images_are_prepared_as_by_transformers(name, settings, shape, tmp_path):
+    import transformers
+
+    settings = {**settings, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "image_processor_type": name}))
+    processor = getattr(transformers, name).from_pretrained(tmp_path)
+    expected = torch.as_tensor(np.asarray(processor(picture(shape), return_tensors="np")["pixel_values"][0]))
+    found = image_transform(tmp_path, SimpleNamespace(num_channels=3))(picture(shape))
+    assert torch.equal(found, expected)
+
+
+def same(processor, folder, made):
+    """Whether an image is prepared as by transformers' processor; None if it is refused."""
+    processor.save_pretrained(folder)
+    try:
+        found = image_transform(folder, SimpleNamespace(num_channels=3))(made)
+    except ValueError:
+        return None
+    return torch.equal(found, torch.as_tensor(np.asarray(processor(made, return_tensors="np")["pixel_values"][0])))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_processor_is_followed_or_refused(tmp_path):
+    """EfficientNet's normalises twice, others pad or cut into tiles: all of that was left out in silence."""
+    import transformers
+
+    small = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
+    made = Image.fromarray(small).resize((260, 315), Image.Resampling.BICUBIC)
+    by_model = transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    names = sorted(set(re.findall(r"\w+ImageProcessor\b", str(list(by_model.values())))))
+    for name in random.Random(0).sample(names, len(names) if EXHAUSTIVE else 12):
+        try:
+            found = same(getattr(transformers, name)(), tmp_path, made)
+        except (TypeError, ImportError):  # cannot be made without more arguments or libraries
+            continue
+        assert found in (None, True), name
+    assert same(transformers.EfficientNetImageProcessor(), tmp_path, made)
+    assert same(transformers.CLIPImageProcessor(), tmp_path, made)
+    assert same(transformers.ViltImageProcessor(), tmp_path, made) is None  # a mask beside the pixels
+
+
+@pytest.fixture
+def bert(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(num_hidden_layers=2, **size))
+    model.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def changed(folder, **entries):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, capsys):
+    """Each of these was measured with random weights, exit code 0."""
+    from safetensors.torch import load_file, save_file
+
+    sound, weights = (bert / "config.json").read_text(), load_file(bert / "model.safetensors")
+    assert load(str(bert)).model.config.num_hidden_layers == 2
+    for entries, words in (
+        ({"num_hidden_layers": 1}, "they have besides bert.encoder.layer.1.attention.output.LayerNorm.bias"),
+        ({"num_hidden_layers": 3}, "they lack bert.encoder.layer.2.attention.output.LayerNorm.bias"),
+        ({"architectures": ["BertForTokenClassification"], "num_labels": 7}, "do not have the shapes of config.json"),
+        ({"architectures": ["BertForMaskedLM"]}, "they lack cls.predictions"),
+        ({"hidden_size": 32}, "do not have the shapes of config.json"),
+        ({"hidden_size": "x"}, "cannot be loaded as BertForSequenceClassification"),
+        ({"num_hidden_layers": 10**12}, "asks for num_hidden_layers = 1000000000000, which is too large to build"),
+        ({"architectures": [3]}, "names the architecture 3, which transformers does not have"),
+    ):
+        changed(bert, **entries)
+        with pytest.raises(ValueError, match=words):
+            load(str(bert))
+        assert cli.main(["symmetries", str(bert)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        (bert / "config.json").write_text(sound)
+    half = {k: v for i, (k, v) in enumerate(weights.items()) if i % 2}
+    save_file(half, bert / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"they lack .* and .* more"):
+        load(str(bert))
+    headless = {k: v for k, v in weights.items() if not k.startswith("classifier")}
+    save_file(headless, bert / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"they lack classifier.bias, classifier.weight; a model with random"):
+        load(str(bert))
+
+
+def test_an_adapter_beside_the_weights_is_refused(bert, capsys):
+    """transformers attached it and froze the rest: 2 of 31 tensors were measured, and nothing said so."""
+    (bert / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"bert holds a PEFT adapter beside the weights of a model; .*merge_and_unload"
+    ):
+        load(str(bert))
+    (bert / "config.json").unlink()
+    with pytest.raises(ValueError, match="bert holds a PEFT adapter without the model that it adapts"):
+        load(str(bert))
+
+
+def test_files_beside_the_weights_that_cannot_be_read(bert):
+    (bert / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"the tokenizer in .*bert cannot be read"):
+        _ = load(str(bert)).tokenizer
+    (bert / "preprocessor_config.json").write_text(
+        '{"size": {"height": "x"}, "image_mean": 1, "image_processor_type": "ViTImageProcessor"}'
+    )
+    with pytest.raises(ValueError, match=r"the image processor in .*bert cannot be read"):
+        load(str(bert)).transform(picture((4, 4)))
+
+
+@pytest.fixture
+def soup(tmp_path, monkeypatch):
+    """A checkpoint as those of the public "model soups": half precision, left-overs of the text tower, a head."""
+    open_clip = pytest.importorskip("open_clip")
+    name_small_models(tmp_path / "configs", monkeypatch)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    clip = open_clip.create_model("small-quickgelu", pretrained=None)
+    head = torch.nn.Linear(24, 10)
+    state = {"module.model." + k: v.half() for k, v in clip.state_dict().items() if not k.startswith("transformer.")}
+    state |= {"module.classification_head." + k: v.half() for k, v in head.state_dict().items()}
+    torch.save(state, tmp_path / "model_0.pt")
+    return tmp_path / "model_0.pt", clip.eval(), head
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_soups_checkpoint(soup):
+    path, clip, head = soup
+    loaded = load("small-quickgelu", str(path))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        f = clip.encode_image(x)
+        expected = head(f / f.norm(dim=-1, keepdim=True))
+        assert torch.allclose(loaded.model(x), expected, atol=1e-2)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    white = (1 - torch.tensor([0.48145466, 0.4578275, 0.40821073])) / torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    assert torch.allclose(loaded.transform(Image.new("RGB", (40, 50), "white")), white[:, None, None].expand(3, 32, 32))
+    with pytest.raises(ValueError, match="uses QuickGELU: name the model small-quickgelu"):
+        load("small", str(path))
+    torch.save({"model.visual.proj": torch.zeros(3, 3), "classification_head.weight": head.weight}, path)
+    with pytest.raises(ValueError, match="are not those of"):
+        load("small-quickgelu", str(path))
+    torch.save({"classification_head.weight": head.weight[0]}, path)
+    with pytest.raises(ValueError, match=r"has no matrix classification_head.weight \(classes × features\)"):
+        load("small-quickgelu", str(path))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timm_with_another_number_of_classes(tmp_path):
+    import timm
+
+    torch.set_default_dtype(torch.float32)
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=7)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    loaded = load("vit_tiny_patch16_224", str(tmp_path / "weights.pt"))
+    assert loaded.model.head.weight.shape[0] == 7
+    assert loaded.transform(picture((300, 256))).shape == (3, 224, 224)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("own", "longest"), [(None, 16), (12, 12)])
+def test_texts_are_cut_where_the_positions_of_the_model_end(own, longest, tmp_path):
+    """Unless the tokenizer says where; transformers gives one that does not say 1e30 tokens."""
+    from tests.texts import wordpiece
+
+    networks.bert(layers=1).save_pretrained(tmp_path)
+    wordpiece(["a", "b"], 20, length=own).save_pretrained(tmp_path)
+    (tmp_path / "long.tsv").write_text("text\tlabel\n" + "a " * 30 + "\t0\n")
+    loaded = load(str(tmp_path), None)
+    batch = DataChoice(str(tmp_path / "long.tsv")).load(loaded, torch.device("cpu"))[0]
+    assert batch["input_ids"].shape == (1, longest)
