@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
 from ..symmetries.lora import adapter_tensors, is_lora
 from ..symmetries.registry import candidates

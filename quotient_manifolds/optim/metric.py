@@ -1,6 +1,6 @@
 r"""The metric of the optimisers: its floor, the transport of moments, and inverse roots.
 
-Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`; s is what the network multiplies the
+Notation as in the geometry: :math:`M = G^H G`, :math:`N = H^H H`; s is what the network multiplies the
 product by, and σ are the singular values of :math:`s G H^H`. The mix metric of :math:`(sG, H)` measures a step by the
 change of that matrix, with the weights :math:`s^2 N` for G and :math:`s^2 M` for H. It breaks down at :math:`G = 0`,
 where LoRA starts. Here the weight of H is replaced by

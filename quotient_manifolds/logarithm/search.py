@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..base import standard_normal
-from .alignment import GLManifold
-from .bent import first_path, polar
-from .gauge import Gauge, canonical_gauge
-from .geodesic import GeodesicExitError
+from ..gauge import Gauge, canonical_gauge
+from ..geodesics import GeodesicExitError
+from ..metrics import Metric, Pair
+from ..tangent import GLTangentSpace
 from .minimise import Minimiser
-from .path import Path
+from .paths import Path, first_path, polar
 
 __all__ = ["SOLVED", "Shortest", "shortest"]
 
@@ -99,35 +99,38 @@ class _Start:
             getattr(self, name)[index] = getattr(other, name)
 
 
-def shortest(manifold: GLManifold, x: Tensor, y: Tensor, n_starts: int | None) -> Shortest:
+def shortest(metric: Metric, n: int, x: Tensor, y: Tensor, n_starts: int | None) -> Shortest:
     """Find the shortest geodesics between the orbits of x and y, (b, n + m, h); x is in canonical gauge."""
     found = Shortest.nothing(x)
     size = max(1, _CHUNK // (_FIRST * x[0].numel() if len(x) else 1))
     for index in torch.arange(len(x), device=x.device).split(size):
-        found.put(index, _Search(manifold, x[index], y[index]).best(n_starts))
+        found.put(index, _Search(metric, n, x[index], y[index]).best(n_starts))
     return found
 
 
 class _Search:
     """The search for one chunk of a batch."""
 
-    def __init__(self, manifold: GLManifold, x: Tensor, y: Tensor) -> None:
-        self.manifold, (self.n, self.m) = manifold, manifold.row_split()
+    def __init__(self, metric: Metric, n: int, x: Tensor, y: Tensor) -> None:
+        self.metric, self.n, self.m = metric, n, x.shape[-2] - n
         # Use x as it is: where singular values are equal there are several canonical representatives.
         eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
-        self.gauge = Gauge(x, self.n, self._split(x)[0].abs().square().sum(-2), eye, eye)
-        gauge = canonical_gauge(*self._split(y))
-        self.x, self.y, self._of_y = self.gauge.x, gauge.x, gauge
-        self.target = manifold.to_matrix(self.y)
+        self.gauge = Gauge(x, n, x[:, :n].abs().square().sum(-2), eye, eye)
+        self._of_y = canonical_gauge(*self._split(y))
+        self.x, self.y = x, self._of_y.x
+        self.target = self._product(self.y)
         size = torch.linalg.matrix_norm(self.target)
-        self.size = torch.linalg.matrix_norm(self.target - manifold.to_matrix(self.x)).clamp(0.01 * size, size)
+        self.size = torch.linalg.matrix_norm(self.target - self._product(x)).clamp(0.01 * size, size)
 
-    def _split(self, u: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, u: Tensor) -> Pair:
         return u[..., : self.n, :], u[..., self.n :, :]
+
+    def _product(self, x: Tensor) -> Tensor:
+        return x[..., : self.n, :] @ x[..., self.n :, :].mH
 
     def best(self, n_starts: int | None) -> Shortest:
         """Refine the paths of several starts, the shortest first."""
-        if self.n == self.m == self.x.shape[-1] and not self.manifold.metric.complete:
+        if self.n == self.m == self.x.shape[-1] and not self.metric.complete:
             return self._straight()
         starts = self._starts(n_starts)
         values, order = torch.stack([s.value for s in starts]).sort(0)
@@ -150,16 +153,16 @@ class _Search:
         With D = Y − X the velocity is :math:`\tfrac12 (D H^{-H}, (G^{-1} D)^H)`, at both ends. No path is shorter than
         :math:`\|D\|_F / \sqrt 2`, and the line leaves the manifold at :math:`-1/z`, z a real eigenvalue of X⁻¹D.
         """
-        D = self.target - self.manifold.to_matrix(self.x)
+        D = self.target - self._product(self.x)
         u, velocity = (
             torch.cat([torch.linalg.solve(H.mH, D, left=False), torch.linalg.solve(G, D).mH], -2) / 2
             for G, H in map(self._split, (self.x, self.y))
         )
-        z = torch.linalg.eigvals(torch.linalg.solve(self.manifold.to_matrix(self.x), D))
+        z = torch.linalg.eigvals(torch.linalg.solve(self._product(self.x), D))
         real = z.imag.abs() <= 10 * torch.finfo(z.real.dtype).eps * z.abs()
         exits = torch.where(real & (z.real <= -1), -1 / z.real, torch.inf).amin(-1)
         leaves, one = exits.isfinite(), torch.ones_like(exits)
-        length = self.manifold.at_gauge(self.gauge).norm(u)
+        length = GLTangentSpace(self.metric, self.gauge).norm(u)
         residual, lowest = torch.where(leaves, torch.inf, 0 * one), torch.where(leaves, 0, one)
         return Shortest(u, self.y, velocity, residual, length, exits, one, lowest)
 
@@ -210,7 +213,7 @@ class _Search:
         return torch.where(wrong[:, None, None], R * mirror, R)
 
     def _start(self, y: Tensor) -> _Start:
-        first = first_path(self.manifold.metric, self.n, self.x, y, _FIRST)
+        first = first_path(self.metric, self.n, self.x, y, _FIRST)
         minimiser = Minimiser(first.in_single())
         minimiser.run(6, 1e-2)
         if bool((minimiser.error > 1e-3).any()):
@@ -270,7 +273,7 @@ class _Search:
 
     def _shot(self, at: Tensor, path: Path, least: Tensor, far: bool) -> Shortest:
         """Follow geodesics exactly, or roughly those that miss by far; inv's are closed, and exact at any rate."""
-        rough = far and not self.manifold.metric.complete
+        rough = far and not self.metric.complete
         shot = self._followed(at, path, least, _ROUGH if rough else _EXACT)
         near = (shot.residual < _VISIBLE).nonzero().squeeze(1)
         if rough and len(near):
@@ -280,7 +283,7 @@ class _Search:
     def _followed(self, at: Tensor, path: Path, least: Tensor, tol: float) -> Shortest:
         """Follow the geodesics with the first velocities of paths."""
         gauge = self.gauge
-        space = self.manifold.at_gauge(Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
+        space = GLTangentSpace(self.metric, Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
         u = space.proju(path.start_velocity())
         u = torch.where(u.isfinite().all(-1).all(-1)[:, None, None], u, 0)
         exits = torch.full_like(least, torch.inf)
@@ -294,12 +297,12 @@ class _Search:
             for i in torch.arange(len(at), device=at.device).split(1) if len(at) > 1 else ():
                 found.put(i, self._followed(at[i], path[i], least[i], tol))
             return found
-        missing = torch.linalg.matrix_norm(self.manifold.to_matrix(end) - self.target[at]) / self.size[at]
+        missing = torch.linalg.matrix_norm(self._product(end) - self.target[at]) / self.size[at]
         residual = torch.where(exits.isfinite(), torch.inf, missing)
         return Shortest(u, end, velocity, residual, space.norm(u), exits, least, self._lowest(path))
 
     def _lowest(self, path: Path) -> Tensor:
-        if self.manifold.metric.complete:
+        if self.metric.complete:
             return torch.ones_like(path.x[:, 0, 0].real)
         points = torch.cat([path.x.unsqueeze(1), torch.cat(path.points(), -2), path.y.unsqueeze(1)], 1)
         grams = [torch.linalg.qr(X, mode="r").R for X in path.split(points.movedim(1, 0))]

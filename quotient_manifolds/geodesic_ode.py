@@ -1,6 +1,6 @@
 r"""The geodesic equation of mix on :math:`2h \times h` coefficients, and their integration.
 
-Notation of :mod:`quotient_manifolds.gl.geodesic`.
+Notation of :mod:`quotient_manifolds.geodesics`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..linalg import exposed, holds
+from .linalg import exposed, holds
 from .metrics import MIX, Motion
 
 __all__ = [
@@ -24,13 +24,12 @@ __all__ = [
     "as_times",
     "block_matrix",
     "column",
-    "flat_state",
+    "flat",
     "frame",
     "integrate",
     "nonzero",
-    "unflat_state",
+    "unflat",
 ]
-
 
 #: Four tensors, (a, p, b, q) of :class:`Reduced` or (X, ξ, Y, η) of a geodesic.
 State = tuple[Tensor, ...]
@@ -45,19 +44,16 @@ class Frame:
     point: Tensor
     velocity: Tensor
 
-    def __matmul__(self, a: Tensor) -> Tensor:
-        """Return the n × h matrix with coefficients a, which may have more leading dimensions."""
-        return self.basis @ a
-
 
 def nonzero(size: Tensor) -> Tensor:
     """Use a size as a unit: constant to autograd (results do not depend on it), and 1 where it is zero."""
     return torch.where(size > 0, size, 1).detach()
 
 
-def block_matrix(rows: list[list[Tensor]]) -> Tensor:
-    """Assemble a matrix from blocks, broadcasting their batch dimensions."""
-    return torch.cat([torch.cat(torch.broadcast_tensors(*row), dim=-1) for row in rows], dim=-2)
+def block_matrix(A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """Assemble a matrix from four blocks, broadcasting their batch dimensions."""
+    upper, lower = torch.broadcast_tensors(A, B), torch.broadcast_tensors(C, D)
+    return torch.cat([torch.cat(upper, dim=-1), torch.cat(lower, dim=-1)], dim=-2)
 
 
 def frame(X: Tensor, xi: Tensor) -> Frame:
@@ -75,7 +71,7 @@ def frame(X: Tensor, xi: Tensor) -> Frame:
     zero = torch.zeros_like(P)
     return Frame(
         basis=torch.cat([X, E], dim=-1),
-        gram=block_matrix([[P, zero], [zero, E.mH @ E]]),
+        gram=block_matrix(P, zero, zero, E.mH @ E),
         point=torch.cat([eye, zero], dim=-2),
         velocity=torch.cat([C, eye * s], dim=-2),
     )
@@ -124,10 +120,9 @@ class Reduced:
 
     def derivative(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the time derivative of (a, p, b, q), flattened, and the squared speed (…) in the inv metric."""
-        h, is_complex = self.gram.shape[-1] // 2, self.gram.is_complex()
-        w = self.inverse_sigma.unsqueeze(-3)
+        h, w = self.gram.shape[-1] // 2, self.inverse_sigma.unsqueeze(-3)
         # Both factors at once, (…, 2, 2h, h): half as many operations on small matrices.
-        state = _unflat(y, h, is_complex).unflatten(-2, (2, 2, 2 * h))
+        state = y.unflatten(-1, (2, 2, 2 * h, h))
         (a, p), (Ja, Jp) = state.unbind(-3), (self.gram.unsqueeze(-3) @ state).unbind(-3)
         A = p.mH @ Jp
         M = a.mH @ Ja + torch.diag_embed((w.squeeze(-2) == 0).to(a.dtype))
@@ -135,33 +130,22 @@ class Reduced:
         of_a, of_p = MIX.equation(own, Motion(*(k.flip(-3) for k in own)))
         # Tr(M⁻¹ ȧᴴJȧ) + Tr(N⁻¹ ḃᴴJḃ)
         speed2 = (own.inverse.mT * own.vv * w.mT).real.sum((-3, -2, -1))
-        return _flat(torch.stack([p * w, a @ of_a + p @ of_p], -3).flatten(-4, -2)), speed2
+        return torch.stack([p * w, a @ of_a + p @ of_p], -3).flatten(-4), speed2
 
     def end(self, state: State) -> State:
         """Return the factors X(t), ξ(t), Y(t), η(t), whitened like the input."""
         a, p, b, q = state
-        return self.G @ a, self.G @ p, self.H @ b, self.H @ q
+        return self.G.basis @ a, self.G.basis @ p, self.H.basis @ b, self.H.basis @ q
 
 
-def _flat(z: Tensor) -> Tensor:
-    y = z.flatten(-2)
-    return torch.view_as_real(y).flatten(-2) if y.is_complex() else y
+def flat(state: State) -> Tensor:
+    """Write (a, p, b, q), the batch first, as one vector for a solver, (…, 8h²)."""
+    return torch.cat(torch.broadcast_tensors(*state), dim=-2).flatten(-2)
 
 
-def _unflat(y: Tensor, h: int, is_complex: bool) -> Tensor:
-    if is_complex:
-        y = torch.complex(*y.unflatten(-1, (-1, 2)).unbind(-1))
-    return y.unflatten(-1, (-1, h))
-
-
-def flat_state(state: State) -> Tensor:
-    """Write tensors with equal columns, the batch first, as one real vector for a solver, (…, features)."""
-    return _flat(torch.cat(torch.broadcast_tensors(*state), dim=-2))
-
-
-def unflat_state(y: Tensor, h: int, is_complex: bool, count: int = 4) -> State:
-    """Invert :func:`flat_state` for ``count`` tensors with h columns."""
-    return _unflat(y, h, is_complex).chunk(count, dim=-2)
+def unflat(y: Tensor, h: int) -> State:
+    """Invert :func:`flat` for coefficients with h columns."""
+    return y.unflatten(-1, (-1, h)).chunk(4, dim=-2)
 
 
 #: Number of steps after which a solver gives up, geodesics take a few dozen; and the shortest step.
@@ -186,7 +170,7 @@ def integrate(f: Callable[[Tensor], Tensor], y: Tensor, tol: float) -> Tensor:
 
     def worst(error: Tensor) -> float:
         """Take the root mean square of every batch item, then the largest; infinitely wrong where it is not finite."""
-        return float(exposed(error.square().mean(-1).sqrt()).nan_to_num(nan=1e9, posinf=1e9).amax())
+        return float(exposed(error.abs().square().mean(-1).sqrt()).nan_to_num(nan=1e9, posinf=1e9).amax())
 
     step = (0.01 / max(worst(slope / (tol * (1 + y.abs()))), 0.01)) ** (1 / order)
     for _ in range(_MAX_STEPS):

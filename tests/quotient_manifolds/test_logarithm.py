@@ -1,13 +1,25 @@
+"""Logarithm and distance: the results, paths, their minimisation and the search."""
+
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
-from quotient_manifolds.gl.tangent import GLTangentSpace
+from quotient_manifolds.logarithm import search as module
+from quotient_manifolds.logarithm.minimise import Minimiser, Preconditioner
+from quotient_manifolds.logarithm.paths import Bent, Path, energy, first_path, flat, moved_end, polar, unflat
+from quotient_manifolds.logarithm.search import SOLVED, Shortest, shortest
+from quotient_manifolds.metrics import INV
+from quotient_manifolds.tangent import GLTangentSpace
+from reproduction.alignment import align
 from tests.extent import EXHAUSTIVE
 from tests.geodesics import METRICS, field, metric, problem
 from tests.points import MANIFOLDS, metrics
+
+# -- logarithm --------------------------------------------------------------------------------------------------------
 
 
 @metric
@@ -42,7 +54,7 @@ def test_distance_of_orbits(name, dtype):
     torch.testing.assert_close(between, one, rtol=1e-8, atol=0)
     assert along < 1e-7
     # Shorter than the straight line between the best aligned representatives, and not by much.
-    aligned = manifold.align(x, y)
+    aligned = align(manifold, x, y)
     straight = manifold.norm(x, aligned - x)
     assert 0.5 * straight < one < 1.2 * straight
 
@@ -222,11 +234,9 @@ def test_single_precision_in_single_precision_out(cls):
     length = torch.full((3,), 0.1, dtype=torch.float32)
     torch.testing.assert_close(manifold.dist(narrow_x, narrow_y), length, rtol=1e-3, atol=1e-4)
     mean = manifold.mean(torch.stack([narrow_x, narrow_y]))
-    assert mean.dtype == manifold.align(narrow_x, narrow_y).dtype == torch.float32
+    assert mean.dtype == align(manifold, narrow_x, narrow_y).dtype == torch.float32
     middle = manifold.geodesic_between(narrow_x, narrow_y, 0.5)
     torch.testing.assert_close(manifold.to_matrix(mean), manifold.to_matrix(middle), rtol=1e-3, atol=1e-3)
-    end, carried = manifold.parallel_transport(narrow_x, u.float(), u.float())
-    assert end.dtype == carried.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
@@ -320,8 +330,8 @@ def test_rank_by_rounding_is_refused_before_anything_is_widened():
     manifold, G = GLQuotientInv(5, 4), torch.randn(5, 1, generator=generator) @ torch.randn(1, 2, generator=generator)
     x = torch.cat([G, torch.randn(4, 2, generator=generator)])
     y = manifold.random(9, 2)
-    for call in (manifold.dist, manifold.logmap, manifold.align, lambda x, y: manifold.parallel_transport(x, y, y)):
-        for points in ((x, y), (y, x))[: 1 if "lambda" in call.__name__ else 2]:
+    for call in (manifold.dist, manifold.logmap):
+        for points in ((x, y), (y, x)):
             with pytest.raises(ValueError, match="does not have full column rank"):
                 call(*points)
 
@@ -358,3 +368,307 @@ def test_a_lost_distance_has_no_derivative_and_harms_no_other(manifold):
     assert not lost[1]
     assert x.grad[1].norm() > 0.1
     assert x.grad.isfinite().all()
+
+
+# -- path -------------------------------------------------------------------------------------------------------------
+
+
+def some_path(name, dtype=torch.float64, count=4):
+    manifold, x, u = problem(name, 6, 5, 2, dtype=dtype, batch=(3,))
+    y = manifold.act(manifold.expmap(x, 0.5 * u), torch.randn(3, 2, 2, dtype=dtype))
+    path = first_path(manifold.metric, 6, x, y, count)
+    return manifold, path.moved(0.05 * flat(torch.randn_like(path.c), torch.zeros(3, 2, 2, dtype=dtype)))
+
+
+@metric
+@field
+def test_the_energy_is_that_of_the_metric_and_its_gradient_is_one(name, dtype):
+    manifold, path = some_path(name, dtype)
+    value, g = energy(path)
+    _, factors = path.states()
+    x, v = torch.cat(factors, -2).tensor_split(2, 1)
+    assert torch.equal(torch.cat(path.points(), -2), x)
+    expected = manifold.inner(x.movedim(1, 0), v.movedim(1, 0)).movedim(0, 1) @ path.rule()[0]
+    torch.testing.assert_close(value, expected)
+    d = torch.randn_like(g)
+    ends = [energy(path.moved(s * 1e-6 * d))[0] for s in (1, -1)]
+    torch.testing.assert_close((g.conj() * d).real.sum(1), (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-6)
+
+
+def test_a_geodesic_is_a_path_of_which_the_gradient_vanishes():
+    """Fitted at many times: the coefficients of the velocity of an exact geodesic."""
+    manifold, x, u = problem("inv", 6, 5, 2, batch=(3,))
+    path = first_path(manifold.metric, 6, x, manifold.expmap(x, u), 12)
+    w, phi, *_, fit, t = path.rule()
+    velocity = manifold.geodesic(x, u, t)[1].movedim(0, 1)
+    c = torch.einsum("q,qk,bqij->bkij", w, phi, velocity)[:, 1:]
+    value, g = energy(Path(path.metric, 6, x, path.y, c))
+    torch.testing.assert_close(value, manifold.inner(x, u), rtol=1e-9, atol=0)
+    assert g.abs().max() < 1e-8
+    assert energy(Path(path.metric, 6, x, path.y, 0 * c))[1].abs().max() > 1e-2  # the straight path is none
+    torch.testing.assert_close(torch.einsum("kq,bqij->bkij", fit, manifold.geodesic(x, u, t)[0].movedim(0, 1)), c)
+    torch.testing.assert_close(Path(path.metric, 6, x, path.y, c).start_velocity(), u, rtol=1e-7, atol=1e-7)
+
+
+def test_vectors_of_coefficients_and_of_the_end():
+    _, path = some_path("inv")
+    c, L = unflat(flat(path.c, torch.ones(3, 2, 2)), path)
+    assert torch.equal(c, path.c)
+    assert bool((L == 1).all())
+
+
+def test_only_well_conditioned_paths_are_rounded_to_single_precision():
+    x, y = torch.linalg.qr(torch.randn(2, 3, 6, 2)).Q, torch.linalg.qr(torch.randn(2, 3, 5, 2)).Q
+    start, end = torch.cat([x[0], y[0]], -2), torch.cat([x[0] + 0.1 * x[1], y[0] + 0.1 * y[1]], -2)
+    path = Path(INV, 6, start, end, 0.1 * torch.randn(3, 3, 11, 2) / 11)
+    single = path.in_single()
+    assert single.x.dtype == single.y.dtype == single.c.dtype == torch.float32
+    torch.testing.assert_close(energy(single)[0].double(), energy(path)[0], rtol=1e-5, atol=0)
+    thin = torch.tensor([1.0, 1e-3])
+    for bad in (
+        Path(path.metric, 6, path.x * thin, path.y, path.c),
+        Path(path.metric, 6, path.x, path.y * thin, path.c),
+    ):
+        assert bad.in_single() is bad
+
+
+# -- bent -------------------------------------------------------------------------------------------------------------
+
+
+def ends(dtype=torch.float64, n=12, m=9, h=3, seed=0):
+    """Independent random points, the second turned to fit the first."""
+    torch.manual_seed(seed)
+    manifold = METRICS["inv"](n, m)
+    x, y = (manifold.canonical(manifold.random(5, n + m, h, dtype=dtype)) for _ in range(2))
+    P, _, Qh = torch.linalg.svd(y[:, :n].mH @ x[:, :n] + y[:, n:].mH @ x[:, n:])
+    return manifold, x, y @ (P @ Qh)
+
+
+@field
+def test_a_bent_path_is_shorter_than_a_straight_one(dtype):
+    manifold, x, y = ends(dtype)
+    path = first_path(manifold.metric, 12, x, y, 4)
+    straight = energy(Path(path.metric, 12, x, y, 0 * path.c))[0]
+    least = manifold.dist(x, y) ** 2
+    assert bool((energy(path)[0] - least < 0.5 * (straight - least)).all())
+    # The spans of both ends at right angles, columns of one size: a geodesic, each column a quarter of a circle.
+    eye = torch.eye(6, dtype=dtype)
+    one, other = (torch.cat([eye[:, k : k + 3]] * 2)[None] for k in (0, 3))
+    path = first_path(manifold.metric, 6, one, other, 8)
+    torch.testing.assert_close(energy(path)[0], torch.tensor([6 * torch.pi**2 / 4], dtype=path.x.real.dtype))
+
+
+@field
+def test_coefficients_follow_the_end(dtype):
+    """Against differences; exact but for the change of f, which counts with the middle size."""
+    manifold, x, y = ends(dtype)
+    like = first_path(manifold.metric, 12, x, y, 4)
+    L = torch.randn(5, 3, 3, dtype=dtype)
+    moved = [first_path(manifold.metric, 12, x, moved_end(12, y, s * 1e-5 * L), 4).c for s in (1, -1)]
+    expected = (moved[0] - moved[1]) / 2e-5
+    bent = [Bent(X, Y, like) for X, Y in zip(like.split(x), like.split(y), strict=True)]
+    for b in bent:
+        b.prepare()
+    found = torch.cat([b.following(m) for b, m in zip(bent, (L, -L.mH), strict=True)], -2)
+    assert (found - expected).norm() < 0.15 * expected.norm()
+    # Exact where both ends have one size.
+    X, Y = (torch.linalg.qr(z)[0] for z in (x[:, :12], y[:, :12]))
+    skew = L - L.mH
+    bent = Bent(X, Y, like)
+    bent.prepare()
+    ahead, behind = (Bent(X, Y @ torch.linalg.matrix_exp(s * 1e-5 * skew), like).coefficients() for s in (1, -1))
+    torch.testing.assert_close(bent.following(skew), (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("h", "dtype"), [(2, torch.float64), (1, torch.complex128), (2, torch.complex128)])
+def test_a_half_turn_has_no_singular_matrix_on_its_way(h, dtype):
+    """From the identity to its negative, where a straight path goes through zero."""
+    eye = torch.eye(h, dtype=dtype)
+    x, y = (torch.cat([s * eye, s * eye])[None] for s in (1, -1))
+    found = first_path(METRICS["inv"](h, h).metric, h, x, y, 4).points()[0]
+    assert torch.linalg.svdvals(found).min() > 0.9
+
+
+def test_an_item_that_is_not_finite_leaves_the_others_alone():
+    X = torch.randn(3, 4, 2)
+    bad = X.clone()
+    bad[1] = torch.nan
+    bad[2, 0] = torch.inf
+    torch.testing.assert_close(polar(bad)[0], polar(X)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_square_factors_turn_without_losing_rank(dtype):
+    manifold = METRICS["inv"](4, 4)
+    x, y = (manifold.random(8, 8, 4, dtype=dtype) for _ in range(2))
+    if dtype == torch.float64:
+        for part in (slice(0, 4), slice(4, 8)):
+            wrong = torch.linalg.det(x[:, part]) * torch.linalg.det(y[:, part]) < 0
+            y[wrong, part.start] = -y[wrong, part.start]
+    path = first_path(manifold.metric, 4, x, y, 4)
+    found = path.points()[0]
+    lowest = torch.linalg.svdvals(found)[..., -1].amin(1) / torch.linalg.svdvals(x[:, :4])[..., -1]
+    straight = x[:, None] + torch.linspace(0, 1, 10)[:, None, None] * (y - x)[:, None]
+    assert lowest.median() > 0.2
+    if dtype == torch.float64:
+        signs = torch.linalg.det(straight[:, :, :4]).sign()
+        assert bool((signs != signs[:, :1]).any())
+
+
+# -- preconditioner ---------------------------------------------------------------------------------------------------
+
+
+@metric
+def test_the_preconditioner_is_symmetric_and_near_the_inverse(name):
+    _, path = some_path(name)
+    pc = Preconditioner(path)
+    a, b = (torch.randn_like(energy(path)[1]) for _ in range(2))
+    size = (pc(a, path).norm(dim=1) * b.norm(dim=1)).max().item()
+    torch.testing.assert_close((pc(a, path) * b).sum(1), (a * pc(b, path)).sum(1), rtol=0, atol=3e-6 * size)
+    assert bool(((pc(a, path) * a).sum(1) > 0).all())
+
+    if name == "inv":  # near the inverse where the path is a geodesic, nearly
+        manifold, x, u = problem(name, 6, 5, 2, batch=(3,))
+        path = first_path(manifold.metric, 6, x, manifold.expmap(x, 0.5 * u), 4)
+        pc = Preconditioner(path)
+
+        def product(d):
+            return (energy(path.moved(1e-5 * d))[1] - energy(path.moved(-1e-5 * d))[1]) / 2e-5
+
+        d = torch.randn(20, *a.shape)
+        ratios = torch.stack([(v * product(v)).sum(1) / (v * v).sum(1) for v in d])
+        # The same quotients in coordinates that the preconditioner makes: P⁻¹ d for d.
+        ours = torch.stack([(pc(v, path) * product(pc(v, path))).sum(1) / (v * pc(v, path)).sum(1) for v in d])
+        assert ours.min() > 0.3
+        assert ours.log().abs().median() < 0.3 * ratios.log().abs().median()
+
+
+@pytest.mark.parametrize("entry", [torch.nan, torch.inf, 1e153, 1e200])
+def test_a_path_that_failed_leaves_the_others_alone(entry):
+    manifold, x, u = problem("inv", 5, 4, 3, batch=(3,))
+    path = first_path(manifold.metric, 5, x, manifold.expmap(x, 0.5 * u), 4)
+    y = path.y.clone()
+    y[1] *= entry
+    a = torch.randn_like(energy(path)[1])
+    found = Preconditioner(replace(path, y=y))(a, path)
+    expected = Preconditioner(path)(a, path)[::2]  # in single precision
+    torch.testing.assert_close(found[::2], expected, rtol=1e-3, atol=1e-3)
+
+
+# -- minimise ---------------------------------------------------------------------------------------------------------
+
+
+@metric
+def test_the_path_of_least_energy_is_the_geodesic(name):
+    manifold, x, u = problem(name, 6, 5, 2, batch=(4,))
+    u = 0.5 * u
+    path = first_path(manifold.metric, 6, x, manifold.act(manifold.expmap(x, u), torch.eye(2) * 1.3), 10)
+    found = Minimiser(path)
+    found.run(100, 1e-9)
+    assert found.error.max() <= 1e-9 < Minimiser(path).error.max()
+    torch.testing.assert_close(found.value, manifold.inner(x, u), rtol=1e-8, atol=0)
+    torch.testing.assert_close(manifold.proju(x, found.path.start_velocity()), u, rtol=1e-6, atol=1e-6)
+
+
+@metric
+def test_a_path_near_the_least_follows_its_end(name):
+    """The velocity changes by that of the geodesic to the moved end, although the path is no minimum."""
+    manifold, x, u = problem(name, 6, 5, 2, batch=(4,))
+    y = manifold.expmap(x, 0.5 * u)
+    minimiser = Minimiser(first_path(manifold.metric, 6, x, y, 10))
+    minimiser.run(100, 1e-3)
+    before, closely = manifold.proju(x, minimiser.path.start_velocity()), Minimiser(minimiser.path)
+    way = 1e-5 * torch.randn_like(x)
+    way[0] = 0
+    goal = torch.full((4,), 1e-3)
+    goal[1] = 0.9
+    after = manifold.proju(x, minimiser.follow(way, goal).start_velocity())
+    expected = manifold.logmap(x, y + way) - manifold.logmap(x, y)
+    change = after - before
+    assert change[0].abs().max() < 1e-12
+    assert (change[2:] - expected[2:]).norm() < 0.03 * expected[2:].norm()
+    # An item with a goal of its own stops earlier.
+    close = manifold.proju(x, closely.follow(way, goal.clamp_max(1e-3)).start_velocity()) - before
+    assert (change[1] - expected[1]).norm() > 10 * (close[1] - expected[1]).norm()
+
+
+def test_an_end_that_would_move_far_stays():
+    """Where the first order means nothing, a step may overflow, and the geodesics of a whole batch fail with it."""
+    manifold, x, u = problem("mix", 6, 5, 2, batch=(2,))
+    minimiser = Minimiser(first_path(manifold.metric, 6, x, manifold.expmap(x, 0.5 * u), 4))
+    before = minimiser.run(100, 1e-3)
+    way = 1e-5 * torch.randn_like(x)
+    way[0] *= 1e10
+    after = minimiser.follow(way, torch.full((2,), 1e-3))
+    assert torch.equal(after.y[0], before.y[0] + way[0])
+    assert 0 < (after.y[1] - before.y[1]).norm() < 1e-3
+    assert not torch.equal(after.y[1], before.y[1] + way[1])
+
+
+def test_a_saddle_is_seen_and_left():
+    """Beyond half a great circle a geodesic is none of the shortest: an angle of 4 in the plane of two columns."""
+    manifold = GLQuotientInv(3, 3)
+    x = torch.tensor([[1.0, 0, 0, 1.0, 0, 0]]).unsqueeze(-1)
+    u = torch.zeros_like(x)
+    u[:, 1], u[:, 4] = 4.0, 0.5
+    path = first_path(manifold.metric, 3, x, manifold.expmap(x, u), 12)
+    w, phi, *_, t = path.rule()
+    c = torch.einsum("q,qk,bqij->bkij", w, phi, manifold.geodesic(x, u, t)[1].movedim(0, 1))[:, 1:]
+    long = Path(path.metric, 3, x, path.y, c)
+    value, g = energy(long)
+    assert g.abs().max() < 1e-4
+    least, direction = Minimiser(long).softest()
+    assert least < -0.05
+    minimiser = Minimiser(Minimiser(long).down(direction))
+    minimiser.run(200, 1e-6)
+    assert minimiser.value < 0.8 * value
+    assert minimiser.softest()[0] > 0
+
+
+# -- shortest ---------------------------------------------------------------------------------------------------------
+
+
+def points(b=12):
+    manifold = GLQuotientInv(6, 4)
+    return manifold, *(manifold.canonical(manifold.random(b, 10, 2)) for _ in range(2))
+
+
+def test_more_starts_find_nothing_longer():
+    manifold, x, y = points(3)
+    one, usual, many = (shortest(manifold.metric, manifold.n, x, y, k) for k in (1, None, 3))
+    for found in (one, usual, many):
+        assert found.residual.max() <= SOLVED
+        assert found.softest.min() > 0  # no saddles: the second variation is positive
+    assert bool((many.length <= usual.length * (1 + 1e-8)).all())
+    torch.testing.assert_close(usual.length, many.length, rtol=1e-8, atol=0)
+
+
+def test_the_geodesics_end_where_they_say():
+    manifold, x, y = points(4)
+    found = shortest(manifold.metric, manifold.n, x, y, None)
+    end, velocity = manifold.geodesic(x, found.u, 1.0)
+    torch.testing.assert_close(end, found.end)
+    torch.testing.assert_close(velocity, found.end_velocity)
+    torch.testing.assert_close(manifold.to_matrix(end), manifold.to_matrix(y), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found.length, manifold.norm(x, found.u))
+
+
+def test_items_do_not_depend_on_their_batch(monkeypatch):
+    manifold, x, y = points(5)
+    together = shortest(manifold.metric, manifold.n, x, y, None).length
+    monkeypatch.setattr(module, "_CHUNK", 1)
+    torch.testing.assert_close(shortest(manifold.metric, manifold.n, x, y, None).length, together, rtol=1e-8, atol=0)
+
+
+def test_only_what_is_better_is_kept():
+    def made(length, residual):
+        two = torch.ones(2, 10, 2)
+        lengths, residuals, inf = torch.tensor(length), torch.tensor(residual), torch.full((2,), torch.inf)
+        return Shortest(two, two, two, residuals, lengths, inf, inf, inf)
+
+    known = made([1.0, 1.0], [1e-12, 1e-3])
+    known.improve(torch.arange(2), made([2.0, 2.0], [1e-13, 1e-12]))
+    assert known.length.tolist() == [1.0, 2.0]
+    known.improve(torch.arange(2), made([0.5, 2.0], [1e-10, 1e-10]))
+    assert known.length.tolist() == [0.5, 2.0]
+    assert known.residual.tolist() == [1e-10, 1e-12]

@@ -1,21 +1,30 @@
-"""The GL(h) quotients as geoopt manifolds: the interface, without formulas."""
+r"""The GL(h) quotient: pairs (G, H) that a network sees only through :math:`G H^H`.
+
+Notation, as in the paper: :math:`x = (G, H)` with :math:`G \in K^{n \times h}`, :math:`H \in K^{m \times h}` of full
+column rank, K the reals or the complex numbers; Gram matrices :math:`M = G^H G`, :math:`N = H^H H`; the group acts by
+:math:`ψ(A, (G, H)) = (G A^{-1}, H A^H)`; vertical vectors are :math:`(GΛ, -HΛ^H)`.
+
+All formulas are evaluated at the canonical representative of the point's orbit, where :math:`M = N = Σ` is diagonal:
+vectors are transformed there by the (constant) group element, and the result is transformed back. By equivariance this
+is exact, and no inverse depends on the condition number of the representative. Here is the interface; the tangent
+space is in :mod:`quotient_manifolds.tangent`, and every formula in which the metrics differ in
+:mod:`quotient_manifolds.metrics`.
+"""
 
 from __future__ import annotations
 
-from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from .. import means
-from ..base import QuotientManifold, standard_normal, with_finite_results
-from ..checks import as_count, as_shape, check_dtype, check_square, check_tensors, check_vector, fault
-from ..linalg import column_rank_ratio, exposed, holds, in_double, pack, power_of_two, rank_tolerance
-from . import alignment, logarithm, transport
+from . import logarithm, means
+from .base import QuotientManifold, standard_normal, with_finite_results
+from .checks import as_count, as_shape, check_dtype, check_finite, check_square, check_tensors, check_vector, fault
 from .gauge import Gauge, gauge_in_units
+from .linalg import column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance
 from .metrics import INV, MIX, Metric
 from .tangent import GLTangentSpace
 
@@ -30,17 +39,11 @@ class GLQuotient(QuotientManifold):
 
     __scaling__ = _scaled
     metric: Metric
-    n: int
-    m: int
-    relaxation: float
 
-    def __init__(self, n: int, m: int, *, relaxation: float = 1e-12) -> None:
-        who = type(self).__name__
-        n, m = as_count("n", n, who), as_count("m", m, who)
-        if isinstance(relaxation, bool) or not isinstance(relaxation, Real) or not 0 <= relaxation < 1:
-            raise ValueError(f"{who}: relaxation must be a number in [0, 1), got {relaxation!r}")
+    def __init__(self, n: int, m: int) -> None:
         super().__init__()
-        self.n, self.m, self.relaxation = n, m, float(relaxation)
+        who = type(self).__name__
+        self.n, self.m = as_count("n", n, who), as_count("m", m, who)
 
     def extra_repr(self) -> str:
         """Return the row counts, for ``repr``."""
@@ -51,17 +54,18 @@ class GLQuotient(QuotientManifold):
         return [self.n, self.m]
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
-        G, H = x.detach().split(self.row_split(), dim=-2)
-        gauge, unit, error = None, None, None
+        error: Exception | None = None
         try:
-            gauge, unit = gauge_in_units(G, H)
+            gauge, unit = gauge_in_units(*x.detach().split([self.n, self.m], dim=-2))
+            space = GLTangentSpace(self.metric, gauge, x, unit=unit, moved=differentiable)
+            if holds(space.present[..., -1]):  # else it is worth factorising each factor
+                return space
         except (ValueError, LinAlgError) as failed:  # NaN or inf
             error = failed
-        if gauge is None or not holds(gauge.present()[..., -1]):  # only then is it worth factorising each factor
-            ok, reason = self._check_point_on_manifold(x.detach())
-            if not ok or gauge is None:
-                raise ValueError(reason or f"{self}: {error}") from error
-        return GLTangentSpace(self, x, gauge, unit=unit, differentiable=differentiable)
+        ok, reason = self._check_point_on_manifold(x.detach())
+        if not ok or error is not None:
+            raise ValueError(reason or f"{self}: {error}") from error
+        return space
 
     def at_gauge(
         self, gauge: Gauge, x: Tensor | None = None, *, tolerance: float | None = None, moved: bool = False
@@ -81,11 +85,10 @@ class GLQuotient(QuotientManifold):
             default those at rounding level.
         moved : bool
             x has moved since its gauge was computed. Gram matrices are recomputed in the frame of the old group
-            element. :meth:`GLTangentSpace.inner`, ``acceleration``, ``retr`` and ``along_gradient`` are exact;
-            ``proju``, ``coordinates`` and random vectors are not.
+            element. :meth:`GLTangentSpace.inner`, ``acceleration`` and ``retr`` are exact; ``proju``,
+            ``coordinates`` and random vectors are not.
         """
-        x, at_canonical = (gauge.x, True) if x is None else (x, False)
-        return GLTangentSpace(self, x, gauge, at_canonical=at_canonical, tolerance=tolerance, differentiable=moved)
+        return GLTangentSpace(self.metric, gauge, x, tolerance=tolerance, moved=moved)
 
     def act(self, x: Tensor, A: Tensor) -> Tensor:
         r"""Move x along its orbit to :math:`(G A^{-1}, H A^H)`, (…, n + m, h); A is (…, h, h), invertible."""
@@ -123,8 +126,10 @@ class GLQuotient(QuotientManifold):
         gauge, unit = gauge_in_units(*self.unpack_tensor(x))
         return gauge.x if unit is None else gauge.x * unit
 
-    def _gl_space(self, x: Tensor, u: Tensor) -> GLTangentSpace:
-        return cast(GLTangentSpace, self._vector_space(x, u))
+    def _horizontal(self, x: Tensor, u: Tensor) -> tuple[GLTangentSpace, Tensor]:
+        space: Any = self._vector_space(x, u)
+        check_finite(self, u)
+        return space, space.proju(u)
 
     # -- exact geodesics ---------------------------------------------------------------------------------------------
 
@@ -134,8 +139,8 @@ class GLQuotient(QuotientManifold):
 
         :meth:`retr` is the cheaper second-order approximation that optimisers use; it never leaves the manifold.
         """
-        space = self._gl_space(x, u)
-        return space.expmap(space.proju(u), relative_tol=relative_tol)
+        space, u = self._horizontal(x, u)
+        return space.expmap(u, relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
     def geodesic(self, x: Tensor, u: Tensor, t: Any, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
@@ -160,14 +165,14 @@ class GLQuotient(QuotientManifold):
         GeodesicExitError
             A mix geodesic reaches a rank-deficient matrix before the last time (``time``; item by item in ``times``).
         """
-        space = self._gl_space(x, u)
-        return space.geodesic(space.proju(u), t, relative_tol=relative_tol)
+        space, u = self._horizontal(x, u)
+        return space.geodesic(u, t, relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
     def exit_time(self, x: Tensor, u: Tensor, until: float = 1.0) -> Tensor:
         """Return the time in (0, until] at which each geodesic leaves the manifold, inf where it stays; (…)."""
-        space = self._gl_space(x, u)
-        return space.exit_time(space.proju(u), until)
+        space, u = self._horizontal(x, u)
+        return space.exit_time(u, until)
 
     @_scaled(ScalingInfo(1))
     def logmap(self, x: Tensor, y: Tensor, *, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
@@ -195,7 +200,7 @@ class GLQuotient(QuotientManifold):
         _check_search(self, x, y, n_starts, on_error)
         with torch.no_grad():
             unit, a, b = self._in_units(x, y)
-            return (logarithm.logmap(self, a, b, n_starts, on_error) * unit).to(x.dtype)
+            return (logarithm.logmap(self.metric, self.n, a, b, n_starts, on_error) * unit).to(x.dtype)
 
     @_scaled(ScalingInfo(1))
     def dist(
@@ -210,19 +215,9 @@ class GLQuotient(QuotientManifold):
         """
         _check_search(self, x, y, n_starts, on_error)
         unit, a, b = self._in_units(x, y)
-        result = logarithm.distance(self, a, b, n_starts, on_error)[..., None, None]
+        result = logarithm.distance(self.metric, self.n, a, b, n_starts, on_error)[..., None, None]
         result = (result if self.metric.scale_exponent > 0 else result * unit * unit).to(x.real.dtype)
         return result if keepdim else result[..., 0, 0]
-
-    def align(self, x: Tensor, y: Tensor, *, relative_tol: float = 1e-7) -> Tensor:
-        """Return the representative of y's orbit that is nearest to x in the metric at x (a local minimum).
-
-        Iterated until the steps are below ``relative_tol``.
-        """
-        check_vector(self, x, y, "y")
-        with torch.no_grad():
-            unit, a, b = self._in_units(x, y)
-            return (alignment.align(self, a, b, relative_tol) * unit).to(x.dtype)
 
     def geodesic_between(self, x: Tensor, y: Tensor, t: Any, *, n_starts: int | None = None) -> Tensor:
         """Interpolate from x (t = 0) to the orbit of y (t = 1); t is (k…), the result (k…, …), differentiable in t."""
@@ -236,29 +231,12 @@ class GLQuotient(QuotientManifold):
         unit, _, wide = self._in_units(points[0], points)
         return (means.frechet_mean(self, wide, weights, n_starts=n_starts).point * unit).to(points.dtype)
 
-    @_scaled(ScalingInfo.NotCompatible)
-    def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Transport v in parallel along the geodesic from x with velocity u; return the end point and the vector there.
-
-        The connection is that of the quotient, so inner products are preserved. It raises like :meth:`geodesic`, is
-        computed in double precision and returned in the dtype of x, without derivatives. :meth:`transp` is the cheaper
-        projection, which has them.
-        """
-        check_vector(self, x, u)
-        check_vector(self, x, v, "v")
-        unit, a = self._in_units(x)
-        space = cast(GLTangentSpace, self.tangent_space_at(a.detach()))
-        u, v = space.proju(in_double(u) / unit), space.proju(in_double(v))
-        size = power_of_two(space.norm(v, keepdim=True))
-        end, carried = transport.parallel_transport(self, space, u, v / size)
-        return (end * unit).to(x.dtype), (carried * size).to(x.dtype)
-
     def _in_units(self, *points: Tensor) -> list[Tensor]:
         """Return the unit of the first point, (…, 1, 1), and the points in double precision and in units of it.
 
         They are checked in their own precision, whose rounding would count as rank in double precision.
         """
-        spaces = [cast(GLTangentSpace, self.tangent_space_at(x.detach())) for x in points]
+        spaces: list[Any] = [self.tangent_space_at(x.detach()) for x in points]
         unit = in_double(spaces[0].unit)
         return [unit, *(in_double(x) / unit for x in points)]
 
@@ -303,6 +281,7 @@ class GLQuotient(QuotientManifold):
 
 def _check_search(manifold: GLQuotient, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> None:
     check_vector(manifold, x, y, "y")
+    check_finite(manifold, y, "y")
     if n_starts is not None:
         as_count("n_starts", n_starts, str(manifold))
     if on_error not in ("raise", "nan"):
@@ -328,8 +307,6 @@ class GLQuotientInv(GLQuotient):
     ----------
     n, m : int
         Rows of G and H. A point is one tensor (…, n + m, h), h ≤ min(n, m), of float32, float64 or complex dtype.
-    relaxation : float
-        ε of the floor σ̂_i = max(σ_i, ε σ_1) on the singular values of G Hᴴ, in the metric only.
 
     Notes
     -----
@@ -369,8 +346,6 @@ class GLQuotientMix(GLQuotient):
     ----------
     n, m : int
         Rows of G and H. A point is one tensor (…, n + m, h), h ≤ min(n, m), of float32, float64 or complex dtype.
-    relaxation : float
-        ε of the floor σ̂_i = max(σ_i, ε σ_1) on the singular values of G Hᴴ, in the metric only.
 
     Notes
     -----

@@ -1,8 +1,13 @@
-"""geoopt's own checks of a manifold, and its containers and optimisers."""
+"""geoopt's own checks of a manifold, its containers and optimisers, sizes, and the sentences of errors."""
 
 import collections
+import copy
+import gc
 import io
 import itertools
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import geoopt
 import numpy as np
@@ -11,10 +16,13 @@ import torch
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, RescaleQuotient
 from quotient_manifolds.base import TangentSpace
-from quotient_manifolds.gl.manifold import GLQuotient
-from quotient_manifolds.gl.metrics import MIX
+from quotient_manifolds.manifold import GLQuotient
+from quotient_manifolds.metrics import MIX
 from tests.extent import EXHAUSTIVE
-from tests.points import ALL, close
+from tests.points import ALL, MANIFOLDS, carry, close, metrics, two_points
+
+# -- base -------------------------------------------------------------------------------------------------------------
+
 
 UnaryCase = collections.namedtuple("UnaryCase", "shape,x,ex,v,ev,manifold")
 
@@ -300,9 +308,6 @@ def operations(manifold):
         "act": (lambda x, u, v, y, e: manifold.act(x, manifold.random_element(x, torch.Generator().manual_seed(0))), 0),
         "projx": (lambda x, u, v, y, e: manifold.projx(x), 0),
     }
-    if isinstance(manifold, GLQuotient):
-        found["align"] = (lambda x, u, v, y, e: manifold.align(x, y), 0)
-        found["parallel_transport"] = (lambda x, u, v, y, e: manifold.parallel_transport(x, u, v)[1], 0)
     return found
 
 
@@ -379,7 +384,7 @@ def test_no_decomposition_that_fails_in_silence_is_believed(manifold, name, brok
         )
 
     monkeypatch.setattr(torch.linalg, broken, nan)
-    monkeypatch.setattr("quotient_manifolds.gl.geodesic_ode._MAX_STEPS", 50)
+    monkeypatch.setattr("quotient_manifolds.geodesic_ode._MAX_STEPS", 50)
     try:
         found = operations(manifold)[name][0](*arguments)
     except (ValueError, ArithmeticError, torch.linalg.LinAlgError):
@@ -519,3 +524,341 @@ def test_mix_starts_at_the_scale_of_the_answer(deviation, explodes):
         optimizer.step()
     assert (max(losses) > 100 * losses[0]) == explodes
     assert explodes or losses[-1] < losses[0]
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+@metrics
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.randn(8, 2), ["5 + 4", "(8, 2)"]),
+        (lambda: torch.randn(9, 5), ["h = 5", "min(n, m) = 4"]),
+        (lambda: torch.cat([torch.zeros(5, 2), torch.randn(4, 2)]), ["full column rank", "(9, 2)", "B = 0"]),
+        (lambda: torch.cat([torch.randn(5, 1).expand(5, 2), torch.randn(4, 2)]), ["full column rank", "factor G"]),
+        (lambda: torch.full((9, 2), float("nan")), ["NaN", "(9, 2)"]),
+        (lambda: torch.randn(9, 2).index_fill(0, torch.tensor([3]), float("inf")), ["infinite"]),
+        (lambda: torch.ones(9, 2, dtype=torch.int64), ["int64", "float32"]),
+        (lambda: torch.randn(9, 2).half(), ["float16", "float32"]),
+        (lambda: torch.randn(9, 2).bfloat16(), ["bfloat16", "float32"]),
+    ],
+)
+def test_bad_points_are_named(metric, make, words):
+    manifold = MANIFOLDS[metric](5, 4)
+    x = make()
+    for operation in (
+        lambda: manifold.proju(x, torch.ones_like(x)),
+        lambda: manifold.retr(x, torch.ones_like(x)),
+        lambda: manifold.assert_check_point_on_manifold(x),
+    ):
+        with pytest.raises(ValueError, match=type(manifold).__name__) as caught:
+            operation()
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_bad_arguments_are_named():
+    manifold = GLQuotientInv(5, 4)
+    x = manifold.random(9, 2)
+    with pytest.raises(ValueError, match="does not fit the point"):
+        manifold.proju(x, torch.randn(9, 3))
+    with pytest.raises(ValueError, match=r"dtype torch.float64 .* torch.float32"):
+        manifold.inner(x, x, x.float())
+    with pytest.raises(ValueError, match="device"):
+        manifold.proju(x, torch.empty(9, 2, device="meta"))
+    with pytest.raises(ValueError, match="n must be a whole number of at least 1"):
+        GLQuotientInv(0, 3)
+    with pytest.raises(ValueError, match="packs 2 factors"):
+        manifold.pack_point(torch.randn(4, 2), torch.randn(5, 2))
+    with pytest.raises(ValueError, match="number of columns"):
+        manifold.pack_point(torch.randn(5, 2), torch.randn(4, 3))
+    for bad, words in (
+        (torch.eye(3), "needs matrices"),
+        (torch.eye(2).float(), "dtype"),
+        (torch.zeros(2, 2), "singular"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            manifold.act(x, bad)
+    with pytest.raises(ValueError, match="not horizontal"):
+        manifold.assert_check_vector_on_tangent(x, manifold.vertical(x, torch.randn(2, 2)))
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_vectors_that_are_not_finite_are_one_error_everywhere(manifold, bad):
+    x, u = two_points(manifold)
+    u[0, 0, 0] = bad
+    for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "expmap", "acceleration"):
+        with pytest.raises(ValueError, match=r"the vector u of shape .* has NaN or infinite entries"):
+            getattr(manifold, name)(x, u)
+    with pytest.raises(ValueError, match="has NaN or infinite entries"):
+        manifold.transp(x, x, u)
+    with pytest.raises(TypeError, match="u must be a tensor, got dict"):
+        manifold.proju(x, {})
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        manifold.to_matrix([1.0])
+
+
+@pytest.mark.parametrize("rows", [5.7, True, "5", -1, None])
+def test_row_counts_are_whole_numbers(rows):
+    with pytest.raises(ValueError, match=r"GLQuotientInv: n must be a whole number of at least 1, got"):
+        GLQuotientInv(rows, 4)
+    assert GLQuotientInv(np.int64(5), 4).n == 5
+
+
+def test_a_divergent_run_gets_advice_that_helps():
+    manifold = GLQuotientMix(4, 3)
+    x = geoopt.ManifoldParameter(manifold.random(7, 2), manifold=manifold)
+    optimizer = geoopt.optim.RiemannianSGD([x], lr=1e12)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (manifold.to_matrix(x) - 1).square().sum().backward()
+        try:
+            optimizer.step()
+        except ValueError as error:
+            assert "lower the learning rate" in str(error) or "learning rate is too high" in str(error)  # noqa: PT017
+            return
+    pytest.fail("it did not diverge")
+
+
+def test_sizes_are_whole_numbers_of_python_or_numpy():
+    manifold = GLQuotientInv(5, 4)
+    assert manifold.random(np.int64(3), np.int32(9), 2).shape == (3, 9, 2)
+    for bad in ((9.0, 2), (True, 2), ("9", 2), (np.float64(9), 2), (-9, 2)):
+        with pytest.raises(TypeError, match="a size must be one or several whole numbers"):
+            manifold.random(*bad)
+
+
+# -- manifold ---------------------------------------------------------------------------------------------------------
+
+
+@metrics
+def test_float32_stays_float32_and_agrees_with_float64(metric):
+    manifold = MANIFOLDS[metric](20, 15)
+    x, u = manifold.random(3, 35, 5), torch.randn(3, 35, 5)
+    for operation in (manifold.proju, manifold.egrad2rgrad, manifold.retr, manifold.norm):
+        single = operation(x.float(), u.float())
+        assert single.dtype == torch.float32
+        close(single.double(), operation(x, u), 1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@metrics
+def test_on_a_gpu(metric):
+    manifold = MANIFOLDS[metric](20, 15)
+    x, u = manifold.random(3, 35, 5), torch.randn(3, 35, 5)
+    for operation in (manifold.proju, manifold.egrad2rgrad, manifold.retr, manifold.norm):
+        close(operation(x.cuda(), u.cuda()).cpu(), operation(x, u), 1e-10)
+
+
+@metrics
+def test_projx_lifts_a_rank_deficient_tensor_on_the_manifold(metric):
+    manifold = MANIFOLDS[metric](5, 4)
+    x = torch.cat([torch.zeros(5, 2), torch.randn(4, 2)])
+    lifted = manifold.projx(x)
+    manifold.assert_check_point_on_manifold(lifted)
+    assert torch.equal(lifted[5:], x[5:])
+    valid = manifold.random(9, 2)
+    assert manifold.projx(valid) is valid
+    with pytest.raises(ValueError, match="NaN"):
+        manifold.projx(torch.full((9, 2), float("nan")))
+
+
+@metrics
+def test_points_that_pass_the_check_are_accepted(metric):
+    """Factors of condition 1e3 and 1e4 in float32: G Hᴴ is rank-deficient to rounding, the point is one."""
+    manifold = MANIFOLDS[metric](8, 7)
+    torch.manual_seed(0)
+    s = torch.logspace(0, -3, 3)
+    G = (torch.linalg.qr(torch.randn(8, 3)).Q * s) @ torch.linalg.qr(torch.randn(3, 3)).Q
+    H = (torch.linalg.qr(torch.randn(7, 3)).Q * s**1.3) @ torch.linalg.qr(torch.randn(3, 3)).Q
+    x = torch.cat([G, H]).float()
+    manifold.assert_check_point_on_manifold(x)
+    u = manifold.proju(x, torch.randn(15, 3).float())
+    assert manifold.retr(x, 1e-3 * u).isfinite().all()
+
+
+@pytest.mark.parametrize("manifold", ALL[:2], ids=str)
+def test_no_tensor_is_made_on_another_device(manifold):
+    """With another default device, whatever does not follow its arguments meets a tensor without numbers."""
+    x, u = two_points(manifold)
+    y = x + 0.005 * torch.randn_like(x)
+    with torch.device("meta"):
+        assert torch.ones(1).is_meta
+        for name in ("inner", "norm", "proju", "egrad2rgrad", "retr", "acceleration", "expmap", "exit_time"):
+            assert not getattr(manifold, name)(x, u).is_meta
+        for name in ("logmap", "dist"):
+            assert not getattr(manifold, name)(x, y).is_meta
+        assert not manifold.geodesic(x, u, 0.5)[0].is_meta
+        assert not manifold.geodesic_between(x, y, 0.5).is_meta
+        assert not manifold.mean(torch.stack([x, y])).is_meta
+
+
+@pytest.mark.parametrize("manifold", ALL[:2], ids=str)
+def test_batches_without_points(manifold):
+    none = torch.zeros(0, 7, 2)
+    for name in ("proju", "retr", "expmap", "acceleration"):
+        assert getattr(manifold, name)(none, none).shape == (0, 7, 2)
+    assert manifold.norm(none, none).shape == (0,)
+    with pytest.raises(ValueError, match="with k ≥ 1"):
+        manifold.mean(torch.zeros(0, 7, 2))
+
+
+@pytest.mark.parametrize("kind", [GLQuotientInv, GLQuotientMix])
+def test_a_product_that_overflows_is_named(kind):
+    """The length of a point as a vector is √(2h) with inv, whatever the point; with mix it is of the product's size."""
+    manifold = kind(5, 4)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x = 1e20 * manifold.random(9, 2, dtype=torch.float32)
+        if kind is GLQuotientInv:
+            assert float(manifold.norm(x, x)) == pytest.approx(2, rel=1e-5)
+        else:
+            with pytest.raises(ValueError, match=r"^GLQuotientMix.*norm gives numbers that its dtype does not hold"):
+                manifold.norm(x, x)
+        for name in ("proju", "retr", "canonical"):
+            assert getattr(manifold, name)(*(x, x)[: 1 if name == "canonical" else 2]).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [GLQuotientInv, GLQuotientMix])
+def test_the_canonical_representative_is_differentiated(kind):
+    """Where singular values are distinct; elsewhere it is not unique, and whoever asks for a derivative is told."""
+    manifold = kind(5, 4)
+    x = manifold.random(9, 2).requires_grad_()
+    weights = torch.randn(9, 2)
+
+    def value(x):
+        return (weights * manifold.canonical(x)).sum()
+
+    (grad,) = torch.autograd.grad(value(x), x)
+    step = torch.randn(9, 2)
+    with torch.no_grad():
+        difference = (value(x + 1e-6 * step) - value(x - 1e-6 * step)) / 2e-6
+    assert float((grad * step).sum()) == pytest.approx(float(difference), rel=1e-6)
+    small = (2.0**-300 * x.detach()).requires_grad_()
+    close(torch.autograd.grad(value(small), small)[0], grad, 1e-9)
+    equal = manifold.origin(9, 2).requires_grad_()
+    assert torch.equal(manifold.canonical(equal), equal)
+    with pytest.raises(ValueError, match="no derivative where singular values are equal"):
+        value(equal).backward()
+
+
+@metrics
+def test_coordinates_at_points_of_any_size(metric):
+    """A covector pulled back is the derivative of the retraction in coordinates, and lengths are those of vectors."""
+    manifold = MANIFOLDS[metric](5, 4)
+    c, egrad = 0.1 * torch.randn(9, 2), torch.randn(9, 2)
+    x = manifold.random(9, 2)
+    for size in (1.0, 2.0**-70, 2.0**70):
+        space = manifold.tangent_space_at(size * x)
+        u = space.from_coordinates(c)
+        close(space.coordinates(u), c, 1e-12)
+        close(space.norm(u), torch.linalg.norm(c), 1e-12)
+        close((space.to_covector(u) * u).sum(), c.square().sum(), 1e-12)
+        close((space.dual_coordinates(egrad) * c).sum(), (egrad * u).sum(), 1e-10)
+        horizontal = space.coordinates(space.proju(u))
+        close(space.project_coordinates(c), horizontal, 1e-11)
+        step = horizontal * min(1.0, size**4) ** (metric == "mix")  # of the size of the point
+        close(
+            space.retr_coordinates(step), carry(manifold, space.retr(space.from_coordinates(step)), space.gauge.A), 1e-9
+        )
+
+
+# -- the last tangent space is remembered ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def factorisations(monkeypatch):
+    """Count how often a point is factorised."""
+    count, original = [], torch.linalg.svd
+    monkeypatch.setattr(torch.linalg, "svd", lambda *args, **options: count.append(1) or original(*args, **options))
+    return count
+
+
+@metrics
+def test_a_step_of_an_optimiser_factorises_twice(metric, factorisations):
+    manifold = MANIFOLDS[metric](7, 5)
+    x = geoopt.ManifoldParameter(manifold.random(12, 3), manifold=manifold)
+    optimizer = geoopt.optim.RiemannianAdam([x], lr=1e-3)
+    for _ in range(3):
+        manifold.to_matrix(x).square().sum().backward()
+        del factorisations[:]
+        optimizer.step()
+        assert len(factorisations) <= 2
+
+
+def change(x):
+    x.mul_(2)
+
+
+def change_in_secret(x):
+    x.data.mul_(2)
+
+
+def change_memory(x):
+    x.data = 2 * x.data
+
+
+def change_through_numpy(x):
+    x.numpy()[...] *= 2
+
+
+@pytest.mark.parametrize("manifold", ALL, ids=str)
+@pytest.mark.parametrize("how", [change, change_in_secret, change_memory, change_through_numpy])
+def test_what_is_remembered_follows_changes(manifold, how):
+    x, u = two_points(manifold)
+    manifold.acceleration(x, u)
+    how(x)
+    assert torch.equal(manifold.acceleration(x, u), manifold.acceleration(x.clone(), u))
+
+
+@metrics
+def test_what_is_remembered_knows_no_derivatives_and_no_modes(metric):
+    manifold = MANIFOLDS[metric](4, 3)
+    x, u = two_points(manifold)
+    expected = manifold.norm(x, u)
+    x.requires_grad_()
+    assert manifold.norm(x, u).requires_grad
+    with torch.no_grad():
+        assert not manifold.norm(x, u).requires_grad
+    assert manifold.norm(x, u).requires_grad
+    x.requires_grad_(False)
+    assert torch.allclose(torch.func.vmap(manifold.norm)(x, u), expected)
+    assert torch.allclose(torch.func.vmap(lambda v: manifold.norm(x[0], v))(u), manifold.norm(x[0], u))
+    assert torch.allclose(torch.func.jvp(lambda z: manifold.norm(z, u), (x,), (u,))[0], expected)
+    with torch.inference_mode():
+        assert torch.equal(manifold.norm(x, u), expected)
+    y = x.clone()
+    with torch.inference_mode():
+        manifold.norm(y, u)
+    v = u.clone().requires_grad_()
+    assert torch.autograd.grad(manifold.norm(y, v).sum(), v)[0].isfinite().all()
+
+
+@metrics
+def test_what_is_remembered_is_neither_kept_alive_nor_copied(metric):
+    manifold = MANIFOLDS[metric](4, 3)
+    x, u = two_points(manifold)
+    manifold.norm(x, u)
+    for other in (copy.deepcopy(manifold), pickle.loads(pickle.dumps(manifold))):
+        assert other._last is None
+        assert torch.equal(other.norm(x, u), manifold.norm(x, u))
+    space = weakref.ref(manifold._last[-1])
+    del x
+    gc.collect()
+    assert manifold._last is None
+    assert space() is None
+
+
+@metrics
+def test_threads_do_not_mix_their_points(metric):
+    manifold = MANIFOLDS[metric](4, 3)
+    pairs = [two_points(manifold) for _ in range(4)]
+    expected = [manifold.norm(x, u) for x, u in pairs]
+
+    def work(k):
+        return all(torch.equal(manifold.norm(*pairs[k]), expected[k]) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))

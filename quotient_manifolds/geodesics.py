@@ -1,6 +1,6 @@
 r"""Exact geodesics of the GL(h) quotients, in reduced coordinates.
 
-Notation of :mod:`quotient_manifolds.gl`. In canonical gauge a point is :math:`G = X Σ^{1/2}, H = Y Σ^{1/2}` with
+Notation of :mod:`quotient_manifolds.manifold`. In canonical gauge a point is :math:`G = X Σ^{1/2}, H = Y Σ^{1/2}` with
 orthonormal columns in X and Y, and a tangent vector is
 
 .. math:: ξ_G = ξ Σ^{1/2},\; ξ_H = η Σ^{1/2} \;\text{(inv)}, \qquad
@@ -23,22 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg import exposed, holds
-from .coordinates import row_power
-from .geodesic_ode import (
-    Reduced,
-    State,
-    as_times,
-    block_matrix,
-    column,
-    flat_state,
-    frame,
-    integrate,
-    nonzero,
-    unflat_state,
-)
-from .local_metric import LocalMetric
-from .metrics import Metric, Pair
+from .geodesic_ode import Reduced, State, as_times, block_matrix, column, flat, frame, integrate, nonzero, unflat
+from .linalg import exposed, holds, row_power
+from .metrics import LocalMetric, Metric, Pair
 
 __all__ = ["GeodesicExitError", "Whitened", "exit_time", "geodesic", "raise_on_exit"]
 
@@ -95,13 +82,14 @@ class Whitened:
     def of(cls, local: LocalMetric, u: Pair, sigma: Tensor, present: Tensor) -> Whitened:
         """Whiten, in canonical gauge."""
         (G, H), still = local.factors, ~present.unsqueeze(-2)
-        inverse, scale = (row_power(sigma, present, -p) for p in (0.5, local.metric.scale_exponent))
-        sigma, lacking = torch.where(present, sigma, 0), (G * still, H * still)
-        return cls(local.metric, G * inverse, u[0] * scale, H * inverse, u[1] * scale, sigma, present, lacking)
+        inverse, scale = row_power(sigma, present, -0.5), row_power(sigma, present, -local.metric.scale_exponent)
+        moving, lacking = torch.where(present, sigma, 0), (G * still, H * still)
+        return cls(local.metric, G * inverse, u[0] * scale, H * inverse, u[1] * scale, moving, present, lacking)
 
     def undo(self, X: Tensor, xi: Tensor, Y: Tensor, eta: Tensor) -> tuple[Pair, Pair]:
         """Return point and velocity, in the canonical gauge of the starting point."""
-        root, scale = (row_power(self.sigma, self.present, p) for p in (0.5, self.metric.scale_exponent))
+        root = row_power(self.sigma, self.present, 0.5)
+        scale = row_power(self.sigma, self.present, self.metric.scale_exponent)
         return (X * root + self.lacking[0], Y * root + self.lacking[1]), (xi * scale, eta * scale)
 
     def certainly_inside(self, until: float) -> bool:
@@ -150,10 +138,10 @@ def _inv_geodesic(X: Tensor, xi: Tensor, t: Tensor) -> Pair:
     P, S = f.gram[..., :h, :h], f.gram[..., h:, h:]  # S = EᴴE/s²
     C, s = f.velocity[..., :h, :], f.velocity[..., h:, :]
     W = torch.linalg.solve(P, C.mH @ P)
-    K = block_matrix([[C - W, -torch.linalg.solve(P, S) @ s], [s, torch.zeros_like(P)]])
+    K = block_matrix(C - W, -torch.linalg.solve(P, S) @ s, s, torch.zeros_like(P))
     rotation = torch.linalg.matrix_exp(t * K)
     right = torch.linalg.matrix_exp(t * W)
-    return f @ (rotation[..., :h] @ right), f @ (rotation @ f.velocity @ right)
+    return f.basis @ (rotation[..., :h] @ right), f.basis @ (rotation @ f.velocity @ right)
 
 
 @dataclass(frozen=True)
@@ -173,9 +161,9 @@ class _Waypoint:
     @classmethod
     def start(cls, problem: Reduced, sigma: Tensor) -> _Waypoint:
         state = problem.start()
-        y = flat_state(state)
+        y = flat(state)
         eye = torch.eye(sigma.shape[-1], dtype=state[0].dtype, device=y.device).expand(*y.shape[:-1], -1, -1)
-        return cls(y, sigma.expand(*y.shape[:-1], -1), eye, eye, torch.zeros_like(y[..., 0]))
+        return cls(y, sigma.expand(*y.shape[:-1], -1), eye, eye, torch.zeros_like(y[..., 0].real))
 
     def regauged(self, problem: Reduced, y: Tensor, time: Tensor) -> _Waypoint:
         r"""Advance to y, and to the canonical gauge there.
@@ -183,8 +171,7 @@ class _Waypoint:
         From Cholesky factors :math:`M = R_X^H R_X,\ N = R_Y^H R_Y` (one leg keeps M and N well conditioned) and
         :math:`R_X Σ R_Y^H = U Σ' V^H`: the step is :math:`L = U^H R_X,\ R = V^H R_Y`. It is constant to autograd.
         """
-        h, is_complex = self.sigma.shape[-1], self.L.is_complex()
-        a, p, b, q = unflat_state(y, h, is_complex)
+        a, p, b, q = unflat(y, self.sigma.shape[-1])
         with torch.no_grad():
             present = self.sigma > 0
             absent = torch.diag_embed((~present).to(a.dtype))
@@ -194,11 +181,11 @@ class _Waypoint:
             sigma = torch.where(present, sigma, 0.0)  # both are in descending order
             L, R = U.mH @ R_X, Vh @ R_Y
         a, b = torch.linalg.solve(L, a, left=False), torch.linalg.solve(R, b, left=False)
-        return _Waypoint(flat_state((a, p @ R.mH, b, q @ L.mH)), sigma, L @ self.L, R @ self.R, time)
+        return _Waypoint(flat((a, p @ R.mH, b, q @ L.mH)), sigma, L @ self.L, R @ self.R, time)
 
     def at_start_gauge(self, y: Tensor) -> State:
         """Return the coefficients y in the gauge of the start."""
-        a, p, b, q = unflat_state(y, self.sigma.shape[-1], self.L.is_complex())
+        a, p, b, q = unflat(y, self.sigma.shape[-1])
         return (
             a @ self.L,
             torch.linalg.solve(self.R.mH, p, left=False),
@@ -239,7 +226,7 @@ def _follow(problem: Reduced, sigma: Tensor, until: Tensor, tol: float) -> tuple
 
         y = integrate(slope, torch.cat([here.y, torch.zeros_like(unit)], dim=-1), tol)
         previous, last_speed = here, speed
-        here = previous.regauged(problem, y[..., :-1], previous.time + (y[..., -1:] / unit).squeeze(-1))
+        here = previous.regauged(problem, y[..., :-1], previous.time + (y[..., -1:].real / unit).squeeze(-1))
         waypoints.append(here)
         with torch.no_grad():
             speed = inv_speed(here)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import as_count, check_dtype, check_same, check_tensors
-from ..linalg import finite, holds, largest, own_precision, pack, power_of_two
+from .checks import as_count, check_dtype, check_same, check_tensors
+from .linalg import finite, holds, largest, own_precision, pack, power_of_two, row_power
 
 __all__ = ["RANK_TOLERANCE", "Gauge", "canonical_gauge", "from_matrix", "gauge_in_units"]
 
@@ -72,12 +72,12 @@ class Gauge:
     @property
     def U(self) -> Tensor:
         """Û, (…, n, h), orthonormal columns; 0 for those that belong to σ_i = 0."""
-        return self.G * _inverse(self.sigma.sqrt()).unsqueeze(-2)
+        return self.G * row_power(self.sigma, self.sigma > 0, -0.5)
 
     @property
     def V(self) -> Tensor:
         """V̂, (…, m, h), orthonormal columns; 0 for those that belong to σ_i = 0."""
-        return self.H * _inverse(self.sigma.sqrt()).unsqueeze(-2)
+        return self.H * row_power(self.sigma, self.sigma > 0, -0.5)
 
     def present(self, tolerance: float | None = None) -> Tensor:
         """Tell which directions are present: σ_i above ``tolerance`` σ_1, by default above rounding error; (…, h)."""
@@ -169,16 +169,16 @@ def _gauge(G: Tensor, H: Tensor) -> Gauge:
     Q_H, R_H = torch.linalg.qr(H)
     U, sigma, Vh = _svd(R_G @ R_H.mH)
     V = Vh.mH
-    U_hat = Q_G @ U
-    peak = U_hat.gather(-2, U_hat.abs().argmax(dim=-2, keepdim=True))
-    phase = peak.conj() / peak.abs()
-    U, V, U_hat = U * phase, V * phase, U_hat * phase
-    root = sigma.sqrt()
-    inverse_root = _inverse(root)
-    A = inverse_root.unsqueeze(-1) * (U.mH @ R_G)
-    A_inv = (R_H.mH @ V) * inverse_root.unsqueeze(-2)
-    x = pack(U_hat, Q_H @ V) * root.unsqueeze(-2)
-    return Gauge(x, G.shape[-2], sigma, A, A_inv)
+    U_hat, row = Q_G @ U, sigma.sqrt().unsqueeze(-2)
+    if U_hat.is_complex():
+        peak = U_hat.gather(-2, U_hat.abs().argmax(dim=-2, keepdim=True))
+        phase = peak.conj() / peak.abs()
+    else:  # the same, faster
+        high, low = U_hat.detach().amax(dim=-2, keepdim=True), U_hat.detach().amin(dim=-2, keepdim=True)
+        phase = torch.where(high >= -low, 1, -1).to(U.dtype)
+    U, V, inverse = U * phase, V * phase, torch.where(row > 0, 1 / row, 0)
+    A, A_inv = inverse.mT * (U.mH @ R_G), (R_H.mH @ V) * inverse
+    return Gauge(torch.cat([Q_G @ (U * row), Q_H @ (V * row)], dim=-2), G.shape[-2], sigma, A, A_inv)
 
 
 @own_precision
@@ -242,8 +242,3 @@ def _has_derivative(grad: Tensor | None) -> None:
             "a canonical representative has no derivative where singular values are equal or 0; differentiate a "
             "function of the product G Hᴴ instead"
         )
-
-
-def _inverse(s: Tensor) -> Tensor:
-    """1/s, and 0 for 0."""
-    return torch.where(s > 0, 1 / torch.where(s > 0, s, 1), 0)
