@@ -55,7 +55,7 @@ class Bucket:
             for i in range(0, len(blocks), count):
                 points = slice(i * self.points, (i + count) * self.points)
                 runs = BlockStack(blocks[i : i + count]).runs
-                views = [(r.first, r.row, (r.count, *r.first.size), (r.step, *r.first.stride)) for r in runs]
+                views = [(r.first, r.rows.start, r.size, r.stride) for r in runs]
                 self.parts.append((side, points, biases, views))
 
     def active(self, gradients: Collection[Tensor]) -> list[bool]:

@@ -104,7 +104,7 @@ class PairStack:
             p = run.first.tensor
             if p in tensors:
                 x, y = (self.group.to_point(run.view(t.contiguous())) for t in (p, tensors[p]))
-                yield slice(run.start, run.start + run.count), run.row < self.n, x, y
+                yield run.points, run.rows.start < self.n, x, y
 
     def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
         """Set the entry of ``tensors`` for each parameter to True wherever a block lies, including dropped ones."""

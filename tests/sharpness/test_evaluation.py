@@ -91,7 +91,7 @@ class Reference:
             end = m.retr(x, u)
             for run in s._rows.runs:
                 name = ids[id(run.first.tensor)]
-                part = end[run.start : run.start + run.count, run.row : run.row + run.first.rows]
+                part = end[run.points, run.rows]
                 flat = moved[name].reshape(-1)
                 index = run.view(torch.arange(flat.numel()).view(moved[name].shape))
                 moved[name] = flat.index_put((index.reshape(-1),), part.reshape(-1)).view(moved[name].shape)
