@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import sharpness
 from reproduction.rk4 import RungeKuttaMeasure
 from sharpness import get_measure
-from sharpness.plots.look import figure
+from sharpness.plots import figure
 
 RADII = {"geodesic-inv": (0.03, 0.1, 0.3, 1.0), "geodesic-mix": (0.006, 0.02, 0.06, 0.2)}
 WAYS = ("first-order", "second-order", "rk4", "exact")

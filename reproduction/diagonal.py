@@ -23,8 +23,8 @@ import torch
 from sharpness.ascent import auto_pgd
 from sharpness.files import check_folder, write_json, write_text
 from sharpness.progress import bar
-from sharpness.statistics import Correlation, kendall
 
+from .statistics import Correlation, kendall
 from .trust_region import maximise_quadratic
 
 __all__ = ["CLOSED_FORMS", "MAXIMISED", "Problem", "closed_forms", "maximised", "run", "train"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base import standard_normal
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double
 from .blocks import random_elements
 from .pairs import UNCERTIFIED, SymmetricPair

@@ -10,8 +10,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from ..gl import GLQuotientInv, GLQuotientMix
 from ..linalg import column_rank_ratio, in_double, rank_tolerance
+from ..manifold import GLQuotientInv, GLQuotientMix
 from .discovery import find_symmetric_pairs
 from .pairs import SymmetricPair, check_pairs
 from .stacks import scaled_points, stacks

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..gl import GLQuotientInv, GLQuotientMix
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double
+from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import GL, Block, BlockStack
 from .modules import is_sharded
 from .pairs import MANIFOLDS, SHARED, SymmetricPair, check_pairs, refused

@@ -214,11 +214,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check_before(options: argparse.Namespace) -> None:
     """Raise for what can be known to be wrong before anything is measured."""
+    from ..errors import require_extra
     from ..evaluation import checked_radii
     from ..files import check_apart, check_file, check_folder
     from ..hessian import measure_of
-    from ..plots.look import style
-    from ..sweep.digests import places
+    from ..study.plan import places
 
     for measure in options.measure:
         if measure not in LOCAL:
@@ -233,8 +233,9 @@ def _check_before(options: argparse.Namespace) -> None:
             raise ValueError(
                 "--figures needs the worst directions, which are not shared between processes; use one process"
             )
-        with style():
-            check_folder(options.figures)
+        with require_extra("figures need matplotlib", "plot"):
+            import matplotlib  # noqa: F401
+        check_folder(options.figures)
     if options.out is not None:
         check_file(options.out)
         check_apart(options.out, [*places(options.model), options.checkpoint, *data], folders)
@@ -258,8 +259,7 @@ def _measured(measure: str, options: argparse.Namespace, model: Any, batches: An
 
 def _source(options: argparse.Namespace) -> dict[str, Any]:
     """Describe the inputs and versions behind the numbers, so that they can be cited."""
-    from ..sweep.digests import of_model, versions
-    from ..sweep.plan import as_data
+    from ..study.plan import as_data, of_model, versions
 
     digest = of_model(options.model, options.checkpoint)
     model = {"name": options.model, "checkpoint": options.checkpoint, "digest": digest}

@@ -20,8 +20,8 @@ from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.roles import proposals
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
 from sharpness import MEASURES, evaluate, get_measure
-from sharpness.baselines import norms
 from sharpness.building import named_weights, trainable, vector_lengths
+from sharpness.study.run import distance
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
@@ -272,7 +272,7 @@ def test_parameters_that_share_memory_are_refused(how):
         lambda: sharpness.evaluate(model, [batch], measure="euclidean", rho=0.3),
         lambda: sharpness.gradient_norm(model, [batch], measure="adaptive"),
         lambda: sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.3, measure="euclidean"),
-        lambda: norms(model),
+        lambda: distance(model, {}),
     ):
         with pytest.raises(ValueError, match=r"share memory but are two tensors|is expanded"):
             measured()
