@@ -64,7 +64,7 @@ def check_model(model: object) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
+    """Return whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
 
 
@@ -78,10 +78,9 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def plain_class(module: nn.Module) -> type:
-    """Return a module's class, as it was before FSDP2 replaced it by a subclass."""
+    """Return a module's class, as it was before FSDP2 or a parametrisation replaced it by a subclass."""
     cls = type(module)
-    index = getattr(cls, "_orig_cls_mro_index", None)
-    return cls if index is None else cls.__mro__[index]
+    return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", 0)]
 
 
 class ByClass(dict[str, F]):

@@ -86,7 +86,7 @@ def _letters(words: set[str]) -> str | None:
 
 
 def _projects(module: nn.Module) -> bool:
-    """Tell whether a module may be a projection; gradients and moves judge those with a forward of their own."""
+    """Return whether a module may be a projection; gradients and moves judge those with a forward of their own."""
     return isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(module).__name__ in ("Conv1D", "QuantLinear")
 
 
@@ -154,7 +154,7 @@ def _rows(module: nn.Module, layers: Container[nn.Module]) -> Iterator[tuple[str
 
 
 def holds_keys(module: nn.Module) -> bool:
-    """Tell whether the children of a module are named like keys, values and outputs, with or without queries."""
+    """Return whether the children of a module are named like keys, values and outputs, with or without queries."""
     found = (_letters(_words(n)) for n, m in module.named_children() if _projects(m))
     return set("kvo") <= set("".join(letters or "" for letters in found))
 

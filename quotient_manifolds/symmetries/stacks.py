@@ -151,7 +151,7 @@ def scaled_points(pairs: Sequence[SymmetricPair]) -> Tensor:
 
 
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
-    """Tell, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
+    """Return, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
     masks: dict[Tensor, Tensor] = {}
     for s in found:
         for p in s.parameters():
