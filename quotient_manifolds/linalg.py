@@ -89,8 +89,7 @@ class _Exposed(torch.autograd.Function):
 
 def exposed(x: Tensor) -> Tensor:
     """Return values that decide what is computed, without derivatives; first the dimensions that ``vmap`` hides."""
-    found: Tensor = _Exposed.apply(x.detach())
-    return found
+    return _Exposed.apply(x.detach())
 
 
 def holds(condition: Tensor) -> bool:
@@ -234,8 +233,7 @@ def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     reverse = torch.is_grad_enabled() and (A1.requires_grad or A2.requires_grad or B.requires_grad)
     if not reverse and forward_ad._current_level < 0:
         return _NearDiagonalSylvester.forward(A1, A2, B)  # without the overhead, that of ten small products
-    result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
-    return result
+    return _NearDiagonalSylvester.apply(A1, A2, B)
 
 
 def weighted_sylvester(M: Tensor, N: Tensor, R_H: Tensor, R_G: Tensor) -> Callable[[Tensor], Tensor]:

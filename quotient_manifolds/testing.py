@@ -182,8 +182,7 @@ def check_manifold(
         points = [_RandomPoint(manifold, item, seed) for item in x.detach().reshape(-1, *x.shape[-manifold.ndim :])]
         for check in itertools.chain(*(_checks(p, retraction_order) for p in points), _batch_check(manifold, points)):
             before = worst.setdefault(check.name, check)
-            # NaN counts as worst.
-            if not (check.value >= before.value if check.kind == "slope" else check.value <= before.value):
+            if not (check.value >= before.value if check.kind == "slope" else check.value <= before.value):  # NaN too
                 worst[check.name] = check
     return ManifoldReport(str(manifold), tuple(x.shape), tuple(worst.values()))
 
@@ -340,8 +339,7 @@ class _RandomPoint:
 
     def moved(self, u: Tensor) -> Tensor:
         """Return the image of u at y under the action."""
-        found: Tensor = jvp(lambda z: self.manifold.act(z, self.A), (self.x,), (u,))[1]
-        return found
+        return jvp(lambda z: self.manifold.act(z, self.A), (self.x,), (u,))[1]
 
     def function(self, z: Tensor) -> Tensor:
         """Evaluate a smooth function of the orbit."""

@@ -165,5 +165,4 @@ class _Distance(torch.autograd.Function):
 
 def distance(metric: Metric, n: int, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Tensor:
     """Compute the distance of two orbits, once differentiable; (…), in the precision of the points."""
-    found: Trio = _Distance.apply(metric, n, *torch.broadcast_tensors(x, y), n_starts, on_error)
-    return found[0]
+    return _Distance.apply(metric, n, *torch.broadcast_tensors(x, y), n_starts, on_error)[0]
