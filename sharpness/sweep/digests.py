@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..data import divided, is_function, source_files
-from ..models import INPUTS, files_of
+from ..huggingface import INPUTS, files_of
 
 __all__ = ["of_data", "of_model", "places", "versions"]
 
