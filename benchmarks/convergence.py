@@ -13,7 +13,7 @@ import torch
 from _common import RESULTS, write
 
 import sharpness
-from sharpness.plots.look import COLOURS, MARKERS, figure
+from sharpness.plots import COLOURS, MARKERS, figure
 
 RADII = {
     "geodesic-inv": (0.01, 0.03, 0.1, 0.2, 0.3),

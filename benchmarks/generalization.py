@@ -20,9 +20,14 @@ from typing import Any
 import torch
 from _common import RESULTS, write
 
+from reproduction.adaptive_norm import AdaptiveNormMeasure
+from reproduction.additive import AdditiveMeasure
 from reproduction.collection import train_collection
+from reproduction.comparison import compare
 from reproduction.hypothesis import GIVEN, hypothesis
 from reproduction.plots import plot_ablations
+from reproduction.rk4 import RungeKuttaMeasure
+from reproduction.statistics import kendall
 from reproduction.study import (
     OUTCOMES,
     account,
@@ -36,15 +41,14 @@ from reproduction.study import (
     rows_of,
     table,
 )
+from reproduction.tables import formatted, write_rows
 from reproduction.zoo import KINDS
-from sharpness.comparison import compare, label
+from sharpness import MEASURES as KNOWN
+from sharpness import Measure
 from sharpness.data import DataChoice
 from sharpness.files import write_json
-from sharpness.plots import plot_sweep
-from sharpness.rows import Row, read_results, targets, write_results
-from sharpness.statistics import kendall
-from sharpness.sweep import read_config, read_rows, run_sweep
-from sharpness.tables import formatted
+from sharpness.study import plot_sweep, read_config, read_results, read_rows, run_sweep, targets
+from sharpness.study.results import Row, label
 
 DOCS = RESULTS.parent.parent / "docs"
 #: Test examples of each collection, and shifted ones.
@@ -53,24 +57,36 @@ MEASURES = ["geodesic-inv", "geodesic-mix", "adaptive", "gradient-norm"]
 RADII = {
     "geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1], "adaptive": [0.06, 0.15, 0.5, 0.8],
 }  # fmt: skip
-#: Blocks of the laboratory.
-ADAPTIVE, ADDITIVE = "reproduction.adaptive_norm:AdaptiveNormBlock", "reproduction.additive:AdditiveBlock"
-RK4 = "reproduction.rk4:RungeKuttaBlock"
 #: At ρ = 0.1 in the inv metric, on 64 points.
 ABLATIONS: list[dict[str, Any]] = [
-    {}, {"geodesic": "first-order"}, {"pair_block": RK4}, {"geodesic": "exact"}, {"pair_block": ADAPTIVE},
-    {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1}, {"relaxation": 0.001, "pair_block": ADDITIVE},
-    {"relaxation": 0.1, "pair_block": ADDITIVE},
+    {"geodesic": "first-order"}, {"geodesic": "exact"}, {"symmetry": "qk"}, {"symmetry": "vo"}, {"relaxation": 0.1},
 ]  # fmt: skip
+
+
+def of_laboratory(kind: type[Measure], what: str, **changes: Any) -> Measure:
+    """Make a measure of the laboratory with the inv metric."""
+    return kind(**{**vars(KNOWN["geodesic-inv"]), "name": f"geodesic-inv, {what}", **changes})
+
+
+#: Beside them, in the words of the tables.
+OF_LABORATORY = [
+    of_laboratory(RungeKuttaMeasure, "geodesic = rk4"),
+    of_laboratory(AdaptiveNormMeasure, "norm = adaptive"),
+    of_laboratory(AdditiveMeasure, "relaxation = 0.001, relaxation kind = additive", relaxation=0.001),
+    of_laboratory(AdditiveMeasure, "relaxation = 0.1, relaxation kind = additive", relaxation=0.1),
+]
+KNOWN.update({measure.name: measure for measure in OF_LABORATORY})
 
 
 def sweeps(folder: Path) -> dict[str, dict[str, Any]]:
     """The configurations of the pilot by name, from the one that the collection came with."""
     base = json.loads((folder / "sweep.json").read_text())
     base |= {"measures": MEASURES, "rho": RADII, "relative_tol": 1e-3}
-    part = {k: v for k, v in base.items() if k not in ("test", "train", "initial")} | {"baselines": False}
+    part = {k: v for k, v in base.items() if k not in ("test", "train", "initial", "baselines")}
     few = base["data"] | {"num_examples": 64, "batch_size": 64}
-    ablated = {"measures": ["geodesic-inv"], "rho": 0.1, "ablations": ABLATIONS, "data": few}
+    switched = [{}, *(switches | {"measures": ["geodesic-inv"]} for switches in ABLATIONS)]
+    measures = ["geodesic-inv", *(measure.name for measure in OF_LABORATORY)]
+    ablated = {"measures": measures, "rho": 0.1, "ablations": switched, "data": few}
     return {"vision": base, "vision_ablations": part | ablated}
 
 
@@ -83,7 +99,7 @@ def measure(out: Path, shard: tuple[int, int]) -> None:
         failed = run_sweep(sweep, out / "results", shard=shard)
         if failed:
             raise SystemExit(f"{name}: {failed[0]}")
-        write_results(RESULTS / f"{name}.csv", read_rows(out / "results", sweep))
+        write_rows(RESULTS / f"{name}.csv", read_rows(out / "results", sweep))
 
 
 def gather(kind: str, zoo: Path) -> None:
@@ -110,7 +126,7 @@ def add_rows(path: Path, rows: Sequence[Row]) -> None:
     """Add rows to a table, in place of those of the same models."""
     names = {r["checkpoint"] for r in rows}
     before = read_results(path) if path.is_file() else []
-    write_results(path, sorted([*(r for r in before if r["checkpoint"] not in names), *rows], key=by_number))
+    write_rows(path, sorted([*(r for r in before if r["checkpoint"] not in names), *rows], key=by_number))
 
 
 def by_number(row: Row) -> int:
@@ -194,9 +210,9 @@ def report(docs: Path = DOCS) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     rows = read_results(RESULTS / "vision.csv")
     for target in ("gap", "test-error"):
-        (tables / f"vision_{target}.md").write_text(formatted(compare(rows, target), "markdown"), encoding="utf-8")
+        (tables / f"vision_{target}.md").write_text(formatted(compare(rows, target)), encoding="utf-8")
     others = [r for r in compare(ablations()) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
-    (tables / "vision_ablations.md").write_text(formatted(others, "markdown"), encoding="utf-8")
+    (tables / "vision_ablations.md").write_text(formatted(others), encoding="utf-8")
     (tables / "vision_changes.md").write_text(changes(), encoding="utf-8")
     plot_sweep(rows, "gap", images, prefix="vision_")
     plot_ablations(ablations(), "gap", images, prefix="vision_")

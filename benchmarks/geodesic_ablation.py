@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from _common import RESULTS, write
 from torch.nn import functional as F
 
 import sharpness
+from reproduction.rk4 import RungeKuttaMeasure
 from sharpness import get_measure
-from sharpness.plots.look import figure
+from sharpness.plots import figure
 
 RADII = {"geodesic-inv": (0.03, 0.1, 0.3, 1.0), "geodesic-mix": (0.006, 0.02, 0.06, 0.2)}
 WAYS = ("first-order", "second-order", "rk4", "exact")
@@ -26,7 +28,7 @@ WAYS = ("first-order", "second-order", "rk4", "exact")
 def along(measure: str, way: str) -> sharpness.Measure:
     """Give a measure whose pairs move in one of the ways."""
     if way == "rk4":
-        return get_measure(measure, pair_block="reproduction.rk4:RungeKuttaBlock")
+        return RungeKuttaMeasure(**vars(get_measure(measure)))
     return get_measure(measure, geodesic=way)
 
 
@@ -50,7 +52,7 @@ def one(options: argparse.Namespace, measure: str, rho: float) -> dict[str, Any]
     direction = found["exact"].direction(0)
     ends, losses = {}, {}
     for way in WAYS:
-        moved = sharpness.Direction(along(measure, way), direction.tensors, direction.norm, direction.pairs)
+        moved = replace(direction, measure=along(measure, way))
         with sharpness.perturbed(model, moved) as there, torch.no_grad():
             losses[way] = float(F.cross_entropy(there(x), y))
             ends[way] = products(direction)

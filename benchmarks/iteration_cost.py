@@ -18,13 +18,11 @@ from torch import nn
 
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from sharpness.ascent import ASCENTS
-from sharpness.balls import RoundBall
 from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
-from sharpness.model_state import preserve_model_state
+from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
-from sharpness.vectors import Buffers
 
 RADII = {"geodesic-inv": 0.05, "complete-inv": 0.05, "geodesic-mix": 0.01, "adaptive": 0.2, "euclidean": 0.02}
 
@@ -131,25 +129,24 @@ def measure(options: argparse.Namespace) -> None:
                 setup = time.perf_counter() - start
                 with space.attached():
                     task = BatchLoss(space, objective, batch, 0)
-                    buffers = Buffers(task.base_gradient)
 
-                    def ascend(task=task, buffers=buffers, name=name) -> float:
-                        start = time.perf_counter()
-                        buffers.keep()
-                        found = ASCENTS[options.ascent](
-                            # The last step needs no backward pass: give it one.
-                            lambda v, _: task.with_gradient(v, buffers.take), buffers.take().zero_(),
-                            RoundBall(RADII[name]), options.steps, first=(task.base, task.base_gradient),
-                            buffers=buffers,
-                        )  # fmt: skip
-                        buffers.adopt(found.point)
+                    def ascend(task=task, space=space, name=name) -> float:
+                        start, known = time.perf_counter(), [(task.base, task.base_gradient)]
+
+                        def f(x: torch.Tensor, _: bool) -> tuple[float, torch.Tensor]:
+                            # The last step needs no backward pass: give it one. The first point is known.
+                            return known.pop() if known else task.with_gradient(x)
+
+                        ASCENTS[options.ascent](f, space.empty().zero_(), RADII[name], options.steps)
                         sync()
                         return (time.perf_counter() - start) / options.steps
 
                     ascend()
                     return setup, [(bare(), ascend(), bare()) for _ in range(options.repeats)]
 
-            setup, pairs = preserve_model_state(model, measured)
+            state = preserved(model)
+            with state, state:
+                setup, pairs = measured()
             ratios = [step / ((before + after) / 2) for before, step, after in pairs]
             rows.append(
                 {

@@ -14,7 +14,7 @@ import scipy.stats
 from _common import RESULTS, interval
 from lora_text import METHODS, SEEDS, best
 
-from sharpness.plots.look import figure
+from sharpness.plots import figure
 
 NAMES = {"ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
 RANKS = (4, 16, 64)

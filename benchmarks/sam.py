@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import sharpness
 from reproduction.finetune import set_dropout_
 from sharpness import GeodesicSAM
-from sharpness.plots.look import figure
+from sharpness.plots import figure
 
 METHODS = {"AdamW": None, "SAM": "euclidean", "ASAM": "adaptive", "GeodesicSAM": "geodesic-inv"}
 RADII = (0.05, 0.15, 0.5)

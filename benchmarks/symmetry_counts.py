@@ -8,10 +8,9 @@ from pathlib import Path
 
 from _common import write
 
-from quotient_manifolds.symmetries.whole import count, nullity
-
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.whole_networks import FAMILIES, build, forward, inputs
+from reproduction.nullity import nullity
+from tests.whole_networks import FAMILIES, build, count, forward, inputs
 
 
 def main() -> None:

@@ -16,13 +16,11 @@ import torch
 from _common import write
 
 from sharpness.ascent import ASCENTS
-from sharpness.balls import RoundBall
 from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
-from sharpness.model_state import preserve_model_state
+from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
-from sharpness.vectors import Buffers
 
 #: Two decades a measure, up to the largest radius at which the given network's loss rises by 1 to 4.
 RADII = {
@@ -53,60 +51,43 @@ def case(options: argparse.Namespace, checkpoint: int, name: str) -> list[dict[s
     for draw in range(options.batches):
         batch = _vit_cifar10.images(options.images, "train", options.size, seed=100 + 10 * checkpoint + draw)
 
-        def measured(draw=draw, batch=batch) -> None:
-            space = WeightSpace(net, MEASURES[name])
-            with space.attached():
-                task = BatchLoss(space, Objective(), batch, 0)
-                first, buffers = (task.base, task.base_gradient), Buffers(task.base_gradient)
-
-                def f(x, wanted, task=task, buffers=buffers) -> tuple:
-                    return task.with_gradient(x, buffers.take) if wanted else (task(x), None)
-
-                for index, rho in enumerate(RADII[name]):
-                    ball = Recorder(rho)
-                    buffers.keep()
-                    found = ASCENTS["power"](
-                        f,
-                        buffers.take().zero_(),
-                        ball,
-                        options.steps,
-                        relative_tol=1e-6,
-                        first=first,
-                        buffers=buffers,
-                    )
-                    buffers.adopt(found.point)
-                    reference = found.value
-                    peer = None
-                    if index >= len(RADII[name]) - options.peer:
-                        buffers.keep()
-                        other = ASCENTS["apgd"](
-                            f, buffers.take().zero_(), RoundBall(rho), options.steps, first=first, buffers=buffers
-                        )
-                        buffers.adopt(other.point)
-                        peer, reference = other.value - task.base, max(reference, other.value)
-                    rows.append(
-                        {
-                            "checkpoint": checkpoint, "batch": draw, "measure": name, "rho": rho, "base": task.base,
-                            "reference": reference - task.base, "apgd": peer,
-                            "history": [v - task.base for v in found.history], "gaps": ball.gaps,
-                        }
-                    )  # fmt: skip
-
-        preserve_model_state(net, measured)
+        state, space = preserved(net), WeightSpace(net, MEASURES[name])
+        with state, state, space.attached():
+            task = BatchLoss(space, Objective(), batch, 0)
+            for index, rho in enumerate(RADII[name]):
+                gaps: list[float] = []
+                zero = space.empty().zero_()
+                found = ASCENTS["power"](recorded(task, rho, gaps), zero, rho, options.steps, relative_tol=1e-6)
+                peer, reference = None, found.value
+                if index >= len(RADII[name]) - options.peer:
+                    other = ASCENTS["apgd"](recorded(task, rho, []), space.empty().zero_(), rho, options.steps)
+                    peer, reference = other.value - task.base, max(reference, other.value)
+                rows.append(
+                    {
+                        "checkpoint": checkpoint, "batch": draw, "measure": name, "rho": rho, "base": task.base,
+                        "reference": reference - task.base, "apgd": peer,
+                        "history": [v - task.base for v in found.history], "gaps": gaps,
+                    }
+                )  # fmt: skip
     return rows
 
 
-class Recorder(RoundBall):
-    """A ball that notes the gap at every new best point."""
+def recorded(task: BatchLoss, rho: float, gaps: list[float]) -> Any:
+    """A batch's loss as a function to maximise, which notes the gap at the start and at every new best point."""
+    values: list[float] = []
 
-    def __init__(self, radius: float) -> None:
-        super().__init__(radius)
-        self.gaps: list[float] = []
+    def f(x: torch.Tensor, wanted: bool) -> tuple[float, torch.Tensor | None]:
+        if not values:
+            value, g = task.base, task.base_gradient
+        else:
+            value, g = task.with_gradient(x) if wanted else (task(x), None)
+        # The start does not count: the first iterate replaces it, whatever its value.
+        if g is not None and value > max(values[1:], default=-float("inf")):
+            gaps.append(rho * float(g.norm()) - float(g @ x))
+        values.append(value)
+        return value, g
 
-    def view(self, g, best, other):  # type: ignore[no-untyped-def]
-        found = super().view(g, best, other)
-        self.gaps.append(found.gap)
-        return found
+    return f
 
 
 def stopped(row: dict[str, Any], tol: float, steps: int) -> tuple[float, int]:

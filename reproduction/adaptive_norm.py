@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import GLTangentSpace
+from sharpness import Measure
 from sharpness.blocks import PairBlock
 
-__all__ = ["AdaptiveNorm", "AdaptiveNormBlock"]
+__all__ = ["AdaptiveNorm", "AdaptiveNormBlock", "AdaptiveNormMeasure"]
 
 
 class AdaptiveNormBlock(PairBlock):
-    """Pairs at the model's own representative, in the coordinates ξ/w.
-
-    A measure uses them by ``pair_block="reproduction.adaptive_norm:AdaptiveNormBlock"``.
-    """
+    """Pairs at the model's own representative, in the coordinates ξ/w."""
 
     closed_form = False
 
@@ -31,6 +29,12 @@ class AdaptiveNormBlock(PairBlock):
         if self.measure.elementwise != "adaptive":
             raise ValueError('the adaptive norm of pairs needs elementwise="adaptive"')
         self.chart: Any = AdaptiveNorm(self.tangent)
+
+
+class AdaptiveNormMeasure(Measure):
+    """A measure whose pairs are such blocks."""
+
+    pair_block = AdaptiveNormBlock
 
 
 class AdaptiveNorm:
@@ -67,11 +71,15 @@ class AdaptiveNorm:
         """Project coordinates on those of horizontal vectors."""
         space = self.space
 
+        (G, H), gauge = space.split(space.x), space.gauge
+
         def k(L: Tensor) -> Tensor:
-            return self._times(space.vertical_covector(L))
+            L = gauge.A_inv @ L @ gauge.A  # Λ belongs to the canonical representative, whatever the condition of x
+            return self._times(space.to_covector(torch.cat([G @ L, -H @ L.mH], dim=-2)))
 
         def k_adjoint(z: Tensor) -> Tensor:
-            return space.vertical_moment(self._times(z))
+            P, R = space.split(space.to_covector(self._times(z)))
+            return gauge.A_inv.mH @ (G.mH @ P - R.mH @ H) @ gauge.A.mH
 
         wide = c.to(self.x.dtype)
         tolerance = 10 * torch.finfo(c.dtype).eps

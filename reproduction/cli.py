@@ -66,7 +66,7 @@ def _finetune(options: argparse.Namespace) -> int:
     from reproduction.recipes import Recipe, random_recipe
     from sharpness.data import check_source
     from sharpness.files import check_apart
-    from sharpness.sweep.digests import places
+    from sharpness.study.plan import places
 
     checked_device(options.device)
     data = data_choice(options)

@@ -27,7 +27,7 @@ from sharpness.files import atomic_write, check_folder, write_json
 from sharpness.huggingface import quiet
 from sharpness.models import LoadedModel, load
 from sharpness.progress import bar
-from sharpness.sweep.run import shard_of
+from sharpness.study.run import shard_of
 
 from .finetune import TrainingImages, TrainingTexts, finetune, scores_of
 from .folders import atomic_write_folder
@@ -278,6 +278,7 @@ def _config(
     checkpoints = [{"path": "model_*[0-9]"} if folders else {"path": "model_*.safetensors", "model": model}]
     config: dict[str, Any] = {
         "checkpoints": checkpoints, "data": _plain(data, **measured), "train": _plain(data),
+        "baselines": "reproduction.baselines:baselines",
         "micro_batch": 16 if holds_texts(data.source) else 32,  # pieces of similar texts have little padding
         "measures": ["geodesic-inv", "geodesic-mix", "adaptive"],
         "rho": {"geodesic-inv": [0.02, 0.05, 0.1, 0.2], "geodesic-mix": [0.01, 0.02, 0.05, 0.1],

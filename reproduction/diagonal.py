@@ -21,11 +21,10 @@ import numpy.typing as npt
 import torch
 
 from sharpness.ascent import auto_pgd
-from sharpness.balls import RoundBall
 from sharpness.files import check_folder, write_json, write_text
 from sharpness.progress import bar
-from sharpness.statistics import Correlation, kendall
 
+from .statistics import Correlation, kendall
 from .trust_region import maximise_quadratic
 
 __all__ = ["CLOSED_FORMS", "MAXIMISED", "Problem", "closed_forms", "maximised", "run", "train"]
@@ -194,7 +193,7 @@ def maximised(problem: Problem, u: _Array, v: _Array, rho: float, *, steps: int 
             loss = (X @ product(z) - y).square().sum()
             return float(loss.detach()), torch.autograd.grad(loss, z)[0]
 
-        return max(auto_pgd(f, s, RoundBall(radius), steps).value for s in (start, -start)) - base
+        return max(auto_pgd(f, s.clone(), radius, steps).value for s in (start, -start)) - base
 
     start = torch.from_numpy(B)
     d = len(u)

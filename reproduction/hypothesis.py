@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sharpness.comparison import CONTROLS, curves
-from sharpness.rows import Row, targets
-from sharpness.statistics import Correlation, kendall
+from sharpness.study import targets
+from sharpness.study.results import Row
+
+from .comparison import CONTROLS, curves
+from .statistics import Correlation, kendall
 
 __all__ = ["GIVEN", "answer", "hypothesis"]
 

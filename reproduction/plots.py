@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 
-from sharpness.comparison import compare
-from sharpness.plots.look import COLOURS, MARKERS, figure
-from sharpness.plots.many_models import scatter
-from sharpness.rows import TARGETS, Row, targets
+from sharpness.plots import COLOURS, MARKERS, figure
+from sharpness.study import TARGETS, targets
+from sharpness.study.results import Row
+
+from .comparison import Ranking, compare
 
 __all__ = ["plot_ablations", "plot_diagonal", "plot_orbit", "plot_toy"]
 
@@ -182,6 +184,16 @@ def plot_orbit(path: str | os.PathLike[str] | None = None, *, rho: float = 0.25)
     return drawn
 
 
+def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float]) -> None:
+    """Draw the target against a quantity, with τ."""
+    measure = row.quantity.split(",")[0]
+    colour, marker = COLOURS.get(measure, "0.4"), MARKERS.get(measure, "o")
+    axes.plot(row.values, [goal[m] for m in row.models], marker, color=colour, markersize=5)
+    said = f"τ = {row.tau.value:+.2f} [{row.tau.low:+.2f}, {row.tau.high:+.2f}]"
+    axes.set_title(f"{fill(f'{row.quantity}, ρ = {row.rho:g}', 34)}\n{said}", fontsize="small")
+    axes.locator_params(nbins=4)
+
+
 def plot_ablations(
     rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
 ) -> list[Path]:
@@ -190,7 +202,7 @@ def plot_ablations(
     Parameters
     ----------
     rows, target, folder, prefix, suffix
-        As for :func:`sharpness.plots.plot_sweep`.
+        As for :func:`sharpness.study.plot_sweep`.
 
     Returns
     -------
@@ -233,7 +245,7 @@ def plot_ablations(
         drawn.append(Path(folder) / f"{prefix}{name}.{suffix}")
         with figure(drawn[-1], (3.6 * width, 3.1 * height), height, width, sharey=True) as (_, grid):
             for axes, row in zip(grid.ravel(), shown, strict=False):
-                scatter(axes, row, goal, f"{row.quantity}, ρ = {row.rho:g}")
+                _scatter(axes, row, goal)
             for axes in grid.ravel()[len(shown) :]:
                 axes.set_visible(False)
             for axes in grid[:, 0]:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import scipy.stats
 
 from sharpness.progress import bar
-from sharpness.statistics import kendall, kendall_family
+
+from .statistics import kendall, kendall_family
 
 __all__ = ["LEVEL", "alone", "draw", "power", "resolved"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import msgspec
 
 import sharpness
 from sharpness.batch_loss import RadiusError
@@ -17,8 +18,8 @@ from sharpness.files import write_json
 from sharpness.models import load
 from sharpness.progress import bar
 from sharpness.results import LEAVES
-from sharpness.rows import Row
-from sharpness.sweep import Checkpoint, Sweep, read_config, read_failures, read_rows
+from sharpness.study import Checkpoint, Sweep, read_config, read_failures, read_rows
+from sharpness.study.results import Row
 
 __all__ = ["LEVELS", "PRIMARY", "choose_radii", "median_models", "radius_at", "radius_of_levels", "tested"]
 
@@ -163,8 +164,8 @@ def radius_of_levels(sweep: Sweep, models: Sequence[Checkpoint], measure: str) -
             result = sharpness.evaluate(
                 model, batch, measure=measure, rho=rho, keep_directions=False, progress=False, **settings
             )
-            if result.reach:
-                limit = min(limit, LEAVES * rho / result.reach)
+            if result.measure.pair_metric == "mix" and result.min_singular_value:
+                limit = min(limit, LEAVES * result.min_singular_value)
             if rho <= limit:
                 return float(result)
         raise RadiusError(f"at ρ = {rho:g} the ball leaves the manifold, as it does beyond {limit:.3g}")
@@ -205,7 +206,7 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, device: str = 
         Fewer than three models were tested.
     """
     path = zoo / "models" / "measure.json"
-    sweep = replace(read_config(zoo / "models" / "sweep.json"), device=device)
+    sweep = msgspec.structs.replace(read_config(zoo / "models" / "sweep.json"), device=device)
     base = json.loads((zoo / "models" / "sweep.json").read_text()) | {"device": device}
     radii = json.loads(path.read_text())["rho"] if path.is_file() else {}
     fits, left_out = tested(zoo)
@@ -224,7 +225,7 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, device: str = 
             own = {"measures": [m for m in radii if radii[m]] + ["gradient-norm"], "rho": radii}
             write_json(path, base | own | {"relative_tol": TOLERANCE})
             shown.update()
-    part = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial")} | {"baselines": False}
+    part = {k: v for k, v in base.items() if k not in ("rho", "train", "test", "initial", "baselines")}
     few = base["data"]["num_examples"] // 4
     local = {"measures": HESSIANS, "data": base["data"] | {"num_examples": few, "batch_size": few}}
     write_json(path.with_name("hessian.json"), part | local)

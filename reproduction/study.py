@@ -10,23 +10,25 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sharpness.baselines import distance, geodesic_distance
-from sharpness.comparison import CONTROLS, Ranking, compare, curves
+from msgspec import structs
+
 from sharpness.measures import get_measure
 from sharpness.models import load, load_state_dict
-from sharpness.plots.look import COLOURS, MARKERS, figure, plain_ticks
+from sharpness.plots import COLOURS, MARKERS, figure, plain_ticks
 from sharpness.results import LEAVES
-from sharpness.rows import TARGETS, Row, targets
-from sharpness.statistics import Correlation, kendall, kendall_difference
-from sharpness.sweep import Checkpoint, Sweep, read_config, read_failures, read_rows, run_sweep
-from sharpness.tables import controls_in_words, verdicts
+from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_failures, read_rows, run_sweep, targets
+from sharpness.study.results import Row
+from sharpness.study.run import distance
 
+from .baselines import geodesic_distance
+from .comparison import CONTROLS, Ranking, compare, curves
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
+from .statistics import Correlation, kendall, kendall_difference
+from .tables import controls_in_words, verdicts
 
 __all__ = [
     "account", "agreement", "beside_distance", "differences", "judged", "plain_table", "plot_partial", "plot_radius",
@@ -165,8 +167,8 @@ def fit_of_start(zoo: Path) -> dict[str, float] | None:
     sweep = read_config(zoo / "models" / "sweep.json")
     if sweep.initial is None or Path(sweep.initial.model).is_dir():
         return None
-    start = replace(sweep.checkpoints[0], name="start", weights=sweep.initial.model)
-    alone = replace(sweep, checkpoints=(start,), measures=(), baselines=False, initial=None)
+    start = structs.replace(sweep.checkpoints[0], name="start", weights=sweep.initial.model)
+    alone = structs.replace(sweep, checkpoints=(start,), measures=(), baselines=None, initial=None)
     failed = run_sweep(alone, zoo / "start", progress=False)
     if failed:
         raise ValueError(f"the start of {zoo} was not tested: {failed[0]['error']}")
@@ -213,7 +215,7 @@ def differences(zoos: Mapping[str, Sequence[Row]], target: str, reference: str =
     zoos : mapping of str to sequence of mapping
         Rows by name, of measures with radii chosen by the rule.
     target : str
-        See :func:`sharpness.rows.targets`.
+        See :func:`sharpness.study.targets`.
     reference : str
         The measure that others are compared with.
 
@@ -279,7 +281,7 @@ def agreement(
     one, other : str
         The measures.
     target : str
-        See :func:`sharpness.rows.targets`.
+        See :func:`sharpness.study.targets`.
 
     Returns
     -------
@@ -323,7 +325,7 @@ def judged(
     zoos : mapping of str to sequence of mapping
         Rows by name.
     target, quadratic, given
-        See :func:`sharpness.comparison.compare`.
+        See :func:`reproduction.comparison.compare`.
 
     Returns
     -------
@@ -454,7 +456,7 @@ def plot_radius(zoos: Judged, target: str, path: str | os.PathLike[str]) -> None
     zoos : mapping of str to sequence of Ranking
         Of one target (:func:`judged`).
     target : str
-        See :func:`sharpness.rows.targets`.
+        See :func:`sharpness.study.targets`.
     path : str or path
         File for the figure.
     """

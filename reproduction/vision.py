@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries.whole import Site, Table, Wiring, register_wiring
+from quotient_manifolds.symmetries.whole import Site, Wiring, register_wiring
 from quotient_manifolds.symmetries.whole.layout import Layout, Sublayer, affine, norm, wire
 
 __all__ = ["ImageTransform", "SmallViT", "scratch_vit", "vit_cifar10"]
@@ -87,14 +87,10 @@ class SmallViT(nn.Module):
 
 _LAYOUT = Layout(
     layers="transformer.layers",
-    sublayers=(
-        Sublayer("norm1", ("self_attn",), "self_attn.out_proj"),
-        Sublayer("norm2", ("linear1",), "linear2", act="relu"),
-    ),
+    attention=Sublayer("norm1", "self_attn", "self_attn.out_proj"),
+    mlp=Sublayer("norm2", "linear1", "linear2", "transformer.layers.0.activation_relu_or_gelu"),
     last="mlp_head.0",
-    tables=("cls_token", "pos_embed"),
-    patches="patch_embed.proj",
-    common=(("cls_token", "pos_embed[:1]"), ("patch_embed.proj.bias", "pos_embed[1:]")),
+    embeddings="pos_embed[:1] + cls_token, pos_embed[1:] + patch_embed.proj",
 )
 
 
@@ -108,11 +104,10 @@ def _wiring(model: Any) -> Wiring:
     w = Wiring(classifiers=[("mlp_head.1", head)])
     if model.transformer.layers[0].norm_first:
         return wire(w, model, _LAYOUT, [head])
-    wire(w, model, replace(_LAYOUT, last="", tables=(), patches="", post_norm=True), [])
-    *inner, end = w.sites
-    last = Site("mlp_head.0", norm(model, "mlp_head.0", _LAYOUT), (head,))
-    w.sites = [*inner, replace(end, raw=True), last]
-    w.tables.append(("the last shift", Table(end.norm.module, "bias")))
+    wire(w, model, replace(_LAYOUT, last="", post_norm=True), [])
+    w.writers = [(name, a) for name, a in w.writers if name != "patch_embed.proj"]
+    w.tables = [("the last shift", b) for b in w.sites[-1].norm.blocks[1:]]
+    w.sites.append(Site("mlp_head.0", norm(model, "mlp_head.0"), (head,)))
     w.closed = False
     return w
 

@@ -14,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sharpness.data import DataChoice, TextColumns
 from sharpness.files import check_folder, write_json
-from sharpness.sweep import read_config, run_sweep
-from sharpness.sweep.run import shard_of
+from sharpness.study import read_config, run_sweep
+from sharpness.study.run import shard_of
 
 from .collection import train_collection
 from .recipes import Recipe, random_recipe
@@ -109,8 +111,8 @@ def build(
         progress=progress,
     )  # fmt: skip
     failed = []
-    base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial")}
-    base |= {"measures": [], "ablations": [], "baselines": False, "device": device}
+    base = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("rho", "initial", "baselines")}
+    base |= {"measures": [], "ablations": [], "device": device}
     for name, source in (("results", test.source), ("shift", shift)):
         path = config.with_name(f"{name}.json")
         own = base | {"test": base["test"] | {"source": os.path.abspath(source)}}
@@ -119,7 +121,8 @@ def build(
         write_json(path, own)
         sweep = read_config(path)  # it lists the models that exist by now, including those of other shards
         mine = {f"model_{i:02d}" for i in shard_of(range(first, len(recipes)), shard)}
-        part = replace(sweep, checkpoints=tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine))
+        own_checkpoints = tuple(c for c in sweep.checkpoints if Path(c.name).stem in mine)
+        part = msgspec.structs.replace(sweep, checkpoints=own_checkpoints)
         failed += run_sweep(part, out / name, progress=progress)
     return failed
 

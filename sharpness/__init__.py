@@ -1,15 +1,13 @@
 """Geodesic sharpness of transformers: the worst rise of the loss within a geodesic ball of the quotient."""
 
-from .curvature import HessianOperator
-from .direction import Direction, perturbed
+from .ascent import Search
+from .direction import Direction, Profile, perturbed, profile
 from .evaluation import evaluate
-from .layers import LayerShare, LayerShares
-from .local import LocalBatch, LocalResult, gradient_norm, hessian
+from .hessian import HessianOperator, LocalResult, gradient_norm, hessian
 from .measures import MEASURES, Measure, get_measure
-from .profiles import Profile, profile
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
-from .search import Search
+from .shares import LayerShare, LayerShares
 from .space import WeightSpace
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "HessianOperator",
     "LayerShare",
     "LayerShares",
-    "LocalBatch",
     "LocalResult",
     "Measure",
     "Profile",

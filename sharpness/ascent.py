@@ -1,4 +1,4 @@
-r"""Maximisation of a function over a ball around the origin of a Euclidean space, independent of networks.
+r"""Maximisation of a function over the ball :math:`\|x\|_2 \le ρ` of a Euclidean space, independent of networks.
 
 The **generalised power method** moves to the point of the ball in the direction of the gradient g at the best point so
 far,
@@ -6,37 +6,104 @@ far,
 .. math:: y = ρ\, g/\|g\|, \qquad y \leftarrow y + \tfrac14 (x - x_{prev}),\quad
           x^+ = ω y + (1 - ω) x \quad \text{(each time scaled to length ρ)}
 
-(for the round ball; in general y is the ball's maximiser of ⟨g, y⟩), with the momentum term only after a rise. The
-damping ω starts at 1, is halved after every decrease and multiplied by 1.2 after every increase. For a convex function
-the plain iteration (no momentum, ω = 1) never decreases. The undamped iteration is that of Journée, Nesterov,
-Richtárik, Sepulchre 2010.
+with the momentum term only after a rise. The damping ω starts at 1, is halved after every decrease and multiplied by
+1.2 after every increase. For a convex function the plain iteration (no momentum, ω = 1) never decreases. The undamped
+iteration is that of Journée, Nesterov, Richtárik, Sepulchre 2010.
 
-**Auto-PGD**, with step size η (initially 2ρ), P the projection onto the ball, d the steepest direction of unit length
-(g/‖g‖ for the round ball) and α = 1 at the first step, 0.75 after it, is
+**Auto-PGD**, with step size η (initially 2ρ), P the projection onto the ball, and α = 1 at the first step, 0.75 after
+it, is
 
-.. math:: z = P(x + η d), \qquad x^+ = P(x + α(z - x) + (1 - α)(x - x_{prev})).
+.. math:: z = P(x + η\, g/\|g\|), \qquad x^+ = P(x + α(z - x) + (1 - α)(x - x_{prev})).
 
 At the check-points the step is halved, and the ascent restarts from the best iterate, if fewer than three in four steps
 raised the function, or if neither the step nor the best value changed since the last check-point. Croce and Hein 2020,
 Algorithm 1; paper, Algorithm 1, where lines 5–6 and 16–17 pair the loss with the wrong iterate and line 21 restarts the
 weights instead of the tangent vector.
+
+Every iterate is a linear combination of the last two and a gradient, so all lengths follow from their Gram matrix: a
+step takes one pass over the vectors to compute that and one to write. Combinations of horizontal vectors are
+horizontal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .balls import Ball, View
-from .vectors import Buffers
+from quotient_manifolds.checks import as_count
 
-__all__ = ["ASCENTS", "Ascent", "auto_pgd", "power"]
+from .distributed import World
+
+__all__ = ["ASCENTS", "Ascent", "Search", "auto_pgd", "power"]
 
 #: ``f(x, wanted) -> (value, gradient)``; the gradient is None unless it is wanted.
 Function = Callable[[Tensor, bool], tuple[float, Tensor | None]]
+#: Number of elements of a vector that are processed at a time on a CPU, so that they stay in its cache.
+_CHUNK = 2**18
+#: Momentum of the power iteration.
+_MOMENTUM = 0.25
+
+
+@dataclass(frozen=True)
+class Search:
+    """Options of the search for the largest loss, or of its mean over random directions.
+
+    Attributes
+    ----------
+    steps : int
+        Upper bound on the steps of an ascent, of one forward and one backward pass each. Where the loss falls outwards
+        at the best point of the sphere, further ascents search inside the ball, on spheres of a half, a quarter, …
+        of the radius.
+    relative_tol : float
+        Stop an ascent when a first-order step can gain less than this share of the increase found so far; 0 takes all
+        steps.
+    ascent : {"power", "apgd"}
+        The generalised power method or Auto-PGD, see :mod:`sharpness.ascent`.
+    restarts : int
+        Number of further ascents from random directions; the best result counts.
+    num_samples : int
+        Number of random directions of an average, at one forward pass each.
+    seed : int
+        Seed of the random directions, which depend only on (seed, batch, number of the start or sample).
+
+    Raises
+    ------
+    ValueError
+        A value out of range.
+
+    Examples
+    --------
+    Its attributes are options of :func:`sharpness.evaluate`, and stand in what that returns:
+
+    >>> import sharpness, torch
+    >>> batch = torch.eye(2), torch.tensor([0, 1])
+    >>> sharpness.evaluate(torch.nn.Linear(2, 2), [batch], measure="adaptive", restarts=1, seed=3).search
+    Search(steps=20, relative_tol=0.0003, ascent='power', restarts=1, num_samples=20, seed=3)
+    """
+
+    steps: int = 20
+    relative_tol: float = 3e-4
+    ascent: str = "power"
+    restarts: int = 0
+    num_samples: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "restarts": 0, "num_samples": 1, "seed": 0}
+        for name, at_least in least.items():
+            most = 2**63 if name == "seed" else math.inf
+            object.__setattr__(self, name, as_count(name, getattr(self, name), least=at_least, most=most))
+        tol = self.relative_tol
+        if isinstance(tol, bool) or not isinstance(tol, Real) or not 0 <= tol < math.inf:
+            raise ValueError(f"relative_tol must be a number of at least 0, got {tol!r}")
+        if not isinstance(self.ascent, str) or self.ascent not in ASCENTS:
+            raise ValueError(f"unknown ascent {self.ascent!r}; choose one of {', '.join(ASCENTS)}")
 
 
 @dataclass(frozen=True)
@@ -58,8 +125,8 @@ class Ascent:
     converged : bool or None
         Whether the gap is below the tolerance; None without a tolerance.
     slope : float or None
-        Outward derivative of f, :math:`\langle \nabla f(x), x \rangle / \|x\|`, at the best point of the round ball
-        where the gradient is known. If it is negative, there are larger values inside the ball.
+        Outward derivative of f, :math:`\langle \nabla f(x), x \rangle / \|x\|`, at the best point where the gradient is
+        known. If it is negative, there are larger values inside the ball.
 
     Examples
     --------
@@ -69,8 +136,7 @@ class Ascent:
     >>> import torch
     >>> def f(x, wanted):
     ...     return float(x.sum()), torch.ones_like(x)
-    >>> from sharpness.balls import RoundBall
-    >>> found = power(f, torch.zeros(2), RoundBall(1.0), 20, relative_tol=1e-3)
+    >>> found = power(f, torch.zeros(2), 1.0, 20, relative_tol=1e-3)
     >>> round(found.value, 4), len(found.history), abs(found.fw_gap) < 1e-6, found.converged
     (1.4142, 2, True, True)
     """
@@ -84,9 +150,8 @@ class Ascent:
 
 
 def power(
-    f: Function, start: Tensor, ball: Ball, steps: int, *,
-    relative_tol: float = 0.0, base: float | None = None, first: tuple[float, Tensor] | None = None,
-    buffers: Buffers | None = None, callback: Callable[[float, float], None] | None = None,
+    f: Function, start: Tensor, radius: float, steps: int, *,
+    relative_tol: float = 0.0, base: float | None = None, world: World | None = None,
 ) -> Ascent:  # fmt: skip
     """Maximise f over a ball by the generalised power method, see :mod:`sharpness.ascent`.
 
@@ -96,19 +161,17 @@ def power(
         ``f(x, wanted) -> (value, gradient)``; the gradient, (dim,), may be None unless it is wanted. Every iterate is a
         linear combination of ``start`` and gradients: where these are horizontal, no projection is needed.
     start : Tensor
-        (dim,), the origin or a point of the ball's surface; copied, unless it is one of the buffers.
-    ball : Ball
+        (dim,), the origin or a point of the ball's surface; it may be overwritten.
+    radius : float
+        ρ.
     steps : int
-        Largest number of steps; f is called at most steps + 1 times, and once less with ``first``.
+        Largest number of steps; f is called at most steps + 1 times, first at ``start``.
     relative_tol : float
         Stop once the Frank–Wolfe gap at the best iterate is below this share of the increase; 0 never stops.
     base : float, optional
         Value at the origin, relative to which the increase is measured; by default the value at ``start``.
-    first : (float, Tensor), optional
-        Value and gradient at ``start``, if known; a gradient that is one of the buffers is overwritten.
-    buffers, callback : optional
-        ``buffers`` holds vectors to work in, one of which becomes the result's point; f may take its gradients from
-        there. ``callback`` is called with (value, best value) after every step.
+    world : World, optional
+        The processes over which vectors are spread.
 
     Returns
     -------
@@ -119,60 +182,73 @@ def power(
     On the unit sphere the largest value of a quadratic form is its largest eigenvalue:
 
     >>> import torch
-    >>> from sharpness.balls import RoundBall
     >>> a = torch.tensor([1.0, 2.0, 5.0])
     >>> def f(x, wanted):
     ...     return float(a @ x.square()), 2 * a * x
-    >>> round(power(f, torch.ones(3) / 3**0.5, RoundBall(1.0), 20).value, 3)
+    >>> round(power(f, torch.ones(3) / 3**0.5, 1.0, 20).value, 3)
     5.0
     """
-    work, start, value, g = _begin(f, start, first, buffers)
-    history, base = [value], value if base is None else base
-    best = (value, start, g)
-    view: View | None = (here := ball.view(g, start, None))
+    value, g = f(start, True)
+    assert g is not None
+    history, base, best, top = [value], value if base is None else base, start, value
     # The origin is not on the surface: the first iterate replaces it, whatever its value.
-    begun, other, momentum, omega, slope = ball.norm(start) > 0, None, False, 1.0, here.slope
+    begun, momentum, omega = norm(start, world) > 0, False, 1.0
+    gram = gram_matrix(g, best, world=world)
+    gap: float | None
+    gap, slope = _gap(gram, radius)
+    other = None if begun else start  # a point whose memory may be used; each vector is as large as the model
     for k in range(1, steps + 1):
-        assert view is not None
-        if begun and _done(view.gap, best[0], base, relative_tol, start.dtype):
+        if begun and _done(gap, top, base, relative_tol, best.dtype):
             break
-        work.keep(best[1], best[2], *([] if other is None else [other]))
-        x = work.take() if other is None else other  # the point before the best is not needed after this
-        view.propose_(x, omega, momentum=momentum)
-        work.keep(best[1], best[2], x)
-        work.release()
+        weights = _power_weights(gram, radius, omega, momentum=momentum, dtype=best.dtype)
+        vectors = (g, best) if other is None else (g, best, other)
+        x = _combine_(torch.empty_like(best) if other is None else other, vectors, weights)
+        del vectors
         value, gradient = f(x, k < steps)
         history.append(value)
-        if not begun or value > best[0]:
-            other, momentum = (best[1], True) if begun else (None, False)
-            omega = min(1.0, 1.2 * omega)
-            best, begun = (value, x, best[2] if gradient is None else gradient), True
-            view = None if k == steps else ball.view(best[2], x, other)
-            slope = slope if view is None else view.slope
+        if not begun or value > top:
+            other, momentum = (best, True) if begun else (None, False)
+            omega, begun, best, top, gap = min(1.0, 1.2 * omega), True, x, value, None
+            if gradient is not None:
+                g = gradient
+                gram = gram_matrix(g, best, *([] if other is None else [other]), world=world)
+                gap, slope = _gap(gram, radius)
         else:
             other, momentum, omega = x, False, omega / 2
-        if callback is not None:
-            callback(value, best[0])
-    return _finish(work, best, history, None if view is None else view.gap, base, relative_tol, slope)
+        del gradient
+    converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
+    return Ascent(best, top, tuple(history), gap, converged, slope)
+
+
+def _power_weights(gram: np.ndarray, radius: float, omega: float, *, momentum: bool, dtype: torch.dtype) -> list[float]:
+    """Return the weights of the gradient, the best point and, with momentum, the one before it in the next iterate."""
+    unit = np.eye(len(gram))
+
+    def onto(c: np.ndarray) -> np.ndarray:
+        return c * (radius / (math.sqrt(max(c @ gram @ c, 0.0)) + 1e-300))
+
+    if not radius < 0.1 * torch.finfo(dtype).max * math.sqrt(gram[0, 0]):  # the gradient is practically zero
+        return list(unit[1])
+    c = onto(unit[0])
+    if momentum:
+        c = onto(c + _MOMENTUM * (unit[1] - unit[2]))
+    if omega < 1:
+        mixed = omega * c + (1 - omega) * unit[1]
+        if mixed @ gram @ mixed < (1e-3 * radius) ** 2:  # opposite points: their midpoint has no direction
+            mixed = 0.5 * omega * c + (1 - 0.5 * omega) * unit[1]
+        c = onto(mixed)
+    return list(c)
 
 
 def auto_pgd(
-    f: Function,
-    start: Tensor,
-    ball: Ball,
-    steps: int,
-    *,
-    relative_tol: float = 0.0,
-    base: float | None = None,
-    first: tuple[float, Tensor] | None = None,
-    buffers: Buffers | None = None,
-    callback: Callable[[float, float], None] | None = None,
-) -> Ascent:
+    f: Function, start: Tensor, radius: float, steps: int, *,
+    relative_tol: float = 0.0, base: float | None = None, world: World | None = None,
+) -> Ascent:  # fmt: skip
     """Maximise f over a ball by Auto-PGD, see :mod:`sharpness.ascent`.
 
     Parameters
     ----------
-    f, start, ball, steps, relative_tol, base, first, buffers, callback
+    f, start, radius, steps, relative_tol, base, world
         As for :func:`power`; ``start`` may lie anywhere in the ball. The check-points depend on ``steps``.
 
     Returns
@@ -182,58 +258,62 @@ def auto_pgd(
 
     Examples
     --------
-    A linear function is largest in the corner of a cube that its gradient points to:
+    A linear function is largest where its gradient points to:
 
     >>> import torch
-    >>> from sharpness.balls import CubeBall
-    >>> g = torch.tensor([1.0, -2.0])
+    >>> g = torch.tensor([3.0, -4.0])
     >>> def f(x, wanted):
     ...     return float(g @ x), g
-    >>> auto_pgd(f, torch.zeros(2), CubeBall(0.1), steps=20).point
-    tensor([ 0.1000, -0.1000])
+    >>> auto_pgd(f, torch.zeros(2), 0.5, steps=20).point
+    tensor([ 0.3000, -0.4000])
     """
-    work, x, value, g = _begin(f, start, first, buffers)
-    history, base = [value], value if base is None else base
-    previous = x
-    best = (value, x, g)
-    gap: float | None = None
-    known = True  # the gradient at the best iterate
-    slope: float | None = None
-    eta = 2 * ball.radius
-    marks = set(checkpoints(steps))
-    last_mark, raised, halved, best_at_mark = 0, 0, False, value
+    value, g = f(start, True)
+    assert g is not None
+    history, base, x, previous = [value], value if base is None else base, start, start
+    best, top, best_g = x, value, g
+    gap, slope = None, None
+    known, eta, marks = True, 2 * radius, set(checkpoints(steps))
+    last_mark, raised, halved, top_at_mark = 0, 0, False, value
     for k in range(1, steps + 1):
-        if _done(gap, best[0], base, relative_tol, start.dtype):
+        if _done(gap, top, base, relative_tol, x.dtype):
             break
-        work.keep(x, previous, g, best[1], best[2])
-        new = work.take() if previous is x or previous is best[1] else previous
-        ball.step_(new, x, previous, g, eta, 1.0 if k == 1 else 0.75)
-        previous, x = x, new
-        work.keep(x, previous, best[1], best[2])
-        work.release()
-        new_value, gradient = f(x, k < steps)
-        g = best[2] if gradient is None else gradient
-        raised += new_value > value
-        value = new_value
+        weights = _pgd_weights(gram_matrix(x, previous, g, world=world), radius, eta, alpha=1.0 if k == 1 else 0.75)
+        out = torch.empty_like(x) if previous is x or previous is best else previous
+        previous, x = x, _combine_(out, (x, previous, g), weights)
+        del out, g  # what is not needed is freed: each vector is as large as the model
+        new, gradient = f(x, k < steps)
+        g = best_g if gradient is None else gradient
+        raised += new > value
+        value = new
         history.append(value)
-        if value > best[0]:
-            best, gap, known = (value, x, g), None, gradient is not None
+        if value > top:
+            best, top, best_g, known, gap = x, value, g, gradient is not None, None
             if known:
-                view = ball.view(g, x, None)
-                gap, slope = view.gap, view.slope
+                gap, slope = _gap(gram_matrix(g, x, world=world), radius)
         if k in marks:
-            stuck = not halved and best[0] == best_at_mark
+            stuck = not halved and top == top_at_mark
             halved = raised < 0.75 * (k - last_mark) or stuck
             if halved:
                 eta /= 2
-                value, x, g = best
-                previous = x
-            last_mark, raised, best_at_mark = k, 0, best[0]
-        if callback is not None:
-            callback(value, best[0])
+                value, x, previous, g = top, best, best, best_g
+            last_mark, raised, top_at_mark = k, 0, top
+        del gradient
     if gap is None and known:
-        gap = ball.view(best[2], best[1], None).gap
-    return _finish(work, best, history, gap, base, relative_tol, slope)
+        gap, _ = _gap(gram_matrix(best_g, best, world=world), radius)
+    converged = _done(gap, top, base, relative_tol, best.dtype) if relative_tol > 0 else None
+    return Ascent(best, top, tuple(history), gap, converged, slope)
+
+
+def _pgd_weights(gram: np.ndarray, radius: float, eta: float, *, alpha: float) -> list[float]:
+    """Return the weights of the last two iterates and the gradient in the next one."""
+
+    def project(c: np.ndarray) -> np.ndarray:
+        length = math.sqrt(max(c @ gram @ c, 0.0))
+        return c * min(1.0, radius / length) if length > 0 else c
+
+    here, before, slope = np.eye(3)
+    z = project(here + eta / (math.sqrt(gram[2, 2]) + 1e-12) * slope)
+    return list(project(here + alpha * (z - here) + (1 - alpha) * (here - before)))
 
 
 #: The ascents by name.
@@ -258,38 +338,53 @@ def checkpoints(steps: int) -> list[int]:
     return found
 
 
-def _begin(
-    f: Function, start: Tensor, first: tuple[float, Tensor] | None, buffers: Buffers | None
-) -> tuple[Buffers, Tensor, float, Tensor]:
-    if buffers is None:
-        work = Buffers(start)
-        start = work.take().copy_(start)
-    else:
-        work = buffers
-        work.keep(start, *([] if first is None else [first[1]]))
-    value, g = f(start, True) if first is None else first
-    assert g is not None
-    return work, start, value, g
+def _gap(gram: np.ndarray, radius: float) -> tuple[float, float | None]:
+    """Return the Frank–Wolfe gap and the slope from the Gram matrix of a gradient and its point."""
+    slope = float(gram[0, 1] / math.sqrt(gram[1, 1])) if gram[1, 1] > 0 else None
+    return float(radius * math.sqrt(gram[0, 0]) - gram[0, 1]), slope
 
 
 def _done(gap: float | None, top: float, base: float, relative_tol: float, dtype: torch.dtype) -> bool:
-    """Tell whether the gap is below a share of the increase, or below rounding error."""
+    """Whether the gap is below a share of the increase, or below rounding error."""
     if gap is None or relative_tol <= 0:
         return False
     noise = 4 * torch.finfo(dtype).eps * (abs(base) + abs(top))
     return gap <= relative_tol * (top - base) + noise
 
 
-def _finish(
-    work: Buffers,
-    best: tuple[float, Tensor, Tensor],
-    history: list[float],
-    gap: float | None,
-    base: float,
-    relative_tol: float,
-    slope: float | None,
-) -> Ascent:
-    value, point, _ = best
-    work.give(point)
-    converged = _done(gap, value, base, relative_tol, point.dtype) if relative_tol > 0 else None
-    return Ascent(point, value, tuple(history), gap, converged, slope)
+# -- arithmetic on vectors as long as a model, in few passes -----------------------------------------------------------
+
+
+def _chunks(*vectors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Cut vectors into parts that stay in a CPU's cache; on a GPU they stay whole."""
+    count, on_cpu = vectors[0].numel(), vectors[0].device.type == "cpu"
+    step = _CHUNK if on_cpu else max(count, 1)
+    return [tuple(v[i : i + step] for v in vectors) for i in range(0, count, step)]
+
+
+def gram_matrix(*vectors: Tensor, world: World | None = None) -> np.ndarray:
+    """Compute the inner products of all pairs, in one pass, summed over chunks and processes in double precision."""
+    k = len(vectors)
+    rows, columns = np.triu_indices(k)
+    totals = torch.zeros(len(rows), dtype=torch.float64, device=vectors[0].device)
+    for parts in _chunks(*vectors):
+        totals += torch.stack([torch.dot(parts[i], parts[j]) for i, j in zip(rows, columns, strict=True)])
+    gram = np.zeros((k, k))
+    gram[rows, columns] = gram[columns, rows] = (totals if world is None else world.sum(totals)).tolist()
+    return gram
+
+
+def norm(x: Tensor, world: World | None = None) -> float:
+    """Measure the Euclidean length of a vector."""
+    return math.sqrt(float(gram_matrix(x, world=world)[0, 0]))
+
+
+def _combine_(out: Tensor, vectors: tuple[Tensor, ...], weights: list[float]) -> Tensor:
+    """Write a linear combination, in one pass; ``out`` may be a vector, and those without a weight count 0."""
+    terms = sorted(zip(vectors, weights, strict=False), key=lambda t: t[0] is not out)
+    (first, share), rest = terms[0], [t for t in terms[1:] if t[1]]
+    for part, head, *tail in _chunks(out, first, *(v for v, _ in rest)):
+        torch.mul(head, share, out=part)
+        for vector, (_, weight) in zip(tail, rest, strict=True):
+            part.add_(vector, alpha=weight)
+    return out

@@ -6,9 +6,11 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +18,26 @@ from torch import Tensor, nn
 from quotient_manifolds import symmetries
 from quotient_manifolds.batches import to_device
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class, plain_names
-from quotient_manifolds.symmetries.discovery import candidates
-from quotient_manifolds.symmetries.registry import CHANGES, PairList, handler_of
+from quotient_manifolds.symmetries.modules import plain_class, plain_names
+from quotient_manifolds.symmetries.pairs import CHANGES
+from quotient_manifolds.symmetries.registry import candidates, handler_of
+from quotient_manifolds.symmetries.stacks import PairList
 
+from .building import trainable
 from .distributed import World
-from .losses import Objective, to_float32
+from .losses import Objective, Outcome, to_float32
 from .measures import Measure, get_measure
-from .model_state import preserve_model_state
 from .sharded import ShardedSpace
-from .shards import is_sharded_model, reshard
+from .shards import is_sharded_model, resharded
 from .space import WeightSpace
-from .weights import trainable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BatchLoss", "RadiusError", "for_each_batch"]
+__all__ = ["BatchLoss", "RadiusError", "measured", "without_gradient"]
 
-
-R = TypeVar("R")
+#: Number of modules or weights that a remark names.
+_NAMED = 12
 
 
 class RadiusError(ValueError):
@@ -59,18 +61,16 @@ class BatchLoss:
         Number of passes since the last reset.
     """
 
-    def __init__(
-        self, space: WeightSpace, objective: Objective, batch: Any, index: int,
-        room: Callable[[], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
         self.space, self.objective, self.index = space, objective, index
+        batch = to_device(batch, space.model_device)
         if space.in_float32:
             batch = to_float32(batch)
         self.batch, self.pieces = batch, space.share(objective, batch)
         self.worst_error: float | None = None
         self.passes = 0
         self.parts: list[float] = []
-        self.base, self.base_gradient = self.with_gradient(None, room or space.empty)
+        self.base, self.base_gradient = self.with_gradient(None)
         self._check_again()
         self._check_symmetries()
         if not space.world.all(bool(self.base_gradient.isfinite().all())):
@@ -82,43 +82,48 @@ class BatchLoss:
 
     def __call__(self, xi: Tensor) -> float:
         """Evaluate the loss at the vector with coordinates xi."""
-        with self.objective.only_values():
-            return self._evaluate(xi, lambda losses: [None for _ in losses])[0]
-
-    def with_gradient(self, xi: Tensor | None, room: Callable[[], Tensor]) -> tuple[float, Tensor]:
-        """Evaluate also the gradient, at None that of the weights; ``room`` gives its memory, after the pass."""
-        with torch.enable_grad():
-            return self._evaluate(xi, lambda losses: self.space.gradient(map(_with_graph, losses), room))
-
-    def _evaluate(self, xi: Tensor | None, consume: Callable[[Iterator[Tensor]], R]) -> tuple[float, R]:
         self.space.move_to(xi)
+        seen: list[tuple[float, float, Outcome]] = []
+        with self.objective.only_values():
+            for _ in self.losses(seen):
+                pass
+        return self._total(seen, xi)
+
+    def with_gradient(self, xi: Tensor | None) -> tuple[float, Tensor]:
+        """Evaluate also the gradient, at None that of the weights."""
+        self.space.move_to(xi)
+        seen: list[tuple[float, float, Outcome]] = []
+        with torch.enable_grad():
+            gradient = self.space.gradient(self.losses(seen))
+        if xi is None:
+            self.parts = [loss for _, loss, _ in seen]
+        return self._total(seen, xi), gradient
+
+    def losses(self, seen: list[tuple[float, float, Outcome]] | None = None) -> Iterator[Tensor]:
+        """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch.
+
+        Each piece's weight, loss and outcome are appended to ``seen``.
+        """
+        for weight, piece in self.pieces:
+            outcome = self.objective(self.space.model, piece)
+            loss = outcome.loss
+            if seen is not None:
+                seen.append((weight, float(loss.detach()), replace(outcome, loss=loss.detach())))
+            del outcome
+            yield loss * weight if weight != 1 else loss
+
+    def _total(self, seen: list[tuple[float, float, Outcome]], xi: Tensor | None) -> float:
+        """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
-        value, wrong, counted = 0.0, 0, 0
-
-        def losses() -> Iterator[Tensor]:
-            nonlocal value, wrong, counted
-            for weight, piece in self.pieces:
-                outcome = self.objective(self.space.model, piece)
-                part = float(outcome.loss.detach())
-                value += weight * part
-                if xi is None:
-                    self.parts.append(part)
-                wrong += (outcome.wrong or 0) * bool(weight)
-                counted += (outcome.counted or 0) * bool(weight)
-                yield outcome.loss * weight if weight != 1 else outcome.loss
-
-        found = consume(losses())
+        value = sum(weight * loss for weight, loss, _ in seen)
+        wrong = sum(outcome.wrong or 0 for weight, _, outcome in seen if weight)
+        counted = sum(outcome.counted or 0 for weight, _, outcome in seen if weight)
         value, wrong, counted = self.space.together(value, wrong, counted)
         if not math.isfinite(value):
             raise self._not_finite(value, xi)
         if counted:
             self.worst_error = max(wrong / counted, self.worst_error or 0.0)
-        return value, found
-
-    def losses(self) -> Iterator[Tensor]:
-        """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
-        for weight, piece in self.pieces:
-            yield self.objective(self.space.model, piece).loss * weight
+        return value
 
     def reset(self) -> None:
         """Reset the counts of passes and errors."""
@@ -172,28 +177,13 @@ class BatchLoss:
         )
 
 
-def _with_graph(loss: Tensor) -> Tensor:
-    """Refuse a loss that cannot be differentiated."""
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
-    return loss
-
-
-def for_each_batch(
-    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective,
-    work: Callable[[WeightSpace, int, Any, list[int]], None], *,
+@contextmanager
+def measured(
+    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
     pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, group: ProcessGroup | None = None,
-    jobs: int = 1, offload: bool = False,
-) -> tuple[WeightSpace, World]:  # fmt: skip
-    """Prepare a model, and call ``work(space, index, batch, numbers of the jobs)`` for every batch.
-
-    Meanwhile the model is attached and in evaluation mode; afterwards it is as before, even after an error. Batches
-    are moved to its device. Each process gets the numbers of its share of a batch's ``jobs``, or of all jobs if the
-    model is sharded, because then all processes work on each job together. Returns the space, and the processes that
-    shared the jobs.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch module, got {type(model).__name__}")
+    offload: bool = False,
+) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
+    """Attach the space of a model, which the first batch helps to find, and number the batches."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         raise ValueError(
             f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
@@ -201,9 +191,8 @@ def for_each_batch(
     sharded = is_sharded_model(model)
     kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
     make = partial(kind, only=only, offload=offload)
-    world = World(None if sharded else group)
-
-    def measured() -> WeightSpace:
+    together = World(None if sharded else group).failing_together()
+    with together, resharded(model), torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         try:
             first = next(stream)
@@ -215,17 +204,7 @@ def for_each_batch(
         space = _space(make, model, measure, known, partial(objective.value, model), first, loss, remarks)
         space.remarks = remarks
         with space.attached():
-            for index, batch in enumerate(itertools.chain([first], stream)):
-                mine = [number for number in range(jobs) if world.owns(index * jobs + number)]
-                if mine:
-                    work(space, index, to_device(batch, space.model_device), mine)
-        return space
-
-    with world.failing_together():
-        try:
-            return preserve_model_state(model, measured), world
-        finally:
-            reshard(model)
+            yield space, enumerate(itertools.chain([first], stream))
 
 
 def _space(
@@ -283,7 +262,7 @@ def _check_first(
     """
     run, given = partial(objective.value, model, batch), pairs is not None
     may_examine = divides and not given and not is_sharded_model(model)
-    if may_examine and candidates(model, lambda m: handler_of(m) is not None):
+    if may_examine and candidates(model):
         pairs = _examined(model, objective, batch, remarks)
     try:
         loss: float = symmetries.check_coverage(model, run, pairs or ()) if divides else run()
@@ -322,3 +301,23 @@ def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[
     if refused:
         remarks.append(f"left out, for {CHANGES}: {', '.join(refused)}")
     return pairs
+
+
+def without_gradient(space: WeightSpace, unreached: Collection[str]) -> list[str]:
+    """Say in a sentence which weights got no gradient from any batch, if there are any."""
+    if not unreached:
+        return []
+    sizes = space.sizes()
+    met = {part for name in sizes if name not in unreached for part in _within(name)}
+    # A whole module that is not reached is one name.
+    names = list(dict.fromkeys(next(m for m in _within(name) if m not in met) for name in sizes if name in unreached))
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [
+        f"{sum(sizes[name] for name in unreached):,} of {sum(sizes.values()):,} weights got no gradient from any "
+        f"batch, so the result says nothing about them: {', '.join(names[:_NAMED])}{more}"
+    ]
+
+
+def _within(name: str) -> list[str]:
+    """List the modules that hold a parameter, from the outside, and its own name."""
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))

@@ -2,13 +2,13 @@ r"""Blocks: the parts of a model's weights, each with a metric and a retraction.
 
 A tangent vector is stored in *coordinates in which the metric is the identity*, so norms and inner products are plain
 sums, and the ball is a Euclidean ball. A new metric or motion is a new class: see :class:`Block`, or
-:class:`PairBlock` for another way to treat pairs, which a :class:`~sharpness.Measure` names by ``pair_block``.
+:class:`PairBlock` for another way to treat pairs, to which the ``pair_block`` of a :class:`~sharpness.Measure` is set.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack
 
 from .measures import Measure
-from .vectors import Memory
 
 __all__ = ["Block", "ElementwiseBlock", "PairBlock"]
 
@@ -58,11 +57,11 @@ class Block(ABC):
         """Write the tangent vector with coordinates c, at the model's weights or at the start of :meth:`move_`."""
 
     @abstractmethod
-    def project_(self, c: Tensor) -> None:
-        """Keep the horizontal part of a vector."""
+    def project(self, c: Tensor) -> Tensor:
+        """Return the horizontal part of a vector."""
 
     @abstractmethod
-    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+    def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, the same at all representatives of an orbit."""
 
     @abstractmethod
@@ -76,17 +75,6 @@ class Block(ABC):
     @abstractmethod
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared lengths of a vector's parts: one in all, or one per pair."""
-
-    @abstractmethod
-    def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Return the squared length of the Riemannian gradient, and a function that writes R(t · gradient) for a t.
-
-        The block must be at the model's weights, see :meth:`refresh`. ``out`` may be used as working memory before.
-        """
-
-    @abstractmethod
-    def refresh(self, factorise: bool) -> None:
-        """Go to the model's current weights, for :meth:`climb` only; other methods need a new block."""
 
 
 class ElementwiseBlock(Block):
@@ -102,13 +90,11 @@ class ElementwiseBlock(Block):
         lengths: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.name, self.parameter, self.dtype, self.dim = name, parameter, dtype, parameter.numel()
-        self._lengths = lengths
-        self._adaptive, self._covered = measure.elementwise == "adaptive", covered
-        self._factor = measure.metric_scale**-0.5
-        self.refresh(factorise=False)
+        self._adaptive, self._covered, self._lengths = measure.elementwise == "adaptive", covered, lengths
+        self.refresh()
 
-    def refresh(self, factorise: bool) -> None:
-        """Read the weights again."""
+    def refresh(self) -> None:
+        """Go to the parameter's present value."""
         self._base = self.parameter.data
         scale = self._base if self._adaptive else self._base.new_ones(()).expand(self._base.shape)
         scale = scale if self._lengths is None else self._lengths.expand(self._base.shape)
@@ -118,27 +104,22 @@ class ElementwiseBlock(Block):
         """Return the parameter."""
         return [self.parameter]
 
-    def _view(self, c: Tensor) -> Tensor:
-        return c.view(self._base.shape)
-
     def coordinates(self, vector: Tensors) -> Tensor:
         """Divide by the scale; 0 where that is 0."""
-        u, scale = vector[self.parameter].to(self.dtype), self._scale.to(self.dtype) * self._factor
+        u, scale = vector[self.parameter].to(self.dtype), self._scale.to(self.dtype)
         return torch.where(scale != 0, u / scale, torch.zeros_like(u)).flatten()
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Multiply by the scale."""
-        out[self.parameter].copy_(self._scale * self._view(c) * self._factor)
+        out[self.parameter].copy_(self._scale * c.view(self._scale.shape))
 
-    def project_(self, c: Tensor) -> None:
+    def project(self, c: Tensor) -> Tensor:
         """Remove what belongs to pairs."""
-        if self._covered is not None:
-            self._view(c).masked_fill_(self._scale == 0, 0)
+        return c if self._covered is None else c.masked_fill(self._scale.flatten() == 0, 0)
 
-    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+    def random(self, generator: torch.Generator) -> Tensor:
         """Draw Gaussians, the same on all devices."""
-        out.copy_(standard_normal((self.dim,), out, generator))
-        self.project_(out)
+        return self.project(standard_normal((self.dim,), self._base.new_empty(0, dtype=self.dtype), generator))
 
     def move_(self, out: Tensors, c: Tensor | None) -> None:
         """Write w + scale · ζ."""
@@ -146,40 +127,22 @@ class ElementwiseBlock(Block):
         if c is None:
             target.copy_(self._base)
         elif self._base.dtype == self.dtype == target.dtype:
-            torch.addcmul(self._base, self._scale, self._view(c), value=self._factor, out=target)
+            torch.addcmul(self._base, self._scale, c.view(self._scale.shape), out=target)
         else:
             base, scale = self._base.to(self.dtype), self._scale.to(self.dtype)
-            target.copy_(torch.addcmul(base, scale, self._view(c), value=self._factor))
+            target.copy_(torch.addcmul(base, scale, c.view(self._scale.shape)))
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Multiply the gradient by the scale."""
         g = gradient.get(self.parameter)
         if g is None:
             out.zero_()
-            return
-        torch.mul(g.to(self.dtype), self._scale.to(self.dtype), out=self._view(out))
-        if self._factor != 1:
-            out.mul_(self._factor)
+        else:
+            torch.mul(g.to(self.dtype), self._scale.to(self.dtype), out=out.view(self._scale.shape))
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length."""
         return [float(c.square().sum())]
-
-    def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Scale the gradient in the memory of the new weights."""
-        target, g = out[self.parameter], gradient.get(self.parameter)
-        if g is None:
-            return target.new_zeros(()), lambda t: self.move_(out, None)
-        plain = not self._adaptive and self._covered is None
-        c = g if plain else torch.mul(g, self._scale, out=target)
-
-        def move(t: float) -> None:
-            if plain:
-                torch.add(self._base, c, alpha=t * self._factor**2, out=target)
-            else:
-                torch.addcmul(self._base, self._scale, c, value=t * self._factor**2, out=target)
-
-        return torch.linalg.vector_norm(c).square() * self._factor**2, move
 
 
 class PairBlock(Block):
@@ -203,13 +166,12 @@ class PairBlock(Block):
     #: Whether the retraction is that of the tangent space, which has a pull-back in closed form.
     closed_form = True
 
-    def __init__(
-        self, stack: PairStack, measure: Measure, dtype: torch.dtype, memory: Memory, *, at_model: bool = False
-    ) -> None:
+    def __init__(self, stack: PairStack, measure: Measure, dtype: torch.dtype, *, at_model: bool = False) -> None:
         assert measure.pair_metric is not None
-        self.stack, self.measure, self._memory = stack, measure, memory
-        self._factor = measure.metric_scale**-0.5
-        self.manifold = stack.manifold(measure.pair_metric, relaxation=measure.relaxation)
+        if measure.relaxation and self.closed_form:
+            raise ValueError(f"measure {measure.name!r}: relaxation must be 0 where the metric of pairs is exact")
+        self.stack, self.measure = stack, measure
+        self.manifold = stack.manifold(measure.pair_metric)
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
@@ -235,18 +197,17 @@ class PairBlock(Block):
         real = c[: self.dim].view(*x.shape, 2) if x.is_complex() else c[: self.dim].view(x.shape)
         return torch.view_as_complex(real) if x.is_complex() else real
 
-    def _scaled(self, c: Tensor) -> Tensor:
-        c = self._view(c).to(self.tangent.x.dtype)
-        return c if self._factor == 1 else c * self._factor
+    def _flat(self, x: Tensor) -> Tensor:
+        return (torch.view_as_real(x) if x.is_complex() else x).flatten()
 
     def _vector(self, c: Tensor) -> Tensor:
-        return self.chart.from_coordinates(self._scaled(c))
+        return self.chart.from_coordinates(self._view(c).to(self.tangent.x.dtype))
 
     def coordinates(self, vector: Tensors) -> Tensor:
         """Return the coordinates of a tangent vector at the model's own representative."""
         assert self._to_model is None, "vectors are read at the model's own representative"
-        c = self.chart.coordinates(self.stack.gather(vector).to(self.tangent.x.dtype)) / self._factor
-        return (torch.view_as_real(c) if c.is_complex() else c).flatten()
+        c = self.chart.coordinates(self.stack.gather(vector).to(self.tangent.x.dtype))
+        return self._flat(c)
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
         """Write the tangent vector, mapped to the model's own representative if requested."""
@@ -256,21 +217,21 @@ class PairBlock(Block):
             u = torch.cat([part @ A for part, A in zip(parts, self._to_model, strict=True)], dim=-2)
         self.stack.scatter_(u, out)
 
-    def project_(self, c: Tensor) -> None:
+    def project(self, c: Tensor) -> Tensor:
         """Project on the horizontal space."""
-        self._view(c).copy_(self.chart.project_coordinates(self._view(c)))
+        return self._flat(self.chart.project_coordinates(self._view(c)))
 
-    def random_(self, out: Tensor, generator: torch.Generator) -> None:
+    def random(self, generator: torch.Generator) -> Tensor:
         """Draw a vector that depends on the orbit alone."""
-        self._write_random_(out, self.chart.random(generator))
+        return self._projected(self.chart.random(generator))
 
-    def from_gaussians_(self, out: Tensor, drawn: Sequence[Tensor]) -> None:
-        """Make such a vector from the numbers of :func:`quotient_manifolds.gl.tangent.draw_gaussians`."""
-        self._write_random_(out, self.tangent.from_gaussians(drawn))
+    def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
+        """Make such a vector from the numbers of :func:`quotient_manifolds.tangent.draw_gaussians`."""
+        return self._projected(self.tangent.from_gaussians(drawn))
 
-    def _write_random_(self, out: Tensor, u: Tensor) -> None:
+    def _projected(self, u: Tensor) -> Tensor:
         # It is horizontal up to rounding, which weak directions amplify: project once more.
-        self._view(out).copy_(self.chart.project_coordinates(self.chart.coordinates(u)))
+        return self._flat(self.chart.project_coordinates(self.chart.coordinates(u)))
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length of every pair's part."""
@@ -295,40 +256,27 @@ class PairBlock(Block):
         if c is None:
             end = self.tangent.x
         elif self._fused:
-            end = self.tangent.retr_coordinates(self._scaled(c), out=self._view(self._memory.get(self.dim)))
+            end = self.tangent.retr_coordinates(self._view(c))
         else:
             end = self.retract(self._vector(c))
         self.stack.scatter_(end, out)
 
     def pull_back_(self, out: Tensor, gradient: Tensors, at: Tensor | None) -> None:
         """Pull back through the retraction, by its closed form or by autograd, and project."""
-        egrad = self.stack.gather(gradient, out=self._memory.get(self.dim)).to(self.tangent.x.dtype)
+        egrad = self.stack.gather(gradient).to(self.tangent.x.dtype)
         if at is not None and self._fused:
-            self.tangent.pullback_coordinates(self._scaled(at), egrad, self._factor, out=self._view(out))
+            self.tangent.pullback_coordinates(self._view(at), egrad, out=self._view(out))
             return
         if at is not None:
             with torch.enable_grad():
                 u = self._vector(at).detach().requires_grad_()
                 (egrad,) = torch.autograd.grad(self.retract(u), u, egrad)
-        self._view(out).copy_(self.chart.project_coordinates(self.chart.dual_coordinates(egrad) * self._factor))
-
-    def climb(self, gradient: Tensors, out: Tensors) -> tuple[Tensor, Callable[[float], None]]:
-        """Follow the gradient in closed form, without projection or coordinates."""
-        covector = self.stack.gather(gradient)
-        square, along = self.tangent.along_gradient(covector)
-        if self.measure.geodesic != "second-order":
-            u = self.tangent.egrad2rgrad(covector)
-
-            def along(t: float) -> Tensor:
-                return self.retract(t * u)
-
-        return square.sum() * self._factor**2, lambda t: self.stack.scatter_(along(t * self._factor**2), out)
+        self._view(out).copy_(self.chart.project_coordinates(self.chart.dual_coordinates(egrad)))
 
     @torch.no_grad()
-    def refresh(self, factorise: bool) -> None:
+    def refresh(self, *, factorise: bool) -> None:
         """Go to the model's own representative. The gauge may be an older one: any that is well conditioned will do."""
-        x = self.stack.gather()
-        gauge = self.tangent.gauge
+        x, gauge = self.stack.gather(), self.tangent.gauge
         if factorise or not bool(self.tangent.present.all()):
             gauge = canonical_gauge(*self.manifold.unpack_tensor(in_double(x))).to(x.dtype)
         self.tangent = self.manifold.at_gauge(gauge, x, tolerance=self._tolerance, moved=True)
@@ -339,10 +287,6 @@ class PairBlock(Block):
     def quadratic(self) -> bool:
         """Whether the retraction is a quadratic function of the vector, as the Hessian needs."""
         return self.measure.geodesic != "exact"
-
-    def num_clamped(self) -> int:
-        """Count the present directions whose singular value is replaced by the metric's floor."""
-        return int((self.present & (self.sigma < self.measure.relaxation * self.sigma[..., :1])).sum())
 
     def num_exited_pairs(self, c: Tensor) -> int:
         """Count the pairs whose exact geodesic along c was shortened so that it stays on the manifold."""

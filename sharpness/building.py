@@ -1,31 +1,139 @@
-"""Build the blocks of a model under a measure."""
+"""From a model and a measure to blocks: which weights move, which belong to pairs, and how the others are measured."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import geoopt
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.discovery import candidates
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, block, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries.blocks import Block as Part
+from quotient_manifolds.symmetries.modules import check_model, is_sharded, plain_names
 from quotient_manifolds.symmetries.pairs import check_pairs
-from quotient_manifolds.symmetries.registry import handler_of
+from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
-from quotient_manifolds.symmetries.whole import CanonicalForm
+from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
 from .blocks import Block, ElementwiseBlock, PairBlock
-from .errors import imported
+from .errors import naming
 from .measures import Measure
-from .stream import vector_lengths
-from .vectors import Memory
 
-__all__ = ["Division", "build_blocks", "divide", "pair_block_class", "warn_of_unknown", "with_constants"]
+__all__ = [
+    "Division",
+    "build_blocks",
+    "divide",
+    "named_weights",
+    "trainable",
+    "vector_lengths",
+    "warn_of_unknown",
+    "with_constants",
+]
 
 #: Number of elements of a stack of pairs that are processed at a time on a CPU, because large temporaries are slow.
 _PIECE = 2**20
+
+
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters by name, without the prefixes of ``torch.compile`` and of wrappers such as DDP."""
+    plain = plain_names(model)
+    return {plain(name): p for name, p in model.named_parameters()}
+
+
+def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name, after a check of their devices, dtypes and entries.
+
+    ``only`` is a regular expression; names without a match are left out. Unless they must be whole, parameters may be
+    sharded by FSDP2.
+    """
+    check_model(model)
+    found = {name: p for name, p in named_weights(model).items() if p.requires_grad}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
+            "set requires_grad_(True) on the weights to be measured"
+        )
+    with naming(f"only={only!r} is not a regular expression"):
+        pattern = re.compile(only or "")
+    found = {name: p for name, p in found.items() if pattern.search(name)}
+    if not found:
+        raise ValueError(f"only={only!r} matches no trainable parameter's name")
+    for name, p in model.named_parameters():
+        if is_sharded(p) and (whole or not hasattr(p, "placements")):
+            raise ValueError(
+                f"parameter {name!r} is a shard of one (FSDP, DTensor or ZeRO-3), but whole weights are needed here; "
+                "gather the model on one device, or load the whole checkpoint (evaluate and gradient_norm measure what "
+                "FSDP2's fully_shard sharded)"
+            )
+    devices = {p.device for p in found.values()}
+    if any(d.type == "meta" for d in devices):
+        raise ValueError(
+            "the trainable parameters lie on the meta device, where there are no numbers; load the weights"
+        )
+    if len(devices) > 1:
+        raise ValueError(f"the trainable parameters lie on several devices ({devices}); move the model to one")
+    for name, p in found.items():
+        if not p.is_floating_point() or p.element_size() < 2:  # integers, float8
+            raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floating-point weights are measured")
+        if p.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made under torch.inference_mode, where nothing can be differentiated; make "
+                "the model outside of it"
+            )
+        if not is_sharded(p) and not bool(p.detach().isfinite().all()):
+            raise ValueError(f"parameter {name!r} has NaN or infinite entries; load an intact checkpoint")
+        if isinstance(p, geoopt.ManifoldParameter) and not isinstance(p.manifold, geoopt.Euclidean):
+            raise ValueError(
+                f"parameter {name!r} is a point of the manifold {p.manifold}, which a step in flat weights would "
+                "leave; leave it out by only=, or freeze it with requires_grad_(False)"
+            )
+    _check_memory(model, found)
+    return found
+
+
+def _check_memory(model: nn.Module, moving: dict[str, nn.Parameter]) -> None:
+    """Refuse moving weights whose memory other tensors of the model share: they would be moved apart."""
+    plain, by_storage = plain_names(model), dict[int, list[tuple[str, Tensor]]]()
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if not is_sharded(t) and t.layout == torch.strided and t.device.type != "meta" and t.numel():
+            by_storage.setdefault(t.untyped_storage().data_ptr(), []).append((plain(name), t.detach()))
+    for tensors in by_storage.values():
+        names = [name for name, _ in tensors if name in moving]
+        repeated = [name for name, t in tensors if name in moving and _repeats(t)]
+        if repeated:
+            raise ValueError(f"parameter {repeated[0]!r} is expanded: some of its entries are one number; clone it")
+        if names and len(tensors) > 1 and _overlap(tensors):
+            other = next(name for name, _ in tensors if name != names[0])
+            fix = "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
+            if other not in moving and other in dict(model.named_buffers()):
+                fix = "compute the buffer from the weight in every forward pass"
+            raise ValueError(
+                f"{names[0]!r} and {other!r} share memory but are two tensors, so that a step would move them "
+                f"apart; {fix}"
+            )
+
+
+def _repeats(t: Tensor) -> bool:
+    # One number expanded to a whole weight stands in for a sharded one.
+    return any(t.stride()) and any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _overlap(tensors: list[tuple[str, Tensor]]) -> bool:
+    """Whether any two of some tensors in one storage have a byte in common."""
+    taken = torch.zeros(tensors[0][1].untyped_storage().nbytes(), dtype=torch.bool)
+    for _, t in tensors:
+        width, start = t.element_size(), t.storage_offset()
+        size, stride = (*t.shape, width), (*(width * s for s in t.stride()), 1)
+        mine = taken.as_strided(size, stride, width * start)
+        if bool(mine.any()):
+            return True
+        if not _repeats(t):
+            mine.fill_(True)
+    return False
 
 
 @dataclass
@@ -39,7 +147,7 @@ class Division:
     covered : dict of Tensor to Tensor
         Masks of the entries of parameters that belong to pairs, or do not move in the canonical form.
     lengths : dict of Tensor to Tensor
-        Where the measure asks for them, see :func:`sharpness.stream.vector_lengths`.
+        Where the measure asks for them, see :func:`vector_lengths`.
     """
 
     stacks: list[PairStack]
@@ -111,6 +219,73 @@ def divide(
     return Division(found, covered, lengths)
 
 
+@torch.no_grad()
+def vector_lengths(
+    model: nn.Module, wiring: Wiring | None, pairs: Sequence[SymmetricPair] = (),
+    read: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> dict[Tensor, Tensor]:  # fmt: skip
+    """Return the lengths of the vectors that a parameter's entries belong to, for every parameter, broadcastable.
+
+    Vectors are: a neuron's row with its bias; a column of a layer that writes to the stream or reads rectified neurons;
+    the bias of such a layer; and a row of an embedding or of any other table. What a pair's group moves is no part of
+    the other vectors: a bias beside weights of ``pairs`` is a vector of its own. ``read`` returns the values of a
+    parameter.
+    """
+    wiring = Wiring() if wiring is None else wiring
+    moved: dict[Tensor, list[Part]] = {}
+    for part in (b for pair in pairs if pair.group is not None for b in pair.G + pair.H):
+        moved.setdefault(part.tensor, []).append(part)
+
+    def inside(p: Tensor) -> Tensor:
+        mask = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
+        for part in moved.get(p, ()):
+            part.of(mask).fill_(True)
+        return mask
+
+    def norm(p: Tensor, *dims: int) -> Tensor:
+        """Sum over the entries outside pairs, or over all where none is outside."""
+        w = read(p)
+        whole = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
+        if p not in moved:
+            return whole
+        mask = inside(p)
+        outside = torch.linalg.vector_norm(w.masked_fill(mask, 0), dim=dims, keepdim=True)
+        return torch.where(mask.sum(dims, keepdim=True) == w.numel() // whole.numel(), whole, outside)
+
+    writers = [a for _, a in wiring.writers] + [n.down for n in wiring.neurons]
+    found = {a.W: norm(a.W, a.stream_dim) for a in writers}
+    affines = {a.W: a for s in wiring.sites for a in s.readers}
+    for module in model.modules():
+        for weight, bias in (("weight", "bias"), ("in_proj_weight", "in_proj_bias")):
+            W, b = (dict(module.named_parameters(recurse=False)).get(name) for name in (weight, bias))
+            transposed = type(module).__name__ == "Conv1D"
+            if W is None or W.dim() < 2 or (b is None and not isinstance(module, nn.Linear)):
+                continue
+            if b is None or b.shape == (W.shape[int(transposed)],):  # else no neuron has both a row and a bias
+                row = None if b is None else block(module, bias)
+                affines.setdefault(W, Affine(block(module, weight), row, stream_dim=int(transposed)))
+    for a in affines.values():
+        if a.W in found:
+            continue
+        inputs = [d for d in range(a.W.dim()) if d != a.stream_dim]
+        found[a.W] = rows = norm(a.W, *inputs)
+        if a.b is not None:
+            together = inside(a.W).sum(inputs).bool() == inside(a.b)
+            joint = torch.hypot(rows.flatten(), read(a.b))
+            found[a.b] = torch.where(together, joint, norm(a.b, 0))
+            found[a.W] = torch.where(together, joint, rows.flatten()).view(rows.shape)
+    for p in model.parameters():
+        if p not in found:
+            found[p] = norm(p, -1) if p.dim() else read(p).abs()
+    for pair in (p for p in pairs if p.group is not None and p.group.positive and p.part != "neurons"):
+        for side in (pair.G, pair.H):  # such pairs are not divided out: each column is a vector
+            columns = torch.cat([part.of(read(part.tensor)) for part in side]).norm(dim=0)
+            for part in side:
+                found[part.tensor] = found[part.tensor].expand(part.shape).clone()
+                part.of(found[part.tensor]).copy_(columns)
+    return found
+
+
 def build_blocks(
     measure: Measure,
     parameters: Mapping[str, Tensor],
@@ -143,14 +318,13 @@ def build_blocks(
         for name, p in parameters.items()
         if division.leaves_some_of(p)
     ]
-    kind = pair_block_class(measure.pair_block)
-    memory = Memory(dtype, next(iter(parameters.values())).device)
-    return single + [kind(s, measure, dtype, memory, at_model=at_model) for s in division.stacks]
+    kind = measure.pair_block or PairBlock
+    return single + [kind(s, measure, dtype, at_model=at_model) for s in division.stacks]
 
 
 def warn_of_unknown(model: nn.Module) -> None:
     """Say which trainable attention has no pairs because no handler knows its class, where no batch can tell."""
-    found = candidates(model, lambda m: handler_of(m) is not None).values()
+    found = candidates(model).values()
     trained = [m for m in found if any(p.requires_grad for name, p in m.named_parameters() if "lora_" not in name)]
     if trained:
         names = ", ".join(sorted({type(m).__name__ for m in trained}))
@@ -158,11 +332,3 @@ def warn_of_unknown(model: nn.Module) -> None:
             f"no handler knows the symmetries of {names}, and there is no batch yet to examine them on, so their "
             "weights move one by one; pass pairs=find_symmetric_pairs(model, batch=batch)", stacklevel=3,
         )  # fmt: skip
-
-
-def pair_block_class(name: str) -> type[PairBlock]:
-    """Import the class of a measure's ``pair_block``; the current folder counts, as for models and data."""
-    kind = imported(name, f"pair_block={name!r} cannot be imported")
-    if not (isinstance(kind, type) and issubclass(kind, PairBlock)):
-        raise ValueError(f"pair_block={name!r} is not a subclass of sharpness.blocks.PairBlock")
-    return kind

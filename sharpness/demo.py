@@ -6,8 +6,7 @@ Needs the extra ``demo``.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from torch.nn import functional as F
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 
+from .direction import Profile, profile
 from .errors import require_extra
 from .evaluation import evaluate
 from .files import check_file, write_json
-from .plots.look import COLOURS, MARKERS, check_figure, figure
-from .profiles import Profile, profile
+from .plots import COLOURS, MARKERS, check_figure, figure, plain_ticks
 from .progress import bar
-from .results import SharpnessResult
 
 __all__ = ["digits", "moved", "run", "train", "vision_transformer"]
 
@@ -46,11 +44,11 @@ MOVES = {
 }
 
 
-def moved(model: nn.Module, kind: str, *, condition: float = 30.0, seed: int = 0) -> nn.Module:
+def moved(model: nn.Module, kind: str, *, seed: int = 0) -> nn.Module:
     """Copy a model and move it along one kind of symmetry; all kinds but heads start from its canonical form."""
     twin = copy.deepcopy(model)
     if kind == "heads":
-        apply_random_symmetry_(twin, condition, seed)
+        apply_random_symmetry_(twin, 30.0, seed)
     else:
         apply_random_moves_(twin, MOVES[kind][0], seed + 1, classes=True, kinds=[kind])
     return twin
@@ -86,49 +84,43 @@ def train(
 ) -> None:
     """Train by AdamW on images shifted at random by up to one pixel, with a one-cycle learning rate."""
     generator = torch.Generator().manual_seed(seed)
-    size, steps = 64, math.ceil(len(labels) / 64)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=3e-3, total_steps=epochs * steps)
+    steps = epochs * -(-len(labels) // 64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=3e-3, total_steps=steps)
     model.train()
-    with bar(epochs * steps, "training", "step", progress=progress) as shown:
+    with bar(steps, "training", "step", progress=progress) as shown:
         for _ in range(epochs):
-            for chosen in torch.randperm(len(labels), generator=generator).split(size):
+            for chosen in torch.randperm(len(labels), generator=generator).split(64):
                 dx, dy = torch.randint(-1, 2, (2,), generator=generator).tolist()
                 x = F.pad(images[chosen], (1, 1, 1, 1), value=-1.0)[:, :, 1 + dy : 9 + dy, 1 + dx : 9 + dx]
-                loss = F.cross_entropy(model(x).logits, labels[chosen])
                 optimiser.zero_grad()
-                loss.backward()
+                F.cross_entropy(model(x).logits, labels[chosen]).backward()
                 optimiser.step()
                 schedule.step()
                 shown.update()
-                shown.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.eval()
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, images: Tensor) -> Tensor:
-    found: Tensor = model(images).logits
-    return found
+def _log_probabilities(model: nn.Module, images: Tensor) -> Tensor:
+    logits: Tensor = model(images).logits
+    return logits.log_softmax(-1)
 
 
 def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    return float((_logits(model, images).argmax(1) == labels).double().mean())
+    return float((_log_probabilities(model, images).argmax(1) == labels).double().mean())
 
 
-def run(
-    *, seed: int = 0, out: Path = Path("sharpness-demo.png"), condition: float = 30.0, progress: bool = True
-) -> dict[str, Any]:
+def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool = True) -> dict[str, Any]:
     """Train, measure, move along every symmetry, and measure again; print a table, draw a figure and write JSON.
 
-    The seed is that of the split of the data, of the training and of the moves; the condition number is that of the
-    group elements that act on heads. Returns what the JSON file holds.
+    The seed is that of the split of the data, of the training and of the moves. Returns what the JSON file holds.
     """
-    if not 1 <= condition < math.inf:
-        raise ValueError(f"a condition number is at least 1, got {condition}")
+    with require_extra("the demo's table needs pandas", "demo"):
+        import pandas as pd
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
-    model = vision_transformer()
-    numbers = out.with_suffix(".json")
+    model, numbers = vision_transformer(), out.with_suffix(".json")
     check_figure(out)
     check_file(numbers)
     if numbers.exists() and '"output_change"' not in numbers.read_text(encoding="utf-8", errors="replace"):
@@ -139,57 +131,46 @@ def run(
         f"a vision transformer on {len(y_train)} scanned digits: {right:.1%} of them correct, "
         f"{right_in_test:.1%} of {len(y_test)} test digits\n"
     )
-    batch = (x_train[:128], y_train[:128])
-
-    def measure(network: nn.Module, **options: Any) -> dict[str, SharpnessResult]:
-        return {
-            name: evaluate(network, [batch], measure=name, rho=rho, seed=seed, progress=False, **options)
-            for name, rho in RADII.items()
-        }
-
-    before = measure(model)
-    lines = {
-        name: profile(model, batch, r.direction(0), ways=(r.measure.geodesic,), reach=1) for name, r in before.items()
-    }
-    rows: list[dict[str, Any]] = [{"move": "the network", **{name: float(r) for name, r in before.items()}}]
-    print(f"{'':<45}" + "".join(f"{name:>14}" for name in RADII))
-    print(f"{'sharpness of the network':<45}" + "".join(f"{float(r):>14.4f}" for r in before.values()))
-    print("times as sharp, with the same probabilities, after a move of")
-    largest, log_probabilities = 0.0, _logits(model, x_test).log_softmax(-1)
-    with bar(len(MOVES), "equivalent networks", "network", progress=progress) as shown:
-        for kind, (_, label) in MOVES.items():
-            twin = moved(model, kind, condition=condition, seed=seed)
-            largest = max(largest, float((_logits(twin, x_test).log_softmax(-1) - log_probabilities).abs().max()))
-            after = measure(twin, keep_directions=False)
-            rows.append({"move": kind, **{name: float(r) for name, r in after.items()}})
-            factors = [float(after[name]) / float(before[name]) for name in RADII]
-            print(f"  {label:<43}" + "".join(f"{f:>14.4f}" for f in factors))
+    batch, before, change = (x_train[:128], y_train[:128]), _log_probabilities(model, x_test), 0.0
+    rows: list[dict[str, Any]] = []
+    lines: dict[str, Profile] = {}
+    with bar(1 + len(MOVES), "equivalent networks", "network", progress=progress) as shown:
+        for kind in ("the network", *MOVES):
+            twin = moved(model, kind, seed=seed) if kind in MOVES else model
+            change = max(change, float((_log_probabilities(twin, x_test) - before).abs().max()))
+            rows.append({"move": kind})
+            for name, rho in RADII.items():
+                result = evaluate(twin, [batch], measure=name, rho=rho, seed=seed, progress=False)
+                rows[-1][name] = float(result)
+                if kind not in MOVES:
+                    lines[name] = profile(model, batch, result.direction(0), reach=1)
             shown.update()
-    print(f"\nlargest change of a log-probability {largest:.0e}")
-    _draw(rows, lines, out)
-    found = {"train_accuracy": right, "test_accuracy": right_in_test, "condition": condition,
-             "output_change": largest, "rows": rows}  # fmt: skip
+    table = pd.DataFrame(rows).set_index("move")
+    factors = (table / table.iloc[0])[1:].rename({kind: label for kind, (_, label) in MOVES.items()})
+    print(f"sharpness\n{table[:1].to_string(index_names=False)}")
+    print("\ntimes as sharp, with the same probabilities, after a move of")
+    print(factors.to_string(index_names=False, float_format="{:.4f}".format))
+    print(f"\nlargest change of a log-probability {change:.0e}")
+    _draw(factors, lines, out)
+    found = {"train_accuracy": right, "test_accuracy": right_in_test, "output_change": change, "rows": rows}
     write_json(numbers, found)
     print(f"the picture is in {out}, the numbers in {numbers}")
     return found
 
 
-def _draw(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Profile], path: Path) -> None:
+def _draw(factors: Any, lines: Mapping[str, Profile], path: Path) -> None:
     """Draw the loss along the worst direction of each measure, and what equivalent choices of the weights do to it."""
-    first, *others = rows
     with figure(path, (12.5, 5.2), 1, 2, width_ratios=(1, 1.3)) as (_, ((left, right),)):
         for name, line in lines.items():
             look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name], "label": name}
-            (losses,) = line.losses.values()
-            left.plot(line.lengths, losses, markevery=8, **look)
-            right.plot([r[name] / first[name] for r in others], range(len(others)), linestyle="", markersize=9, **look)
+            left.plot(line.lengths, next(iter(line.losses.values())), markevery=8, **look)
+            right.plot(factors[name], factors.index, linestyle="", markersize=9, **look)
         left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")
         left.legend()
         right.set(
             xscale="log", xlabel="sharpness, relative to the network itself", title="The same function, other weights"
         )
-        right.set_yticks(range(len(others)), [MOVES[r["move"]][1] for r in others], fontsize="small")
+        right.tick_params(axis="y", labelsize="small")
         right.invert_yaxis()
         right.axvline(1, color="0.7", linewidth=1, zorder=0)
-        right.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
-        right.minorticks_off()
+        plain_ticks(right, [0.5, 1, 2, 5, 10, 20])

@@ -1,24 +1,29 @@
-"""A tangent vector at the weights of a model, and the model moved along it."""
+"""A tangent vector at the weights of a model, the model moved along it, and the loss there."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.batches import to_device
+from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
-from quotient_manifolds.symmetries.blocks import is_sharded
+from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.whole import canonical_form
 
-from .building import build_blocks, divide
+from .building import build_blocks, divide, named_weights
+from .losses import LossFunction, Objective, to_float32
 from .measures import Measure
-from .perturb import pointing_to
-from .weights import named_weights
+from .perturb import becomes_float32, pointing_to, preserved
 
-__all__ = ["Direction", "perturbed"]
+__all__ = ["Direction", "Profile", "perturbed", "profile"]
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,15 @@ class Direction:
         canonical form it is a vector there.
     norm : float
         Length in the measure's metric.
+    squares : dict of (str, str, int or None) to float
+        Squared length by layer, part of the network and attention head, see :class:`sharpness.LayerShare`; they add up
+        to norm².
     pairs : tuple of SymmetricPair
         The pairs that were divided out.
-    squares : dict of str to float
-        Squared length in the metric of every parameter's part outside pairs, by the parameter's name.
-    pair_squares : tuple of float
-        Squared length of every pair's part. With ``squares`` they add up to norm².
-    classes : bool
-        For measures at the canonical form: the logits are centred over the classes there.
-    parts : dict of str to float
-        Squared length by part of the network, see :data:`sharpness.parts.PARTS`.
     given : sequence of SymmetricPair or None
         The pairs that the measurement was given or found by examination; None if the model's classes name them.
+    classes : bool
+        For measures at the canonical form: the logits are centred over the classes there.
 
     Examples
     --------
@@ -65,12 +67,10 @@ class Direction:
     measure: Measure
     tensors: dict[str, Tensor] = field(repr=False)
     norm: float
+    squares: dict[tuple[str, str, int | None], float] = field(default_factory=dict, repr=False)
     pairs: tuple[SymmetricPair, ...] = field(default=(), repr=False)
-    squares: dict[str, float] = field(default_factory=dict, repr=False)
-    pair_squares: tuple[float, ...] = field(default=(), repr=False)
-    classes: bool = False
-    parts: dict[str, float] = field(default_factory=dict, repr=False)
     given: Sequence[SymmetricPair] | None = field(default=None, repr=False)
+    classes: bool = False
 
 
 def _same_pairs(model: nn.Module, pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
@@ -145,10 +145,10 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     with torch.no_grad():
         vector: dict[Tensor, Tensor] = {p: direction.tensors[name].to(p.device) for name, p in moving.items()}
         measure, canonical = direction.measure, direction.measure.form == "canonical"
-        given = _same_pairs(model, direction.given) if canonical and direction.given is not None else None
-        form = canonical_form(model, classes=direction.classes, pairs=given) if canonical else None
+        pairs = direction.given if canonical else direction.pairs
+        pairs = None if pairs is None else _same_pairs(model, pairs)
+        form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
-        pairs = _same_pairs(model, direction.pairs) if form is None else None
         moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(base.get(p, p)) for p, v in vector.items()}
         with pointing_to(model, base):
             division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
@@ -157,3 +157,114 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
             block.move_(moved, t * block.coordinates(vector))
     with pointing_to(model, {**base, **moved}):
         yield model
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The loss along a direction.
+
+    Attributes
+    ----------
+    measure : str
+        Name of the measure whose direction it is.
+    lengths : tuple of float
+        Signed distance from the weights, in the measure's metric.
+    losses : dict of str to tuple of float
+        Losses by the path: ``"second-order"`` or ``"exact"`` geodesic, or ``"first-order"``, the straight line.
+    radius : float
+        Length of the direction.
+
+    Examples
+    --------
+    Where along its worst direction a model's loss has doubled:
+
+    >>> found = Profile("adaptive", (0.0, 0.1, 0.2, 0.3), {"first-order": (0.5, 0.6, 0.9, 1.3)}, radius=0.2)
+    >>> losses = found.losses["first-order"]
+    >>> next(s for s, loss in zip(found.lengths, losses) if loss >= 2 * losses[0])
+    0.3
+    """
+
+    measure: str
+    lengths: tuple[float, ...]
+    losses: dict[str, tuple[float, ...]]
+    radius: float
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    direction: Direction,
+    loss_fn: LossFunction | None = None,
+    *,
+    reach: float = 2.0,
+    points: int = 33,
+    micro_batch: int | None = None,
+    normalize_logits: bool = False,
+) -> Profile:
+    r"""Evaluate the loss along a direction through a model's weights, :math:`L(R_θ(tξ))` for t in [−reach, reach].
+
+    The path is the geodesic of the direction's measure, and the straight line, ``"first-order"``. For a measure that
+    divides out nothing they are the same.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its weights are restored, even after an error.
+    batch : tuple, dict or other
+        A batch as for :func:`sharpness.evaluate`.
+    direction : Direction
+        ξ, for example ``result.direction(0)``.
+    loss_fn : callable, optional
+        As for :func:`sharpness.evaluate`.
+    reach : float
+        How far, in units of the direction's length.
+    points : int
+        Number of values of t, at least 2; an odd number includes t = 0.
+    micro_batch, normalize_logits
+        As passed to :func:`sharpness.evaluate`.
+
+    Returns
+    -------
+    Profile
+        :func:`sharpness.plots.plot_profile` draws it.
+
+    Raises
+    ------
+    ValueError
+        There are fewer than two points, ``reach`` is not positive, or the direction is of another model.
+
+    Examples
+    --------
+    At t = 1 the loss is the worst one that :func:`sharpness.evaluate` found:
+
+    >>> from torch import nn
+    >>> import sharpness, torch
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> batch = torch.randn(16, 4), torch.arange(16) % 3
+    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", progress=False)
+    >>> found = sharpness.profile(model, batch, result.direction(0), points=5)
+    >>> [round(t, 2) for t in found.lengths]
+    [-1.0, -0.5, 0.0, 0.5, 1.0]
+    >>> abs(found.losses["first-order"][3] - result.batches[0].worst_loss) < 1e-4
+    True
+    """
+    if not isinstance(direction, Direction):
+        raise TypeError(f"direction must be a Direction, such as result.direction(0), got {type(direction).__name__}")
+    points = as_count("points", points, least=2)
+    if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not 0 < reach < math.inf:
+        raise ValueError(f"reach must be a positive number, got {reach!r}")
+    measure, objective = direction.measure, Objective(loss_fn, normalize_logits, micro_batch)
+    parameters = named_weights(model)
+    batch = to_device(batch, next(iter(parameters.values())).device)
+    if becomes_float32(model, [parameters[name] for name in direction.tensors if name in parameters]):
+        batch = to_float32(batch)
+    times = [reach * (2 * i / (points - 1) - 1) for i in range(points)]
+    ways = dict.fromkeys((measure.geodesic, "first-order")) if measure.divides else ("first-order",)
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    state = preserved(model)
+    with state, state, torch.inference_mode(False), torch.enable_grad():
+        for way, t in itertools.product(ways, times):
+            with perturbed(model, replace(direction, measure=replace(measure, geodesic=way)), t):
+                found[way].append(objective.value(model, batch))
+    losses = {way: tuple(values) for way, values in found.items()}
+    return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)

@@ -76,10 +76,6 @@ class World:
         """Sum with the same bits on every process, so that all make the same decisions."""
         return t if self.group is None else self.stack(t).sum(0)
 
-    def max(self, t: Tensor) -> Tensor:
-        """Take the largest, entry by entry."""
-        return t if self.group is None else self.stack(t).amax(0)
-
     def all(self, what: bool) -> bool:
         """Tell whether something holds on every process."""
         return all(self._exchange(what))

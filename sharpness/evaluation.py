@@ -1,28 +1,32 @@
-"""The sharpness of a model on batches."""
+"""The sharpness of a model on batches: the largest loss, or the mean loss, in balls around the weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.modules import plain_class
 
-from .ball_search import BallSearch
-from .batch_loss import BatchLoss, for_each_batch
+from .ascent import ASCENTS, Ascent, Search
+from .batch_loss import BatchLoss, RadiusError, measured, without_gradient
 from .direction import Direction
 from .distributed import World
 from .losses import LossFunction, Objective
 from .measures import Measure, get_measure
+from .perturb import preserved
 from .progress import bar as progress_bar
 from .results import BatchResult, SharpnessResult
-from .search import Search
 from .shards import is_sharded_model
 from .space import WeightSpace
 
@@ -33,6 +37,8 @@ __all__ = ["checked_radii", "evaluate"]
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
+#: Number of times that the radius is halved to look for a larger loss inside the ball.
+_HALVINGS = 12
 
 
 def evaluate(
@@ -112,10 +118,61 @@ def evaluate(
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    objective = Objective(loss_fn, normalize_logits, micro_batch)
-    work = _Evaluation(get_measure(measure), rho, statistic, _search(search), objective, keep_directions)
-    with World(group).losing_others():
-        return work.run(model, batches, pairs, only, progress, group, offload)
+    measure, options = get_measure(measure), _search(search)
+    if statistic not in ("worst", "average"):
+        raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
+    if options.restarts and statistic != "worst":
+        raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
+    return _evaluate(
+        model, batches, measure, checked_radii(measure, rho), statistic, options,
+        Objective(loss_fn, normalize_logits, micro_batch), keep_directions, progress, group,
+        pairs=pairs, only=only, offload=offload,
+    )  # fmt: skip
+
+
+def _evaluate(
+    model: nn.Module, batches: Iterable[Any], measure: Measure, radii: tuple[float, ...], statistic: str,
+    search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None, **which: Any,
+) -> SharpnessResult:  # fmt: skip
+    """Do all jobs, (batch, radius, start) each, and combine their results."""
+    jobs = [(radius, start) for radius in radii for start in range(search.restarts + 1)]
+    everybody, sharded = World(group), is_sharded_model(model)
+    world = World() if sharded else everybody  # the processes of a sharded model work on every job together
+    kept = _Directions(False if keep is None and sharded else keep)
+    total = -(-len(batches) * len(jobs) // world.size) if isinstance(batches, Sized) else None
+    effort = search.steps if statistic == "worst" else search.num_samples
+    found: list[BatchResult] = []
+    state = preserved(model)
+    with everybody.losing_others():
+        with (
+            state,
+            state,
+            progress_bar(total and total * effort, measure.name, "step", progress=progress) as bar,
+            measured(model, batches, measure, objective, group=group, **which) as (space, each),
+        ):
+            for index, batch in each:
+                mine = [job for number, job in enumerate(jobs) if world.owns(index * len(jobs) + number)]
+                if not mine:
+                    continue
+                ball = _Ball(BatchLoss(space, objective, batch, index), search, bar)
+                for radius, start in mine:
+                    if statistic == "average":
+                        found.append(ball.average(radius, start))
+                    else:
+                        result, point = ball.worst(radius, start, last=(radius, start) == mine[-1])
+                        found.append(result)
+                        kept.keep(result, space, point)
+                        del point  # as large as the model
+        shares = world.gather([(found, space.uncertified(), space.unreached)])
+    of_starts = _best(r for results, _, _ in shares for r in results)
+    best = list(_nested(of_starts) if statistic == "worst" else ((r, r.rho) for r in of_starts))
+    best.sort(key=lambda pair: (pair[0].batch, radii.index(pair[0].rho)))
+    uncertified = set.intersection(*(names for _, names, _ in shares))
+    remarks = (*space.remarks, *without_gradient(space, set.intersection(*(names for _, _, names in shares))))
+    return SharpnessResult(
+        measure, statistic, radii, search, plain_class(model).__name__, *space.spectrum(), len(uncertified),
+        tuple(r for r, _ in best), remarks, kept.of(best),
+    )  # fmt: skip
 
 
 def _search(options: Mapping[str, Any]) -> Search:
@@ -149,102 +206,163 @@ def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tupl
     return radii
 
 
-class _Evaluation:
-    """One call of :func:`evaluate`: its jobs are (batch, radius, start), each independent of the others."""
+class _Ball:
+    """The search for the largest loss of a batch, or for its mean, in balls around the weights."""
 
-    def __init__(
-        self, measure: Measure, rho: Any, statistic: str, search: Search, objective: Objective, keep: bool | None
-    ) -> None:  # fmt: skip
-        if statistic not in ("worst", "average"):
-            raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
-        if statistic == "average" and measure.ball_norm != 2:
-            raise ValueError('statistic="average" draws Gaussian directions, for which ball_norm = inf has no meaning')
-        if search.restarts and statistic != "worst":
-            raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
-        self.measure, self.radii, self.statistic = measure, checked_radii(measure, rho), statistic
-        self.search, self.objective, self.keep = search, objective, keep
-        self.jobs = [(rho, start) for rho in self.radii for start in range(search.restarts + 1)]
-        self.found: list[BatchResult] = []
-        self.directions: dict[tuple[int, float], tuple[float, Direction]] = {}
-        self._ball_search: BallSearch | None = None
+    def __init__(self, loss: BatchLoss, search: Search, bar: Any) -> None:
+        self.loss, self.space, self.search, self.bar = loss, loss.space, search, bar
 
-    def run(
-        self, model: nn.Module, batches: Iterable[Any], pairs: Sequence[SymmetricPair] | None, only: str | None,
-        progress: bool, group: ProcessGroup | None, offload: bool,
-    ) -> SharpnessResult:  # fmt: skip
-        """Do all jobs and combine their results."""
-        self.keep = False if self.keep is None and is_sharded_model(model) else self.keep
-        effort = self.search.steps if self.statistic == "worst" else self.search.num_samples
-        count = len(batches) if isinstance(batches, Sized) else None
-        processes = 1 if is_sharded_model(model) else World(group).size
-        total = None if count is None else -(-count * len(self.jobs) // processes) * effort
-        with progress_bar(total, self.measure.name, "step", progress=progress) as self.bar:
-            space, world = for_each_batch(
-                model, batches, self.measure, self.objective, self._do_batch, pairs=pairs, only=only,
-                group=group, jobs=len(self.jobs), offload=offload,
-            )  # fmt: skip
-        shares = world.gather([(self.found, space.uncertified(), space.unreached())])
-        self.found = [r for found, _, _ in shares for r in found]
-        uncertified = set.intersection(*(open_pairs for _, open_pairs, _ in shares))
-        unreached = set.intersection(*(names for _, _, names in shares))
-        best = [(r, r.rho) for r in self._best()]
-        if self.statistic == "worst":
-            best = sorted(
-                _nested([r for r, _ in best]), key=lambda pair: (pair[0].batch, self.radii.index(pair[0].rho))
+    def average(self, rho: float, start: int) -> BatchResult:
+        """Average the loss over Gaussian directions."""
+        began, losses = time.perf_counter(), list[float]()
+        self.loss.reset()
+        for sample in range(self.search.num_samples):
+            losses.append(self.loss(self._random(sample).mul_(rho)))
+            self._show(rho, losses[-1], max(losses))
+        error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
+        value = statistics.fmean(losses) - self.loss.base
+        return self._result(rho, start, began, value, max(losses), tuple(losses), std_error=error)
+
+    def worst(self, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor]:
+        """Look for the largest loss, and return also where it is.
+
+        ``last`` says that no other job of the batch follows, so that the gradient at the weights may be freed.
+        """
+        began, loss, space = time.perf_counter(), self.loss, self.space
+        loss.reset()
+        info = torch.finfo(space.dtype)
+        if rho > 0.1 * info.max:
+            raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
+        flat = rho * space.norm(loss.base_gradient) <= 10 * info.eps * abs(loss.base)
+        at_weights = start == 0 and not flat
+        first = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
+        found = self._ascend(first, rho, at_weights=at_weights, last=last)
+        found = self._inwards(found, rho)
+        point, value = found.point, found.value
+        if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
+            point, value = point.zero_(), loss.base
+        result = self._result(
+            rho, start, began, value - loss.base, value, found.history, fw_gap=found.fw_gap, converged=found.converged,
+            random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
+        )  # fmt: skip
+        return result, point
+
+    def _ascend(self, start: Tensor, rho: float, *, at_weights: bool = False, last: bool = False) -> Ascent:
+        """Climb from a point; the pass at the weights was made before."""
+        loss, top = self.loss, -math.inf
+        known = [(loss.base, loss.base_gradient)] if at_weights else []
+        if last:
+            del loss.base_gradient
+
+        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
+            nonlocal top
+            if known:
+                return known.pop()
+            value, gradient = loss.with_gradient(x) if wanted else (loss(x), None)
+            top = max(top, value)
+            self._show(rho, value, top)
+            return value, gradient
+
+        found = ASCENTS[self.search.ascent](
+            f, start, rho, self.search.steps, relative_tol=self.search.relative_tol, base=loss.base,
+            world=self.space.world,
+        )  # fmt: skip
+        self.bar.update(self.search.steps + 1 - len(found.history))
+        return found
+
+    def _inwards(self, found: Ascent, rho: float) -> Ascent:
+        """Look for a larger loss inside the ball, on spheres whose radius is halved each time.
+
+        This is done if the loss rose nowhere on the sphere, or falls outwards at the best point: a bounded loss may
+        oscillate.
+        """
+        if self.space.norm(found.point) == 0:
+            return found
+        for _ in range(_HALVINGS):
+            if found.value > self.loss.base and not (found.slope is not None and found.slope < 0):
+                break
+            rho /= 2
+            if self.bar.total is not None:
+                self.bar.total += self.search.steps
+            inner = self._ascend(self._to_sphere(found.point.clone(), rho), rho)
+            if inner.value <= found.value and found.value > self.loss.base:
+                break
+            found = inner if inner.value > found.value else found
+        return found
+
+    def _to_sphere(self, x: Tensor, rho: float) -> Tensor:
+        return x.mul_(rho / self.space.norm(x))
+
+    def _random(self, number: int) -> Tensor:
+        entropy = (self.search.seed, self.loss.index, number)
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) % 2**63
+        xi = self.space.random(torch.Generator().manual_seed(seed))
+        if self.space.norm(xi) == 0:
+            raise ValueError(
+                "there is no direction to move in: all trainable weights are zero or belong to pairs of rank 0 "
+                "(LoRA's B = 0 before training); measure a trained model"
             )
-        # Only the process that found a worst direction has it.
-        directions = {
-            (r.batch, r.rho): self.directions[r.batch, origin][1]
-            for r, origin in best
-            if self.directions.get((r.batch, origin), (None,))[0] == r.value
-        }
-        remarks = (*space.remarks, *space.without_gradient(unreached))
-        return SharpnessResult(
-            self.measure, self.statistic, self.radii, self.search, plain_class(model).__name__, *space.spectrum(),
-            len(uncertified), tuple(r for r, _ in best), remarks, directions,
+        return xi
+
+    def _show(self, rho: float, value: float, top: float) -> None:
+        self.bar.update()
+        self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
+
+    def _result(
+        self, rho: float, start: int, began: float, value: float, worst_loss: float, history: tuple[float, ...],
+        **others: Any,
+    ) -> BatchResult:  # fmt: skip
+        loss = self.loss
+        nothing = {"fw_gap": None, "converged": None, "std_error": None, "random_start": False, "distance": 0.0}
+        return BatchResult(
+            batch=loss.index, rho=rho, start=start, value=value, base_loss=loss.base, worst_loss=worst_loss,
+            base_error=loss.base_error, worst_error=loss.worst_error, history=history,
+            passes=loss.passes + 1,  # the pass at the weights is shared, but every job needs it
+            seconds=time.perf_counter() - began, **{"num_exited_pairs": 0, **nothing, **others},
         )  # fmt: skip
 
-    def _do_batch(self, space: WeightSpace, index: int, batch: Any, mine: list[int]) -> None:
-        if self._ball_search is None:
-            self._ball_search = BallSearch(space, self.search, self.statistic, self.bar)
-        loss = BatchLoss(space, self.objective, batch, index, self._ball_search.new_gradient)
-        for number in mine:
-            rho, start = self.jobs[number]
-            result, point = self._ball_search.run(loss, rho, start, last=number == mine[-1])
-            self.found.append(result)
-            if point is not None:
-                self._keep(space, result, point)
-                self._ball_search.free(point)
 
-    def _keep(self, space: WeightSpace, result: BatchResult, point: Tensor) -> None:
+# -- from the jobs to the result ---------------------------------------------------------------------------------------
+
+
+class _Directions(dict[tuple[int, float], tuple[float, Direction]]):
+    """The worst directions by batch and radius, with their values; by default the first ones, up to 2 GiB."""
+
+    def __init__(self, wanted: bool | None) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+    def keep(self, result: BatchResult, space: WeightSpace, point: Tensor) -> None:
+        """Keep the direction to a point, unless there is a worse one or no memory for it."""
         key = (result.batch, result.rho)
-        size = space.dim * point.element_size()
-        room = self.keep is None and (key in self.directions or len(self.directions) * size < _DIRECTIONS)
-        if (self.keep or room) and (key not in self.directions or result.value > self.directions[key][0]):
-            self.directions[key] = (result.value, space.direction(point))
+        room = key in self or len(self) * space.dim * point.element_size() < _DIRECTIONS
+        if (room if self.wanted is None else self.wanted) and (key not in self or result.value > self[key][0]):
+            self[key] = (result.value, space.direction(point))
 
-    def _best(self) -> Iterator[BatchResult]:
-        """Take the best start of every batch and radius, with passes and seconds of all starts and the worst error."""
-        found = sorted(self.found, key=lambda r: (r.batch, self.radii.index(r.rho), r.start))
-        for _, same in itertools.groupby(found, key=lambda r: (r.batch, r.rho)):
-            starts = list(same)
-            yield dataclasses.replace(
-                max(starts, key=lambda r: r.value),
-                passes=1 + sum(r.passes - 1 for r in starts),
-                seconds=sum(r.seconds for r in starts),
-                worst_error=_largest(r.worst_error for r in starts),
-            )
+    def of(self, best: Sequence[tuple[BatchResult, float]]) -> dict[tuple[int, float], Direction]:
+        """Return those of results, each with the radius it was found at; only the process that found one has it."""
+        found = [(r, self.get((r.batch, origin))) for r, origin in best]
+        return {(r.batch, r.rho): kept[1] for r, kept in found if kept is not None and kept[0] == r.value}
 
 
-def _largest(errors: Iterable[float | None]) -> float | None:
-    return max((e for e in errors if e is not None), default=None)
+def _best(found: Iterable[BatchResult]) -> Iterator[BatchResult]:
+    """Take the best start of every batch and radius, with passes and seconds of all starts and the worst error."""
+    found = sorted(found, key=lambda r: (r.batch, r.rho, r.start))
+    for _, same in itertools.groupby(found, key=lambda r: (r.batch, r.rho)):
+        starts = list(same)
+        yield dataclasses.replace(
+            max(starts, key=lambda r: r.value),
+            passes=1 + sum(r.passes - 1 for r in starts),
+            seconds=sum(r.seconds for r in starts),
+            worst_error=_largest(r.worst_error for r in starts),
+        )
 
 
-def _nested(found: Sequence[BatchResult]) -> Iterator[tuple[BatchResult, float]]:
+def _nested(found: Iterable[BatchResult]) -> Iterator[tuple[BatchResult, float]]:
     """Replace each result by that of a smaller ball, with its radius, where that is worse: the ball contains it."""
     for _, same in itertools.groupby(found, key=lambda r: r.batch):
         inner, origin = None, 0.0
-        for outer in sorted(same, key=lambda r: r.rho):
+        for outer in same:
             error = _largest(r.worst_error for r in (inner, outer) if r is not None)
             if inner is None or outer.value >= inner.value:
                 inner, origin = outer, outer.rho
@@ -252,3 +370,7 @@ def _nested(found: Sequence[BatchResult]) -> Iterator[tuple[BatchResult, float]]
                 inner, rho=outer.rho, passes=outer.passes, seconds=outer.seconds, worst_error=error
             )
             yield inner, origin
+
+
+def _largest(errors: Iterable[float | None]) -> float | None:
+    return max((e for e in errors if e is not None), default=None)

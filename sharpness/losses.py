@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from quotient_manifolds.batches import default_forward, tensors, tree_map
 from quotient_manifolds.checks import as_count
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.blocks import plain_class
+from quotient_manifolds.symmetries.modules import plain_class
 
 from .errors import failed_call, wrong_cast
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["MEASURES", "Measure", "get_measure"]
 
@@ -32,27 +31,22 @@ class Measure:
     symmetry : {"all", "qk", "vo", "none"}
         The kinds of pairs that are divided out; with "none" the measure is the elementwise one.
     relaxation : float
-        ε of the floor ε σ_1 on the singular values in the metric of the pairs, see
-        :class:`quotient_manifolds.GLQuotientInv`.
-    metric_scale : float
-        c, by which the whole metric is multiplied. Geodesics stay the same, and the ball of radius ρ√c is the former
-        ball of radius ρ.
-    ball_norm : {2, inf}
-        Norm of the ball in the coordinates of the metric; inf for elementwise measures only.
+        ε of the paper's relaxed Gram matrices, for a ``pair_block`` that has them.
     rho : float or None
         Default radius.
-    pair_block : str
-        ``"module:class"`` of the pairs' blocks, see :mod:`sharpness.blocks`, for a metric or motion of your own.
+    pair_block : type or None
+        Of the class: the class of the pairs' blocks, if it is not :class:`sharpness.blocks.PairBlock`; a subclass of
+        the measure sets it, for a metric or motion of your own.
 
     Raises
     ------
     ValueError
-        A value is not among those named, or the combination has no meaning.
+        A value is not among those named. Numbers are checked where they are used.
 
     Notes
     -----
-    Paper, §5.2 (inv and mix) and App. I.3 (the scale). "adaptive" with the norms 2 and inf is adaptive sharpness (Kwon
-    et al. 2021; Andriushchenko et al. 2023), "euclidean" with 2 the inner maximum of SAM (Foret et al. 2021).
+    Paper, §5.2 (inv and mix). "adaptive" is adaptive sharpness (Kwon et al. 2021; Andriushchenko et al. 2023),
+    "euclidean" the inner maximum of SAM (Foret et al. 2021).
 
     Examples
     --------
@@ -73,11 +67,9 @@ class Measure:
     form: str = "own"
     geodesic: str = "second-order"
     symmetry: str = "all"
-    relaxation: float = 1e-12
-    metric_scale: float = 1.0
-    ball_norm: float = 2.0
+    relaxation: float = 0.0
     rho: float | None = None
-    pair_block: str = "sharpness.blocks:PairBlock"
+    pair_block: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
         for attribute, allowed in (
@@ -86,26 +78,11 @@ class Measure:
             ("form", ("own", "canonical")),
             ("geodesic", ("second-order", "first-order", "exact")),
             ("symmetry", ("all", "qk", "vo", "none")),
-            ("ball_norm", (2, math.inf)),
         ):
             if getattr(self, attribute) not in allowed:
                 raise ValueError(
                     f"measure {self.name!r}: {attribute} must be one of {allowed}, got {getattr(self, attribute)!r}"
                 )
-        for attribute in ("metric_scale", "relaxation", *(["rho"] if self.rho is not None else [])):
-            value = getattr(self, attribute)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"measure {self.name!r}: {attribute} must be a number, got {value!r}")
-            if value < 0 or (value == 0 and attribute != "relaxation"):
-                how = "must not be negative" if attribute == "relaxation" else "must be positive"
-                raise ValueError(f"measure {self.name!r}: {attribute} {how}, got {value}")
-        if not isinstance(self.pair_block, str) or ":" not in self.pair_block:
-            raise ValueError(f"measure {self.name!r}: pair_block must be 'module:class', got {self.pair_block!r}")
-        if self.divides and self.ball_norm != 2:
-            raise ValueError(
-                f"measure {self.name!r}: the ball with ball_norm = inf is not defined on a quotient; use 2, or the "
-                'measure "adaptive" or "euclidean"'
-            )
 
     @property
     def divides(self) -> bool:
@@ -124,7 +101,7 @@ MEASURES: dict[str, Measure] = {
 }
 
 #: Fields that concern only pairs.
-_OF_PAIRS = ("geodesic", "symmetry", "relaxation", "pair_block")
+_OF_PAIRS = ("geodesic", "symmetry", "relaxation")
 
 
 def get_measure(measure: str | Measure, **changes: Any) -> Measure:

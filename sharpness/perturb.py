@@ -13,9 +13,24 @@ from torch.utils.hooks import RemovableHandle
 
 from quotient_manifolds.batches import tensors, tree_map
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries.recording import caching, drop_caches
+from quotient_manifolds.symmetries.modules import caching, check_model, drop_caches, preserve_model_state
 
-__all__ = ["Gradients", "becomes_float32", "pointing_to", "stands_on_narrow_base"]
+__all__ = ["Gradients", "becomes_float32", "pointing_to", "preserved", "stands_on_narrow_base"]
+
+
+#: Attributes of modules that are False during a measurement. With the first, bitsandbytes packs a layer's 4-bit weights
+#: for inference in the first pass that needs no gradient of its input: after that nothing can be differentiated through
+#: the layer, and its old weights no longer fit. With the second, gradients are sparse and have no derivatives.
+_SWITCHES: dict[str, tuple[type, ...]] = {
+    "support_avx512bf16_for_cpu": (nn.Module,),
+    "sparse": (nn.Embedding, nn.EmbeddingBag),
+}
+
+
+def preserved(model: nn.Module) -> preserve_model_state:
+    """Return what leaves a model as it was, if ``with`` enters it twice, see :class:`preserve_model_state`."""
+    check_model(model)
+    return preserve_model_state(model, _SWITCHES)
 
 
 @contextmanager
@@ -126,6 +141,7 @@ class Gradients:
     def __init__(self, parameters: Sequence[Tensor], beside: Iterable[Tensor] = (), *, backward: bool = False) -> None:
         self._parameters = list(parameters)
         self._all = list(dict.fromkeys([*self._parameters, *beside]))
+        self._backward = backward
         self._reentrant: bool | None = True if backward else None
 
     def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -148,6 +164,8 @@ class Gradients:
         self, losses: Iterable[Tensor], moving: Mapping[Tensor, Tensor]
     ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
         """Add up gradients, and products of the Hessians with a vector."""
+        if self._backward:
+            raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
         first, second = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for loss in losses:
             grads = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
@@ -163,6 +181,8 @@ class Gradients:
         return first, second
 
     def _of(self, loss: Tensor) -> dict[Tensor, Tensor]:
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on any trainable parameter; check loss_fn and requires_grad")
         if self._reentrant is None:  # one walk through the graph is enough, because the model does not change
             self._reentrant = _has_reentrant_checkpoint(loss)
         if not self._reentrant:
@@ -178,10 +198,11 @@ class Gradients:
                 for p, g in zip(self._all, before, strict=True):
                     p.grad = g
         found = zip(self._parameters, grads, strict=True)
-        return {p: _plain(g) for p, g in found if g is not None}
+        return {p: g if type(g) is Tensor and not g.is_sparse else _plain(g) for p, g in found if g is not None}
 
 
 def _plain(g: Any) -> Tensor:
+    """Return this process's rows of a sharded gradient, and a sparse one as a dense tensor."""
     found: Tensor = g.to_local() if hasattr(g, "to_local") else g
     return found.to_dense() if found.is_sparse else found
 

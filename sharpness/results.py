@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from .ascent import Search
 from .direction import Direction
-from .errors import require_extra
 from .files import write_json
-from .layers import LayerShares, layer_shares
 from .measures import Measure
-from .parts import PARTS
-from .search import Search
+from .shares import LayerShare, LayerShares
 
 __all__ = ["LEAVES", "BatchResult", "SharpnessResult"]
 
@@ -122,8 +121,6 @@ class SharpnessResult:
         ρ < σ_h/√2; beyond that the sharpness reflects the breakdown of the retraction.
     num_null : int
         Number of directions of the pairs that count as absent (σ_i zero to within rounding).
-    num_clamped : int
-        Number of directions of the pairs whose σ_i the metric's floor replaces.
     num_uncertified : int
         Number of pairs that got no gradient from any batch, so that nothing certifies that they are symmetries.
     batches : tuple of BatchResult
@@ -158,7 +155,6 @@ class SharpnessResult:
     model: str
     min_singular_value: float | None
     num_null: int
-    num_clamped: int
     num_uncertified: int
     batches: tuple[BatchResult, ...]
     remarks: tuple[str, ...] = ()
@@ -172,13 +168,6 @@ class SharpnessResult:
         directions = {key: d for key, d in self._directions.items() if key[1] == rho}
         batches = tuple(b for b in self.batches if b.rho == rho)
         return replace(self, rhos=(rho,), batches=batches, _directions=directions)
-
-    @property
-    def reach(self) -> float | None:
-        """The largest ρ over σ_h for the mix metric, whose ball leaves the manifold beyond 0.71; None for others."""
-        if self.measure.pair_metric != "mix" or not self.min_singular_value:
-            return None
-        return float(max(self.rhos) * self.measure.metric_scale**-0.5 / self.min_singular_value)
 
     def _only_rho(self) -> float:
         if len(self.rhos) > 1:
@@ -238,13 +227,20 @@ class SharpnessResult:
         Raises
         ------
         KeyError
-            As for :meth:`direction`, or the statistic has no worst direction.
+            As for :meth:`direction`.
         ValueError
             There are several radii, or the loss did not rise at this one.
         """
-        if self.statistic != "worst":
-            raise KeyError(f"there is no worst direction for statistic={self.statistic!r}")
-        return layer_shares([self.direction(b.batch) for b in self.batches])
+        moving = [d for d in (self.direction(b.batch) for b in self.batches) if d.norm > 0]
+        if not moving:
+            raise ValueError(
+                "the worst directions have length 0, because the loss did not rise at this radius; use a larger one"
+            )
+        found: dict[tuple[str, str, int | None], float] = {}
+        for d in moving:
+            for place, square in d.squares.items():
+                found[place] = found.get(place, 0.0) + square / d.norm**2 / len(moving)
+        return LayerShares(LayerShare(*place, share) for place, share in found.items())
 
     def by_part(self) -> dict[str, float]:
         """Compute the share of each part of the network in the squared length of the worst directions, at one radius.
@@ -252,43 +248,22 @@ class SharpnessResult:
         Returns
         -------
         dict of str to float
-            Shares in the order of :data:`sharpness.parts.PARTS`, averaged over the batches whose loss rose.
+            The sums of :meth:`by_layer` over layers and heads, in the order of :data:`sharpness.shares.PARTS`.
 
         Raises
         ------
         KeyError, ValueError
-            As :meth:`direction`.
+            As :meth:`by_layer`.
         """
-        found = [self.direction(b.batch) for b in self.batches]
-        moved = [d for d in found if d.norm > 0]
-        shares = {part: fmean(d.parts.get(part, 0.0) / d.norm**2 for d in moved) for part in PARTS if moved}
-        return {part: share for part, share in shares.items() if share > 0}
+        return self.by_layer().by_part()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the directions as plain numbers, strings, lists and dicts."""
-        batches = [{**asdict(b), "error_increase": b.error_increase, "history": list(b.history)} for b in self.batches]
-        found = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
-        return {
-            **found,
-            "measure": asdict(self.measure),
-            "search": asdict(self.search),
-            "rhos": list(self.rhos),
-            "sharpness": {str(rho): float(self[rho]) for rho in self.rhos},
-            "batches": batches,
-            "remarks": list(self.remarks),
-        }
-
-    def to_dataframe(self) -> Any:
-        """Return a pandas DataFrame with a row per batch and radius; columns are the fields of :class:`BatchResult`.
-
-        Raises
-        ------
-        ImportError
-            Pandas is not installed; the message names the extra to install.
-        """
-        with require_extra("to_dataframe needs pandas", "plot"):
-            import pandas as pd
-        return pd.DataFrame([{"measure": self.measure.name, **row} for row in self.to_dict()["batches"]])
+        found: dict[str, Any] = json.loads(json.dumps(asdict(replace(self, _directions={}))))
+        del found["_directions"]
+        for row, b in zip(found["batches"], self.batches, strict=True):
+            row["error_increase"] = b.error_increase
+        return {**found, "sharpness": {str(rho): float(self[rho]) for rho in self.rhos}}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, which is replaced completely or not at all.
@@ -303,50 +278,36 @@ class SharpnessResult:
         return _table(self)
 
 
-#: Fields that are not shown beside a measure's name.
-_DEFAULTS = {f.name: f.default for f in fields(Measure)}
-
-
 def _table(result: SharpnessResult) -> str:
-    """Write a result as a table with a row per radius."""
-    count = len(result.batches) // len(result.rhos)
+    """Write a result as a table with a row per radius, and what else was noticed."""
+    measure, search, count = result.measure, result.search, len(result.batches) // len(result.rhos)
+    effort = f"mean of {search.num_samples} Gaussian directions"
+    if result.statistic == "worst":
+        stop = f" or until {search.relative_tol:g} of the increase" if search.relative_tol else ""
+        starts = f", {search.restarts} restart{'s' * (search.restarts > 1)}" * bool(search.restarts)
+        effort = f"{search.ascent} ascent of {search.steps} steps{stop}{starts}"
     batches = f"{count} batch{'es' * (count > 1)}"
-    lines = [
-        f"{result.measure.name} sharpness of {result.model}: {batches}, {_effort(result)}, seed {result.search.seed}"
-    ]
-    switched = _switches(result.measure)
-    if switched:
-        lines.append(", ".join(switched))
+    lines = [f"{measure.name} sharpness of {result.model}: {batches}, {effort}, seed {search.seed}"]
+    switches = [f"{measure.geodesic} geodesics"] if measure.divides else []
+    for name in ("symmetry", "relaxation"):
+        if getattr(measure, name) != getattr(Measure, name):
+            switches.append(f"{name}={getattr(measure, name)}")
+    if measure.pair_block is not None:
+        switches.append(type(measure).__name__)
+    lines += [", ".join(switches)] if switches else []
     worst = "worst loss" if result.statistic == "worst" else "mean loss"
     lines.append(f"{'rho':>10}  {'base loss':>10}  {worst:>10}  {'sharpness':>10}  {'error rate':>16}  {'passes':>7}")
     for rho in result.rhos:
-        found = result[rho].batches
-        base, value = fmean(b.base_loss for b in found), float(result[rho])
+        found, value = result[rho].batches, float(result[rho])
+        base, passes = (fmean(getattr(b, name) for b in found) for name in ("base_loss", "passes"))
         errors = "-"
         if all(b.worst_error is not None for b in found):
-            before, after = fmean(b.base_error or 0.0 for b in found), fmean(b.worst_error or 0.0 for b in found)
+            before, after = (fmean(getattr(b, name) or 0.0 for b in found) for name in ("base_error", "worst_error"))
             errors = f"{before:.1%} → {after:.1%}"
-        passes = fmean(b.passes for b in found)
         lines.append(
             f"{rho:>10.4g}  {base:>10.5f}  {base + value:>10.5f}  {value:>10.5f}  {errors:>16}  {passes:>7.1f}"
         )
-    return "\n".join(lines + _remarks(result))
-
-
-def _effort(result: SharpnessResult) -> str:
-    search = result.search
-    if result.statistic == "average":
-        return f"mean of {search.num_samples} Gaussian directions"
-    stop = f" or until {search.relative_tol:g} of the increase" if search.relative_tol else ""
-    starts = f", {search.restarts} restart{'s' * (search.restarts > 1)}" * bool(search.restarts)
-    return f"{search.ascent} ascent of {search.steps} steps{stop}{starts}"
-
-
-def _switches(measure: Measure) -> list[str]:
-    """List the fields of the measure that are shown beside its name."""
-    found = [f"{measure.geodesic} geodesics"] if measure.divides else []
-    switches = ("symmetry", "relaxation", "ball_norm", "pair_block")
-    return found + [f"{k}={getattr(measure, k)}" for k in switches if getattr(measure, k) != _DEFAULTS[k]]
+    return "\n".join([*lines, *_moved(result), *_doubts(result), *result.remarks])
 
 
 def _moved(result: SharpnessResult) -> list[str]:
@@ -354,43 +315,38 @@ def _moved(result: SharpnessResult) -> list[str]:
     rho = max(result.rhos)
     try:
         shares = [f"{part} {share:.0%}" for part, share in result[rho].by_part().items()]
-    except KeyError:
+    except (KeyError, ValueError):
         return []
     return [f"moved at rho = {rho:g}: " + ", ".join(shares)] if len(shares) > 1 else []
 
 
-def _remarks(result: SharpnessResult) -> list[str]:
-    lines, batches = _moved(result), result.batches
-    top = result.reach
-    if top is not None:
-        lines.append(f"largest rho over the smallest singular value of a pair: {top:.3g}")
-        if top > LEAVES:
+def _doubts(result: SharpnessResult) -> list[str]:
+    """Say what limits the numbers."""
+    lines, smallest = [], result.min_singular_value
+    if result.measure.pair_metric == "mix" and smallest:
+        ratio = max(result.rhos) / smallest
+        lines.append(f"largest rho over the smallest singular value of a pair: {ratio:.3g}")
+        if ratio > LEAVES:
             lines.append(
                 "beyond 0.71 the ball of the mix metric leaves the manifold: the largest radii measure the "
                 "breakdown of its retraction, not the network"
             )
-    if result.num_clamped:
-        lines.append(f"the metric's floor replaces {result.num_clamped} singular values of pairs")
-    if result.num_uncertified:
-        lines.append(
-            f"{result.num_uncertified} pairs got no gradient from these data, so nothing certifies their symmetry"
-        )
-    if result.num_null:
-        lines.append(f"{result.num_null} directions of pairs are zero to within rounding and are not moved")
-    for count, what in (
+    total = len(result.batches)
+    doubts = (
+        (result.num_uncertified, "{} pairs got no gradient from these data, so nothing certifies their symmetry"),
+        (result.num_null, "{} directions of pairs are zero to within rounding and are not moved"),
         (
-            sum(b.random_start for b in batches),
-            "ascents began in a random direction: the gradient at the weights was zero to within rounding",
+            sum(b.random_start for b in result.batches),
+            f"{{}} of {total} ascents began in a random direction: the gradient at the weights was zero to within "
+            "rounding",
         ),
         (
-            sum(b.num_exited_pairs > 0 for b in batches),
-            "worst points have pairs whose geodesic would leave the manifold; it was shortened",
+            sum(b.num_exited_pairs > 0 for b in result.batches),
+            f"{{}} of {total} worst points have pairs whose geodesic would leave the manifold; it was shortened",
         ),
         (
-            sum(b.converged is False for b in batches),
-            "ascents used all their steps and did not converge; more steps may give a larger value",
+            sum(b.converged is False for b in result.batches),
+            f"{{}} of {total} ascents used all their steps and did not converge; more steps may give a larger value",
         ),
-    ):
-        if count:
-            lines.append(f"{count} of {len(batches)} {what}")
-    return [*lines, *result.remarks]
+    )
+    return lines + [text.format(count) for count, text in doubts if count]

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,9 @@ from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification
 
-from .blocks import Block, PairBlock
-from .building import build_blocks, divide, warn_of_unknown
+from .blocks import Block, ElementwiseBlock, PairBlock
+from .building import build_blocks, divide, trainable, warn_of_unknown
 from .measures import Measure, get_measure
-from .weights import trainable
 
 __all__ = ["GeodesicSAM"]
 
@@ -46,14 +46,9 @@ class _Restore:
         return {"_sam": None, "_always": self._always}
 
 
-def _check_measure(measure: Measure) -> None:
-    if measure.ball_norm != 2:
-        raise ValueError(f"GeodesicSAM takes measures with the round ball, ball_norm=2, not {measure.name!r}")
+def _check(measure: Measure, rho: Any, refresh: Any) -> None:
     if measure.form != "own" or measure.elementwise == "vector":
         raise ValueError(f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not")
-
-
-def _check_numbers(rho: Any, refresh: Any) -> None:
     if isinstance(rho, bool) or not isinstance(rho, (int, float)):
         raise TypeError(f"rho must be a number, got {rho!r}")
     if not 0 < rho < 1e30:
@@ -87,9 +82,8 @@ class _InnerStep:
 
     def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
         self.parameters, self.blocks = parameters, blocks
-        for b in blocks:
-            if isinstance(b, PairBlock) and not b.closed_form:
-                raise ValueError(f"GeodesicSAM moves pairs by closed forms, which {type(b).__name__} does not have")
+        if not all(b.closed_form for b in blocks if isinstance(b, PairBlock)):
+            raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
         self.count, self.stale = 0, False
         found = [b.stack for b in blocks if isinstance(b, PairBlock)]
         self.certification = Certification(found)
@@ -123,22 +117,35 @@ class _InnerStep:
             self._original = {}
 
     def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
-        self._work = {p: self._work[p] if p in self._work else torch.empty_like(p) for p in self.parameters}
+        make = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        self._work = {p: self._work[p] if p in self._work else make(p) for p in self.parameters}
         if self.certification.open:
             self.certification.see(gradients).check()
-        factorise, steps = self.count % refresh == 0 or self.stale, []
+        factorise, steps = self.count % refresh == 0 or self.stale, list[tuple[Block, Tensor]]()
+        squares: list[Tensor] = []
         for p in self._dropped:
             self._work[p].copy_(p)
         for block in self.blocks:
-            block.refresh(factorise)
-            steps.append(block.climb(gradients, self._work))
+            if isinstance(block, PairBlock):
+                block.refresh(factorise=factorise)
+                u = block.tangent.egrad2rgrad(block.stack.gather(gradients))
+                squares.append(block.tangent.inner(u).sum())
+            elif isinstance(block, ElementwiseBlock):
+                block.refresh()
+                u = self._work[block.parameter].view(-1)
+                block.pull_back_(u, gradients, None)
+                squares.append(torch.linalg.vector_norm(u).square())
+            steps.append((block, u))
         self.count, self.stale = self.count + 1, False
-        squares = torch.stack([s.double() if s.device.type != "mps" else s for s, _ in steps])
-        norm = float(squares.sum().sqrt())
+        norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
         if not 0 < norm < math.inf:
             return {}
-        for _, move in steps:
-            move(rho / norm)
+        for block, u in steps:
+            u.mul_(rho / norm)
+            if isinstance(block, PairBlock):
+                block.stack.scatter_(block.retract(u), self._work)
+            else:
+                block.move_(self._work, u)
         return self._work
 
 
@@ -197,9 +204,8 @@ class GeodesicSAM(Optimizer):
     weights are restored by the model's next ``state_dict`` or ``load_state_dict``, its next forward pass in evaluation
     mode without gradients, the next ``first_step`` or ``step``, or :meth:`restore`. If one of the first three comes
     between the two steps, ``second_step`` refuses, because gradients may belong to either place. The weights' own
-    storage is never written to: meanwhile parameters point to a copy, which takes as much memory as they do.
-
-    Only what the base optimiser trains is perturbed.
+    storage is never written to: meanwhile parameters point to a copy, which takes as much memory as they do. Only what
+    the base optimiser trains is perturbed.
 
     The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
     optimiser to ``scaler.step`` for the second. Under DDP all ranks apply the same perturbation, along the mean
@@ -234,8 +240,7 @@ class GeodesicSAM(Optimizer):
         if not isinstance(base_optimizer, Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
         measure = get_measure(measure)
-        _check_measure(measure)
-        _check_numbers(rho, refresh)
+        _check(measure, rho, refresh)
         trained = {p for group in base_optimizer.param_groups for p in group["params"]}
         known = trainable(model)
         parameters = {name: p for name, p in known.items() if p in trained}
@@ -260,10 +265,8 @@ class GeodesicSAM(Optimizer):
         self._pending = False
         self._held = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
-        if (
-            isinstance(base_optimizer, QuotientOptimizer) and measure.divides
-        ):  # its gradients will belong to other weights
-            base_optimizer.certify = False
+        if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:
+            base_optimizer.certify = False  # its gradients will belong to other weights
         _watch(self)
 
     # Groups and state are the base optimiser's, so that schedulers and scalers reach it.
@@ -379,19 +382,11 @@ class GeodesicSAM(Optimizer):
     # -- the base optimiser ----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed.
-
-        Parameters
-        ----------
-        param_group : dict
-            A group as for torch's optimisers.
-        """
+        """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed."""
         known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
         params = param_group["params"]
-        params = (
-            params if isinstance(params, (Tensor, set)) else list(params)
-        )  # torch refuses a set, which has no order
-        if any(id(p) not in known for p in ([params] if isinstance(params, Tensor) else params)):
+        params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        if any(id(p) not in known for p in params):  # torch refuses a set, which has no order
             self.base_optimizer.add_param_group({**param_group, "params": params})
 
     def state_dict(self) -> dict[str, Any]:
@@ -399,12 +394,7 @@ class GeodesicSAM(Optimizer):
         return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. With ``refresh`` above 1 the pairs are factorised again immediately.
-
-        Parameters
-        ----------
-        state_dict : dict
-        """
+        """Load the result of :meth:`state_dict`. The pairs are factorised again immediately."""
         self.restore()
         self.base_optimizer.load_state_dict(state_dict["base"])
         self._inner.count, self._inner.stale, self._pending = state_dict["count"], True, False

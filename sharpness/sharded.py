@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.base import standard_normal
-from quotient_manifolds.gl.tangent import draw_gaussians
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, stacks
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
+from quotient_manifolds.tangent import draw_gaussians
 
 from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, with_constants
@@ -25,9 +24,9 @@ from .direction import Direction
 from .distributed import World
 from .losses import Objective, count_examples
 from .measures import Measure
-from .parts import Parts
 from .perturb import Gradients, pointing_to
 from .shards import ShardedState, Shards, reshard
+from .shares import Places
 from .space import WeightSpace
 
 __all__ = ["ShardedSpace"]
@@ -52,8 +51,8 @@ class ShardedSpace(WeightSpace):
         self, model: nn.Module, measure: Measure, pairs: Sequence[SymmetricPair] | None = None, *,
         classes: bool = False, only: str | None = None, offload: bool = False, examples: World,
     ) -> None:  # fmt: skip
-        if measure.pair_block != Measure.pair_block:
-            raise ValueError(f"pair_block={measure.pair_block!r} works on whole models only, and this one is sharded")
+        if measure.pair_block is not None:
+            raise ValueError(f"{type(measure).__name__} works on whole models only, and this one is sharded")
         self._shards, self._examples = Shards(model), examples
         mesh = self._shards.world
         if examples.group is not None and examples.members != mesh.members:
@@ -72,7 +71,7 @@ class ShardedSpace(WeightSpace):
         self.model, self.world, self.given = model, self._shards.world, pairs
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
         moving, trained = self._parameters.values(), (p for p in model.parameters() if p.requires_grad)
-        self._gradients = Gradients([self._shards.parameter(p) for p in moving], trained, backward=True)
+        self.gradients = Gradients([self._shards.parameter(p) for p in moving], trained, backward=True)
 
     def _build(
         self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
@@ -110,58 +109,43 @@ class ShardedSpace(WeightSpace):
         Every process therefore draws as many numbers as the model has weights.
         """
         xi = self.empty()
-        single = {b.parameter: part for b, part in self._blocks if isinstance(b, ElementwiseBlock)}
+        parts = dict(zip(self.blocks, self.parts(xi), strict=True))
+        single = {b.parameter: b for b in parts if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.parameter(p).shape
             drawn = standard_normal((shape.numel(),), xi, generator)
             if p in single:
-                xi[single[p]] = self._shards.cut(p, drawn.view(shape)).flatten()
-        for block, c in self._each(xi, write=True):
-            if isinstance(block, ElementwiseBlock):
-                block.project_(c)
-        stacks = iter((b, s) for b, s in self._blocks if isinstance(b, PairBlock))
+                rows = self._shards.cut(p, drawn.view(shape)).flatten()
+                parts[single[p]].copy_(single[p].project(rows.to(self.model_device)))
+        stacks = iter(b for b in parts if isinstance(b, PairBlock))
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
             size, like = s.point_like(self.dtype)
             gaussians = draw_gaussians(size, s.n, like, generator)
             if mine:
-                pairs, part = next(stacks)
-                pairs.from_gaussians_(xi[part], [e[mine] for e in gaussians])
+                pairs = next(stacks)
+                parts[pairs].copy_(pairs.from_gaussians([e[mine] for e in gaussians]))
         return xi
 
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector in terms of the full parameters, on the CPU of every process."""
-        shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self._copies.items()}
-        squares, pair_squares, parts = dict[str, float](), dict[str, float](), dict[str, float]()
-        for block, c in self._each(xi):
+        shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
+        for block, c in self.each(xi):
             block.vector_(found, c, at_model=True)
-            if isinstance(block, PairBlock):
-                pair_squares |= zip((p.name for p in block.stack.pairs), block.squares(c), strict=True)
-            elif isinstance(block, ElementwiseBlock):
-                squares[block.name] = sum(block.squares(c))
-            self._parts.add_squares(parts, block, c)
         rows = {p: torch.zeros_like(shards.local(p)) for p in self._parameters.values()}
         shards.spread(found, rows)
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self._parameters.items()}
-        all_squares, all_parts = Counter[str](), Counter[str]()
-        for some, of_pairs, of_parts in self.world.gather([(squares, pair_squares, parts)]):
-            all_squares.update(some)
-            pair_squares |= of_pairs
-            all_parts.update(of_parts)
-        ordered = tuple(pair_squares[p.name] for p in self.pairs)
         of_model = {twin: module for module, twin in shards.modules.items()}
         pairs = tuple(in_copy(p, of_model) for p in self.pairs)
-        return Direction(
-            self.measure, tensors, self.norm(xi), pairs, dict(all_squares), ordered, self.classes, dict(all_parts),
-            self.given,
-        )  # fmt: skip
+        squares = self._places.squares(self.each(xi), self.world)
+        return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
 
     @functools.cached_property
-    def _parts(self) -> Parts:
+    def _places(self) -> Places:
         with pointing_to(self._shards.twin, self._shards.hollow()):
-            found = Parts(self._shards.twin, self._parameters)
+            found = Places(self._shards.twin, self._parameters)
         empty = torch.zeros((), dtype=torch.bool)
         elsewhere = {p for p in self._shards.owner if not self._shards.is_mine(p)}
         found.cut(lambda p, mask: empty if p in elsewhere else self._shards.cut(p, mask))
@@ -169,10 +153,10 @@ class ShardedSpace(WeightSpace):
 
     # -- what the metric meets -----------------------------------------------------------------------------------
 
-    def spectrum(self) -> tuple[float | None, int, int]:
+    def spectrum(self) -> tuple[float | None, int]:
         """Compute the spectrum of the pairs of all processes, see :meth:`WeightSpace.spectrum`."""
-        values, absent, floored = zip(*self.world.gather([super().spectrum()]), strict=True)
-        return min((v for v in values if v is not None), default=None), sum(absent), sum(floored)
+        values, absent = zip(*self.world.gather([super().spectrum()]), strict=True)
+        return min((v for v in values if v is not None), default=None), sum(absent)
 
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs of all processes, see :meth:`WeightSpace.num_exited_pairs`."""
@@ -236,7 +220,7 @@ class ShardedSpace(WeightSpace):
                     whole = {
                         p: p.data.clone(memory_format=torch.contiguous_format) for p in moving if shards.is_mine(p)
                     }
-                    self._copies = {**{p: rows[p] for p in moving if p not in shards.owner}, **whole}
+                    self.copies = {**{p: rows[p] for p in moving if p not in shards.owner}, **whole}
                     self._rows = {p: rows[p] for p in moving if p in shards.owner}
                 self.move_to(None)
                 yield self
@@ -244,7 +228,7 @@ class ShardedSpace(WeightSpace):
                 put_back()
         finally:
             put_back()
-            self._copies, self._at = {}, None
+            self.copies, self._at = {}, None
 
     def move_to(self, xi: Tensor | None) -> None:
         """Move the model to the retraction of a tangent vector, see :meth:`WeightSpace.move_to`."""
@@ -253,7 +237,7 @@ class ShardedSpace(WeightSpace):
 
     def _show_model(self) -> None:
         reshard(self.model)
-        self._shards.spread(self._copies, self._rows)
+        self._shards.spread(self.copies, self._rows)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move by a random element of a pair's group, on the process that owns it."""
@@ -264,14 +248,14 @@ class ShardedSpace(WeightSpace):
 
     def _at_model(self) -> AbstractContextManager[None]:
         """Give the twin's parameters, for the pairs that this process owns, the values that the model has now."""
-        return pointing_to(self._shards.twin, {p: t for p, t in self._copies.items() if self._shards.is_mine(p)})
+        return pointing_to(self._shards.twin, {p: t for p, t in self.copies.items() if self._shards.is_mine(p)})
 
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
         with self._at_model():
             super()._certify(gradient)
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        found = self._gradients.sum_over(losses)
+        found = self.gradients.sum_over(losses)
         if not found:
             raise ValueError(
                 "no gradient reached the shards: FSDP2 is told not to exchange them; call "
@@ -279,7 +263,3 @@ class ShardedSpace(WeightSpace):
             )
         rows = {p: found[q] for p in self._parameters.values() if (q := self._shards.parameter(p)) in found}
         return {**rows, **self._shards.collect(rows)}
-
-    def hessian_product(self, losses: Any, v: Tensor) -> NoReturn:
-        """Refuse: FSDP2 has no second derivatives."""
-        raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.symmetries import PairStack, SymmetricPair
-from quotient_manifolds.symmetries.blocks import is_sharded, plain_class
+from quotient_manifolds.symmetries.modules import is_sharded, plain_class
 from quotient_manifolds.symmetries.whole import State
 
 from .distributed import World
 
-__all__ = ["ShardedState", "Shards", "is_sharded_model", "reshard"]
+__all__ = ["ShardedState", "Shards", "is_sharded_model", "reshard", "resharded"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -24,6 +25,15 @@ def reshard(model: nn.Module) -> None:
     for m in model.modules():
         if hasattr(m, "reshard"):
             m.reshard()  # type: ignore[operator]
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Free the whole weights that FSDP2 has gathered when the block ends."""
+    try:
+        yield
+    finally:
+        reshard(model)
 
 
 def is_sharded_model(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,26 +13,148 @@ from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32, own_precision
 from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_
-from quotient_manifolds.symmetries.certificate import HALF_PRECISION
+from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
-from .blocks import Block, ElementwiseBlock
-from .building import build_blocks, divide
-from .coordinates import Coordinates
+from .ascent import norm
+from .blocks import Block, PairBlock
+from .building import build_blocks, divide, trainable
 from .direction import Direction
+from .distributed import World
 from .losses import Objective
 from .measures import Measure
-from .parts import Parts
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
-from .weights import trainable
+from .shares import Places
 
-__all__ = ["WeightSpace"]
-
-#: Number of modules or weights that a remark names.
-_NAMED = 12
+__all__ = ["BlockSpace", "WeightSpace"]
 
 
-class WeightSpace(Coordinates):
+class BlockSpace:
+    """The product of some blocks: a tangent vector is one flat tensor of coordinates, (dim,); squared norms add up.
+
+    Parameters
+    ----------
+    blocks : sequence of Block
+    dtype, device
+        Of the blocks.
+    offload : bool
+        Keep the vectors in main memory; blocks see their parts on the device one after the other.
+
+    Attributes
+    ----------
+    dtype, device
+        Of the vectors.
+    dim : int
+        Number of coordinates.
+    pairs : tuple of SymmetricPair
+        Those that are divided out.
+    certification : Certification
+        What gradients at the base point say of their symmetry.
+    world : World
+        The processes over which vectors are spread: by default this one alone.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device, *, offload: bool = False
+    ) -> None:
+        self.blocks, self.dtype, self.world, self._offload, self._near = list(blocks), dtype, World(), offload, device
+        self.device = torch.device("cpu") if offload else device
+        order = sorted(range(len(self.blocks)), key=lambda i: self.blocks[i].dim % 2)
+        self._sizes = [self.blocks[i].dim for i in order]  # complex numbers begin at even places
+        self._position = [order.index(i) for i in range(len(order))]
+        self.dim = sum(self._sizes)
+        self._pair_blocks = [b for b in blocks if isinstance(b, PairBlock)]
+        self._last_used = _last_used(blocks)
+        self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
+        self.certification = Certification([b.stack for b in self._pair_blocks])
+
+    def empty(self) -> Tensor:
+        """Return a vector with any content, (dim,)."""
+        return torch.empty(self.dim, dtype=self.dtype, device=self.device)
+
+    def parts(self, v: Tensor) -> list[Tensor]:
+        """Return views of the blocks' parts of a vector, (dim,)."""
+        found = v.split(self._sizes)
+        return [found[i] for i in self._position]
+
+    def each(self, v: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """Yield each block with its part of a vector, (dim,), on the block's device."""
+        for block, part in zip(self.blocks, self.parts(v), strict=True):
+            yield block, part.to(self._near)
+
+    @torch.no_grad()
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit.
+
+        The generator is one of the CPU, so that all devices draw alike.
+        """
+        xi = self.empty()
+        for block, part in zip(self.blocks, self.parts(xi), strict=True):
+            part.copy_(block.random(generator))
+        return xi
+
+    def norm(self, v: Tensor) -> float:
+        """Measure the length of a vector, (dim,)."""
+        return norm(v, self.world)
+
+    @torch.no_grad()
+    def project(self, v: Tensor) -> Tensor:
+        """Return the horizontal part of a vector, (dim,)."""
+        found = self.empty()
+        for (block, c), part in zip(self.each(v), self.parts(found), strict=True):
+            part.copy_(block.project(c))
+        return found
+
+    @own_precision
+    @torch.no_grad()
+    def move_(self, out: Mapping[Tensor, Tensor], xi: Tensor | None) -> None:
+        """Write the weights R(xi), for None those at which the blocks are, to a tensor for each parameter."""
+        parts = itertools.repeat(None) if xi is None else self.parts(xi)
+        for block, c in zip(self.blocks, parts, strict=False):
+            block.move_(out, None if c is None else c.to(self._near))
+
+    @own_precision
+    @torch.no_grad()
+    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None) -> Tensor:
+        """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
+
+        Each tensor of the gradient is freed after its last block.
+        """
+        out = self.empty()
+        here = [None] * len(self.blocks) if at is None else self.parts(at)
+        for block, part, c, last_used in zip(self.blocks, self.parts(out), here, self._last_used, strict=True):
+            near = torch.empty_like(part, device=self._near) if self._offload else part
+            block.pull_back_(near, gradient, None if c is None else c.to(self._near))
+            if self._offload:
+                part.copy_(near)
+            for p in last_used:
+                gradient.pop(p, None)
+        return out
+
+    # -- what the metric meets -----------------------------------------------------------------------------------
+
+    def spectrum(self) -> tuple[float | None, int]:
+        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
+        blocks = self._pair_blocks
+        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
+        absent = sum(int((~b.present).sum()) for b in blocks)
+        return min(values, default=None), absent
+
+    @torch.no_grad()
+    def num_exited_pairs(self, xi: Tensor) -> int:
+        """Count the pairs whose exact geodesic along xi is shortened."""
+        return sum(b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock))
+
+    def residuals(self) -> dict[SymmetricPair, float]:
+        """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""
+        return {} if self.certification.last is None else dict(self.certification.last.residuals)
+
+    def uncertified(self) -> set[str]:
+        """Name the pairs that had no gradient yet."""
+        return {p.name for p in self.certification.open}
+
+
+class WeightSpace(BlockSpace):
     """The space of a model's trainable weights under a measure, and the model's current point in it.
 
     A tangent vector is one flat vector of coordinates in which the metric is the identity, see :mod:`sharpness.blocks`.
@@ -58,6 +180,12 @@ class WeightSpace(Coordinates):
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
     model_device : torch.device
         That of the weights, to which batches belong.
+    copies : dict of Tensor to Tensor
+        While attached, the moving weights by the parameters that point to them.
+    gradients : Gradients
+        How the loss is differentiated with respect to them.
+    unreached : set of str
+        Names of the weights that had no gradient yet.
     remarks : list of str
         What a reader of the result has to know, in sentences.
 
@@ -106,11 +234,10 @@ class WeightSpace(Coordinates):
         self.form, blocks = self._build(pairs, only_some=bool(only))
         self._base = {} if self.form is None else self.form.values
         super().__init__(blocks, self.dtype, self.model_device, offload=offload)
-        self._last_used = _last_used(blocks)
-        self._gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
-        self._copies: dict[Tensor, Tensor] = {}
+        self.gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
+        self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self._unreached = set(self._parameters)
+        self.unreached = set(self._parameters)
         self.remarks: list[str] = []
 
     def _build(
@@ -122,33 +249,27 @@ class WeightSpace(Coordinates):
             division = divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
             return form, build_blocks(self.measure, self._parameters, self.dtype, division)
 
-    # -- vectors -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
         found = self._copies_like(torch.zeros_like)
-        squares, pair_squares, parts = dict[str, float](), list[float](), dict[str, float]()
-        for block, c in self._each(xi):
+        for block, c in self.each(xi):
             block.vector_(found, c, at_model=True)
-            if isinstance(block, ElementwiseBlock):
-                squares[block.name] = sum(block.squares(c))
-            else:
-                pair_squares += block.squares(c)
-            self._parts.add_squares(parts, block, c)
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
-        return Direction(
-            self.measure, tensors, self.norm(xi), self.pairs, squares, tuple(pair_squares), self.classes, parts,
-            self.given,
-        )  # fmt: skip
+        squares = self._places.squares(self.each(xi), self.world)
+        return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
 
     @functools.cached_property
-    def _parts(self) -> Parts:  # finding pairs takes seconds, and there are many directions
-        return Parts(self.model, self._parameters)
+    def _places(self) -> Places:  # finding pairs takes seconds, and there are many directions
+        return Places(self.model, self._parameters)
 
     def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
         make = functools.partial(make, memory_format=torch.contiguous_format)
         return {p: make(p.data, dtype=at_least_float32(p.dtype)) for p in self._parameters.values()}
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of entries of every weight that moves."""
+        return {name: p.numel() for name, p in self._parameters.items()}
 
     @property
     def tolerance(self) -> float:
@@ -170,15 +291,13 @@ class WeightSpace(Coordinates):
         empty = self._copies_like(torch.empty_like)
         copies = {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
         with pointing_to(self.model, {**self._base, **copies}):
-            self._copies = copies
+            self.copies = copies
             try:
                 self.move_to(None)
                 yield self
             finally:
-                self._copies, self._at = {}, None
+                self.copies, self._at = {}, None
 
-    @own_precision
-    @torch.no_grad()
     def move_to(self, xi: Tensor | None) -> None:
         """Move the model, which must be attached, to the retraction of a tangent vector.
 
@@ -189,8 +308,7 @@ class WeightSpace(Coordinates):
             base point.
         """
         self._at = xi
-        for block, c in self._each(xi):
-            block.move_(self._copies, c)
+        self.move_(self.copies, xi)
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
@@ -205,17 +323,15 @@ class WeightSpace(Coordinates):
         return value, wrong, counted
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        return self._gradients.sum_over(losses)
+        return self.gradients.sum_over(losses)
 
-    def gradient(self, losses: Tensor | Iterable[Tensor], room: Callable[[], Tensor] | None = None) -> Tensor:
+    def gradient(self, losses: Tensor | Iterable[Tensor]) -> Tensor:
         """Differentiate a loss at the model's current weights.
 
         Parameters
         ----------
         losses : Tensor or iterable of Tensor
             Scalar with a graph; or several whose sum is the loss, so that a generator needs the memory of one of them.
-        room : callable, optional
-            Gives the tensor to which the result is written, (dim,); it is called when the losses' graphs are freed.
 
         Returns
         -------
@@ -237,84 +353,14 @@ class WeightSpace(Coordinates):
             self._certify(found)
             sizes = {
                 name: torch.linalg.vector_norm(found[p], 1).to(self.dtype)
-                for name in self._unreached if (p := self._parameters[name]) in found and p.numel()
+                for name in self.unreached if (p := self._parameters[name]) in found and p.numel()
             }  # fmt: skip
             if sizes:
-                self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
-        out = self.empty() if room is None else room()
-        self._pull_back_(out, found, self._at, spend=True)
-        return out
+                self.unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
+        return self.pull_back(found, self._at)
 
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
         self.certification.see(gradient, tolerance=self.tolerance)
-
-    def unreached(self) -> set[str]:
-        """Name the weights that had no gradient yet."""
-        return set.intersection(*self.world.gather([self._unreached]))
-
-    def without_gradient(self, unreached: Collection[str]) -> list[str]:
-        """Say in a sentence which weights had no gradient, if there are any."""
-        if not unreached:
-            return []
-        sizes = {name: p.numel() for name, p in self._parameters.items()}
-        met = {part for name in sizes if name not in unreached for part in _within(name)}
-        # A whole module that is not reached is one name.
-        names = list(
-            dict.fromkeys(next(m for m in _within(name) if m not in met) for name in sizes if name in unreached)
-        )
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return [
-            f"{sum(sizes[name] for name in unreached):,} of {sum(sizes.values()):,} weights got no gradient from any "
-            f"batch, so the result says nothing about them: {', '.join(names[:_NAMED])}{more}"
-        ]
-
-    @own_precision
-    @torch.no_grad()
-    def _pull_back_(
-        self, out: Tensor, gradient: dict[Tensor, Tensor], at: Tensor | None, *, spend: bool = False
-    ) -> None:
-        """Pull a gradient back, block by block; ``spend`` frees each of its tensors after its last block."""
-        places = zip(self._each(out, read=False, write=True), self._each(at), self._last_used, strict=True)
-        for (block, part), (_, c), last_used in places:
-            block.pull_back_(part, gradient, c)
-            for p in last_used if spend else ():
-                gradient.pop(p, None)
-
-    def hessian_product(self, losses: Callable[[], Tensor | Iterable[Tensor]], v: Tensor) -> Tensor:
-        r"""Multiply a vector by the Hessian of ξ → ℓ(R(ξ)) at 0, projected on horizontal vectors on both sides.
-
-        With J(ξ) the derivative of R, which is linear in ξ for the retractions of first and second order,
-        :math:`J(0)^* \nabla^2 ℓ\, J(0) v + (J(v) - J(0))^* \nabla ℓ`.
-
-        Parameters
-        ----------
-        losses : callable
-            Function that returns losses as for :meth:`gradient`; it is called with the model at the base point, where
-            it then stays.
-        v : Tensor
-            (dim,)
-
-        Returns
-        -------
-        Tensor
-            (dim,), horizontal.
-        """
-        if not all(b.quadratic for b in self._pair_blocks):
-            raise ValueError(
-                "the Hessian needs a quadratic retraction; use geodesic='second-order', which has the same Hessian"
-            )
-        self.move_to(None)
-        v = self.project(v)
-        moving = {p: torch.zeros_like(copy) for p, copy in self._copies.items()}
-        with torch.no_grad():
-            for block, c in self._each(v):
-                block.vector_(moving, c, at_model=False)
-        found = losses()
-        first, second = self._gradients.with_hessian_product([found] if isinstance(found, Tensor) else found, moving)
-        out, curved, straight = self.empty(), self.empty(), self.empty()
-        for into, gradient, at in ((out, second, None), (curved, first, v), (straight, first, None)):
-            self._pull_back_(into, gradient, at)
-        return out.add_(curved).sub_(straight)
 
 
 def _last_used(blocks: Sequence[Block]) -> list[list[Tensor]]:
@@ -324,8 +370,3 @@ def _last_used(blocks: Sequence[Block]) -> list[list[Tensor]]:
     for p, i in last.items():
         found[i].append(p)
     return found
-
-
-def _within(name: str) -> list[str]:
-    """List the modules that hold a parameter, from the outside, and its own name."""
-    return list(itertools.accumulate(name.split("."), "{}.{}".format))

@@ -1,7 +1,6 @@
 """What processes of this machine do with models that FSDP2 shards over them."""
 
 import json
-import math
 import os
 import signal
 import time
@@ -15,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import sharpness
-from sharpness.batch_loss import BatchLoss, for_each_batch
+from sharpness.batch_loss import BatchLoss, measured
 from sharpness.losses import Objective
+from sharpness.perturb import preserved
 from tests import networks
 from tests.extent import EXHAUSTIVE
 
@@ -90,19 +90,15 @@ def results(which, model, batches, group=None):
         found[name] = {
             "batches": [(b.value, b.history, b.base_error, b.worst_error) for b in worst.batches],
             "spectrum": (worst.min_singular_value, worst.num_null), "tensors": direction.tensors,
-            "squares": direction.squares, "pairs": direction.pair_squares, "parts": direction.parts,
-            "norm": direction.norm, "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
+            "squares": direction.squares, "norm": direction.norm,
+            "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
         }  # fmt: skip
     if which not in VARIED:
         return found
     options = {"group": group, "progress": False}
-    for change in ({"measure": "adaptive", "ball_norm": math.inf}, {"measure": "geodesic-mix", "geodesic": "exact"}):
-        changed = sharpness.get_measure(**change)
-        found[str(change)] = (
-            sharpness.evaluate(model, batches, measure=changed, rho=0.02, steps=2, micro_batch=2, **options)
-            .batches[0]
-            .history
-        )
+    exact = sharpness.get_measure("geodesic-mix", geodesic="exact")
+    worst = sharpness.evaluate(model, batches, measure=exact, rho=0.02, steps=2, micro_batch=2, **options)
+    found["exact"] = worst.batches[0].history
     options |= {"measure": "geodesic-inv"}
     mean = sharpness.evaluate(model, batches, statistic="average", num_samples=2, **options)
     started = sharpness.evaluate(model, batches, ascent="apgd", steps=4, restarts=1, only="layer", **options)
@@ -114,11 +110,15 @@ def residuals(model, batches, measure, group):
     """The residuals of all pairs at the gradient that is computed anyway, by name."""
     found, objective = {}, Objective()
 
-    def work(space, index, batch, _):
-        BatchLoss(space, objective, batch, index)
-        found.update({pair.name: residual for pair, residual in space.residuals().items()})
-
-    for_each_batch(model, batches, sharpness.get_measure(measure), objective, work, group=group)
+    state = preserved(model)
+    with (
+        state,
+        state,
+        measured(model, batches, sharpness.get_measure(measure), objective, group=group) as (space, each),
+    ):
+        for index, batch in each:
+            BatchLoss(space, objective, batch, index)
+            found.update({pair.name: residual for pair, residual in space.residuals().items()})
     return found
 
 

@@ -1,6 +1,6 @@
 """A network in a module of its own, and the rows of its sweep."""
 
-from sharpness.sweep import read_config, read_rows
+from sharpness.study import read_config, read_rows
 
 MODULE = """
 import torch

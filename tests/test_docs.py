@@ -88,7 +88,7 @@ def shell(body, run):
 def yaml_entries(body, folder):
     import yaml
 
-    from sharpness.sweep import read_config
+    from sharpness.study import read_config
 
     base = {"checkpoints": "berts/*", "data": "dev.tsv"}
     (folder / "page.yaml").write_text(yaml.safe_dump({**base, **yaml.safe_load(body)}))

@@ -17,16 +17,11 @@ PUBLIC = [
     "quotient_manifolds.testing",
     "sharpness",
     "sharpness.ascent",
-    "sharpness.comparison",
     "sharpness.data",
-    "sharpness.curvature",
     "sharpness.losses",
     "sharpness.models",
     "sharpness.plots",
-    "sharpness.rows",
-    "sharpness.statistics",
-    "sharpness.sweep",
-    "sharpness.tables",
+    "sharpness.study",
 ]
 
 

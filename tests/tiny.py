@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quotient_manifolds.batches import default_forward, floats
-from quotient_manifolds.symmetries.wide import widened
+from quotient_manifolds.symmetries.modules import widened
 
 from . import networks, zoo
 

@@ -27,7 +27,7 @@ from quotient_manifolds.symmetries import (  # fmt: skip
     find_symmetric_pairs,
     stacks,
 )
-from quotient_manifolds.symmetries.wide import Wide
+from quotient_manifolds.symmetries.modules import Wide
 
 from . import tiny
 

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quotient_manifolds.symmetries.whole import canonical_form
+
 SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
 IMAGES = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
 WORDS = {"vocab_size": 11, "max_position_embeddings": 6, "num_labels": 3}
@@ -230,6 +232,11 @@ def forward(model, batch):
     if isinstance(found, torch.Tensor):
         return found
     return found.logits if "logits" in found else found.image_embeds
+
+
+def count(model, **options):
+    """The dimensions of all symmetries of a network, by kind."""
+    return canonical_form(model, **options).dimensions
 
 
 def loss(model, batch):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..gauge import canonical_gauge
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
-from ..symmetries.discovery import candidates
-from ..symmetries.peft_lora import adapter_tensors, is_lora
-from ..symmetries.registry import handler_of
-from .adam import QuotientAdam
+from ..symmetries.lora import adapter_tensors, is_lora
+from ..symmetries.registry import candidates
 from .base import QuotientOptimizer
-from .muon import QuotientMuon
+from .metric import wide
+from .optimizers import QuotientAdam, QuotientMuon
 
-__all__ = ["create_quotient_lora_optimizer", "create_quotient_optimizer"]
+__all__ = ["canonicalize_lora_", "create_quotient_lora_optimizer", "create_quotient_optimizer"]
 
 OPTIMIZERS: dict[str, type[QuotientAdam] | type[QuotientMuon]] = {"adam": QuotientAdam, "muon": QuotientMuon}
 
@@ -133,7 +134,7 @@ def create_quotient_optimizer(
     """
     if pairs is None:
         pairs = find_symmetric_pairs(model, key_bias="drop")
-        unknown = candidates(model, lambda m: handler_of(m) is not None).values()
+        unknown = candidates(model).values()
         names = {type(m).__name__ for m in unknown if any(p.requires_grad for p in m.parameters())}
         if names:
             advice = (
@@ -163,10 +164,6 @@ def _is_matrix(w: nn.Parameter) -> bool:
     return w.dim() == 2 or sum(size > 1 for size in w.shape) > 1
 
 
-def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
-    return {id(b.tensor) for p in pairs for b in p.G + p.H}
-
-
 def _create(
     model: nn.Module,
     pairs: Sequence[SymmetricPair],
@@ -179,15 +176,65 @@ def _create(
     """Make parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
-    mine = _parameters(p for p in pairs if p.group is not None)
+    mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
     rate = other_lr if other_lr is not None else lr * OPTIMIZERS[optimizer].rest
-    groups: list[dict[str, Any]] = [
-        {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0},
-        {"params": [], "lr": rate}, {"params": [], "lr": rate, "weight_decay": 0.0},
-    ]  # fmt: skip
+    groups: list[dict[str, Any]] = [{"rest": rate / lr if lr else 1.0, "lr": lr}, {"lr": rate}, {"lr": rate}]
+    groups[2]["weight_decay"] = 0.0
     for name, w in model.named_parameters():
         if not w.requires_grad or id(w) in left:
             continue
         kind = 0 if id(w) in mine else 1 if _is_matrix(w) and not name.endswith("bias") else 2
-        groups[kind]["params"].append(w)
-    return OPTIMIZERS[optimizer]([g for g in groups if g["params"]], pairs, lr, **options)
+        groups[kind].setdefault("params", []).append(w)
+    return OPTIMIZERS[optimizer]([g for g in groups if "params" in g], pairs, lr, **options)
+
+
+@torch.no_grad()
+def canonicalize_lora_(model: nn.Module, adapter_names: Sequence[str] | None = None) -> list[str]:
+    r"""Bring every LoRA pair into canonical gauge, :math:`B^T B = A A^T` = diag(σ), without changing the function.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place; its function stays the same up to rounding.
+    adapter_names : sequence of str, optional
+        By default all adapters, active or not, trainable or frozen.
+
+    Returns
+    -------
+    list of str
+        Names of the pairs that were balanced. A pair whose product lacks full rank, as at B = 0, has no canonical
+        representative from which training could continue; it is left unchanged, and so is one on the meta device.
+
+    Raises
+    ------
+    ValueError
+        No layer has an adapter of this name.
+
+    Notes
+    -----
+    The state of an optimiser refers to the old factors, so call this before or after training. It is computed in
+    float64; see :class:`quotient_manifolds.Gauge`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from quotient_manifolds.optim import canonicalize_lora_
+    >>> config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
+    >>> canonicalize_lora_(model)
+    ['base_model.model.0 lora default']
+    >>> A, B = model.base_model.model[0].lora_A.default.weight, model.base_model.model[0].lora_B.default.weight
+    >>> torch.allclose(B.mT @ B, A @ A.mT, atol=1e-6)
+    True
+    """
+    done = []
+    for pair in adapter_pairs(model, adapter_names, include_frozen=True):
+        if pair.group is None or pair.group.h > min(pair.n, pair.m) or any(b.tensor.is_meta for b in pair.G + pair.H):
+            continue
+        x = wide(pair.gather().detach())
+        gauge = canonical_gauge(*x.split([pair.n, pair.m], dim=-2))
+        if bool(gauge.present().all()):
+            pair.scatter_(gauge.x)
+            done.append(pair.name)
+    return done

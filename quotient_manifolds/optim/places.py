@@ -1,18 +1,23 @@
-"""Where a model holds the parameters of its optimiser: whoever replaces them later leaves the new ones untrained."""
+"""Which parameters of a model an optimiser trains: as pairs or not, and whether they are still in the model."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..symmetries import SymmetricPair
-from ..symmetries.peft_lora import lora_layers
+from ..linalg import at_least_float32, column_rank_ratio
+from ..symmetries.lora import lora_layers
+from ..symmetries.modules import is_sharded, plain_names
+from ..symmetries.pairs import SymmetricPair
+from .metric import wide
 
-__all__ = ["Places", "check_owned", "followed"]
+__all__ = ["GONE", "Places", "alone", "check_options", "group_of", "is_number", "orientation", "reasons"]
 
 #: What has become of parameters that are not where they were.
 GONE = (
@@ -21,42 +26,63 @@ GONE = (
 )
 
 
-class Places:
-    """The places of an optimiser's parameters in a model, looked up at every step, each module on the way once."""
+#: The least positive number.
+_TINY = 5e-324
 
-    def __init__(self, model: nn.Module, own: AbstractSet[Tensor]) -> None:
+
+def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
+    """Tell whether a value is a number in [least, below), or a tensor with one such number."""
+    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    return number and not isinstance(value, bool) and least <= float(value) < below
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise for an option of a parameter group that is out of range."""
+    betas, bound = group.get("betas", (0, 0)), group.get("max_grad_norm")
+    two = isinstance(betas, tuple | list) and len(betas) == 2
+    conditions = {
+        "lr must be a number of at least 0": is_number(group["lr"], 0, 1e30),
+        "weight_decay must be a number of at least 0": is_number(group["weight_decay"], 0, 1e30),
+        "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
+        "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
+        "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
+        "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
+        "maximize must be True or False": isinstance(group["maximize"], bool),
+        "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
+        "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
+    }
+    for words, holds in conditions.items():
+        if not holds:
+            raise ValueError(f"{words}, got {group.get(words.split()[0])!r}")
+
+
+class Places:
+    """Where a model holds the parameters of an optimiser: whoever replaces them later leaves the new ones untrained."""
+
+    def __init__(self, model: nn.Module, own: Collection[Tensor]) -> None:
         self.model = model
-        self._adapters = [[m, a, m.scaling[a]] for m, a, B in lora_layers(model) if B in own]
+        self._adapters = [[layer, name, layer.scaling[name]] for layer, name, B in lora_layers(model) if B in own]
         self._find(own)
 
-    def _find(self, own: AbstractSet[Tensor]) -> None:
-        self._names = {name: p for name, p in self.model.named_parameters() if p in own}
-        self._walk: list[tuple[int, str]] = []  # to each module from that of an earlier number; the model has number 0
-        number = {"": 0}
+    def _find(self, own: Collection[Tensor]) -> None:
+        """Record the parameters, and what holds each of them and the modules on the way to it."""
+        self._named = {name: p for name, p in self.model.named_parameters() if p in own}
+        self._modules: dict[str, tuple[dict[str, Any], str, nn.Module]] = {}
+        self._ends: list[tuple[dict[str, Any], str]] = []
+        for path in self._named:
+            held, (*names, last) = vars(self.model), path.split(".")
+            for i, name in enumerate(names):
+                child = held["_modules"][name]
+                self._modules[".".join(names[: i + 1])] = held["_modules"], name, child
+                held = vars(child)
+            self._ends.append((held["_parameters"], last))
 
-        def number_of(path: str) -> int:
-            if path not in number:
-                parent, _, last = path.rpartition(".")
-                self._walk.append((number_of(parent), last))
-                number[path] = len(self._walk)
-            return number[path]
-
-        self._ends = [(number_of(path), last) for path, _, last in (name.rpartition(".") for name in self._names)]
-
-    def _are_right(self, own: AbstractSet[Tensor]) -> bool:
-        found: list[Any] = [self.model]
-        try:
-            for i, name in self._walk:
-                found.append(vars(found[i])["_modules"][name])
-            return all(vars(found[i])["_parameters"][name] in own for i, name in self._ends)
-        except (KeyError, TypeError):  # another module, or None
-            return False
-
-    def check(self, own: AbstractSet[Tensor]) -> None:
+    def check(self, own: Collection[Tensor]) -> None:
         """Raise if parameters have left the model or are merged into others; warn of a scale that has changed."""
-        if not self._are_right(own):
+        moved = [name for holder, name, child in self._modules.values() if holder.get(name) is not child]
+        if moved or [name for holder, name in self._ends if holder.get(name) not in own]:
             inside = set(self.model.parameters())
-            gone = [name for name, p in self._names.items() if p not in own & inside]
+            gone = [name for name, p in self._named.items() if p not in own or p not in inside]
             if gone:
                 more = f" and {len(gone) - 1} other parameters" if gone[1:] else ""
                 raise ValueError(f"{gone[0]!r}{more} of the model {GONE}")
@@ -72,30 +98,87 @@ class Places:
                 warnings.warn(
                     f"the scale of adapter {name!r} was {scale:g} when this optimiser was created and is "
                     f"{layer.scaling[name]:g} now: its steps are as long as for the former; create it anew",
-                    stacklevel=5,
+                    stacklevel=4,
                 )
                 adapter[2] = layer.scaling[name]
 
-    def warn_of_others(self) -> None:
-        """Warn of a parameter with a gradient, given that the optimiser's own have none."""
-        name = next((name for name, p in self.model.named_parameters() if p.grad is not None), None)
-        if name is not None:
-            warnings.warn(
-                f"no parameter of this optimiser has a gradient, but {name!r}, which is none of them, has one: an "
-                "adapter that is added later joins by add_param_group",
-                stacklevel=5,
+
+def alone(pairs: Iterable[SymmetricPair], own: Collection[Tensor]) -> list[SymmetricPair]:
+    """List what forms no pair, but has matrices among ``own`` in its module."""
+    modules: dict[nn.Module, dict[str, nn.Module]] = {}
+    found = []
+    for p in pairs:
+        if p.group is None and not p.frozen and p.model is not None:
+            if p.model not in modules:
+                plain = plain_names(p.model)
+                modules[p.model] = {plain(path): m for path, m in p.model.named_modules()}
+            if any(q in own and q.dim() > 1 for q in modules[p.model][p.module].parameters()):
+                found.append(p)
+    return found
+
+
+def reasons(pairs: Iterable[SymmetricPair]) -> str:
+    """Join the reasons why pairs have no group, each with the first of its pairs."""
+    names: dict[str, list[str]] = {}
+    for p in pairs:
+        names.setdefault(p.reason, []).append(p.name)
+    return "; ".join(
+        f"{why} ({first!r}{f' and {len(rest)} more' if rest else ''})" for why, (first, *rest) in names.items()
+    )
+
+
+def group_of(pair: SymmetricPair, home: Mapping[Tensor, int], paired: Collection[Tensor]) -> int | None:
+    """Return the parameter group of a usable pair; None for pairs that are to be ignored.
+
+    ``home`` maps every parameter to its group, ``paired`` holds the parameters of all usable pairs.
+    """
+    blocks = pair.G + pair.H
+    inside = {home[b.tensor] for b in blocks if b.tensor in home}
+    if pair.group is None or not inside:
+        if pair.frozen and any(b.tensor in home and b.tensor not in paired for b in blocks):
+            raise ValueError(
+                f"pair {pair.name!r} is half frozen ({pair.reason}), but the quotient needs both factors to move; "
+                "unfreeze it, or train the other half with torch.optim.AdamW"
             )
+        return None
+    for b in blocks:
+        if b.tensor not in home:
+            raise ValueError(
+                f"pair {pair.name!r}: {b.place} is not among the optimiser's parameters but the rest of the pair is; "
+                "pass both factors"
+            )
+        if is_sharded(b.tensor):
+            raise ValueError(
+                f"pair {pair.name!r} has a sharded parameter ({type(b.tensor).__name__}; FSDP, DTensor or ZeRO-3), but "
+                "its geometry needs whole factors; use DDP, or keep these modules out of the sharding"
+            )
+    if len(inside) > 1:
+        raise ValueError(
+            f"pair {pair.name!r} is split over the parameter groups {sorted(inside)}; put both of its factors into one "
+            "group, because they move together"
+        )
+    return inside.pop()
 
 
-def followed(known: Sequence[Places], models: Iterable[nn.Module | None], own: AbstractSet[Tensor]) -> list[Places]:
-    """Find the places in known and further models, of parameters that may have become more."""
-    for places in known:
-        places.check(own)
-    return [Places(m, own) for m in dict.fromkeys([*(places.model for places in known), *models]) if m is not None]
+def orientation(pair: SymmetricPair) -> bool | None:
+    """Tell whether the factors of a pair must swap roles, because H lacks full column rank and G does not.
 
-
-def check_owned(pairs: Iterable[SymmetricPair], own: AbstractSet[Tensor]) -> None:
-    """Raise if parameters of pairs were replaced."""
-    for pair in pairs:
-        if not all(getattr(b.module, b.attribute, None) in own for b in pair.G + pair.H):
-            raise ValueError(f"parameters of the pair {pair.name!r} {GONE}")
+    None for an adapter of which both factors lack full rank, but not so far that gradients could not move it.
+    """
+    if any(b.tensor.is_meta for b in pair.G + pair.H):
+        raise ValueError(f"pair {pair.name!r} is on the meta device; load its weights before making an optimiser")
+    x = pair.gather().detach()
+    tolerance = x.shape[-1] * torch.finfo(at_least_float32(x.real.dtype)).eps
+    full = [
+        X.shape[-2] >= X.shape[-1] and bool((column_rank_ratio(wide(X)) > tolerance).all())
+        for X in x.split([pair.n, pair.m], dim=-2)
+    ]
+    if any(full):
+        return not full[1]
+    if pair.kind == "lora" and bool(x.any()):
+        return None
+    raise ValueError(
+        f"pair {pair.name!r}: both factors lack full column rank ({pair.n} and {pair.m} rows, {x.shape[-1]} columns), "
+        "where the quotient has no metric; initialise one of them with a full-rank matrix, lower the rank, or leave "
+        "the pair out"
+    )

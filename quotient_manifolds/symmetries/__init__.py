@@ -1,19 +1,15 @@
 """Find the weights of a network that it sees only through products: from a model to its pairs (G, H)."""
 
 from ..batches import default_forward
-from . import known  # noqa: F401  (it registers handlers)
 from .attention import Projection, attention_pairs
-from .averaging import average_lora_
-from .blocks import block
+from .blocks import GL, block
 from .certificate import Certificate, NotASymmetryError, certify
-from .coverage import UnknownAttentionError, check_coverage
+from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
 from .distance import ModelDistance, PairDistance, model_distance
-from .groups import GL
+from .lora import adapter_pairs, average_lora_
 from .pairs import SymmetricPair, factor_pair, pair
-from .registry import adapter_pairs, find_symmetric_pairs, register_attention, skip
-from .spectrum import spectra
-from .stacks import PairStack, stacks
-from .verify import apply_random_symmetry_, verify
+from .registry import UnknownAttentionError, check_coverage, register_attention, skip
+from .stacks import PairStack, spectra, stacks
 
 __all__ = [
     "GL",

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .blocks import Block, block
-from .groups import GL
-from .pairs import SymmetricPair, pair_or_reason
-from .peft_lora import is_lora, lora_factors, lora_obstacle
+from .blocks import GL, Block, block
+from .lora import is_lora, lora_factors, lora_obstacle
+from .pairs import TIED, SymmetricPair
 
-__all__ = ["Projection", "Rows", "attention_pairs", "qk_pairs", "vo_pairs"]
+__all__ = ["DIAGONAL", "PLANES", "Place", "Projection", "Rows", "attention_pairs", "head_pairs"]
+
+
+#: How RoPE pairs dimensions.
+PLANES = ("half", "interleaved")
+#: Numbers a column, of any sign or only positive ones.
+DIAGONAL = ("diagonal", "positive")
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,7 @@ class Rows:
         self, head: int, size: int, offset: int, count: int, rotary: str | None = None
     ) -> tuple[Block, ...]:
         """Return the rows of a head; none if heads have another size than the rows."""
-        shape = tuple(getattr(self.module, self.attribute).shape)
-        if shape[-1] != size:
+        if getattr(self.module, self.attribute).shape[-1] != size:
             return ()
         rows = slice(None) if self.shared else slice(head, head + 1)
         return (block(self.module, self.attribute, rows, slice(offset, offset + count), rotary=rotary),)
@@ -51,8 +55,6 @@ class Projection:
         Distance from one group of ``per`` heads to the next (0: the heads are consecutive).
     conv1d : bool
         The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
-    rows : tuple of str
-        Further parameters whose last dimension runs over the heads: more rows of the same stack.
     bias_module : nn.Module, optional
         Owner of the bias, if it is another module; there the heads are consecutive.
     further : tuple of Projection or Rows
@@ -80,7 +82,6 @@ class Projection:
     stride: int = 0
     per: int = 1
     conv1d: bool = False
-    rows: tuple[str, ...] = ()
     bias_module: nn.Module | None = None
     further: tuple[Projection | Rows, ...] = ()
     examined: bool = False
@@ -103,12 +104,8 @@ class Projection:
     ) -> tuple[Block, ...]:
         """Return rows of a stack for a projection *into* head space: the weight, and whatever adds to its output."""
         dims = self._dims(self.start, head, size, offset, count)
-        if self.conv1d:
-            found = [block(self.module, self.weight, columns=dims, rotary=rotary)]
-        else:
-            found = [block(self.module, self.weight, dims, transpose=True, rotary=rotary)]
-        whole = slice(head * size + offset, head * size + offset + count)
-        found.extend(block(self.module, row, columns=whole, rotary=rotary) for row in self.rows)
+        rows, columns = (slice(None), dims) if self.conv1d else (dims, slice(None))
+        found = [block(self.module, self.weight, rows, columns, transpose=not self.conv1d, rotary=rotary)]
         for _, (owner, attribute) in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
             found.append(block(owner, attribute, dims, transpose=True, rotary=rotary))
             if getattr(owner, "bias", None) is not None:
@@ -129,6 +126,15 @@ class Projection:
             dims = slice(start + head * size + offset, start + head * size + offset + count)
         return (block(owner, self.bias, dims, rotary=rotary),)
 
+    def output_blocks(
+        self, head: int, size: int, offset: int, count: int, rotary: str | None = None
+    ) -> tuple[Block, ...]:
+        """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
+        dims = self._dims(self.start, head, size, offset, count)
+        rows, columns = (dims, slice(None)) if self.conv1d else (slice(None), dims)
+        found = block(self.module, self.weight, rows, columns, transpose=self.conv1d, rotary=rotary)
+        return (found, *(block(*A, columns=dims, rotary=rotary) for A, _ in lora_factors(self.module)))
+
     def obstacle(self) -> str:
         """Explain why the module is not linear in its weight (and LoRA's); empty if it is."""
         cls, weight = type(self.module), getattr(self.module, self.weight, None)
@@ -140,51 +146,54 @@ class Projection:
             return f"{cls.__name__} is a subclass of Linear with its own forward"
         return lora_obstacle(self.module)
 
-    def output_blocks(self, head: int, size: int, rotary: str | None = None) -> tuple[Block, ...]:
-        """Return rows of a stack for a projection *out of* head space: the head's slice of the weight."""
-        dims = self._dims(self.start, head, size, 0, size)
-        if self.conv1d:
-            found = block(self.module, self.weight, dims, transpose=True, rotary=rotary)
-        else:
-            found = block(self.module, self.weight, columns=dims, rotary=rotary)
-        return (found, *(block(*A, columns=dims, rotary=rotary) for A, _ in lora_factors(self.module)))
+
+@dataclass(frozen=True)
+class Place:
+    """Where the heads of a layer lie in its matrices, and what acts on them.
+
+    A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
+    every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"positive"``, ``"half"`` or
+    ``"interleaved"`` (RoPE on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out;
+    ``dimension`` is the dimension of the symmetry that was found on a head, whether it is divided out or not.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    blocks: int = 1
+    order: str = "qkv"
+    group: str = "GL"
+    rotary_size: int = 0
+    key_bias_null: bool = False
+    dimension: int = 0
 
 
-def qk_pairs(
-    name: str, heads: int, kv_heads: int, q: Projection, k: Projection, size: int, *, rotary_size: int = 0,
-    rotary: str = "half", null: bool = True, obstruction: str = "",
-) -> Iterator[SymmetricPair]:  # fmt: skip
-    """Return the pairs of query heads and their key heads, for the dimensions that RoPE rotates and the others."""
-    reason = obstruction or q.obstacle() or k.obstacle()
-    for i in range(heads):
-        j = i * kv_heads // heads
+def head_pairs(name: str, kind: str, place: Place, one: Projection, two: Projection) -> Iterator[SymmetricPair]:
+    """Yield the pairs of one kind, head by head: on the planes that RoPE rotates, and on the other dimensions."""
+    size, group = place.size, place.group
+    turned = place.rotary_size if group in PLANES else 0
+    reason = "" if group in ("GL", *PLANES, *DIAGONAL) else group
+    reason = reason or one.obstacle() or two.obstacle()
+    parts: list[tuple[str, GL, tuple[int, int, int, str | None]]] = []
+    if turned:
+        planes = GL(turned // 2, diagonal=True, field="complex")
+        parts.append(("rotary" if kind == "qk" else "", planes, (size, 0, turned, group)))
+    if turned < size:
+        others = GL(size - turned, diagonal=group in DIAGONAL, positive=group == "positive")
+        parts.append(("", others, (size, turned, size - turned, None)))
+    for i in range(place.heads):
+        j = i * place.kv_heads // place.heads
         if reason:
-            yield SymmetricPair(name, "qk", None, head=i, reason=reason)
+            yield SymmetricPair(name, kind, None, head=i, reason=reason)
             continue
-        if rotary_size:
-            dims = (size, 0, rotary_size, rotary)
-            group = GL(rotary_size // 2, diagonal=True, field="complex")
-            yield pair_or_reason(
-                name, "qk", group, q.input_blocks(i, *dims), k.input_blocks(j, *dims), i, part="rotary"
-            )
-        if rotary_size < size:
-            rest = (size, rotary_size, size - rotary_size)
-            G, H, bias = q.input_blocks(i, *rest), k.input_blocks(j, *rest), k.bias_blocks(j, *rest)
-            yield pair_or_reason(name, "qk", GL(size - rotary_size), G, H, i, null=bias if null else ())
-
-
-def vo_pairs(
-    name: str, heads: int, kv_heads: int, v: Projection, o: Projection, size: int, *, group: GL | None = None,
-    rotary: str | None = None, obstruction: str = "",
-) -> Iterator[SymmetricPair]:  # fmt: skip
-    """Return the pairs of value heads and slices of the output projection; on RoPE's planes the group is complex."""
-    reason = obstruction or v.obstacle() or o.obstacle()
-    for i in range(heads):
-        if reason:
-            yield SymmetricPair(name, "vo", None, head=i, reason=reason)
-            continue
-        G = v.input_blocks(i * kv_heads // heads, size, 0, size, rotary)
-        yield pair_or_reason(name, "vo", group or GL(size), G, o.output_blocks(i, size, rotary), i)
+        for part, acting, dims in parts:
+            G = one.input_blocks(i if kind == "qk" else j, *dims)
+            H = two.input_blocks(j, *dims) if kind == "qk" else two.output_blocks(i, *dims)
+            if {b.key for b in G} & {b.key for b in H}:
+                yield SymmetricPair(name, kind, None, head=i, part=part, reason=TIED)
+            else:
+                null = two.bias_blocks(j, *dims) if place.key_bias_null and dims[-1] is None else ()
+                yield SymmetricPair(name, kind, acting, G, H, head=i, part=part, null=null)
 
 
 def attention_pairs(
@@ -249,10 +258,8 @@ def attention_pairs(
     attention qk head 0 rotary (ℂ*)^1 attention vo head 0 GL(2)
     """
     size = head_size or getattr(q.module, q.weight).shape[1 if q.conv1d else 0] // heads
-    kv_heads = kv_heads or heads
-    first = qk_pairs(
-        name, heads, kv_heads, q, k, size, rotary_size=rotary_size, rotary=rotary, null=key_bias_null,
-        obstruction=qk_obstruction,
-    )  # fmt: skip
-    second = vo_pairs(name, heads, kv_heads, v, o, value_size or size, obstruction=vo_obstruction)
-    yield from sorted([*first, *second], key=lambda p: p.head or 0)
+    kv_heads, group = kv_heads or heads, rotary if rotary_size else "GL"
+    group = qk_obstruction or group
+    qk = Place(heads, kv_heads, size, group=group, rotary_size=rotary_size, key_bias_null=key_bias_null)
+    vo = Place(heads, kv_heads, value_size or size, group=vo_obstruction or "GL")
+    yield from sorted([*head_pairs(name, "qk", qk, q, k), *head_pairs(name, "vo", vo, v, o)], key=lambda p: p.head or 0)

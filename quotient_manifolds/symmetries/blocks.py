@@ -1,66 +1,107 @@
-"""A block: some rows of a stack, as a strided view of a parameter; and many blocks read and written at once."""
+"""Where numbers lie in a module, as strided views of its parameters, and the groups that act on their columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "BlockStack", "ByClass", "block", "check_model", "is_sharded", "plain_class", "plain_names"]
+from ..base import standard_normal
+from .modules import check_model
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def check_model(model: object) -> None:
-    """Raise for anything that is not a torch module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+__all__ = ["GL", "Block", "BlockStack", "block", "random_elements"]
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
-    return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
+@dataclass(frozen=True)
+class GL:
+    """The group of invertible matrices, or of diagonal ones, that acts on the columns of a pair.
+
+    Attributes
+    ----------
+    h : int
+        Number of columns of G and H, over the field.
+    diagonal : bool
+        Every column is multiplied by its own non-zero number.
+    positive : bool
+        These numbers are positive, as is needed before a ReLU.
+    field : {"real", "complex"}
+        Over the complex numbers a column is a pair of real columns, such as a plane that RoPE rotates.
+
+    Raises
+    ------
+    ValueError
+        There is no such group.
+
+    Examples
+    --------
+    An attention head of size 64, and the same under RoPE:
+
+    >>> from quotient_manifolds.symmetries import GL
+    >>> for group in (GL(64), GL(32, diagonal=True, field="complex")):
+    ...     print(group, group.dimension)
+    GL(64) 4096
+    (ℂ*)^32 64
+    """
+
+    h: int
+    _: KW_ONLY
+    diagonal: bool = False
+    positive: bool = False
+    field: str = "real"
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.h, int) and not isinstance(self.h, bool)
+        known = all(isinstance(v, bool) for v in (self.diagonal, self.positive)) and self.field in ("real", "complex")
+        if not known or not whole or self.h < 1 or (self.positive and not self.diagonal):
+            raise ValueError(
+                f"no such group: {self.h} columns, diagonal {self.diagonal!r}, positive {self.positive!r}, field "
+                f"{self.field!r}; numbers of a diagonal group may be positive"
+            )
+
+    def __str__(self) -> str:
+        if self.diagonal:
+            return f"({'ℂ*' if self.field == 'complex' else 'ℝ+' if self.positive else 'ℝ*'})^{self.h}"
+        return f"GL({self.h}, ℂ)" if self.field == "complex" else f"GL({self.h})"
+
+    @property
+    def dimension(self) -> int:
+        """Number of real parameters of the group."""
+        return (self.h if self.diagonal else self.h**2) * (2 if self.field == "complex" else 1)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Shape of one row of a block on which the group acts: (h,), or (h, 2) for complex columns."""
+        return (self.h, 2) if self.field == "complex" else (self.h,)
+
+    def to_point(self, rows: Tensor) -> Tensor:
+        """Turn real rows (pairs, n + m, h[, 2]) into points: (pairs, n + m, h), or (pairs, h, n + m, 1) if diagonal."""
+        if self.field == "complex":  # complex numbers in half precision are hardly supported
+            rows = torch.view_as_complex(rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous())
+        return rows.transpose(1, 2).unsqueeze(-1) if self.diagonal else rows
+
+    def from_point(self, x: Tensor) -> Tensor:
+        """Turn points back into real rows."""
+        if self.diagonal:
+            x = x.squeeze(-1).transpose(1, 2)
+        return torch.view_as_real(x) if self.field == "complex" else x
 
 
-def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """Return what strips the prefixes of ``torch.compile``, and of wrappers such as DDP, from a model's names."""
-    names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
-    prefix = ""
-    while names and all(name.startswith(f"{prefix}module.") for name in names):  # else a layer has this name
-        prefix += "module."
-    return lambda name: name.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix(prefix)
+def random_elements(x: Tensor, condition: float, generator: torch.Generator) -> Tensor:
+    """Draw U diag(s) Vᴴ for each of some points, in double precision.
 
-
-def plain_class(module: nn.Module) -> type:
-    """Return a module's class, as it was before FSDP2 replaced it by a subclass."""
-    cls = type(module)
-    index = getattr(cls, "_orig_cls_mro_index", None)
-    return cls if index is None else cls.__mro__[index]
-
-
-class ByClass(dict[str, F]):
-    """Functions for modules of exactly some classes, by their qualified names."""
-
-    def register(self, *classes: type | str) -> Callable[[F], F]:
-        """Return a decorator that registers a function for the classes."""
-
-        def decorate(function: F) -> F:
-            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
-            return function
-
-        return decorate
-
-    def of(self, module: nn.Module) -> F | None:
-        """Look up the function for the exact class of a module."""
-        return self.get(_qualified(plain_class(module)))
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    U and V are random orthogonal, numbers have random signs or phases; s is log-uniform, from condition^-½ to its root.
+    """
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-1])
+    like = torch.empty(0, dtype=torch.promote_types(x.dtype, torch.float64), device="cpu")
+    draws = [standard_normal(shape, like, generator) for _ in range(2)]
+    U, V = (d / d.abs() if shape[-1] == 1 else torch.linalg.qr(d).Q for d in draws)
+    exponent = torch.rand(shape[:-1], dtype=torch.float64, device="cpu", generator=generator) - 0.5
+    if shape[-1] > 1:
+        exponent[..., 0], exponent[..., -1] = -0.5, 0.5
+    return ((U * (condition**exponent).unsqueeze(-2)) @ V.mH).to(x.device)
 
 
 @dataclass(frozen=True)
@@ -108,9 +149,22 @@ class Block:
         """Number of rows that the block contributes to its stack."""
         return self.size[0]
 
+    @classmethod
+    def from_view(cls, module: nn.Module, attribute: str, view: Callable[[Tensor], Tensor]) -> Block:
+        """Describe a view of a contiguous tensor of the parameter's shape, such as ``lambda w: w[:2].T``."""
+        shape = tuple(getattr(module, attribute).shape)
+        part = view(torch.empty(shape, device="meta"))
+        return cls(module, attribute, shape, int(part.storage_offset()), tuple(part.shape), tuple(part.stride()))
+
     def of(self, whole: Tensor) -> Tensor:
         """View the block in a contiguous tensor of the parameter's shape."""
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+    def replaced(self, whole: Tensor, rows: Tensor) -> Tensor:
+        """Copy a tensor of the parameter's shape, with other numbers where the block lies; differentiable."""
+        changed = whole.clone(memory_format=torch.contiguous_format)
+        self.of(changed).copy_(rows)
+        return changed
 
 
 def block(
@@ -159,24 +213,26 @@ def block(
     check_model(module)
     if not isinstance(rows, slice) or not isinstance(columns, slice):
         raise TypeError(f"rows and columns must be slices, got {rows!r} and {columns!r}")
-    shape = tuple(getattr(module, attribute).shape)
-    whole = torch.empty(shape, device="meta")
-    if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
-        whole = whole.flatten(1)
-    if whole.dim() == 1:
-        view = whole[rows].unsqueeze(0)
-    elif whole.dim() == 2:
-        view = whole[rows, columns]
-        view = view.T if transpose else view
-    else:
-        raise ValueError(f"{attribute} of {type(module).__name__} is a single number; a block needs a matrix or vector")
-    if rotary == "half":
-        view = view.unflatten(1, (2, -1)).transpose(1, 2)
-    elif rotary == "interleaved":
-        view = view.unflatten(1, (-1, 2))
-    elif rotary is not None:
-        raise ValueError(f'rotary pairing must be "half" or "interleaved", got {rotary!r}')
-    return Block(module, attribute, shape, int(view.storage_offset()), tuple(view.shape), tuple(view.stride()))
+
+    def view(whole: Tensor) -> Tensor:
+        if whole.dim() > 2:  # convolutions, and torch's bias_k of shape (1, 1, width)
+            whole = whole.flatten(1)
+        if whole.dim() == 1:
+            part = whole[rows].unsqueeze(0)
+        elif whole.dim() == 2:
+            part = whole[rows, columns].T if transpose else whole[rows, columns]
+        else:
+            name = f"{attribute} of {type(module).__name__}"
+            raise ValueError(f"{name} is a single number; a block needs a matrix or vector")
+        if rotary == "half":
+            return part.unflatten(1, (2, -1)).transpose(1, 2)
+        if rotary == "interleaved":
+            return part.unflatten(1, (-1, 2))
+        if rotary is not None:
+            raise ValueError(f'rotary pairing must be "half" or "interleaved", got {rotary!r}')
+        return part
+
+    return Block.from_view(module, attribute, view)
 
 
 @dataclass(frozen=True)
@@ -228,23 +284,15 @@ class BlockStack:
             row += column[0].rows
         self.shape = (len(points), row, *self.runs[0].first.size[1:]) if self.runs else (len(points), 0)
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None, out: Tensor | None = None) -> Tensor:
-        """Copy the rows, (points, rows, h[, 2]), differentiably unless into ``out``; absent ``tensors`` are zero."""
-        parts: list[tuple[int, Tensor]] = []
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
+        columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
-            source = run.first.tensor if tensors is None else tensors.get(run.first.tensor)
-            if out is None:
-                like = run.first.tensor
-                found = like.new_zeros(run.count, *run.first.size) if source is None else run.view(source.contiguous())
-                parts.append((run.row, found))
-            elif source is None:
-                run.part(out).zero_()
-            else:
-                run.part(out).copy_(run.view(source.contiguous()))
-        if out is not None:
-            return out
-        columns = [torch.cat([part for _, part in same]) for _, same in groupby(parts, lambda part: part[0])]
-        return torch.cat(columns, dim=1)
+            p = run.first.tensor
+            source = p if tensors is None else tensors.get(p)
+            part = p.new_zeros(run.count, *run.first.size) if source is None else run.view(source.contiguous())
+            columns.setdefault(run.row, []).append(part)
+        return torch.cat([torch.cat(parts) for parts in columns.values()], dim=1)
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -257,9 +305,3 @@ class BlockStack:
             run.view(whole).copy_(run.part(rows))
             if whole is not target:
                 target.copy_(whole)
-
-    @torch.no_grad()
-    def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set the entry of ``tensors`` for each parameter to True wherever a block lies."""
-        for run in self.runs:
-            run.view(tensors[run.first.tensor]).fill_(True)

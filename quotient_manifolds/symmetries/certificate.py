@@ -11,18 +11,19 @@ quantities that gradient flow conserves are the ones that certify a symmetry at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from ..base import standard_normal
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double
-from .groups import random_elements
-from .pairs import SymmetricPair
+from .blocks import random_elements
+from .pairs import UNCERTIFIED, SymmetricPair
 from .stacks import PairStack, stacks
 
 __all__ = ["Certificate", "Certification", "NotASymmetryError", "certify", "orbit_residuals"]
@@ -35,8 +36,6 @@ HALF_PRECISION = 0.1
 ROUNDING = 1e-7
 #: Condition number of the group elements that confirm a symmetry: so far along an orbit, clipped values are clipped.
 CONDITION = 100.0
-#: Reason for a pair on which the gradient gives no information.
-UNCERTIFIED = "not certified: the gradient is zero"
 
 
 class NotASymmetryError(ValueError):
@@ -137,52 +136,28 @@ PROBES = 8
 
 @torch.no_grad()
 def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Tensor:
-    r"""Return ‖ΩCᵀ‖/‖Ω∇_GᵀG‖ of every pair of a stack; NaN for 0/0.
+    r"""Return ‖ΩCᴴ‖ relative to its larger term, of every pair of a stack; NaN for 0/0.
 
-    Ω is the identity up to h = 8, else Gaussian of shape (8, h): ΩCᵀ costs h/8 times less than C, and needs no copy;
-    with the few rows on the left the products are two to six times faster than with few columns on the right. For a
-    diagonal group C is one number per column.
+    Ω is the identity up to h = 8, else Gaussian of shape (8, h): ΩCᴴ costs h/8 times less than C; with the few rows on
+    the left the products are two to six times faster than with few columns on the right. For a diagonal group C is one
+    number per column.
     """
-    group = stack.group
-    if group.field == "complex" and not group.diagonal:
-        x, egrad = stack.gather(), stack.gather(gradients)
-        wide = torch.promote_types(at_least_float32(x.dtype), egrad.dtype)
-        G, H = x.to(wide).split([stack.n, stack.m], dim=-2)
-        D, E = egrad.to(wide).split([stack.n, stack.m], dim=-2)
-        moment, other = G.mH @ D, (H.mH @ E).mH
-    else:
-        like = stack.pairs[0].G[0].tensor
-        known = [gradients[p].dtype for p in stack.parameters() if p in gradients]
-        wide = reduce(torch.promote_types, known, at_least_float32(like.dtype))
-        probe = torch.eye(group.h, dtype=wide, device=like.device)
-        if group.h > PROBES:
-            generator = torch.Generator().manual_seed(0)
-            probe = standard_normal((PROBES, group.h), probe.real.double(), generator).to(probe)
-        shape = group.columns if group.diagonal else probe.shape
-        moment, other = (probe.new_zeros(len(stack), *shape) for _ in range(2))
-        for pairs, of_G, rows, slopes in stack.views(gradients):
-            X, D = rows.to(wide), slopes.to(wide)
-            if group.diagonal:
-                (moment if of_G else other)[pairs] += _columns(X, D, conjugate=not of_G)
-            elif of_G:
-                moment[pairs] += (probe @ D.mT) @ X
-            else:
-                other[pairs] += (probe @ X.mT) @ D
-    over = tuple(range(1, moment.dim()))
-
-    def size(t: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(t, dim=over)
-
-    return size(moment - other) / torch.maximum(size(moment), size(other))
-
-
-def _columns(X: Tensor, D: Tensor, *, conjugate: bool) -> Tensor:
-    """Return the inner products of columns, (pairs, h) or as real and imaginary parts (pairs, h, 2)."""
-    inner = (X * D).sum(1)
-    if X.dim() == 3:
-        return inner
-    turn = (X[..., 0] * D[..., 1] - X[..., 1] * D[..., 0]).sum(1)
-    return torch.stack([inner.sum(-1), -turn if conjugate else turn], -1)
+    like = stack.group.to_point(stack.pairs[0].G[0].tensor.new_empty(1, 0, *stack.group.columns))
+    wide, h = at_least_float32(like.dtype), like.shape[-1]
+    for p in stack.parameters():
+        wide = torch.promote_types(wide, gradients.get(p, like).dtype)
+    probe = torch.eye(h, dtype=wide, device=like.device)
+    if h > PROBES:
+        real = torch.empty(0, dtype=torch.float64, device=like.device)
+        probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
+    one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
+    for pairs, of_G, x, slope in stack.views(gradients):
+        if of_G:
+            one[pairs] += (probe @ slope.to(wide).mH) @ x.to(wide)
+        else:
+            two[pairs] += (probe @ x.to(wide).mH) @ slope.to(wide)
+    sizes = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim()))) for t in (one - two, one, two)]
+    return sizes[0] / torch.maximum(sizes[1], sizes[2])
 
 
 def certify(
@@ -215,14 +190,9 @@ def certify(
     >>> certify(pairs, {p: p.grad for p in layer.parameters()}, tolerance=1e-4).failures
     ()
     """
-    residuals, unreached = dict[SymmetricPair, float](), list[SymmetricPair]()
-    for s in found:
-        for p, r in zip(s.pairs, orbit_residuals(s, gradients).tolist(), strict=True):
-            if r == r:
-                residuals[p] = r
-            else:
-                unreached.append(p)
-    return Certificate(residuals, tuple(unreached), tolerance)
+    all_residuals = [pr for s in found for pr in zip(s.pairs, orbit_residuals(s, gradients).tolist(), strict=True)]
+    unreached = tuple(p for p, r in all_residuals if math.isnan(r))
+    return Certificate({p: r for p, r in all_residuals if not math.isnan(r)}, unreached, tolerance)
 
 
 def largest(numbers: Iterable[float]) -> float:
@@ -251,7 +221,31 @@ def move_(found: Iterable[PairStack], condition: float, seed: int) -> None:
         # signs.
         full = gauge.present()[..., -1] & (not s.group.positive)
         balanced = torch.where(full[..., None, None], gauge.x, x)
+        if x.shape[-1] == 1 and not (x.is_complex() or s.group.positive):
+            # Real numbers: one of every pair changes its sign, which a balanced representative may have done already.
+            same = (A * (balanced * x).sum(-2, keepdim=True)).flatten(1).gt(0).all(1)
+            A = torch.where(same.reshape(-1, *[1] * (A.dim() - 1)), -A, A)
         s.scatter_(manifold.act(balanced, A))
+
+
+@contextmanager
+def preserve_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values of tensors afterwards."""
+    kept = [(t, t.detach().clone()) for t in tensors]
+    try:
+        yield
+    finally:
+        for t, value in kept:
+            t.detach().copy_(value)
+
+
+@contextmanager
+def moved(pairs: Sequence[SymmetricPair], condition: float = CONDITION, seed: int = 0) -> Iterator[None]:
+    """Move pairs along their orbits for the time of a ``with``."""
+    found = stacks(pairs)
+    with preserve_values(p for s in found for p in s.parameters()):
+        move_(found, condition, seed)
+        yield
 
 
 @torch.no_grad()
@@ -270,22 +264,18 @@ def broken(
         return []
     before = run()
 
-    def failing(some: list[list[SymmetricPair]]) -> list[SymmetricPair]:
+    def failing(some: list[list[SymmetricPair]], passed: ExitStack) -> list[SymmetricPair]:
         moving = [p for layer in some for p in layer]
-        kept = {t: t.detach().clone() for p in moving for t in p.parameters()}
-        move_(stacks(moving), CONDITION, 0)
-        if change(before, run()) <= tolerance:
-            return []
-        for t, value in kept.items():
-            t.copy_(value)
+        with ExitStack() as stack:
+            stack.enter_context(moved(moving))
+            if change(before, run()) <= tolerance:
+                passed.push(stack.pop_all())
+                return []
         half = len(some) // 2
-        return [*failing(some[:half]), *failing(some[half:])] if half else moving
+        return [*failing(some[:half], passed), *failing(some[half:], passed)] if half else moving
 
-    original = {t: t.detach().clone() for layer in layers.values() for p in layer for t in p.parameters()}
-    found = failing(list(layers.values()))
-    for t, value in original.items():
-        t.copy_(value)
-    return found
+    with ExitStack() as passed:
+        return failing(list(layers.values()), passed)
 
 
 class Certification:

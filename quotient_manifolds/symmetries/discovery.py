@@ -1,22 +1,10 @@
-r"""Examination of attention modules without a handler: which groups leave their outputs unchanged.
-
-A module is run alone, in float64, on the inputs that a forward pass of the model gave it, and hypotheses are tested
-with the gradient of a random cotangent of its outputs: where the heads lie (divisors of the widths, roles that share a
-matrix) and which matrices Λ act on them. With the matrices C of :mod:`.certificate`, a head's group is the largest one
-that
-
-.. math:: \langle C, Λ \rangle = 0 \quad \text{for all } Λ \text{ of its Lie algebra}
-
-admits. C is linear in the cotangent, so one random cotangent decides each hypothesis at these inputs, except on a set
-of measure zero. A finite move then confirms what is divided out.
-"""
+"""From a model to its pairs: what handlers and examinations claim, and what the outputs of the model say of it."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,371 +12,369 @@ import torch
 from torch import Tensor, nn
 
 from ..base import standard_normal
-from ..batches import floats
-from .blocks import BlockStack
-from .certificate import ROUNDING, UNCERTIFIED, broken, orbit_residuals
-from .merging import merged, refused
-from .mixers import proposals
-from .pairs import SymmetricPair
-from .recording import Call, Watch, copied, random_state_kept, record, undisturbed
-from .roles import PLANES, Place, Roles, holds_keys, layout_pairs, places, roles_of
-from .stacks import stacks
-from .wide import Wide, widened
+from ..batches import default_forward, floats, tree_map
+from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved
+from .examination import examine_model
+from .lora import is_lora, lora_pairs, prefix_tuned
+from .modules import Wide, check_model, copied, plain_names, preserve_model_state, random_state_kept
+from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
+from .registry import handler_of
+from .stacks import PairList, PairStack, stacks, without_sharing
 
-__all__ = ["FAILED", "UNNAMED", "UNREACHED", "candidates", "discover", "examine", "unexamined"]
+__all__ = ["Verification", "apply_random_symmetry_", "find_symmetric_pairs", "verify"]
 
-UNREACHED = "the batch does not reach it"
-FAILED = "could not be examined"
-_ENCLOSING = "it holds another attention layer besides its own weights"
-_NONE = "no continuous symmetry was found"
-UNNAMED = "the names of its weights do not tell its queries, keys, values and outputs"
-_LOCAL = "flat at the weights, but not further along the orbit"
-
-#: Inputs with entries beyond this are masks.
-_MASKED = 1e4
-#: Number of cotangents (and randomly shifted inputs) with which a hypothesis is tested.
-SAMPLES = 2
-
-_Emit = Callable[[nn.Module, str], Sequence[SymmetricPair]]
+_PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
-@dataclass(frozen=True)
-class _Hypothesis:
-    """A Lie algebra of h × h matrices, given by the linear maps that must vanish on C."""
-
-    group: str
-    dimension: int
-    parts: tuple[Callable[[Tensor], Tensor], ...]
-    rotary_size: int = 0
-
-
-def _planes(C: Tensor, size: int, pairing: str, *, turns_only: bool = False) -> Tensor:
-    """Return the part of C along complex numbers, or only along rotations, of the leading planes."""
-    i = torch.arange(size // 2, device=C.device)
-    a, b = (i, i + size // 2) if pairing == "half" else (2 * i, 2 * i + 1)
-    turn = C[..., a, b] - C[..., b, a]
-    return turn if turns_only else torch.cat([C[..., a, a] + C[..., b, b], turn], -1)
-
-
-def _hypotheses(h: int) -> list[_Hypothesis]:
-    """List the candidate algebras, the largest first."""
-    found = [_Hypothesis("GL", h * h, (lambda C: C.flatten(-2),))]
-    for size in range(2, h + 1, 2):
-        rest = (lambda C, r=size: C[..., r:, r:].flatten(-2),) if size < h else ()
-        for pairing in PLANES[: 1 + (size > 2)]:
-            turns = (lambda C, r=size, p=pairing: _planes(C, r, p), *rest)
-            found.append(_Hypothesis(pairing, size + (h - size) ** 2, turns, size))
-    for pairing in PLANES[: h // 2 if h % 2 == 0 else 0]:
-        turn = (lambda C, p=pairing: _planes(C, h, p, turns_only=True),)
-        found.append(_Hypothesis(f"rotations of the planes only ({pairing}), which are compact", h // 2, turn))
-    trace = (lambda C: C.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True),)
-    skew = (lambda C: (C - C.mT).flatten(-2),)
-    found.append(_Hypothesis(f"O({h}) only, which is compact", h * (h - 1) // 2, skew))
-    found.append(_Hypothesis(f"O({h}) and one scale, which have no quotient here", h * (h - 1) // 2 + 1, skew + trace))
-    found.append(_Hypothesis("diagonal", h, (lambda C: C.diagonal(dim1=-2, dim2=-1),)))
-    found.append(_Hypothesis("one scale, which has no quotient here", 1, trace))
-    ones = (lambda C: C.sum((-2, -1)).unsqueeze(-1),)
-    found.append(_Hypothesis("one shift of all dimensions alike, which has no quotient here", 1, ones))
-    return sorted((f for f in found if f.dimension), key=lambda f: -f.dimension)
-
-
-def _pairs(kind: str, roles: Roles, place: Place) -> list[SymmetricPair]:
-    return merged(layout_pairs("", roles, *((place, None) if kind == "qk" else (None, place))))
-
-
-def _moments(found: Sequence[SymmetricPair], samples: Sequence[dict[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return Gᵀ∇_G and (Hᵀ∇_H)ᵀ, (samples, pairs, h, h)."""
-    (stack,) = stacks(found)
-    with torch.no_grad():
-        G, H = stack.gather().split([stack.n, stack.m], dim=1)
-        gradients = torch.stack([stack.gather(s) for s in samples]).split([stack.n, stack.m], dim=2)
-        return G.mT @ gradients[0], (H.mT @ gradients[1]).mT
-
-
-def _holds(hypothesis: _Hypothesis, one: Tensor, two: Tensor) -> bool:
-    """Tell whether the moments of both factors agree along an algebra, head by head."""
-    floor = 1e-6 * torch.maximum(one.flatten(-2).norm(dim=-1), two.flatten(-2).norm(dim=-1))
-    for part in hypothesis.parts:
-        a, b = part(one), part(two)
-        scale = torch.maximum(torch.maximum(a.norm(dim=-1), b.norm(dim=-1)), floor)
-        if not bool(((a - b).norm(dim=-1) <= ROUNDING * scale).all()):  # no hypothesis holds for NaN
-            return False
-    return True
-
-
-def _best(
-    kind: str, roles: Roles, samples: Callable[[], Sequence[dict[Tensor, Tensor]]], sizes: Sequence[int]
-) -> Place:
-    """Find where the heads lie and what acts on them: the largest group; of equal ones, that with a known head size."""
-    fits: list[tuple[tuple[int, int, int, int], Place]] = []
-    unreached, reason = False, ""
-    for place in places(roles, kind):
-        found = _pairs(kind, roles, place)
-        reason = next((p.reason for p in found if p.group is None), reason)
-        if reason:
-            break
-        one, two = _moments(found, samples())
-        unreached = not bool(one.any()) and not bool(two.any())
-        for hypothesis in () if unreached else _hypotheses(place.size):
-            if fits and len(found) * hypothesis.dimension < -min(fits)[0][0]:  # the following ones are even smaller
-                break
-            if _holds(hypothesis, one, two):
-                doubt = sizes.index(place.size) if place.size in sizes else len(sizes)
-                rank = (-len(found) * hypothesis.dimension, doubt, place.size, len(fits))
-                rotary = hypothesis.rotary_size
-                fit = replace(place, group=hypothesis.group, dimension=hypothesis.dimension, rotary_size=rotary)
-                fits.append((rank, fit))
-                break
-    if fits and not reason:
-        return min(fits)[1]
-    reason = reason or (UNCERTIFIED if unreached else _NONE)
-    return Place(1, 1, min(roles.width.values()), group=reason)
-
-
-def _shifted(call: Call, widths: set[int], generator: torch.Generator) -> Call:
-    """Add noise to the inputs of the projections, so that no symmetry holds only by chance."""
-
-    def shift(value: Any, name: str = "") -> Any:
-        known = (
-            isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[-1] in widths
-        )
-        if not known or any(word in name for word in ("mask", "bias", "pos", "cos", "sin")):
-            return value
-        if not float(value.abs().max()) < _MASKED:  # a mask, without a name that says so
-            return value
-        return value + 0.5 * value.std() * standard_normal(tuple(value.shape), value, generator)
-
-    return tuple(map(shift, call[0])), {k: shift(v, k) for k, v in call[1].items()}
-
-
-def _outputs(twin: nn.Module, call: Call) -> list[Tensor]:
-    with random_state_kept(twin), Wide():
-        return floats(twin(*call[0], **call[1]))
-
-
-def _samples(twin: nn.Module, call: Call, count: int = SAMPLES) -> Iterator[dict[Tensor, Tensor]]:
-    """Return gradients of random cotangents at shifted inputs."""
-    generator = torch.Generator().manual_seed(0)
-    weights = [p for p in twin.parameters() if p.is_floating_point()]
-    widths = {size for p in weights if p.dim() > 1 for size in p.shape[:2]}
-    for _ in range(count):
-        with torch.enable_grad():
-            outputs = [t for t in _outputs(twin, _shifted(call, widths, generator)) if t.requires_grad]
-            loss = sum((t * standard_normal(tuple(t.shape), t, generator)).sum() for t in outputs)
-            if not isinstance(loss, Tensor):
-                raise ValueError("no output depends on the weights in a way that autograd can follow")
-            # A module may keep a part of the graph, such as biases that it has gathered once.
-            found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
-        gradients: dict[Tensor, Tensor] = {p: g for p, g in zip(weights, found, strict=True) if g is not None}
-        if not all(bool(g.isfinite().all()) for g in gradients.values()):
-            raise ValueError("its gradients are not finite on this batch")
-        yield gradients
-
-
-def _key_bias_is_null(roles: Roles, qk: Place, samples: Sequence[dict[Tensor, Tensor]]) -> bool:
-    """Tell whether the outputs do not depend on the key bias, on the dimensions that are not rotated."""
-    k, start = qk.projection(roles, "k"), qk.rotary_size
-    rest = [(j, qk.size, start, qk.size - start) for j in range(qk.kv_heads)]
-    biases = [[b] for r in rest for b in k.bias_blocks(*r)] if start < qk.size else []
-    if not biases:
-        return False
-    weights = [[k.input_blocks(*r)[0]] for r in rest]
-    null, seen = (max(float(BlockStack(b).gather(s).norm()) for s in samples) for b in (biases, weights))
-    return null <= ROUNDING * seen
-
-
-def _stays(twin: nn.Module, call: Call, pairs: Sequence[SymmetricPair]) -> bool:
-    """Tell whether moves along the pairs leave the outputs of a module unchanged."""
-    return not broken([p for p in pairs if p.group and not p.thin], lambda: _outputs(twin, call))
-
-
-def _alone(module: nn.Module, call: Call) -> tuple[nn.Module, Call]:
-    """Copy a module and a call in float64, in evaluation mode and with gradients for frozen weights too."""
-    twin = copied(module).double()
-    for m in twin.modules():  # not eval(): some layers merge weights when they are told to
-        m.training = False
-    for p in twin.parameters():
-        p.requires_grad_(p.is_floating_point())
-    return twin, (widened(call[0]), widened(call[1]))
-
-
-def examine(module: nn.Module, call: Call) -> tuple[Place, Place]:
-    """Find the symmetries of queries and keys, and of values and outputs, in an attention module.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A module that :func:`.roles.roles_of` can read; it is left unchanged.
-    call : tuple
-        Positional and keyword arguments of a call, which determine what the module computes.
-
-    Returns
-    -------
-    qk, vo : Place
-        The location of their heads and the group that acts on them, or the reason why none does.
-    """
-    twin, call = _alone(module, call)
-    roles = _roles(twin)
-    samples = functools.cache(lambda: list(_samples(twin, call)))  # for a module that is refused it need not run
-    vo = _best("vo", roles, samples, _known_sizes(module))
-    qk = _best("qk", roles, samples, [*_known_sizes(module), vo.size])
-    qk = replace(qk, key_bias_null=bool(qk.dimension) and _key_bias_is_null(roles, qk, samples()))
-
-    def confirmed(kind: str, place: Place) -> Place:
-        scales = place.group == "diagonal" or place.size == 1
-        fits = (replace(place, group=group) for group in (place.group, *(("positive",) if scales else ())))
-        return next((f for f in fits if _stays(twin, call, _pairs(kind, roles, f))), replace(place, group=_LOCAL))
-
-    return confirmed("qk", qk), confirmed("vo", vo)
-
-
-def _known_sizes(module: nn.Module) -> list[int]:
-    """List the head sizes that a module stores under common names."""
-    names = ("head_dim", "head_size", "attention_head_size")
-    found = [getattr(m, name, None) for m in module.modules() for name in names]
-    return [size for size in found if isinstance(size, int)]
-
-
-def discover(
-    model: nn.Module, known: Callable[[nn.Module], bool], run: Callable[[], Any]
-) -> list[tuple[str, SymmetricPair]]:
-    """Examine attention modules of unknown classes on their inputs in a forward pass.
+def find_symmetric_pairs(
+    model: nn.Module,
+    *,
+    extra: Sequence[SymmetricPair] = (),
+    key_bias: str = "keep",
+    include_frozen: bool = False,
+    batch: Any = None,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
+) -> PairList:
+    """Find the continuous symmetries of a model's attention and LoRA weights.
 
     Parameters
     ----------
     model : nn.Module
-        It is run in evaluation mode; it and the random state are left unchanged.
-    known : callable
-        Tells whether a module is of a known class.
-    run : callable
-        Performs a forward pass of the model.
+        Any model; it is left unchanged. Without a batch, modules of unknown classes are ignored (``sharpness.evaluate``
+        refuses models in which such a module computes attention).
+    extra : sequence of SymmetricPair
+        Pairs of your own.
+    key_bias : {"keep", "drop"}
+        The key bias adds one number to all scores of a query, which softmax ignores: it is a null direction. ``"keep"``
+        leaves it in H as one more row, as in the paper; moving it then has a length, and sharpness depends on its
+        value. ``"drop"`` divides it out too. (Under RoPE it is not a null direction, and is kept.)
+    include_frozen : bool
+        Keep the group of pairs with parameters that are not trainable.
+    batch : object, optional
+        A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
+        float64, on the inputs that they get from this batch; and everything that is found has to leave the outputs of a
+        float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``.
+    forward : callable
+        ``forward(model, batch)``, by default as for :func:`sharpness.evaluate`, without its loss.
 
     Returns
     -------
-    list of (str, SymmetricPair)
-        The module's name and a pair. Where nothing can be divided out, the pair has no group, but a reason.
+    PairList
+        A Q–K and a V–O pair for each head and one pair for each LoRA adapter, in the order of the modules. Pairs
+        without a symmetry or with frozen parameters have ``group=None`` and a ``reason``. ``print`` groups them by
+        layer.
+
+    Raises
+    ------
+    ValueError
+        A pair of ``extra`` overlaps another pair, or ``key_bias`` has another value.
+
+    Notes
+    -----
+    Paper, §4.2 and App. C. Pairs that share a block (grouped queries, shared layers) are merged into one.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> print(find_symmetric_pairs(layer))
+    self_attn qk    2 × GL(4), 9+9 rows
+    self_attn vo    2 × GL(4), 9+8 rows
+    >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
+    64
     """
-    found: dict[object, _Emit] = {}
-    modules = candidates(model, known)
-    # Some models cannot be run in float64, because they make tensors of single precision inside.
-    wide = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
-    with undisturbed(model):
-        with Wide() if wide else nullcontext(), Watch(model) as watch:
-            calls = record(run, modules)
-        emitters = {name: _emitter_of(m, calls.get(name), found) for name, m in modules.items()}
-    for name in _unnamed(model, [*filter(known, model.modules()), *modules.values()], watch):
-        modules[name], emitters[name] = model.get_submodule(name), _nothing(UNNAMED)
-    return [(name, p) for name, m in modules.items() for p in emitters[name](m, name)]
+    run = None if batch is None else functools.partial(forward, model, batch)
+    found = _claimed(model, extra, run, key_bias=key_bias, include_frozen=include_frozen)
+    return found if batch is None else _certified(model, found, batch, forward)
 
 
-def _unnamed(model: nn.Module, covered: Iterable[nn.Module], watch: Watch) -> Iterator[str]:
-    """Iterate over the modules with weights, outside of others, that compute attention or hold keys and values."""
-    inside = {inner for m in covered for inner in m.modules()}
-    names = {m: name for name, m in model.named_modules()}
-    for m in [*(m for m, _ in watch.calls), *(m for m in names if holds_keys(m))]:
-        path = names.get(m, "")
-        while path and next(model.get_submodule(path).parameters(), None) is None:  # such as a softmax
-            path = path.rpartition(".")[0]
-        if m in names and m not in inside:
-            yield path
+def _claimed(
+    model: nn.Module,
+    extra: Sequence[SymmetricPair],
+    run: Callable[[], Any] | None,
+    key_bias: str = "keep",
+    include_frozen: bool = False,
+) -> PairList:
+    """List what handlers and examinations claim, before the outputs of the whole model decide."""
+    if key_bias not in ("keep", "drop"):
+        raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
+    check_model(model)
+    extra, plain = check_pairs(extra), plain_names(model)
+    given = {b.module for p in extra for b in p.G + p.H}
+    examined = {} if run is None else examine_model(model, run)
+    found: list[SymmetricPair] = []
+    for path, module in model.named_modules():
+        handler = handler_of(module)
+        found += [] if handler is None else handler(module, plain(path))
+        found += lora_pairs(module, plain(path)) if is_lora(module) else []
+        for p in examined.get(path, ()):
+            if p.reason != UNNAMED or given.isdisjoint(module.modules()):  # else a pair of the user describes it
+                found.append(replace(p, module=plain(path)))
+    _check_extra(extra, found)
+    whole = merged([*found, *extra])
+    if key_bias == "drop":
+        whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
+    if prefix_tuned(model):
+        whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
+    found = without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole])))
+    return PairList(replace(p, model=model) for p in found)
 
 
-def _emitter_of(module: nn.Module, call: Call | None, found: dict[object, _Emit]) -> _Emit:
-    """Return the function that lists a module's pairs: that of its kind if its own outputs agree, or a new one."""
-    if call is None:
-        return _nothing(UNREACHED)
-    if roles_of(module) is None and not proposals(module, ""):
-        return _nothing(_ENCLOSING)
-    kind = _kind(module)
+@contextmanager
+def _twin(
+    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[nn.Module, Callable[[], list[Tensor]]]]:
+    """Yield a copy of a model in another precision and evaluation mode, and a function for passes that draw alike."""
+    twin = copied(model).to(dtype)
+    batch = tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
+
+    def run() -> list[Tensor]:
+        with random_state_kept(twin):
+            return [t.to(dtype) for t in floats(forward(twin, batch))]
+
+    with preserve_model_state(twin), Wide() if dtype == torch.float64 else nullcontext():
+        yield twin, run
+
+
+@torch.no_grad()
+def _certified(
+    model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
+) -> PairList:
+    """Refuse the pairs of which moves change the outputs of a model."""
+
+    def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
+        with _twin(model, batch, forward, dtype) as (twin, run):
+            modules = dict(zip(model.modules(), twin.modules(), strict=True))
+            return {p.name for p in broken([in_copy(p, modules) for p in pairs if p.group is not None], run, tolerance)}
+
+    reason = CHANGES
     try:
-        if kind not in found or not _agrees(found[kind], module, call):
-            found[kind] = _emitter(module, call)
+        try:
+            names = failing(torch.float64, ROUNDING)
+        except Exception:  # such as that of a kernel that exists in single precision alone
+            names = failing(torch.float32, 1e-2)
     except Exception as error:  # whatever third-party code raises
-        return _nothing(f"{FAILED} alone: {type(error).__name__}: {error}".splitlines()[0])
-    return found[kind]
+        names = {p.name for p in pairs}
+        reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
+    return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
 
 
-def _agrees(emit: _Emit, module: nn.Module, call: Call) -> bool:
-    """Tell whether moves along the pairs leave the outputs of a module unchanged."""
-    twin, call = _alone(module, call)
-    return _stays(twin, call, merged(emit(twin, "")))
+def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
+    """Leave out pairs so that no number belongs to two: LoRA's factors are also rows of attention pairs.
 
-
-def _roles(module: nn.Module) -> Roles:
-    """Return the roles of a module that has them; gradients and moves judge its layers, not their classes."""
-    found = roles_of(module)
-    assert found is not None
-    return replace(found, main={c: replace(p, examined=True) for c, p in found.main.items()})
-
-
-def _nothing(reason: str) -> _Emit:
-    return lambda _, name: [SymmetricPair(name, "attention", None, reason=reason)]
-
-
-def _emitter(module: nn.Module, call: Call) -> _Emit:
-    """Examine a module, and return the function that lists the pairs of similar modules."""
-    if roles_of(module) is not None:
-        qk, vo = examine(module, call)
-        return lambda m, name: layout_pairs(name, _roles(m), qk, vo)
-    chosen = _held(module, call)
-
-    def emit(m: nn.Module, name: str) -> list[SymmetricPair]:
-        pairs = proposals(m, name)
-        return [refused(one[0], i) if isinstance(i, str) else one[i] for one, i in zip(pairs, chosen, strict=True)]
-
-    return emit
-
-
-def _held(module: nn.Module, call: Call) -> list[int | str]:
-    """Tell which alternative of each proposal a gradient and a move confirm, or why none does."""
-    twin, call = _alone(module, call)
-    samples = list(_samples(twin, call))
-
-    def obstacle(pair: SymmetricPair) -> str:
-        (stack,) = stacks([pair])
-        residuals = [r for s in samples if (r := float(orbit_residuals(stack, s))) == r]
-        if not residuals:
-            return UNCERTIFIED
-        sound = max(residuals) <= ROUNDING and _stays(twin, call, [pair])
-        return "" if sound else _NONE
-
-    found = [[obstacle(pair) for pair in one] for one in proposals(twin, "")]
-    return [reasons.index("") if "" in reasons else reasons[0] for reasons in found]
-
-
-def _kind(module: nn.Module) -> object:
-    """Describe a module by its classes, shapes, hooks and settings; modules of one description compute alike."""
-
-    def facts(m: nn.Module) -> object:
-        own = {k: v for k, v in vars(m).items() if not (k.startswith("_") and isinstance(v, dict))}
-        settings = [
-            (k, v) for k, v in own.items() if not isinstance(v, Tensor) and "layer_i" not in k and "idx" not in k
-        ]
-        shapes = [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)]
-        hooks = [list(v.values()) for k, v in vars(m).items() if k.startswith("_forward") and isinstance(v, dict)]
-        return type(m), hooks, sorted(settings, key=lambda s: s[0]), shapes
-
-    return repr([(path, facts(m)) for path, m in module.named_modules()])
-
-
-def unexamined(pair: SymmetricPair) -> bool:
-    """Tell whether a pair has no group because it could not be examined."""
-    return pair.reason in (UNREACHED, UNCERTIFIED, _ENCLOSING, UNNAMED) or pair.reason.startswith(FAILED)
-
-
-def candidates(model: nn.Module, known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """List the modules that hold queries, keys, values and outputs and lie in no known module.
-
-    These are the innermost such modules, and any module around one of them that has further projections of its own.
+    They belong to attention pairs that are trainable as a whole; otherwise they are pairs of their own.
     """
-    modules = dict(model.named_modules())
-    covered = {inner for m in modules.values() if known(m) for inner in m.modules()}
-    rest = [m for m in modules.values() if m not in covered]
-    attention = covered | {m for m in rest if roles_of(m) is not None or proposals(m, "")}
-    chosen = set()
-    for m in reversed(rest):  # the inner ones first
-        around = not attention.isdisjoint(itertools.islice(m.modules(), 1, None))
-        if roles_of(m, without=attention) is not None if around else m in attention:
-            attention.add(m)
-            chosen.add(m)
-    return {n: m for n, m in modules.items() if m in chosen}
+    sides: dict[bool, set[int]] = {True: set(), False: set()}
+    for p in pairs:
+        if p.group is not None and (p.kind == "lora" or all(b.tensor.requires_grad for b in p.G + p.H)):
+            sides[p.kind == "lora"].update(id(b.tensor) for b in p.G + p.H)
+    trained, adapters = sides[False], sides[True]
+    for p in pairs:
+        tensors = {id(b.tensor) for b in p.G + p.H} if p.group is not None else set()
+        if p.kind == "lora" and tensors & trained:
+            yield refused(p, "its factors belong to the attention pairs of the trainable base weights")
+        elif p.kind != "lora" and tensors & adapters and not tensors <= trained:
+            yield refused(p, "its base weights are frozen, and its adapters are pairs of their own", frozen=True)
+        else:
+            yield p
+
+
+def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair]) -> None:
+    """Refuse pairs of a user that share their name or a block with others."""
+    taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
+    names = {p.name for p in found}
+    for p in extra:
+        if p.name in names:
+            raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
+        names.add(p.name)
+        for b in p.G + p.H:
+            if b.key in taken:
+                raise ValueError(f"pair {p.name!r} uses a block that already belongs to pair {taken[b.key]!r}")
+        taken.update({b.key: p.name for b in p.G + p.H})
+
+
+@torch.no_grad()
+def apply_random_symmetry_(
+    model: nn.Module, condition: float = 10.0, seed: int = 0, pairs: Iterable[SymmetricPair] | None = None
+) -> int:
+    """Move every symmetric pair of a model along its orbit by a random group element: the function stays the same.
+
+    The move starts at the balanced representative (canonical gauge), is computed in float64 and rounded to the
+    weights' precision, so the outputs change by rounding errors, which grow with the condition number.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place.
+    condition : float
+        Condition number of every group element, ≥ 1.
+    seed : int
+        Seed of the group elements.
+    pairs : iterable of SymmetricPair, optional
+        The pairs to move; by default all that :func:`find_symmetric_pairs` finds.
+
+    Returns
+    -------
+    int
+        Number of pairs moved.
+
+    Raises
+    ------
+    ValueError
+        A condition number below 1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import apply_random_symmetry_
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> weight = layer.self_attn.in_proj_weight
+    >>> output, old = layer(torch.ones(1, 3, 8)), weight.clone()
+    >>> apply_random_symmetry_(layer)
+    4
+    >>> torch.allclose(layer(torch.ones(1, 3, 8)), output, atol=1e-4), torch.allclose(weight, old)
+    (True, False)
+    """
+    if not isinstance(condition, (int, float)) or not 1 <= condition < float("inf"):
+        raise ValueError(f"a condition number is at least 1, got {condition!r}")
+    check_model(model)
+    if not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    found = stacks(find_symmetric_pairs(model) if pairs is None else pairs)
+    move_(found, condition, seed)
+    return sum(map(len, found))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the outputs' gradient says about each pair, and how moving it changed the outputs.
+
+    ``changes`` holds, by the pair's name, the largest change of an output relative to the largest output; up to
+    ``tolerance`` it counts as rounding.
+    """
+
+    certificate: Certificate
+    changes: dict[str, float]
+    tolerance: float = 1e-9
+
+    @property
+    def failures(self) -> list[str]:
+        """Names of the pairs that are not symmetries."""
+        moved = [name for name, change in self.changes.items() if not change <= self.tolerance]
+        return list(dict.fromkeys([*moved, *(p.name for p in self.certificate.failures)]))
+
+    @property
+    def ok(self) -> bool:
+        """Every pair is a symmetry."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = str(self.certificate).splitlines()
+        if self.changes:
+            worst = max(self.changes.values())
+            lines.append(
+                f"{len(self.changes)} pairs moved, largest relative change of an output {worst:.1e} "
+                f"(rounding is up to {self.tolerance:.0e})"
+            )
+            moved = [n for n, change in self.changes.items() if not change <= self.tolerance]
+            lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in moved]
+        return "\n".join(lines)
+
+
+@torch.inference_mode(False)  # else there is no gradient, which certifies
+@torch.no_grad()
+def verify(
+    model: nn.Module,
+    batch: Any,
+    seed: int = 0,
+    *,
+    moves: bool = True,
+    condition: float = 10.0,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    extra: Sequence[SymmetricPair] = (),
+) -> Verification:
+    """Certify every pair by one backward pass, then act on it with a random group element and compare the outputs.
+
+    It is done on a float64 copy of the model in evaluation mode, which casts nothing to single precision, and starts at
+    the balanced representative of every pair. Attention of unknown classes is examined first.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model; it is left unchanged.
+    batch : object
+        A small batch for ``forward``. Floating-point tensors are widened to float64.
+    seed : int
+        Seed of the group elements.
+    moves : bool
+        Whether to act on the pairs too, at one forward pass each.
+    condition : float
+        Condition number of the group elements.
+    forward : callable
+        ``forward(model, batch)`` → outputs; by default as for :func:`sharpness.evaluate`, without its loss.
+    extra : sequence of SymmetricPair
+        Pairs of your own, as for :func:`find_symmetric_pairs`.
+
+    Returns
+    -------
+    Verification
+        ``print`` shows it; ``ok`` and ``failures`` say what is wrong.
+
+    Raises
+    ------
+    ValueError
+        The model returns no floating-point tensor, or a pair of your own belongs to another model.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import verify
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> print(verify(layer, torch.linspace(-1, 1, 24).reshape(1, 3, 8)))
+    4 pairs certified, largest residual ...e-1... (rounding is up to 1e-08)
+    4 pairs moved, largest relative change of an output ...e-1... (rounding is up to 1e-09)
+
+    A pair that is no symmetry, for there is a ReLU between its factors:
+
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
+    >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
+    >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
+    >>> verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong]).failures
+    ['layers']
+    """
+    check_model(model)
+    extra = check_pairs(extra)
+    with _twin(model, batch, forward) as (twin, run):
+        modules = dict(zip(model.modules(), twin.modules(), strict=True))
+        before = run()
+        if not before:
+            raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
+        claimed = _claimed(twin, [in_copy(p, modules) for p in extra], run)
+        pairs = [p for p in claimed if p.group is not None]
+        certificate = _certificate(stacks(pairs), run, seed)
+        changes = {}
+        for p in pairs if moves else ():
+            with moved([p], condition, seed):
+                changes[p.name] = change(before, run())
+    return Verification(certificate, changes)
+
+
+def _certificate(found: Sequence[PairStack], run: Callable[[], list[Tensor]], seed: int) -> Certificate:
+    """Certify pairs by the gradient of the outputs along a random cotangent."""
+    parameters = [p for s in found for p in s.parameters()]
+    for p in parameters:
+        p.requires_grad_()
+        p.grad = None
+    generator = torch.Generator().manual_seed(seed)
+    with torch.enable_grad():
+        outputs = [t[t.isfinite()] for t in run() if t.requires_grad]
+        draws = [standard_normal(tuple(t.shape), t, generator) for t in outputs]
+        try:
+            for t, draw in zip(outputs, draws, strict=True):
+                (t * draw).sum().backward(retain_graph=True)
+        except RuntimeError:  # outputs that cannot be differentiated certify nothing; moves decide
+            pass
+    gradients: dict[Tensor, Tensor] = {p: p.grad for p in parameters if p.grad is not None}
+    return certify(found, gradients, tolerance=1e-8)

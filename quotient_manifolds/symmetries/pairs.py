@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from ..gl import GLQuotientInv, GLQuotientMix
-from .blocks import Block, BlockStack, block
-from .groups import GL
+from ..manifold import GLQuotientInv, GLQuotientMix
+from .blocks import GL, Block, BlockStack, block
 
 __all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "in_copy", "pair"]
 
 MANIFOLDS: dict[str, type[GLQuotientInv] | type[GLQuotientMix]] = {"inv": GLQuotientInv, "mix": GLQuotientMix}
 
-#: Why tied factors are not a pair.
+#: Reasons why weights are no pair.
 TIED = "both factors contain the same weights; only an orthogonal group is left"
+SHARED = "its weights are used in another place too (shared or overlapping memory)"
+CHANGES = "moves along its orbit change the outputs of the model on this batch"
+#: Reasons why a module could not be examined.
+UNREACHED = "the batch does not reach it"
+UNCERTIFIED = "not certified: the gradient is zero"
+ENCLOSING = "it holds another attention layer besides its own weights"
+UNNAMED = "the names of its weights do not tell its queries, keys, values and outputs"
+FAILED = "could not be examined"
+UNEXAMINED = (UNREACHED, UNCERTIFIED, ENCLOSING, UNNAMED, FAILED)
 
 
 @dataclass(frozen=True)
@@ -245,14 +253,29 @@ def factor_pair(G: nn.Parameter, H: nn.Parameter, *, name: str = "factors") -> S
     return pair([block(both, "G")], [block(both, "H")], GL(G.shape[1]), name=name)
 
 
-def pair_or_reason(
-    module: str, kind: str, group: GL, G: Sequence[Block], H: Sequence[Block], head: int, *, part: str = "",
-    null: Sequence[Block] = (),
-) -> SymmetricPair:  # fmt: skip
-    """Return the pair of a head, without a group if both factors are the same weights."""
-    if {b.key for b in G} & {b.key for b in H}:
-        return SymmetricPair(module, kind, None, head=head, part=part, reason=TIED)
-    return SymmetricPair(module, kind, group, tuple(G), tuple(H), head=head, part=part, null=tuple(null))
+def no_pair(name: str, reason: str) -> list[SymmetricPair]:
+    """List the one pair that a module without a symmetry has, with the reason."""
+    return [SymmetricPair(name, "attention", None, reason=reason)]
+
+
+def refused(pair: SymmetricPair, reason: str, frozen: bool = False) -> SymmetricPair:
+    """Take the group from a pair, and say why."""
+    return replace(pair, group=None, reason=reason, frozen=frozen)
+
+
+def usable(pair: SymmetricPair, include_frozen: bool = False, thin: bool = False) -> SymmetricPair:
+    """Remove the group from a pair that cannot be used; ``thin`` factors are no points, but optimisers train them."""
+    if pair.group is None:
+        return pair
+    for b in pair.G + pair.H:
+        if not isinstance(b.tensor, nn.Parameter):
+            return refused(pair, f"{b.place} is computed, not a parameter")
+    frozen = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
+    if frozen and not include_frozen:
+        return refused(pair, f"frozen: {', '.join(sorted(frozen))}", frozen=True)
+    if pair.thin and not thin:
+        return refused(pair, f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
+    return pair
 
 
 def in_copy(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> SymmetricPair:
@@ -274,3 +297,32 @@ def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
                 f"{type(p).__name__}"
             )
     return found
+
+
+def merged(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:
+    """Merge pairs that share a block (grouped queries, shared layers); refuse those without a common group."""
+    found: dict[int, SymmetricPair] = {}
+    home: dict[object, int] = {}
+    for i, p in enumerate(pairs):
+        found[i] = p
+        if p.group is None:
+            continue
+        first, *others = sorted({i, *(home[b.key] for b in p.G + p.H if b.key in home)})
+        parts = [found[j] for j in (first, *others)]
+        G, H, null = (_union(getattr(q, name) for q in parts) for name in ("G", "H", "null"))
+        home.update((b.key, first) for b in G + H)
+        reason = next((q.reason for q in parts if q.group is None), "")
+        if not reason and ({b.key for b in G} & {b.key for b in H}):
+            reason = TIED
+        if reason:
+            found.update((j, refused(found[j], reason)) for j in (first, *others))
+            continue
+        for j in others:
+            del found[j]
+        found[first] = replace(parts[0], G=G, H=H, null=null)
+    return list(found.values())
+
+
+def _union(blocks: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
+    """List all blocks, each once."""
+    return tuple({b.key: b for some in blocks for b in some}.values())

@@ -1,32 +1,35 @@
-"""From a model to its pairs: ``find_symmetric_pairs``, and ``register_attention`` for unknown classes."""
+"""Attention classes by name: handlers, the table of known ones, and what of a model no handler covers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..batches import default_forward, floats, tree_map
-from .blocks import ByClass, check_model, plain_names
-from .certificate import ROUNDING, broken
-from .discovery import FAILED, UNNAMED, discover
-from .merging import merged, refused, without_sharing
-from .pairs import SymmetricPair, check_pairs, in_copy
-from .peft_lora import adapter_names, is_lora, lora_pairs, prefix_tuned
-from .recording import copied, random_state_kept, undisturbed
-from .wide import Wide
+from .attention import PLANES, Place
+from .lora import is_lora
+from .modules import ByClass, Watch, plain_names
+from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
+from .roles import layout_pairs, places, proposals, roles_of
 
-__all__ = ["PairList", "adapter_pairs", "find_symmetric_pairs", "register_attention", "skip"]
+__all__ = [
+    "KNOWN",
+    "UnknownAttentionError",
+    "candidates",
+    "check_coverage",
+    "handler_of",
+    "register_attention",
+    "skip",
+]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
-CHANGES = "moves along its orbit change the outputs of the model on this batch"
-_PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
 
 def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
@@ -87,7 +90,7 @@ def skip(*classes: type | str) -> None:
 
     @register_attention(*classes)
     def skipped(module: nn.Module, name: str) -> list[SymmetricPair]:
-        return [SymmetricPair(name, "attention", None, reason="skipped on request")]
+        return no_pair(name, "skipped on request")
 
 
 def handler_of(module: nn.Module) -> Handler | None:
@@ -96,244 +99,231 @@ def handler_of(module: nn.Module) -> Handler | None:
     return _HANDLERS.of(module) if cls is None else _HANDLERS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
-class PairList(list[SymmetricPair]):
-    """The pairs of a model: a list that prints pairs that differ only in their head as one line."""
+def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -> dict[str, nn.Module]:
+    """List the modules that hold queries, keys, values and outputs and lie in no covered module.
 
-    def __str__(self) -> str:
-        lines: dict[tuple[str, str], int] = {}
-        for p in self:
-            place = p.name if p.head is None else f"{p.module} {p.kind}"
-            what = f"none ({p.reason})" if p.group is None else f"{p.group}, {p.n}+{p.m} rows"
-            lines[place, what] = lines.get((place, what), 0) + 1
-        wide = max((len(place) for place, _ in lines), default=0)
-        rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
-        return "\n".join(rows) or "no symmetric pairs"
-
-
-def usable(pair: SymmetricPair, include_frozen: bool = False, thin: bool = False) -> SymmetricPair:
-    """Remove the group from a pair that cannot be used; ``thin`` factors are no points, but optimisers train them."""
-    if pair.group is None:
-        return pair
-    for b in pair.G + pair.H:
-        if not isinstance(b.tensor, nn.Parameter):
-            return refused(pair, f"{b.place} is computed, not a parameter")
-    frozen = {b.place for b in pair.G + pair.H if not b.tensor.requires_grad}
-    if frozen and not include_frozen:
-        return refused(pair, f"frozen: {', '.join(sorted(frozen))}", frozen=True)
-    if pair.thin and not thin:
-        return refused(pair, f"h = {pair.group.h} columns, but factors of {pair.n} and {pair.m} rows")
-    return pair
-
-
-def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
-    """Leave out pairs so that no number belongs to two: LoRA's factors are also rows of attention pairs.
-
-    They belong to attention pairs that are trainable as a whole; otherwise they are pairs of their own.
+    These are the innermost such modules, and any module around one of them that has further projections of its own.
+    By default the modules with a handler are covered.
     """
-    sides: dict[bool, set[int]] = {True: set(), False: set()}
-    for p in pairs:
-        if p.group is not None and (p.kind == "lora" or all(b.tensor.requires_grad for b in p.G + p.H)):
-            sides[p.kind == "lora"].update(id(b.tensor) for b in p.G + p.H)
-    trained, adapters = sides[False], sides[True]
-    for p in pairs:
-        tensors = {id(b.tensor) for b in p.G + p.H} if p.group is not None else set()
-        if p.kind == "lora" and tensors & trained:
-            yield refused(p, "its factors belong to the attention pairs of the trainable base weights")
-        elif p.kind != "lora" and tensors & adapters and not tensors <= trained:
-            yield refused(p, "its base weights are frozen, and its adapters are pairs of their own", frozen=True)
-        else:
-            yield p
+    modules = dict(model.named_modules())
+    known = [m for m in modules.values() if (handler_of(m) is not None if covered is None else m in covered)]
+    attention = {inner for m in known for inner in m.modules()}
+    rest = [m for m in modules.values() if m not in attention]
+    attention |= {m for m in rest if roles_of(m) is not None or proposals(m, "")}
+    chosen = set()
+    for m in reversed(rest):  # the inner ones first
+        around = not attention.isdisjoint(itertools.islice(m.modules(), 1, None))
+        if roles_of(m, without=attention) is not None if around else m in attention:
+            attention.add(m)
+            chosen.add(m)
+    return {n: m for n, m in modules.items() if m in chosen}
 
 
-def _of_module(module: nn.Module, name: str) -> list[SymmetricPair]:
-    handler = handler_of(module)
-    found = [] if handler is None else list(handler(module, name))
-    return [*found, *lora_pairs(module, name)] if is_lora(module) else found
+class UnknownAttentionError(ValueError):
+    """A module computes attention, but no handler knows which symmetries its weights have.
 
-
-def find_symmetric_pairs(
-    model: nn.Module,
-    *,
-    extra: Sequence[SymmetricPair] = (),
-    key_bias: str = "keep",
-    include_frozen: bool = False,
-    batch: Any = None,
-    forward: Callable[[nn.Module, Any], Any] = default_forward,
-) -> PairList:
-    """Find the continuous symmetries of a model's attention and LoRA weights.
-
-    Parameters
+    Attributes
     ----------
-    model : nn.Module
-        Any model; it is left unchanged. Without a batch, modules of unknown classes are ignored (``sharpness.evaluate``
-        refuses models in which such a module computes attention).
-    extra : sequence of SymmetricPair
-        Pairs of your own.
-    key_bias : {"keep", "drop"}
-        The key bias adds one number to all scores of a query, which softmax ignores: it is a null direction. ``"keep"``
-        leaves it in H as one more row, as in the paper; moving it then has a length, and sharpness depends on its
-        value. ``"drop"`` divides it out too. (Under RoPE it is not a null direction, and is kept.)
-    include_frozen : bool
-        Keep the group of pairs with parameters that are not trainable.
-    batch : object, optional
-        A batch for ``forward``. Attention modules of unknown classes are then examined one by one, each alone and in
-        float64, on the inputs that they get from this batch; and everything that is found has to leave the outputs of a
-        float64 copy of the whole model as they are when it moves, see ``docs/math/certificate.md``.
-    forward : callable
-        ``forward(model, batch)``, by default as for :func:`sharpness.evaluate`, without its loss.
-
-    Returns
-    -------
-    PairList
-        A Q–K and a V–O pair for each head and one pair for each LoRA adapter, in the order of the modules. Pairs
-        without a symmetry or with frozen parameters have ``group=None`` and a ``reason``. ``print`` groups them by
-        layer.
-
-    Raises
-    ------
-    ValueError
-        A pair of ``extra`` overlaps another pair, or ``key_bias`` has another value.
-
-    Notes
-    -----
-    Paper, §4.2 and App. C. Pairs that share a block (grouped queries, shared layers) are merged into one.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import find_symmetric_pairs
-    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> print(find_symmetric_pairs(layer))
-    self_attn qk    2 × GL(4), 9+9 rows
-    self_attn vo    2 × GL(4), 9+8 rows
-    >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
-    64
-    """
-    found = claimed_pairs(
-        model, extra=extra, key_bias=key_bias, include_frozen=include_frozen, batch=batch, forward=forward
-    )
-    return found if batch is None else _certified(model, found, batch, forward)
-
-
-def claimed_pairs(
-    model: nn.Module, *, extra: Sequence[SymmetricPair] = (), key_bias: str = "keep", include_frozen: bool = False,
-    batch: Any = None, forward: Callable[[nn.Module, Any], Any] = default_forward,
-) -> PairList:  # fmt: skip
-    """List what handlers and examinations claim, before the outputs of the whole model decide."""
-    if key_bias not in ("keep", "drop"):
-        raise ValueError(f'key_bias must be "keep" or "drop", got {key_bias!r}')
-    check_model(model)
-    extra, plain = check_pairs(extra), plain_names(model)
-    examined: dict[str, list[SymmetricPair]] = {}
-    given = {b.module for p in extra for b in p.G + p.H}
-    for path, p in () if batch is None else discover(
-        model, lambda m: handler_of(m) is not None, lambda: forward(model, batch)
-    ):  # fmt: skip
-        described = p.reason == UNNAMED and not given.isdisjoint(model.get_submodule(path).modules())
-        examined.setdefault(path, []).extend([] if described else [replace(p, module=plain(path))])
-    found = [
-        p for path, module in model.named_modules() for p in (*_of_module(module, plain(path)), *examined.get(path, ()))
-    ]
-    _check_extra(extra, found)
-    whole = merged([*found, *extra])
-    if key_bias == "drop":
-        whole = [replace(p, H=tuple(b for b in p.H if b.key not in {n.key for n in p.null})) for p in whole]
-    if prefix_tuned(model):
-        whole = [p if p.kind == "lora" else refused(p, p.reason or _PREFIXED) for p in whole]
-    found = without_sharing(list(_disjoint([usable(p, include_frozen) for p in whole])))
-    return PairList(replace(p, model=model) for p in found)
-
-
-@torch.no_grad()
-def _certified(
-    model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
-) -> PairList:
-    """Refuse the pairs of which moves change the outputs of a model."""
-
-    def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
-        twin, inputs = copied(model).to(dtype), tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-        modules = dict(zip(model.modules(), twin.modules(), strict=True))
-
-        def run() -> list[Tensor]:
-            with random_state_kept(twin):
-                return floats(forward(twin, inputs))
-
-        with undisturbed(twin), Wide() if dtype == torch.float64 else nullcontext():
-            return {p.name for p in broken((in_copy(p, modules) for p in pairs if p.group is not None), run, tolerance)}
-
-    try:
-        try:
-            names, reason = failing(torch.float64, ROUNDING), CHANGES
-        except Exception:  # such as that of a kernel that exists in single precision alone
-            names, reason = failing(torch.float32, 1e-2), CHANGES
-    except Exception as error:  # whatever third-party code raises
-        names = {p.name for p in pairs}
-        reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
-    return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
-
-
-def _check_extra(extra: Sequence[SymmetricPair], found: Sequence[SymmetricPair]) -> None:
-    """Refuse pairs of a user that share their name or a block with others."""
-    taken = {b.key: p.name for p in found if p.group is not None for b in p.G + p.H}
-    names = {p.name for p in found}
-    for p in extra:
-        if p.name in names:
-            raise ValueError(f"two pairs are called {p.name!r}; give each of yours another name: pair(…, name=…)")
-        names.add(p.name)
-        for b in p.G + p.H:
-            if b.key in taken:
-                raise ValueError(f"pair {p.name!r} uses a block that already belongs to pair {taken[b.key]!r}")
-        taken.update({b.key: p.name for b in p.G + p.H})
-
-
-def adapter_pairs(model: nn.Module, names: Sequence[str] | None = None, *, include_frozen: bool = False) -> PairList:
-    """List the pairs (B, Aᵀ) of a model's LoRA adapters, active or not, and nothing else.
-
-    Parameters
-    ----------
-    model : nn.Module
-        With adapters of peft; plain, DDP-wrapped or compiled.
-    names : sequence of str, optional
-        Names of adapters; by default those of all adapters.
-    include_frozen : bool
-        Treat frozen factors like trainable ones. By default adapters with two of them are left out, and pairs with one
-        have no group.
-
-    Returns
-    -------
-    PairList
-        Tied adapters have no group. Where the rank is above a width of the layer, the pair is ``thin``: optimisers
-        train it, but it is no point of a manifold.
-
-    Raises
-    ------
-    ValueError
-        No layer has an adapter of such a name.
+    path : str
+        The module's name in the model.
+    cls : type
+        Its class.
+    call : str
+        What it calls.
 
     Examples
     --------
     >>> import torch
-    >>> from peft import LoraConfig, get_peft_model
-    >>> from quotient_manifolds.symmetries import adapter_pairs
-    >>> model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), LoraConfig(r=2, target_modules=["0"]))
-    >>> print(adapter_pairs(model))
-    base_model.model.0 lora default    1 × GL(2), 4+6 rows
+    >>> from quotient_manifolds.symmetries import UnknownAttentionError, check_coverage
+    >>> class SelfSimilarity(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return (x @ x.mT).softmax(-1) @ x
+    >>> model = torch.nn.Sequential(SelfSimilarity())
+    >>> try:
+    ...     check_coverage(model, lambda: model(torch.ones(1, 3, 4)))
+    ... except UnknownAttentionError as error:
+    ...     print(error.path, error.cls.__name__)
+    0 SelfSimilarity
     """
-    check_model(model)
-    names = [names] if isinstance(names, str) else names
-    plain = plain_names(model)
-    layers = [(plain(path), m) for path, m in model.named_modules() if is_lora(m)]
-    known = {a for _, m in layers for a in adapter_names(m)}
-    unknown = sorted(set(names or ()) - known)
-    if unknown:
-        raise ValueError(f"no layer has an adapter {unknown[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
-    found: list[SymmetricPair] = []
-    for path, m in layers:
-        wanted = [a for a in adapter_names(m) if names is None or a in names]
-        found.extend(lora_pairs(m, path, wanted))
-    kept = [
-        p for p in merged(found)
-        if include_frozen or any(b.tensor.requires_grad for b in p.G + p.H)
+
+    def __init__(self, path: str, cls: type, call: str) -> None:
+        super().__init__(path, cls, call)  # all of them, so that pickle can make it anew
+        self.path, self.cls, self.call = path, cls, call
+
+    def __str__(self) -> str:
+        name = f"{self.cls.__module__}.{self.cls.__qualname__}"
+        return (
+            f"module {self.path!r} of class {name} computes attention (it calls {self.call}), but no handler knows the "
+            "symmetries of this class; write a handler with quotient_manifolds.symmetries.register_attention, treat "
+            f"its weights as having no symmetry with quotient_manifolds.symmetries.skip({name!r}), or use "
+            'measure="adaptive", which needs none'
+        )
+
+
+def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[SymmetricPair] = ()) -> Any:
+    """Run a forward pass and refuse attention that no handler covers.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A compiled model is watched as the eager model that it was compiled from.
+    run : callable
+        Performs one forward pass of the model.
+    pairs : iterable of SymmetricPair
+        As :func:`find_symmetric_pairs` finds them with a batch, for example. Modules that they name, or whose
+        projections they contain, count as examined, except those with a pair that says that the batch did not reach it
+        (which are refused only if they are seen to compute attention here), that its gradient was zero, or that it
+        could not be examined.
+
+    Returns
+    -------
+    object
+        What ``run`` returns.
+
+    Raises
+    ------
+    UnknownAttentionError
+        A module that is neither registered nor examined, and not inside such a module, calls softmax (on three or more
+        dimensions), scaled-dot-product attention, flex_attention or torch's own multi-head attention; or multiplies
+        activations with the result of a product of activations; or holds weights named like queries, keys, values and
+        outputs (which may be used in code that cannot be watched); or is TorchScript.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import check_coverage
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> check_coverage(layer, lambda: layer(torch.ones(1, 3, 8))).shape
+    torch.Size([1, 3, 8])
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnknownAttentionError(name, type(module), "TorchScript code, which cannot be watched")
+    with torch.compiler.set_stance("force_eager"), Watch(model) as watch:
+        result = run()
+    names = {module: name for name, module in model.named_modules()}
+    pairs, plain = check_pairs(pairs), plain_names(model)
+    missed = {p.module: p.reason for p in pairs if p.reason.startswith(UNEXAMINED)}
+    examined = {p.module for p in pairs if p.kind != "lora"} - set(missed)
+    known = [m for m, n in names.items() if handler_of(m) is not None or plain(n) in examined]
+    covered = {inner for module in known for inner in module.modules()}
+    owners = {b.module for p in pairs if p.kind != "lora" and p.module not in missed for b in p.G + p.H}
+    # Around a registered layer with weights of its own, as torch's MultiheadAttention, there may be other attention.
+    owners = {m for m in owners if handler_of(m) is None}
+    covered |= {m for m in names if not owners.isdisjoint([m, *m.children()])}
+    unseen = [
+        m for name, m in candidates(model, covered).items()
+        if roles_of(m) is not None and missed.get(plain(name)) != UNREACHED
     ]  # fmt: skip
-    found = without_sharing([usable(p, include_frozen, thin=True) for p in kept])
-    return PairList(replace(p, model=model) for p in found)
+    for module, call in [
+        *watch.calls,
+        *((m, "code that cannot be watched, by the names of its weights") for m in unseen),
+    ]:
+        if module not in covered:
+            path = names.get(module, "(outside the model)")
+            while path and isinstance(module, nn.Softmax):  # what holds it has a class of its own
+                path = path.rpartition(".")[0]
+                module = model.get_submodule(path)
+            reason = missed.get(plain(path))
+            call = call if reason is None else f"{call}; of its examination: {reason}"
+            raise UnknownAttentionError(path or "(the model itself)", type(module), call)
+    return result
+
+
+#: Class, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix go
+#: head by head: [head][q, k, v].
+KNOWN = """
+albert.AlbertAttention GL
+bart.BartAttention GL
+beit.BeitAttention GL
+bert.BertAttention GL
+bloom.BloomAttention GL by head
+camembert.CamembertAttention GL
+clip.CLIPAttention GL
+deberta_v2.DebertaV2Attention GL
+deit.DeiTAttention GL
+dinov2.Dinov2Attention GL
+distilbert.DistilBertSelfAttention GL
+electra.ElectraAttention GL
+gemma.GemmaAttention half
+gemma2.Gemma2Attention half
+gemma3.Gemma3Attention half
+gpt2.GPT2Attention GL
+gpt_neox.GPTNeoXAttention half partial by head
+gptj.GPTJAttention interleaved
+llama.LlamaAttention half
+mbart.MBartAttention GL
+mistral.MistralAttention half
+mpnet.MPNetSelfAttention GL
+opt.OPTAttention GL
+phi3.Phi3Attention half partial
+qwen2.Qwen2Attention half
+qwen3.Qwen3Attention half
+roberta.RobertaAttention GL
+siglip.SiglipAttention GL
+swin.SwinAttention GL
+t5.T5Attention GL
+vit.ViTAttention GL
+whisper.WhisperAttention GL
+xlm_roberta.XLMRobertaAttention GL
+open_clip.transformer.Attention GL
+timm.layers.attention.Attention GL
+timm.models.beit.Attention GL
+timm.models.swin_transformer.WindowAttention GL
+torch.nn.modules.activation.MultiheadAttention GL
+"""
+
+_APPENDED = ("bias_k", "add_zero_attn")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_QK_NORMS = ("q_norm", "k_norm", "ln_q", "scaled_cosine")
+_QK_NORM = "queries and keys are normalised (q_norm, k_norm): no continuous symmetry"
+_INNER_NORM = "the heads' outputs are normalised before the output projection: no symmetry"
+_WRAPPED = "peft merges LoRA into this layer at every forward pass; only the adapter's own symmetry is offered"
+
+
+def _has(module: nn.Module, *names: str) -> bool:
+    """Tell whether one of these parts exists and does something."""
+    found = (getattr(module, name, None) for name in names)
+    return any(m is not None and m is not False and not isinstance(m, nn.Identity) for m in found)
+
+
+def _rotary_size(module: Any, size: int, partial: bool) -> int:
+    """Return the number of dimensions that RoPE rotates; most classes ignore what a configuration says of a part."""
+    given = getattr(module, "rotary_ndims", None) or getattr(module, "rotary_dim", None)
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    return int(given or size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
+
+
+def _of_known_class(cls: str, group: str, words: Sequence[str], module: nn.Module, path: str) -> list[SymmetricPair]:
+    """List the pairs of a module of a class of the table, with its number of heads."""
+    roles = roles_of(module)
+    if roles is None:
+        return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
+    owners = (module, *module.children(), getattr(module, "config", None))
+    heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
+    fits: list[Place] = []
+    for kind in ("qk", "vo"):
+        found = [p for p in places(roles, kind, heads) if p.blocks == (p.kv_heads if "head" in words else 1)]
+        if not found:
+            return no_pair(path, f"the projections of {kind} do not divide into {heads} heads")
+        fits.append(found[0])
+    qk, vo = fits
+    if group in PLANES:
+        qk = replace(qk, rotary_size=_rotary_size(module, qk.size, "partial" in words))
+    # The key bias also multiplies the queries of positions; appended keys do not receive it.
+    null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
+    qk = replace(qk, group=_QK_NORM if _has(module, *_QK_NORMS) else group, key_bias_null=null)
+    if _has(module, "norm", "ln_inner"):
+        vo = replace(vo, group=_INNER_NORM)
+    elif _has(module, "gate"):  # a separate number for every dimension
+        vo = replace(vo, group="diagonal")
+    if isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj):
+        qk, vo = (replace(place, group=_WRAPPED) for place in (qk, vo))
+    return layout_pairs(path, roles, qk, vo)
+
+
+for _line in KNOWN.split("\n")[1:-1]:
+    _name, _group, *_words = _line.split()
+    _family, _cls = _name.rsplit(".", 1)
+    _qualified = _name if "." in _family else f"transformers.models.{_family}.modeling_{_family}.{_cls}"
+    register_attention(_qualified)(partial(_of_known_class, _cls, _group, _words))

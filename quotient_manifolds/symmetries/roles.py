@@ -1,4 +1,7 @@
-"""The roles of an attention layer's weights (query, key, value, output), read from the names of its parameters."""
+"""What the names of a layer's parameters say: the roles of attention's weights, and possible pairs of other layers.
+
+Names and shapes propose; a gradient and a move decide what holds (:mod:`.examination`).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from .attention import Projection, Rows, qk_pairs, vo_pairs
-from .groups import GL
+from .attention import PLANES, Place, Projection, Rows, head_pairs
+from .blocks import GL, block
 from .pairs import SymmetricPair
 
-__all__ = ["Place", "Roles", "holds_keys", "layout_pairs", "places", "roles_of"]
+__all__ = ["Roles", "holds_keys", "layout_pairs", "places", "proposals", "roles_of"]
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
@@ -35,69 +38,35 @@ _SHARED = ("rel_pos_h", "rel_pos_w")
 _KEYS = ("r", "r_kernel", "seg_embed")
 #: Largest head size that is tried.
 LARGEST = 512
-#: Numbers a column, of any sign or only positive ones.
-_DIAGONAL = ("diagonal", "positive")
-#: How RoPE pairs dimensions.
-PLANES = ("half", "interleaved")
+#: Parts of latent attention; and the projection of its queries, with that of a gate beside them in the second.
+_LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The projections of an attention layer.
+    """The projections of an attention layer, by the letters ``"q"``, ``"k"``, ``"v"``, ``"o"``.
 
-    ``main`` holds them by letters: ``"q"``, ``"k"``, ``"v"``, ``"o"``, or several in one matrix, ``"qkv"``. ``further``
-    holds more rows of the same factor, such as projections of positions; ``beside`` says where a letter's bias is if it
-    does not lie with its weight (BEiT), and which parameters are appended (torch's ``bias_k``).
+    ``homes`` says which letters lie in the same matrix as a letter, such as ``"qkv"``.
     """
 
-    main: Mapping[str, Projection]
-    further: Mapping[str, tuple[Projection | Rows, ...]]
-    beside: Mapping[str, dict[str, Any]]
+    projections: Mapping[str, Projection]
+    homes: Mapping[str, str]
 
-    def home(self, letter: str) -> str:
-        """Return the letters of the matrix that contains a letter."""
-        return next(letters for letters in self.main if letter in letters)
+    def width(self, letter: str) -> int:
+        """Total number of head dimensions of all heads, in the matrix that contains a letter."""
+        return self.projections[letter].dimensions(into=letter != "o")
 
-    @property
-    def width(self) -> dict[str, int]:
-        """Total number of head dimensions of all heads, in every matrix."""
-        return {c: p.dimensions(into=c != "o") for c, p in self.main.items()}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the heads lie in the matrices, and what acts on them.
-
-    A matrix of several letters consists of ``blocks`` equal parts. In each of them the letters follow in ``order``,
-    every one with its share of the heads. ``group`` is ``"GL"``, ``"diagonal"``, ``"positive"``, ``"half"`` or
-    ``"interleaved"`` (RoPE on the first ``rotary_size`` dimensions), or else the reason why nothing is divided out;
-    ``dimension`` is the dimension of the symmetry that was found on a head, whether it is divided out or not.
-    """
-
-    heads: int
-    kv_heads: int
-    size: int
-    blocks: int = 1
-    order: str = "qkv"
-    group: str = "GL"
-    rotary_size: int = 0
-    key_bias_null: bool = False
-    dimension: int = 0
-
-    def __post_init__(self) -> None:
-        if self.group in PLANES and not self.rotary_size:
-            object.__setattr__(self, "rotary_size", self.size)
-
-    def projection(self, roles: Roles, letter: str) -> Projection:
+    def placed(self, letter: str, place: Place) -> Projection:
         """Describe where a letter's heads lie."""
-        home = roles.home(letter)
-        found = replace(roles.main[home], further=roles.further.get(letter, ()), **roles.beside.get(letter, {}))
+        home, found = self.homes[letter], self.projections[letter]
         if home == letter:
             return found
-        share = {c: (self.heads if c == "q" else self.kv_heads) // self.blocks * self.size for c in home}
-        before = self.order[: self.order.index(letter)]
+        share = {c: (place.heads if c == "q" else place.kv_heads) // place.blocks * place.size for c in home}
+        before = place.order[: place.order.index(letter)]
         start = found.start + sum(share[c] for c in before if c in home)
-        return replace(found, start=start, stride=sum(share.values()), per=share[letter] // self.size)
+        return replace(found, start=start, stride=sum(share.values()), per=share[letter] // place.size)
 
 
 def _words(name: str) -> set[str]:
@@ -162,19 +131,26 @@ def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | N
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
-    for letter, rows in _positions(module):
+    for letter, rows in _rows(module, {p.module for p in main.values()}):
         further[letter] = (*further.get(letter, ()), rows)
-    return Roles(main, further, {c: _beside(module, main, c) for c in "qkv"})
+    homes = {c: letters for letters in main for c in letters}
+    beside = {c: _beside(module, main, c) if c != "o" else {} for c in homes}
+    return Roles({c: replace(main[homes[c]], further=further.get(c, ()), **beside[c]) for c in homes}, homes)
 
 
-def _positions(module: nn.Module) -> Iterator[tuple[str, Projection | Rows]]:
-    """Iterate over the parameters of relative positions that no layer holds, and the letters that they belong to."""
+def _rows(module: nn.Module, layers: Container[nn.Module]) -> Iterator[tuple[str, Projection | Rows]]:
+    """Iterate over further rows of factors, and the letters that they belong to.
+
+    They are parameters of relative positions that no layer holds, and what torch's layer appends to keys and values.
+    """
     for owner in module.modules():
         for name, p in owner.named_parameters(recurse=False):
             if name in (*_ADDED, *_SHARED) and p.dim() == 2:
                 yield "q" if name in _ADDED else "k", Rows(owner, name, shared=name in _SHARED)
             elif name in _KEYS and p.dim() == 3:
                 yield "k", Projection(owner, name, conv1d=True)
+            elif name in ("bias_k", "bias_v") and owner in layers:  # else of another meaning
+                yield name[-1], Projection(owner, name, "", conv1d=True)
 
 
 def holds_keys(module: nn.Module) -> bool:
@@ -184,7 +160,7 @@ def holds_keys(module: nn.Module) -> bool:
 
 
 def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
-    """Find biases that do not lie with their weights, and what torch's layer appends to keys and values."""
+    """Find a bias that does not lie with its weight."""
     found: dict[str, Any] = {}
     for owner in module.modules():
         known = {name for name, p in owner.named_parameters(recurse=False) if p is not None}
@@ -192,51 +168,105 @@ def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> d
             found |= {"bias_module": owner, "bias": f"{letter}_bias", "bias_start": 0}
         if letter in main and "in_proj_bias" in known:
             found |= {"bias": "in_proj_bias", "bias_start": "qkv".index(letter) * main[letter].dimensions()}
-        if f"bias_{letter}" in known and any(owner is p.module for p in main.values()):  # else of another meaning
-            found["rows"] = (f"bias_{letter}",)
     return found
 
 
 def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) -> list[SymmetricPair]:
-    """Yield the pairs of a layer, head by head: those of queries and keys, and those of values and outputs."""
-    found: list[SymmetricPair] = []
-    for kind, place in (("qk", qk), ("vo", vo)):
-        if place is None:
-            continue
-        one, two = (place.projection(roles, c) for c in kind)
-        heads, size, rotary = (place.heads, place.kv_heads), place.size, place.group if place.group in PLANES else None
-        reason = "" if rotary or place.group in ("GL", *_DIAGONAL) else place.group
-        if kind == "qk":
-            turned, null = place.rotary_size if rotary else 0, place.key_bias_null
-            emitted = qk_pairs(
-                name, *heads, one, two, size, rotary_size=turned, rotary=rotary or "half", null=null, obstruction=reason
-            )
-        else:
-            group = GL(size // 2, diagonal=True, field="complex") if rotary else None
-            emitted = vo_pairs(name, *heads, one, two, size, group=group, rotary=rotary, obstruction=reason)
-        if place.group in _DIAGONAL:
-            diagonal = GL(size, diagonal=True, positive=place.group == "positive")
-            emitted = (p if p.group is None else replace(p, group=diagonal) for p in emitted)
-        found += emitted
+    """List the pairs of a layer, head by head: those of queries and keys, and those of values and outputs."""
+    given = [(kind, place) for kind, place in (("qk", qk), ("vo", vo)) if place is not None]
+    found = [p for kind, place in given for p in head_pairs(name, kind, place, *(roles.placed(c, place) for c in kind))]
     return sorted(found, key=lambda p: p.head or 0)
 
 
 def places(roles: Roles, kind: str, heads: int | None = None) -> Iterator[Place]:
     """List where the heads may lie: so many, where their number is known."""
-    width = roles.width
-    homes = {c: roles.home(c) for c in "qkvo"}
-    apart = kind == "qk" and homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
-    queries = width[homes["q"]] // len(homes["q"]) if apart else width["o"]
+    apart = kind == "qk" and roles.homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
+    queries = roles.width("q") // len(roles.homes["q"]) if apart else roles.width("o")
+    letter = "k" if kind == "qk" else "v"
+    keys, others = roles.homes[letter], len(roles.homes[letter].replace("q", ""))
+    shared = roles.width(letter) - queries * ("q" in keys)
     for h in range(1, LARGEST + 1) if heads is None else (queries // heads,):
-        keys = homes["k" if kind == "qk" else "v"]
-        shared = width[keys] - queries * ("q" in keys)
-        others = len(keys) - ("q" in keys)
         if not h or queries % h or shared <= 0 or shared % (others * h):
             continue
         found, kv_heads = queries // h, shared // (others * h)
         if found % kv_heads or found != (heads or found):
             continue
-        several = len(keys) > 1
-        for blocks in sorted({1, *((kv_heads,) if several else ()), *((4,) if several and kv_heads % 4 == 0 else ())}):
+        several = [kv_heads, *([4] if kv_heads % 4 == 0 else [])] if len(keys) > 1 else []
+        for blocks in sorted({1, *several}):
             for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
                 yield Place(found, kv_heads, h, blocks, order)
+
+
+def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
+    """List the possible pairs of a layer, each with its alternatives; empty for a layer of another kind."""
+    if all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES):
+        return list(_latent(module, name))
+    conv = getattr(module, "conv1d", None)
+    if isinstance(conv, nn.Conv1d) and conv.groups == conv.in_channels == conv.out_channels:
+        return [*_convolved(module, name, conv), *_states(module, name)]
+    return []
+
+
+def _latent(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
+    """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
+    nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
+    source = next(found for a in _QUERIES if (found := getattr(m, a, None)) is not None)
+    v, o = Projection(m.kv_b_proj, start=nope, stride=nope + size), Projection(m.o_proj)
+    heads = o.dimensions(into=False) // size
+    q, k = Projection(source, stride=Projection(source).dimensions() // heads), Projection(m.kv_b_proj, stride=v.stride)
+    for i in range(heads):
+        if nope:
+            G, H = q.input_blocks(i, nope, 0, nope), k.input_blocks(i, nope, 0, nope)
+            yield (SymmetricPair(name, "qk", GL(nope), G, H, head=i),)
+        G, H = v.input_blocks(i, size, 0, size), o.output_blocks(i, size, 0, size)
+        gated = GL(size, diagonal=True)  # what a gate leaves
+        yield tuple(SymmetricPair(name, "vo", group, G, H, head=i) for group in (GL(size), gated))
+    if not rope:
+        return
+    turned, shared = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
+    group = GL(rope // 2, diagonal=True, field="complex")
+    yield tuple(
+        SymmetricPair(
+            name, "qk", group, tuple(b for i in range(heads) for b in turned.input_blocks(i, rope, 0, rope, planes)),
+            shared.input_blocks(0, rope, 0, rope, planes), part="rotary",
+        ) for planes in PLANES
+    )  # fmt: skip
+
+
+def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[tuple[SymmetricPair, ...]]:
+    """Propose to scale the channels of a projection against the convolution that each channel passes separately."""
+
+    def scaled(projection: nn.Linear, row: int, channel: int, count: int, part: str) -> SymmetricPair:
+        rows = slice(row, row + count)
+        bias = () if projection.bias is None else (block(projection, "bias", rows),)
+        G = (block(projection, "weight", rows, transpose=True), *bias)
+        H = block(conv, "weight", slice(channel, channel + count), transpose=True)
+        return SymmetricPair(name, "conv", GL(count, diagonal=True), G, (H,), part=part)
+
+    grouped = getattr(m, "in_proj_qkvz", None)
+    if isinstance(grouped, nn.Linear):  # rows [head][q, k, v, z], channels [q; k; v]
+        keys, values = m.head_k_dim, m.head_v_dim * m.num_v_heads // m.num_k_heads
+        for i in range(m.num_k_heads):
+            row, all_keys = i * (2 * keys + 2 * values), m.num_k_heads * keys
+            yield (scaled(grouped, row, i * keys, keys, f"q {i}"),)
+            yield (scaled(grouped, row + keys, all_keys + i * keys, keys, f"k {i}"),)
+            yield (scaled(grouped, row + 2 * keys, 2 * all_keys + i * values, values, f"v {i}"),)
+    source = getattr(m, "in_proj", None)
+    if isinstance(source, nn.Linear):
+        count, rest = conv.out_channels, source.out_features - conv.out_channels
+        inner = getattr(getattr(m, "out_proj", None), "in_features", 0)
+        starts = sorted(s for s in {0, inner, rest} if 0 <= s <= rest)
+        yield tuple(scaled(source, s, 0, count, "channels") for s in starts)
+
+
+def _states(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
+    """Propose to scale the input of each Mamba state against its output, since states are independent of each other."""
+    if not isinstance(getattr(m, "x_proj", None), nn.Linear):
+        return
+    rank, count = m.time_step_rank, m.ssm_state_size
+    B, C = (block(m.x_proj, "weight", slice(s, s + count), transpose=True) for s in (rank, rank + count))
+    pairs = [SymmetricPair(name, "state", GL(count, diagonal=True), (B,), (C,), part="states")]
+    if hasattr(m, "b_layernorm"):  # Jamba normalises both, with gains
+        G, H = (block(norm, "weight") for norm in (m.b_layernorm, m.c_layernorm))
+        pairs.append(replace(pairs[0], G=(G,), H=(H,)))
+    yield tuple(pairs)

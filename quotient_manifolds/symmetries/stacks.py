@@ -1,20 +1,21 @@
-"""Pairs of equal shape as one batched point."""
+"""Pairs of equal shape as one batched point; lists of pairs, and pairs that share weights."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..gl import GLQuotientInv, GLQuotientMix
-from ..linalg import at_least_float32
-from .blocks import BlockStack
-from .groups import GL
-from .pairs import MANIFOLDS, SymmetricPair, check_pairs
+from ..gauge import canonical_gauge
+from ..linalg import at_least_float32, in_double
+from ..manifold import GLQuotientInv, GLQuotientMix
+from .blocks import GL, Block, BlockStack
+from .modules import is_sharded
+from .pairs import MANIFOLDS, SHARED, SymmetricPair, check_pairs, refused
 
-__all__ = ["PairStack", "coverage", "scaled_points", "stacks"]
+__all__ = ["PairList", "PairStack", "coverage", "scaled_points", "sharing", "stacks", "without_sharing"]
 
 
 class PairStack:
@@ -84,33 +85,31 @@ class PairStack:
         runs = self._rows.runs + self._dropped.runs
         return list({id(r.first.tensor): r.first.tensor for r in runs}.values())
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None, *, out: Tensor | None = None) -> Tensor:
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Copy the blocks into one point, differentiably.
 
         ``tensors`` maps each parameter to a tensor that is read instead, such as its gradient; absent ones count as
-        zero. ``out`` is contiguous real memory that the result may use; then it is not differentiable. The point is
-        (pairs, n + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field is.
+        zero. The point is (pairs, n + m, h), or (pairs, h, n + m, 1) for a diagonal group; complex if the group's field
+        is.
         """
-        shape = self._rows.shape
-        room = None if out is None else out.view(-1)[: math.prod(shape)].view(shape)
-        return self.group.to_point(self._rows.gather(tensors, room))
+        return self.group.to_point(self._rows.gather(tensors))
 
     def scatter_(self, x: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
         """Write a point of :meth:`gather`'s shape, rounded to their dtype, into the parameters or ``tensors``."""
         self._rows.scatter_(self.group.from_point(x), tensors)
 
     def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
-        """Yield (indices of pairs, whether the rows are of G, the rows, the same rows of ``tensors``), as views."""
+        """Yield (indices of pairs, whether the rows are of G, some rows of points, the same rows of ``tensors``)."""
         for run in self._rows.runs:
-            own, other = run.first.tensor, tensors.get(run.first.tensor)
-            if other is not None:
-                pairs = slice(run.start, run.start + run.count)
-                yield pairs, run.row < self.n, run.view(own.contiguous()), run.view(other.contiguous())
+            p = run.first.tensor
+            if p in tensors:
+                x, y = (self.group.to_point(run.view(t.contiguous())) for t in (p, tensors[p]))
+                yield slice(run.start, run.start + run.count), run.row < self.n, x, y
 
     def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
         """Set the entry of ``tensors`` for each parameter to True wherever a block lies, including dropped ones."""
-        self._rows.mark_(tensors)
-        self._dropped.mark_(tensors)
+        for blocks in (self._rows, self._dropped):
+            blocks.scatter_(torch.ones((), dtype=torch.bool, device=self._device()).expand(blocks.shape), tensors)
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
@@ -159,3 +158,120 @@ def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
             masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
         s.mark_(masks)
     return masks
+
+
+def without_sharing(pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
+    """Refuse the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
+    shared = sharing(pairs)
+    return [refused(p, SHARED) if i in shared else p for i, p in enumerate(pairs)]
+
+
+def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
+    """Find the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
+    places: dict[int, list[tuple[int, Block, Tensor]]] = {}
+    for i, p in enumerate(pairs):
+        for b in p.G + p.H if p.group is not None else ():
+            t = b.tensor
+            # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
+            if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
+                places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
+    found: set[int] = set()
+    for blocks in places.values():
+        starts, ends = zip(*(_intervals(b, t) for _, b, t in blocks), strict=True)
+        owner = torch.cat([torch.full_like(s, i) for (i, *_), s in zip(blocks, starts, strict=True)])
+        start, order = torch.cat(starts).sort()
+        end, owner = torch.cat(ends)[order], owner[order]
+        # In the order of the starts: runs that begin before another has ended, and runs that the next one overlaps.
+        met = [owner[1:][start[1:] < end.cummax(0).values[:-1]], owner[:-1][start[1:] < end[:-1]]]
+        found |= set(torch.cat(met).tolist())
+    return found
+
+
+def _intervals(b: Block, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the contiguous runs of a block begin and end in its storage, in bytes."""
+    if not t.is_contiguous():  # such as the transpose of another parameter: every number by itself
+        flat = torch.arange(t.numel()).as_strided(b.size, b.stride, b.offset).flatten()
+        starts = torch.full_like(flat, int(t.storage_offset()))
+        for index, stride in zip(torch.unravel_index(flat, t.shape), t.stride(), strict=True):
+            starts += stride * index
+        return t.element_size() * starts, t.element_size() * (starts + 1)
+    starts, length = torch.tensor([t.storage_offset() + b.offset]), 1
+    for stride, size in sorted(zip(b.stride, b.size, strict=True)):
+        if stride == length and len(starts) == 1:
+            length *= size
+        else:
+            starts = (starts + stride * torch.arange(size)[:, None]).flatten()
+    return t.element_size() * starts, t.element_size() * (starts + length)
+
+
+class PairList(list[SymmetricPair]):
+    """The pairs of a model: a list that prints pairs that differ only in their head as one line."""
+
+    def __str__(self) -> str:
+        lines: dict[tuple[str, str], int] = {}
+        for p in self:
+            place = p.name if p.head is None else f"{p.module} {p.kind}"
+            what = f"none ({p.reason})" if p.group is None else f"{p.group}, {p.n}+{p.m} rows"
+            lines[place, what] = lines.get((place, what), 0) + 1
+        wide = max((len(place) for place, _ in lines), default=0)
+        rows = [f"{place:<{wide}}  {count:>3} × {what}" for (place, what), count in lines.items()]
+        return "\n".join(rows) or "no symmetric pairs"
+
+
+@dataclass(frozen=True)
+class PairSpectrum:
+    """Singular values of one pair.
+
+    ``product`` holds those of G Hᴴ in descending order, (h,), float64: the invariants of the orbit; for a diagonal
+    group those of its columns, each of which is a pair. The smallest ones of the factors depend on the representative.
+    """
+
+    name: str
+    kind: str
+    product: Tensor
+    min_singular_value_G: float
+    min_singular_value_H: float
+
+
+def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
+    r"""Compute the singular values of :math:`G H^H`, and the smallest ones of G and H, pair by pair.
+
+    The mix metric's ball of radius ρ stays on the manifold while ρ is below the smallest singular value of any
+    :math:`G H^H`, divided by √2; a floor (``relaxation``) replaces small singular values.
+
+    Parameters
+    ----------
+    pairs : iterable of SymmetricPair
+        Pairs as returned by ``find_symmetric_pairs(model)``; those without a group are left out.
+
+    Returns
+    -------
+    list of PairSpectrum
+        With the pair's ``name`` and ``kind``; ``product``, (h,), in descending order, of G Hᴴ; and
+        ``min_singular_value_G``, ``min_singular_value_H``, which depend on the representative. Computed in float64
+        where the weights are, and returned on the CPU.
+
+    Notes
+    -----
+    Paper, App. H.1.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
+    >>> attention = nn.MultiheadAttention(8, 2)
+    >>> found = spectra(find_symmetric_pairs(attention))
+    >>> [(s.kind, len(s.product)) for s in found]
+    [('qk', 4), ('vo', 4), ('qk', 4), ('vo', 4)]
+    """
+    used = [p for p in check_pairs(pairs) if p.group is not None]
+    found: dict[int, PairSpectrum] = {}
+    with torch.no_grad():
+        for s in stacks(used):
+            G, H = s.manifold().unpack_tensor(in_double(s.gather()))
+            sigma = canonical_gauge(G, H).sigma
+            ends = [torch.linalg.svdvals(X)[..., -1] for X in (G, H)]
+            for i, p in enumerate(s.pairs):
+                product = sigma[i].flatten().sort(descending=True).values.cpu()
+                found[id(p)] = PairSpectrum(p.name, p.kind, product, *(float(end[i].min()) for end in ends))
+    return [found[id(p)] for p in used]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -19,7 +20,7 @@ from reproduction.vision import SmallViT, vit_cifar10
 from sharpness import cli as measuring
 from sharpness.data import DataChoice, TextColumns
 from sharpness.models import load, load_state_dict
-from sharpness.sweep import read_config, run_sweep
+from sharpness.study import read_config, run_sweep
 from tests.sweeps import repeated
 from tests.texts import bert_folder
 
@@ -306,7 +307,7 @@ def test_a_transformers_folder_of_images(images):
     ]
     assert cli.main([*arguments, "--quiet"]) == 0
     assert load("collection/model_00").transform is not None
-    sweep = replace(read_config("collection/sweep.json"), measures=("adaptive",), settings={"steps": 1})
+    sweep = structs.replace(read_config("collection/sweep.json"), measures=("adaptive",), steps=1)
     assert run_sweep(sweep, "out", progress=False) == []
 
 

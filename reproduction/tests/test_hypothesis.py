@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from reproduction.hypothesis import GIVEN, hypothesis
-from sharpness.statistics import kendall
+from reproduction.statistics import kendall
 
 
 def zoo(effect, models=300, bend=0.0, seed=0):

@@ -9,7 +9,9 @@ import pandas
 import pytest
 import scipy.stats
 
+from reproduction.comparison import compare
 from reproduction.power import LEVEL, draw
+from reproduction.statistics import kendall
 from reproduction.study import (
     _inside,
     agreement,
@@ -22,10 +24,8 @@ from reproduction.study import (
     plot_radius,
     table,
 )
-from sharpness.comparison import compare
-from sharpness.statistics import kendall
-from sharpness.sweep import Checkpoint
-from sharpness.tables import verdicts
+from reproduction.tables import verdicts
+from sharpness.study import Checkpoint
 
 
 def zoo(models=96, seed=0, sign=1.0):

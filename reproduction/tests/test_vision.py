@@ -1,9 +1,11 @@
 import pytest
 import torch
 
-from quotient_manifolds.symmetries.whole import count, nullity, verify_whole
+from quotient_manifolds.symmetries.whole import verify_whole
+from reproduction.nullity import nullity
 from reproduction.vision import SmallViT, scratch_vit, vit_cifar10
 from tests import networks
+from tests.whole_networks import count
 
 
 @torch.no_grad()

@@ -18,14 +18,16 @@ import sharpness
 from quotient_manifolds.symmetries import model_distance
 from reproduction import cli, radii, study, zoo
 from reproduction.collection import train_collection
+from reproduction.comparison import compare
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
+from reproduction.tables import formatted
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import cli as measuring
-from sharpness.baselines import distance
 from sharpness.batch_loss import RadiusError
 from sharpness.data import DataChoice
 from sharpness.models import load, load_state_dict
-from sharpness.sweep import Checkpoint, Sweep, read_config, read_rows, run_sweep
+from sharpness.study import Checkpoint, Sweep, read_config, read_results, read_rows, run_sweep
+from sharpness.study.run import distance
 from tests import networks
 from tests.sweeps import repeated
 
@@ -177,7 +179,7 @@ def test_no_radius_at_which_the_ball_leaves_the_manifold(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "vit")
     torch.save({"x": x, "y": y}, tmp_path / "data.pt")
     checkpoint = Checkpoint("vit", str(tmp_path / "vit"))
-    sweep = Sweep((checkpoint,), DataChoice(str(tmp_path / "data.pt")), settings={"steps": 3})
+    sweep = Sweep(checkpoints=(checkpoint,), data=DataChoice(str(tmp_path / "data.pt")), steps=3)
     sigma = sharpness.evaluate(model, [(x, y)], measure="geodesic-mix", rho=1e-3, progress=False).min_singular_value
     evaluate, tried = sharpness.evaluate, []
     monkeypatch.setattr(sharpness, "evaluate", lambda *a, rho, **kw: tried.append(rho) or evaluate(*a, rho=rho, **kw))
@@ -246,15 +248,16 @@ def test_radii_by_rule_then_a_table_with_the_same_words(place, capsys, monkeypat
     assert distances == starts
     assert len(starts) == 3
     capsys.readouterr()
-    assert measuring.main(["table", "zoo/results", "--target", "test-loss", "--level", "0.985"]) == 0
-    assert "3 models with a test-loss: too few to correlate. A ranking needs at least 10" in capsys.readouterr().out
+    assert measuring.main(["table", "zoo/results", "--target", "test-loss"]) == 0
+    assert "3 models with a test-loss: too few to correlate, which needs 10." in capsys.readouterr().out
     Path("many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in repeated(rows, 4)))
-    arguments = ["many.jsonl", "--target", "test-loss", "--level", "0.985", "--format", "markdown"]
-    assert measuring.main(["table", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "τ given train loss and error" in out
-    assert "corrected interval" in out
-    assert "critical sharpness" in out
+    assert measuring.main(["table", "many.jsonl", "--target", "test-loss", "--format", "markdown"]) == 0
+    words = formatted(compare(read_results("many.jsonl"), "test-loss", level=0.985, resamples=50))
+    printed = capsys.readouterr().out
+    assert "tau given train_loss, train_error" in printed
+    assert "critical_sharpness" in printed
+    for name in ("τ given train loss and error", "critical sharpness", "corrected interval"):
+        assert name in words
 
 
 def test_a_radius_that_is_never_reached_or_too_large():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from . import add_json, as_json, examples, place, seed
+from . import examples, place, seed
 
 __all__ = ["add_demo"]
 
@@ -23,31 +21,14 @@ def add_demo(commands: Any) -> None:
         "symmetry. Prints a table, and saves a picture with the numbers beside it. Takes less than two minutes.",
         epilog=examples("sharpness demo --out sharpness-demo.png"),
     )
-    demo.add_argument(
-        "--seed", type=seed, default=0, help="seed of the split of the data, of the training and of the moves"
-    )
-    demo.add_argument(
-        "--out",
-        type=place,
-        default=Path("sharpness-demo.png"),
-        help="file of the picture; the numbers go beside it, as .json",
-    )
-    demo.add_argument(
-        "--condition",
-        type=float,
-        default=30.0,
-        help="condition number of the random matrices that act on heads (1: orthogonal)",
-    )
-    add_json(demo)
+    demo.add_argument("--seed", type=seed, default=0, help="seed of the split of the data, the training and the moves")
+    demo.add_argument("--out", type=place, default=Path("sharpness-demo.png"), help="picture; the numbers go beside it")
     demo.add_argument("--quiet", action="store_true", help="show no progress")
     demo.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from .. import demo
+    from ..demo import run
 
-    with redirect_stdout(sys.stderr if options.json else sys.stdout):
-        found = demo.run(seed=options.seed, out=options.out, condition=options.condition, progress=not options.quiet)
-    if options.json:
-        print(as_json(found), end="")
+    run(seed=options.seed, out=options.out, progress=not options.quiet)
     return 0

@@ -9,7 +9,7 @@ import sys
 from statistics import stdev
 from typing import Any
 
-from ..local import LOCAL
+from ..hessian import LOCAL
 from ..measures import MEASURES
 from . import add_command, add_data_options, add_json, as_json, checked_device, data_choice, place, seed
 
@@ -215,11 +215,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check_before(options: argparse.Namespace) -> None:
     """Raise for what can be known to be wrong before anything is measured."""
+    from ..errors import require_extra
     from ..evaluation import checked_radii
     from ..files import check_apart, check_file, check_folder
-    from ..local import measure_of
-    from ..plots.look import style
-    from ..sweep.digests import places
+    from ..hessian import measure_of
+    from ..study.plan import places
 
     for measure in options.measure:
         if measure not in LOCAL:
@@ -234,8 +234,9 @@ def _check_before(options: argparse.Namespace) -> None:
             raise ValueError(
                 "--figures needs the worst directions, which are not shared between processes; use one process"
             )
-        with style():
-            check_folder(options.figures)
+        with require_extra("figures need matplotlib", "plot"):
+            import matplotlib  # noqa: F401
+        check_folder(options.figures)
     if options.out is not None:
         check_file(options.out)
         check_apart(options.out, [*places(options.model), options.checkpoint, *data], folders)
@@ -243,7 +244,7 @@ def _check_before(options: argparse.Namespace) -> None:
 
 def _measured(measure: str, options: argparse.Namespace, model: Any, batches: Any, group: Any) -> Any:
     from ..evaluation import evaluate
-    from ..local import hessian, measure_of
+    from ..hessian import hessian, measure_of
 
     common: Any = {"measure": measure_of(measure), "micro_batch": options.micro_batch, "group": group}
     if measure in LOCAL:
@@ -259,8 +260,7 @@ def _measured(measure: str, options: argparse.Namespace, model: Any, batches: An
 
 def _source(options: argparse.Namespace) -> dict[str, Any]:
     """Describe the inputs and versions behind the numbers, so that they can be cited."""
-    from ..sweep.digests import of_model, versions
-    from ..sweep.plan import as_data
+    from ..study.plan import as_data, of_model, versions
 
     digest = of_model(options.model, options.checkpoint)
     model = {"name": options.model, "checkpoint": options.checkpoint, "digest": digest}

@@ -1,16 +1,30 @@
 import copy
 from dataclasses import replace
 
+import geoopt
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import sharpness
-from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
-from quotient_manifolds.symmetries.whole import apply_random_moves_, neuron_pairs, wiring_of
-from sharpness import MEASURES, get_measure
-from sharpness.building import pair_block_class
-from tests.whole_networks import build, inputs, loss
+from quotient_manifolds.symmetries import (
+    GL,
+    SymmetricPair,
+    apply_random_symmetry_,
+    find_symmetric_pairs,
+    registry,
+)
+from quotient_manifolds.symmetries.blocks import Block, block
+from quotient_manifolds.symmetries.modules import Wide
+from quotient_manifolds.symmetries.roles import proposals
+from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
+from sharpness import MEASURES, evaluate, get_measure
+from sharpness.building import named_weights, trainable, vector_lengths
+from sharpness.study.run import distance
+from tests import architectures, networks
+from tests.extent import EXHAUSTIVE
+from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
 
 
 def worst(model, family, measure, **options):
@@ -174,17 +188,266 @@ def test_the_metric_of_vectors_on_a_linear_model():
     assert float(found) == pytest.approx(0.1 * float(length))
 
 
-@pytest.mark.parametrize(("text", "said"), [("def", "SyntaxError"), ("x = y", "NameError"), ("Block = 1", "subclass")])
-def test_blocks_that_cannot_be_imported_are_named(text, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = f"mine_{said.lower()}"
-    (tmp_path / f"{name}.py").write_text(text)
-    with pytest.raises(ValueError, match=f"pair_block='{name}:Block' .*{said}"):
-        pair_block_class(f"{name}:Block")
-
-
 def test_a_network_of_unknown_wiring_is_not_measured_as_complete_without_a_word():
     model = build("torch-pre").layers[0]
     x = torch.randn(2, 3, 8)
     with pytest.warns(UserWarning, match="how TransformerEncoderLayer is wired, so complete-inv divides out its heads"):
         sharpness.evaluate(model, [x], lambda m, b: m(b).square().mean(), measure="complete-inv", steps=1, rho=0.1)
+
+
+def test_bad_models_are_named():
+    model, batch = networks.vit(), networks.images()
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        sharpness.evaluate(frozen, [batch], rho=0.1)
+    with pytest.raises(ValueError, match="lie on the meta device"):
+        sharpness.evaluate(copy.deepcopy(model).to("meta"), [batch], rho=0.1)
+    with torch.no_grad():
+        model.classifier.bias[0] = float("nan")
+    with pytest.raises(ValueError, match=r"parameter 'classifier\.bias' has NaN"):
+        sharpness.evaluate(model, [batch], rho=0.1)
+
+
+def test_weights_that_cannot_be_differentiated_are_named():
+    with torch.inference_mode():
+        model = torch.nn.Linear(4, 3)
+    batch = (torch.randn(5, 4), torch.arange(5) % 3)
+    with pytest.raises(
+        ValueError, match=r"'weight' was made under torch.inference_mode, where .*; make the model outside"
+    ):
+        sharpness.evaluate(model, [batch], measure="adaptive")
+    model = torch.nn.Linear(4, 3)
+    model.weight = torch.nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"'weight' has dtype torch.float8_e4m3fn; only real"):
+        sharpness.evaluate(model, [batch], measure="adaptive")
+
+
+def test_shards_that_cannot_be_measured_are_refused():
+    """ZeRO-3's and FSDP1's parameters have marks; FSDP2's are measured, see test_sharded."""
+    model = networks.vit()
+    model.classifier.weight.ds_id = 1
+    with pytest.raises(ValueError, match=r"'classifier\.weight' is a shard of one \(FSDP, DTensor or ZeRO-3\)"):
+        sharpness.evaluate(model, [networks.images()], rho=0.1)
+
+
+def test_names_are_without_the_prefixes_of_wrappers_alone():
+    """A layer called module had lost its name in pairs, but not in parameters."""
+    net = torch.nn.ModuleDict({"module": networks.vit(), "head": torch.nn.Linear(2, 2)})
+    names = set(named_weights(net))
+    assert all(name.startswith(("module.", "head.")) for name in names)
+    assert all(p.module.startswith("module.vit") for p in find_symmetric_pairs(net))
+    wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"module": networks.vit()})})
+    assert set(named_weights(wrapped)) == {name for name, _ in networks.vit().named_parameters()}
+    assert all(p.module.startswith("vit") for p in find_symmetric_pairs(wrapped))
+
+
+def tied(how):
+    """A small language model whose tables are one tensor, tied as people tie them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 11, bias=False))
+    if how == "one Parameter":
+        net[3].weight = net[0].weight
+    elif how == ".data":
+        net[3].weight.data = net[0].weight.data
+    elif how == "nn.Parameter(w)":
+        net[3].weight = nn.Parameter(net[0].weight)
+    elif how == "half frozen":
+        net[3].weight = nn.Parameter(net[0].weight, requires_grad=False)
+    elif how == "expanded":
+        net[3].weight = nn.Parameter(torch.randn(1, 6).expand(11, 6))
+    elif how == "cache":
+        net.register_buffer("table", net[0].weight.data.mT)
+    elif how == "overlapping":
+        both = torch.randn(17, 6)
+        net[0].weight, net[3].weight = nn.Parameter(both[:11]), nn.Parameter(both[6:])
+    return net
+
+
+@pytest.mark.parametrize("how", [".data", "nn.Parameter(w)", "half frozen", "expanded", "cache", "overlapping"])
+def test_parameters_that_share_memory_are_refused(how):
+    """Copies of two Parameters move apart, where the network has one number: a value of another network."""
+    batch = torch.arange(11), 3 * torch.arange(11) % 11
+    model = tied(how)
+    for measured in (
+        lambda: sharpness.evaluate(model, [batch], measure="euclidean", rho=0.3),
+        lambda: sharpness.gradient_norm(model, [batch], measure="adaptive"),
+        lambda: sharpness.GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.3, measure="euclidean"),
+        lambda: distance(model, {}),
+    ):
+        with pytest.raises(ValueError, match=r"share memory but are two tensors|is expanded"):
+            measured()
+
+
+def test_tied_parameters_and_disjoint_views_are_measured():
+    assert len(trainable(tied("one Parameter"))) == 3
+    columns, views = torch.randn(6, 12), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    views[0].weight, views[1].weight = nn.Parameter(columns[:, ::2]), nn.Parameter(columns[:, 1::2])
+    assert len(trainable(views)) == 4
+    assert len(trainable(nn.LSTM(4, 4, 2))) == 8
+
+
+def test_points_of_a_manifold_are_not_measured_as_flat_weights():
+    net = nn.Linear(3, 4)
+    net.weight = geoopt.ManifoldParameter(torch.eye(4, 3), manifold=geoopt.Stiefel())
+    batch = torch.randn(5, 3), torch.arange(5) % 4
+    with pytest.raises(ValueError, match=r"'weight' is a point of the manifold Stiefel.*only="):
+        sharpness.evaluate(net, [batch], measure="euclidean", rho=0.1)
+    with pytest.raises(ValueError, match=r"'weight' is a point of the manifold Stiefel"):
+        sharpness.GeodesicSAM(net, torch.optim.SGD(net.parameters(), 0.1), rho=0.1, measure="euclidean")
+    assert float(sharpness.evaluate(net, [batch], measure="euclidean", rho=0.1, only="bias")) > 0
+
+
+NETWORKS = [(f, n) for f, (*_, usual) in BACKBONES.items() for n in (heads(f) if EXHAUSTIVE else [usual])]
+UNWIRED = [
+    "bert-decoder", "mpnet", "deberta_v2", "t5", "bart", "whisper", "gpt2-cross", "bloom", "gptj", "gemma2", "gemma3",
+    "vit", "deit", "swin", "dinov2", "beit",
+]  # fmt: skip
+#: The biases of the heads' output projections.
+OUTPUTS = r"(attn|attention|output|attn\.o|layers\.\d+|h\.\d+)\.(o|o_proj|out_proj|c_proj|dense)\.bias$"
+
+
+def first_output(model, batch):
+    found = model(**batch)
+    if "loss" in found:
+        return found.loss
+    out = next(t for t in found.values() if isinstance(t, torch.Tensor) and t.dim() > 1)
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sin().mean()
+
+
+def value(model, batch, measure="complete-inv", **options):
+    with Wide():  # layers that cast to float32 round differently after a move
+        result = evaluate(model, [batch], first_output, measure=measure, rho=0.1, steps=3, progress=False, **options)
+    return float(result)
+
+
+def moved_copy(model):
+    twin = copy.deepcopy(model)
+    assert apply_random_symmetry_(twin, 30.0, seed=3) > 0
+    return twin
+
+
+def test_rows_columns_and_tables():
+    """Against sums that are written out."""
+    model = build("vit")
+    lengths = vector_lengths(model, wiring_of(model))
+    layer = model.vit.layers[0]
+    fc1, fc2, patches = layer.mlp.fc1, layer.mlp.fc2, model.vit.embeddings.patch_embeddings.projection
+    for row in (0, 5):
+        expected = (fc1.weight[row].square().sum() + fc1.bias[row] ** 2).sqrt()
+        torch.testing.assert_close(lengths[fc1.weight].expand_as(fc1.weight)[row, 3], expected)
+        torch.testing.assert_close(lengths[fc1.bias][row], expected)
+    torch.testing.assert_close(lengths[fc2.weight].expand_as(fc2.weight)[2, 7], fc2.weight[:, 7].norm())
+    torch.testing.assert_close(lengths[fc2.bias].expand_as(fc2.bias)[2], fc2.bias.norm())
+    column = patches.weight[:, 0, 1, 2].norm()
+    torch.testing.assert_close(lengths[patches.weight].expand_as(patches.weight)[4, 0, 1, 2], column)
+    positions = model.vit.embeddings.position_embeddings
+    torch.testing.assert_close(lengths[positions].expand_as(positions)[0, 3, 1], positions[0, 3].norm())
+    assert set(lengths) == set(model.parameters())
+
+
+def test_what_has_no_rows_with_biases():
+    odd = nn.Sequential(nn.ConvTranspose2d(4, 2, 3), nn.LayerNorm([4, 7]), nn.Embedding(5, 3))
+    lengths = vector_lengths(odd, None)
+    assert all(lengths[p].expand_as(p).shape == p.shape for p in odd.parameters())
+
+
+def test_other_layouts():
+    conv1d, linear = Conv1D(2, 3), nn.Linear(3, 2, bias=False)
+    lengths = vector_lengths(nn.Sequential(conv1d, linear), None)
+    expected = torch.hypot(conv1d.weight[:, 1].norm(), conv1d.bias[1])
+    torch.testing.assert_close(lengths[conv1d.weight].expand_as(conv1d.weight)[0, 1], expected)
+    torch.testing.assert_close(lengths[linear.weight].expand_as(linear.weight)[1, 2], linear.weight[1].norm())
+
+
+def test_a_bias_beside_weights_of_pairs_is_a_vector_of_its_own():
+    """Entry by entry: of a row, what no pair moves counts; a bias goes with its row if both or neither are in pairs."""
+    fused, out = networks.shake(nn.Linear(3, 6)), networks.shake(nn.Linear(4, 3))
+    G = (block(fused, "weight", slice(2, 4), transpose=True), block(fused, "bias", slice(2, 4)))
+    pair = SymmetricPair("own", "vo", GL(2), G, (block(out, "weight", columns=slice(0, 2)),))
+    lengths = vector_lengths(nn.Sequential(fused, out), None, [pair])
+    for row in (0, 1, 4, 5):
+        expected = torch.hypot(fused.weight[row].norm(), fused.bias[row])
+        torch.testing.assert_close(lengths[fused.weight].expand_as(fused.weight)[row, 2], expected)
+        torch.testing.assert_close(lengths[fused.bias].expand_as(fused.bias)[row], expected)
+    for row in range(3):
+        torch.testing.assert_close(lengths[out.weight].expand_as(out.weight)[row, 3], out.weight[row, 2:].norm())
+        torch.testing.assert_close(lengths[out.bias].expand_as(out.bias)[row], out.bias.norm())
+
+
+class Experts(nn.Module):
+    """Two gated experts as three-dimensional parameters: gates and up-projections alternate."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"gate_up": (2, 3, 8), "gate_up_bias": (2, 8), "down": (2, 4, 3), "down_bias": (2, 3)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.linspace(-1, 2, torch.Size(shape).numel()).sin().view(shape)))
+
+    def forward(self, x):
+        gate, up = (x @ self.gate_up + self.gate_up_bias[:, None]).unflatten(-1, (4, 2)).unbind(-1)
+        return ((gate.sigmoid() * up) @ self.down + self.down_bias[:, None]).sum(0)
+
+
+def own_pairs(experts, group):
+    for e in range(2):
+        up = Block(experts, "gate_up", (2, 3, 8), 24 * e + 1, (3, 4), (8, 2))
+        bias = Block(experts, "gate_up_bias", (2, 8), 8 * e + 1, (1, 4), (8, 2))
+        down = Block(experts, "down", (2, 4, 3), 12 * e, (3, 4), (1, 3))
+        yield SymmetricPair(f"expert {e}", "glu", group, (up, bias), (down,))
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_lengths_at_a_users_own_pairs(positive):
+    """Lengths of what no pair moves stay; positive pairs are not divided out: each column's length goes with it."""
+    experts = Experts().double()
+    x = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pairs = list(own_pairs(experts, GL(4, diagonal=True, positive=positive)))
+    before, weights, out = vector_lengths(experts, None, pairs), copy.deepcopy(experts), experts(x)
+    apply_random_symmetry_(experts, 30.0, pairs=pairs)
+    torch.testing.assert_close(experts(x), out)
+    after = vector_lengths(experts, None, pairs)
+    for p, old in zip(experts.parameters(), weights.parameters(), strict=True):
+        stays = (p == old) | (positive and torch.ones_like(p, dtype=torch.bool))
+        torch.testing.assert_close((after[p] * old)[stays], (before[p] * p)[stays], rtol=1e-12, atol=1e-14)
+    assert any(bool((p != old).any()) for p, old in zip(experts.parameters(), weights.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:no adapter describes")
+@pytest.mark.parametrize("name", UNWIRED)
+def test_moves_of_heads_change_nothing_without_a_wiring(name):
+    """A bias of an output projection had the length of its row, which depends on the heads' representative."""
+    model, batch = architectures.transformers_model(name, "eager")
+    assert not canonical_form(model).wired
+    twin = moved_copy(model)
+    for measure in ("complete-inv", "complete-mix"):
+        assert value(twin, batch, measure) == pytest.approx(value(model, batch, measure), rel=1e-8)
+    if name not in ("t5", "gptj", "gemma2", "gemma3"):  # no such biases
+        one, two = (value(m, batch, only=OUTPUTS) for m in (model, twin))
+        assert two == pytest.approx(one, rel=1e-8)
+
+
+@pytest.mark.parametrize(("family", "name"), NETWORKS)
+def test_no_move_of_a_wired_network_changes_the_measure(family, name):
+    model, batch = headed(family, name)
+    twin, softmax = copy.deepcopy(model), "labels" in batch
+    assert apply_random_moves_(twin, classes=softmax)
+    apply_random_symmetry_(twin, 30.0, pairs=[*find_symmetric_pairs(twin), *neuron_pairs(wiring_of(twin))])
+    for measure in ("complete-inv", "complete-mix"):
+        one, two = (value(m, batch, measure) for m in (model, twin))
+        assert two == pytest.approx(one, rel=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:no adapter describes")
+def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
+    """A depthwise convolution's bias had the length of a kernel that is scaled against the projection before it."""
+    from transformers import MambaConfig, MambaModel
+
+    mixer = "transformers.models.mamba.modeling_mamba.MambaMixer"
+    monkeypatch.setitem(registry._HANDLERS, mixer, lambda m, name: [first for first, *_ in proposals(m, name)])
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 20, "time_step_rank": 3}
+    model = networks.shake(MambaModel(MambaConfig(**sizes)).double(), 0.2)
+    assert {p.kind for p in find_symmetric_pairs(model)} == {"conv", "state"}
+    twin = moved_copy(model)
+    for options in ({}, {"measure": "complete-mix"}, {"only": r"conv1d\.bias"}):
+        one, two = (value(m, architectures.IDS, **options) for m in (model, twin))
+        assert two == pytest.approx(one, rel=1e-8)

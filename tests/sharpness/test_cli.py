@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +40,10 @@ def test_every_command_prints_its_help(program, capsys):
 
 
 def test_mistakes_end_in_one_line(tmp_path, capsys):
-    assert cli.main(["demo", "--condition", "0.5", "--quiet", "--out", str(tmp_path / "p.png")]) == 2
-    assert capsys.readouterr().err == "sharpness: a condition number is at least 1, got 0.5\n"
+    assert cli.main(["demo", "--quiet", "--out", str(tmp_path / "p.txt")]) == 2
+    err = capsys.readouterr().err
+    assert f"'{tmp_path}/p.txt' is not a figure: its name must end in" in err
+    assert err.count("\n") == 1
     with pytest.raises(SystemExit):
         cli.main(["nothing"])
 
@@ -48,7 +51,7 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
 def test_help_and_module():
     found = subprocess.run([sys.executable, "-m", "sharpness", "demo", "--help"], capture_output=True, text=True)
     assert found.returncode == 0
-    for option in ("--seed", "--out", "--condition", "--quiet"):
+    for option in ("--seed", "--out", "--quiet"):
         assert option in found.stdout
 
 
@@ -101,7 +104,7 @@ def test_the_spread_over_batches_is_said(tmp_path, capsys, monkeypatch):
     def refuse(*_):
         raise AssertionError("hashed for nothing: neither --out nor --json is given")
 
-    monkeypatch.setattr("sharpness.sweep.digests.of_model", refuse)
+    monkeypatch.setattr("sharpness.study.plan.of_model", refuse)
     arguments = [
         "run",
         "tests.spread:model",
@@ -239,3 +242,14 @@ def test_every_symmetry_and_the_canonical_form(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["canonicalize", str(tmp_path / "vit"), "--out", str(tmp_path / "folded")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_the_help_of_every_command_has_commands_that_are_read():
+    top = cli.parser()
+    (commands,) = (a.choices for a in top._actions if isinstance(a.choices, dict))
+    for command in (top, *commands.values()):
+        shown = [line.split(None, 1)[1] for line in command.epilog.splitlines() if line.startswith("  sharpness ")]
+        assert shown, command.prog
+        for line in shown:
+            top.parse_args(shlex.split(line))
+            assert line in command.format_help()  # as it is, not wrapped

@@ -1,5 +1,8 @@
+"""Worst directions: their length, the model moved along them, and the loss on the way."""
+
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.nn import functional as F
 
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs, stacks
+from reproduction.rk4 import RungeKuttaMeasure
 from tests import networks
 from tests.snapshots import ALL, GEODESIC, assert_same, snapshot
 
@@ -77,3 +81,126 @@ def test_a_direction_of_a_model_with_adapters_moves_a_copy():
         loss = float(moved(**batch).loss)
     assert loss == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
     assert float(model(**batch).loss) == pytest.approx(result.batches[0].base_loss, rel=1e-12)
+
+
+@pytest.fixture
+def measured():
+    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=0.3, progress=False)
+    return model, batch, result
+
+
+def test_geodesic_ends_at_the_worst_loss_and_the_line_is_straight(measured):
+    model, batch, result = measured
+    direction = result.direction(0)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    found = sharpness.profile(model, batch, direction, reach=2, points=9)
+    assert found.lengths == pytest.approx([0.15 * k for k in range(-4, 5)])
+    assert list(found.losses) == ["second-order", "first-order"]
+    curved, straight = found.losses.values()
+    assert curved[6] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+    assert curved[4] == straight[4] == pytest.approx(result.batches[0].base_loss, rel=1e-9)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(direction.tensors[name], alpha=-1.5)
+        by_hand = float(F.cross_entropy(model(batch[0]).logits, batch[1]))
+    assert straight[1] == pytest.approx(by_hand, rel=1e-9)
+    assert abs(curved[1] - by_hand) > 1e-5  # a geodesic that is straight would be seen
+
+
+def test_other_ways_losses_and_pieces(measured):
+    model, batch, result = measured
+    direction = result.direction(0)
+    along = replace(direction, measure=replace(direction.measure, geodesic="exact"))
+    exact = sharpness.profile(model, batch, along, points=3, reach=1)
+    stepped = RungeKuttaMeasure(**vars(direction.measure))
+    steps = sharpness.profile(model, batch, replace(direction, measure=stepped), points=3, reach=1)
+    assert exact.losses["exact"] == pytest.approx(steps.losses["second-order"], rel=1e-6)
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]).logits, batch[1])
+
+    plain = sharpness.profile(model, batch, direction, points=3)
+    for other in (
+        sharpness.profile(model, batch, direction, loss_fn, points=3),
+        sharpness.profile(model, batch, direction, points=3, micro_batch=5),
+    ):
+        assert other.losses["second-order"] == pytest.approx(plain.losses["second-order"], rel=1e-9)
+
+
+def test_pieces_and_gradients_within_a_loss(measured):
+    model, batch, result = measured
+    sizes = []
+
+    def loss_fn(model, batch):
+        sizes.append(len(batch[1]))
+        loss = F.cross_entropy(model(batch[0]).logits, batch[1])
+        (slope,) = torch.autograd.grad(loss, model.classifier.bias, create_graph=True)
+        return loss + slope.square().sum()
+
+    sharpness.profile(model, batch, result.direction(0), loss_fn, points=2, micro_batch=5)
+    assert set(sizes) == {5, 2}
+
+
+def test_normalised_logits(measured):
+    model, batch, _ = measured
+    result = sharpness.evaluate(model, [batch], rho=0.1, normalize_logits=True, progress=False)
+    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1, normalize_logits=True)
+    assert found.losses["second-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+
+
+def test_modes_stay(measured):
+    model, batch, result = measured
+    model.train()
+    seen = []
+    handle = model.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+    sharpness.profile(model, batch, result.direction(0), points=3)
+    handle.remove()
+    assert model.training
+    assert not any(seen)
+
+
+def test_a_frozen_half_precision_base():
+    torch.set_default_dtype(torch.float32)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.head = torch.nn.Linear(4, 6, dtype=torch.bfloat16), torch.nn.Linear(6, 3)
+            self.base.requires_grad_(False)
+
+        def forward(self, x):
+            return self.head(self.base(x).float())
+
+    model, batch = Model(), (torch.randn(8, 4, dtype=torch.bfloat16), torch.arange(8) % 3)
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
+    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1)
+    assert found.losses["first-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
+
+
+def test_a_measure_without_pairs_has_one_line():
+    model, batch = networks.bert(), networks.text()
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
+    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1)
+    assert list(found.losses) == ["first-order"]
+    assert found.losses["first-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-9)
+
+
+def test_half_precision():
+    torch.set_default_dtype(torch.float32)
+    model, batch = networks.vit().to(torch.bfloat16), networks.images()
+    batch = batch[0].to(torch.bfloat16), batch[1]
+    result = sharpness.evaluate(model, [batch], rho=0.1, progress=False)
+    found = sharpness.profile(model, batch, result.direction(0), points=3, reach=1)
+    assert found.losses["second-order"][2] == pytest.approx(result.batches[0].worst_loss, rel=1e-4)
+
+
+def test_bad_input(measured):
+    model, batch, result = measured
+    for options in ({"points": 1}, {"reach": 0}):
+        with pytest.raises(ValueError, match=r"points must be a whole number|reach must be a positive"):
+            sharpness.profile(model, batch, result.direction(0), **options)
+    other = replace(result.direction(0), tensors={"nowhere": torch.zeros(2)})
+    with pytest.raises(ValueError, match="belongs to another model"):
+        sharpness.profile(model, batch, other)

@@ -19,7 +19,7 @@ from transformers import (
 import sharpness
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from sharpness.losses import Objective, default_loss, normalized_logits
-from sharpness.sweep.measuring import _loss_and_error
+from sharpness.study.run import _loss_and_error
 from tests import networks
 
 

@@ -1,7 +1,19 @@
+"""Results: their table and files, and the shares of layers, heads and parts in a worst direction."""
+
+import json
+from dataclasses import replace
+
 import pytest
+import torch
 
 import sharpness
+from quotient_manifolds.symmetries import GL, PairStack, apply_random_symmetry_, block, find_symmetric_pairs, pair
+from quotient_manifolds.symmetries.whole import apply_random_moves_
+from sharpness import LayerShare, LayerShares
+from sharpness.distributed import World
+from sharpness.shares import PARTS, Places, _layer
 from tests import networks
+from tests.whole_networks import build, inputs, loss
 
 
 def test_table_json_and_directions(tmp_path):
@@ -12,8 +24,6 @@ def test_table_json_and_directions(tmp_path):
     assert table[1] == "second-order geodesics"
     assert len([line for line in table if line.split()[0] in ("0.1", "0.2")]) == 2
     result.to_json(tmp_path / "r.json")
-    import json
-
     found = json.loads((tmp_path / "r.json").read_text())
     assert found == result.to_dict()
     assert found["sharpness"]["0.1"] == float(result[0.1])
@@ -29,10 +39,195 @@ def test_table_json_and_directions(tmp_path):
         without.direction(0)
 
 
-def test_rows_of_a_dataframe():
+def by_hand(model, result, metric):
+    """Shares of every pair and of what is left of every parameter, from the direction's tensors alone."""
+    direction = result.direction(0)
+    tensors = {p: direction.tensors[name] for name, p in model.named_parameters()}
+    total, found = direction.norm**2, {}
+    left = {name: (direction.tensors[name] / p.detach()).nan_to_num(0).square()
+            for name, p in model.named_parameters()}  # fmt: skip
+    names = {p: name for name, p in model.named_parameters()}
+    for p in find_symmetric_pairs(model):
+        one = PairStack([p])
+        found[p.name] = float(one.manifold(metric).norm(one.gather().detach(), one.gather(tensors)) ** 2) / total
+        mask = {p: torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
+        one.mark_(mask)
+        for q, taken in mask.items():
+            left[names[q]] = left[names[q]].masked_fill(taken, 0)
+    return found, {name: float(v.sum()) / total for name, v in left.items()}
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+def test_shares_against_the_metric_pair_by_pair(metric):
+    model, batch = networks.train(networks.vit(), networks.images()), networks.images()
+    result = sharpness.evaluate(model, [batch], measure=f"geodesic-{metric}", rho=0.05, progress=False)
+    found = result.by_layer()
+    pairs, rest = by_hand(model, result, metric)
+    assert sum(s.share for s in found) == pytest.approx(1)
+    kinds = {"Q–K": "qk", "V–O": "vo"}
+    heads = {f"{s.layer}.attention {kinds[s.part]} head {s.head}": s.share for s in found if s.head is not None}
+    assert heads == pytest.approx(pairs, rel=1e-6)
+    assert len({round(v, 6) for v in heads.values()}) == len(heads)  # an exchange of heads would be seen
+    layers = [name for name, m in model.named_modules() if m in set(networks.vit_layers(model))]
+    for layer in layers:
+        mine = sum(v for name, v in rest.items() if name.startswith(f"{layer}."))
+        weights = [s for s in found if s.layer == layer and s.head is None]
+        assert {s.part for s in weights} == {"MLP", "norms and biases"}
+        assert sum(s.share for s in weights) == pytest.approx(mine, rel=1e-6)
+    order = list(dict.fromkeys(s.layer for s in found))
+    assert order.index(layers[0]) < order.index(layers[1]) < order.index("classifier")
+
+
+def test_a_measure_without_pairs_has_layers_only():
+    model, batch = networks.bert(), networks.text()
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
+    found = result.by_layer()
+    assert {s.head for s in found} == {None}
+    assert {"bert.encoder.layer.0", "bert.encoder.layer.1", "classifier"} <= {s.layer for s in found}
+    assert sum(s.share for s in found) == pytest.approx(1)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_have_layers():
+    peft = pytest.importorskip("peft")
+    base = networks.bert()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    result = sharpness.evaluate(model, [networks.text()], rho=0.01, progress=False)
+    lora = [s for s in result.by_layer() if s.part == "LoRA"]
+    assert [s.layer.rpartition("encoder.")[2] for s in lora] == ["layer.0", "layer.1"]
+
+
+def test_several_batches_and_radii_and_the_table():
+    model = networks.vit()
+    batches = [networks.images(seed=s) for s in (0, 1)]
+    result = sharpness.evaluate(model, batches, rho=[0.01, 0.05], progress=False)
+    with pytest.raises(ValueError, match="several radii"):
+        result.by_layer()
+    found = result[0.05].by_layer()
+    assert sum(s.share for s in found) == pytest.approx(1)
+    single = sharpness.evaluate(model, batches[:1], rho=0.05, progress=False).by_layer()
+    assert [s.share for s in found] != pytest.approx([s.share for s in single], rel=1e-3)
+    text = str(found)
+    assert text.splitlines()[0].split()[:4] == ["layer", "Q–K", "V–O", "MLP"]
+    assert len(text.splitlines()) == 1 + len({s.layer for s in found})
+    without = sharpness.evaluate(model, batches, rho=0.01, keep_directions=False, progress=False)
+    with pytest.raises(KeyError, match="keep_directions=True"):
+        without.by_layer()
+
+
+def test_names_that_collide_make_no_difference():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(4)))
+    pairs = [
+        pair([block(model[i], "weight", transpose=True)], [block(model[i + 1], "weight")], GL(4), name=name)
+        for i, name in ((0, "pair"), (2, "3.weight"))
+    ]
+    batch = torch.randn(8, 4), torch.arange(8) % 4
+    result = sharpness.evaluate(model, [batch], rho=0.1, pairs=pairs, progress=False)
+    assert sum(s.share for s in result.by_layer()) == pytest.approx(1)
+    assert sum(s.share for s in result.by_layer() if s.part == "other pairs") == pytest.approx(1)
+
+
+def test_a_direction_without_length():
+    model = torch.nn.Linear(4, 3)
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    result = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, progress=False)
+    direction, (found,) = result.direction(0), result.batches
+    still = replace(direction, norm=0.0, squares=dict.fromkeys(direction.squares, 0.0))
+    both = {(0, 0.1): direction, (1, 0.1): still}
+    twice = replace(result, batches=(found, replace(found, batch=1)), _directions=both)
+    assert twice.by_layer() == result.by_layer()
+    with pytest.raises(ValueError, match="the loss did not rise at this radius"):
+        replace(result, _directions={(0, 0.1): still}).by_layer()
+    average = sharpness.evaluate(model, [batch], measure="adaptive", rho=0.1, statistic="average", progress=False)
+    with pytest.raises(KeyError, match="an average has none"):
+        average.by_layer()
+
+
+def test_wrapped_and_bare_attention():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
     model, batch = networks.vit(), networks.images()
-    result = sharpness.evaluate(model, [batch, batch], rho=[0.01, 0.05], progress=False)
-    frame = result.to_dataframe()
-    assert len(frame) == 4
-    assert set(frame.measure) == {"geodesic-inv"}
-    assert frame[frame.rho == 0.05].value.tolist() == [b.value for b in result[0.05].batches]
+    names = [s.layer for s in sharpness.evaluate(model, [batch], rho=0.05, progress=False).by_layer()]
+    wrapped = sharpness.evaluate(Wrapper(model), [batch], rho=0.05, progress=False)
+    assert [s.layer for s in wrapped.by_layer()] == names
+    tiny = networks.shake(networks.TinyAttention(8))
+    layers = [s.layer for s in sharpness.evaluate(tiny, [networks.tokens()], rho=0.05, progress=False).by_layer()]
+    assert (layers[0], layers[-1]) == ("attention", "head")
+
+
+def test_a_layer_called_module_keeps_its_name():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(4, 3, bias=False)
+            self.weight = torch.nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return self.module(x) + x @ self.weight.T
+
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    result = sharpness.evaluate(Model(), [batch], measure="adaptive", rho=0.1, progress=False)
+    assert set(result.direction(0).tensors) == {"weight", "module.weight"}
+
+
+def test_the_innermost_block_counts():
+    assert _layer("a.0.b.1.weight", ["a.0", "a.0.b.1"]) == "a.0.b.1"
+    assert _layer("a.0.c.weight", ["a.0", "a.0.b.1"]) == "a.0"
+
+
+def test_the_table_of_shares():
+    found = LayerShares([LayerShare("a.0", "Q–K", 0, 0.5), LayerShare("a.0", "Q–K", 1, 0.25),
+                         LayerShare("head", "head", None, 0.25)])  # fmt: skip
+    assert found.by_part() == {"Q–K": 0.75, "head": 0.25}
+    assert str(found).splitlines() == ["layer      Q–K     head", "a.0      75.0%         ", "head              25.0%"]
+
+
+def test_every_entry_belongs_to_one_part():
+    """Squares of ones count entries: by hand for a ViT of two layers."""
+    model = build("vit")
+    space = sharpness.WeightSpace(model, sharpness.MEASURES["adaptive"])
+    found = dict.fromkeys(PARTS, 0)
+    places = Places(model, dict(model.named_parameters()))
+    for (_, part, _), square in places.squares(space.each(torch.ones(space.dim)), World()).items():
+        found[part] += square
+    assert {part: square for part, square in found.items() if square} == {
+        "Q–K": 2 * 2 * (64 + 8),
+        "V–O": 2 * (2 * 64 + 8),
+        "MLP": 2 * 2 * 96,
+        "embeddings": 8 + 40 + 128,
+        "norms and biases": 8 + 5 * 16 + 2 * (8 + 12 + 8),
+        "head": 27,
+    }
+
+
+@pytest.mark.parametrize("measure", ["complete-inv", "geodesic-mix", "adaptive", "euclidean"])
+def test_shares_add_up(measure):
+    model = build("bert")
+    result = sharpness.evaluate(model, inputs("bert"), loss, measure=measure, steps=3, progress=False)
+    shares = result.by_part()
+    assert sum(shares.values()) == pytest.approx(1)
+    assert {"Q–K", "V–O", "MLP", "embeddings"} <= set(shares)
+    assert f"MLP {shares['MLP']:.0%}" in str(result)
+
+
+def test_shares_of_the_complete_measure_do_not_move():
+    shares = []
+    for move in (False, True):
+        model = build("gpt2-untied")
+        if move:
+            apply_random_moves_(model)
+            apply_random_symmetry_(model)
+        options = {"measure": "complete-inv", "steps": 3, "progress": False}
+        shares.append(sharpness.evaluate(model, inputs("gpt2-untied"), loss, **options).by_part())
+    assert shares[0] == pytest.approx(shares[1], rel=1e-6)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sharpness
 from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
+from reproduction.additive import AdditiveMeasure
 from sharpness.distributed import World
 from sharpness.sharded import ShardedSpace
 from sharpness.shards import ShardedState, Shards
@@ -115,7 +116,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="works on whole models only"):
         sharpness.evaluate(
             model, [networks.images()], progress=False,
-            measure=sharpness.get_measure("geodesic-inv", pair_block="reproduction.additive:AdditiveBlock"),
+            measure=AdditiveMeasure("additive", pair_metric="inv", rho=0.1),
         )  # fmt: skip
     direction = evaluated(networks.vit()).direction(0)
     with (

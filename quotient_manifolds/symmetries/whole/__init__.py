@@ -1,33 +1,36 @@
-"""All continuous symmetries of a whole network: counted, moved, folded into a canonical form, compared with nullity."""
+"""All continuous symmetries of a whole network: counted, moved, folded into a canonical form, verified."""
 
-from . import language, vision
-from .canonical import CanonicalForm, apply_random_moves_, canonical_form, canonicalize_, count, neuron_pairs
+from . import architectures
+from .canonical import (
+    CanonicalForm,
+    WholeVerification,
+    apply_random_moves_,
+    canonical_form,
+    canonicalize_,
+    verify_whole,
+)
 from .kinds import Symmetry
-from .nullity import Nullity, nullity
-from .verify import WholeVerification, verify_whole
-from .wiring import Affine, Neurons, Norm, Site, State, Table, Wiring, register_wiring, wiring_of
+from .layout import affine, norm
+from .wiring import Affine, Neurons, Norm, Site, State, Wiring, neuron_pairs, register_wiring, wiring_of
 
 __all__ = [
     "Affine",
     "CanonicalForm",
     "Neurons",
     "Norm",
-    "Nullity",
     "Site",
     "State",
     "Symmetry",
-    "Table",
     "WholeVerification",
     "Wiring",
+    "affine",
     "apply_random_moves_",
+    "architectures",
     "canonical_form",
     "canonicalize_",
-    "count",
-    "language",
     "neuron_pairs",
-    "nullity",
+    "norm",
     "register_wiring",
     "verify_whole",
-    "vision",
     "wiring_of",
 ]

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...base import standard_normal
+from ...batches import default_forward, floats
 from ...linalg import at_least_float32
-from ..attention import Projection
-from ..blocks import Block, check_model
-from ..groups import GL
-from ..merging import merged
+from ..certificate import certify, change, largest, preserve_values
+from ..discovery import apply_random_symmetry_, find_symmetric_pairs
+from ..modules import Wide, check_model, copied, preserve_model_state, widened
 from ..pairs import SymmetricPair
-from ..registry import PairList, find_symmetric_pairs, usable
-from .kinds import Symmetry
-from .listing import symmetries_of
-from .wiring import State, Wiring, wiring_of
+from ..stacks import PairList, stacks
+from .kinds import Symmetry, symmetries_of
+from .wiring import State, Wiring, neuron_pairs, wiring_of
 
-__all__ = ["CanonicalForm", "apply_random_moves_", "canonical_form", "canonicalize_", "count", "neuron_pairs"]
+__all__ = [
+    "CanonicalForm",
+    "WholeVerification",
+    "apply_random_moves_",
+    "canonical_form",
+    "canonicalize_",
+    "verify_whole",
+]
 
 
 @dataclass(frozen=True)
@@ -86,39 +93,6 @@ class CanonicalForm:
         return "\n".join(lines)
 
 
-def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
-    r"""Return the pairs of hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
-
-    u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
-
-    Parameters
-    ----------
-    wiring : Wiring or None
-
-    Returns
-    -------
-    list of SymmetricPair
-        Without a group where parameters are not trainable, or not parameters.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import neuron_pairs, wiring_of
-    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
-    >>> [str(p.group) for p in neuron_pairs(wiring_of(encoder))]
-    ['(ℝ+)^16']
-    """
-    found = []
-    for n in [] if wiring is None else wiring.neurons:
-        up, down = n.up, n.down
-        size = down.W.numel() // down.W.shape[down.stream_dim]
-        G = Projection(up.module, up.weight, up.bias, n.first, conv1d=up.transposed).input_blocks(0, size, 0, size)
-        H = Projection(down.module, down.weight, conv1d=down.transposed).output_blocks(0, size)
-        group = GL(size, diagonal=True, positive=n.kind == "relu")
-        found.append(SymmetricPair(n.name, n.kind, group, G, H, part="neurons"))
-    return [usable(p) for p in merged(found)]
-
-
 @torch.no_grad()
 def canonical_form(
     model: nn.Module, *, classes: bool = False, pairs: Iterable[SymmetricPair] | None = None, state: State | None = None
@@ -176,28 +150,20 @@ def canonical_form(
     for s in symmetries:
         s.fold(state)
     constant: dict[Tensor, Tensor] = {}
-    whole: set[tuple[int, ...]] = set()
-    for c in (c for s in symmetries for c in s.constant):
-        p = c.tensor if isinstance(c, Block) else c
-        mask = constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-        if isinstance(c, Block):
-            c.of(mask).fill_(True)
-            whole.add((id(p), c.offset))
-        else:
-            mask.fill_(True)
-    kept = PairList(_without(p, whole) for p in pairs)
+    fixed = [b for s in symmetries for b in s.constant]
+    for b in fixed:
+        p = b.tensor
+        b.of(constant.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))).fill_(True)
+    kept = PairList(_without(p, {b.key for b in fixed}) for p in pairs)
     values = {p: value.to(at_least_float32(p.dtype)) for p, value in state.items()}
     return CanonicalForm(values, constant, kept, symmetries, refused, wiring)
 
 
-def _without(pair: SymmetricPair, constant: set[tuple[int, ...]]) -> SymmetricPair:
+def _without(pair: SymmetricPair, constant: Collection[object]) -> SymmetricPair:
     """Remove the constant blocks from a pair."""
     if pair.group is None:
         return pair
-    G, H = (
-        tuple(b for b in blocks if (id(b.tensor), b.offset) not in constant or b.rows > 1)
-        for blocks in (pair.G, pair.H)
-    )
+    G, H = (tuple(b for b in blocks if b.key not in constant) for blocks in (pair.G, pair.H))
     return replace(pair, G=G, H=H, null=())
 
 
@@ -245,34 +211,6 @@ def canonicalize_(model: nn.Module, *, classes: bool = False) -> CanonicalForm:
     form = canonical_form(model, classes=classes)
     _write(form.values)
     return form
-
-
-def count(model: nn.Module, *, classes: bool = False) -> dict[str, int]:
-    """Count the dimensions of all continuous symmetries of a network's weights.
-
-    Parameters
-    ----------
-    model : nn.Module
-        As for :func:`canonical_form`.
-    classes : bool
-        As for :func:`canonical_form`.
-
-    Returns
-    -------
-    dict of str to int
-        Dimension by kind. For the families that the adapters know, there are no others: tests compare the sum with
-        :func:`nullity`.
-
-    Examples
-    --------
-    See :func:`register_wiring`.
-
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import count
-    >>> count(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
-    {'qk': 32, 'vo': 32, 'key bias': 8}
-    """
-    return canonical_form(model, classes=classes).dimensions
 
 
 @torch.no_grad()
@@ -323,3 +261,137 @@ def apply_random_moves_(
         s.move(state, scale * standard_normal(tuple(s.shape), state.of(s.parameters[0]), generator))
     _write({p: value.to(p.dtype) for p, value in state.items()})
     return list(dict.fromkeys(s.kind for s in moving))
+
+
+@dataclass(frozen=True)
+class WholeVerification:
+    """What the outputs' gradient and finite moves say about every kind of symmetry.
+
+    Attributes
+    ----------
+    residuals : dict of str to float
+        By kind: the largest derivative of the outputs along a symmetry, relative to the lengths of gradient and move.
+    changes : dict of str to float
+        By kind: the largest change of an output when all symmetries of the kind move, relative to the largest output.
+    tolerance : float
+        Values up to this count as rounding.
+
+    Examples
+    --------
+    See :func:`verify_whole`.
+
+    >>> from quotient_manifolds.symmetries.whole import WholeVerification
+    >>> WholeVerification({"gain": 1e-16}, {"gain": 0.1, "shift": 1e-15}).failures
+    ['gain']
+    """
+
+    residuals: dict[str, float]
+    changes: dict[str, float]
+    tolerance: float = 1e-8
+
+    @property
+    def failures(self) -> list[str]:
+        """The kinds that are not symmetries."""
+        kinds = self.residuals | self.changes
+        both = (self.residuals, self.changes)
+        return [k for k in kinds if not all(of.get(k, 0.0) <= self.tolerance for of in both)]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every kind is a symmetry."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = [f"{'':<12} {'gradient':>9} {'move':>9}"]
+        for kind, moved in self.changes.items():
+            residual = f"{self.residuals[kind]:>9.0e}" if kind in self.residuals else " " * 9
+            wrong = "  NOT A SYMMETRY" * (kind in self.failures)
+            lines.append(f"{kind:<12} {residual} {moved:>9.0e}{wrong}")
+        return "\n".join(lines)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def verify_whole(
+    model: nn.Module,
+    batch: Any,
+    seed: int = 0,
+    *,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    classes: bool = False,
+) -> WholeVerification:
+    """Certify every kind of symmetry of a network, heads, neurons and all others, and move it.
+
+    It is done on a canonicalised copy in float64.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A network of a known class, see :func:`register_wiring`; it is left unchanged.
+    batch : object
+        A batch for ``forward``; floating-point tensors are widened.
+    seed : int
+        Seed of the cotangent and the moves.
+    forward : callable
+        ``forward(model, batch)`` → outputs, of which the first one that is not a single number is compared.
+    classes : bool
+        The outputs are used only through a softmax over their last dimension.
+
+    Returns
+    -------
+    WholeVerification
+        ``print`` shows a row for each kind.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries.whole import verify_whole
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> encoder = torch.nn.TransformerEncoder(layer, 2)
+    >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
+    True
+    """
+    twin, wide = copied(model).double().requires_grad_(), widened(batch)
+
+    def outputs() -> list[Tensor]:
+        with Wide():
+            found = [t for t in floats(forward(twin, wide)) if t.dim()]
+        # The first output that is not a loss; others, such as hidden states, need not be invariant.
+        return [t.log_softmax(-1) if classes else t for t in found[:1]]
+
+    with preserve_model_state(twin):
+        form, parameters, generator = canonicalize_(twin, classes=classes), list(twin.parameters()), torch.Generator()
+        at = [t for t in outputs() if t.requires_grad]
+        draws = [standard_normal(tuple(t.shape), t, generator.manual_seed(seed)) for t in at]
+        slopes = torch.autograd.grad(at, parameters, draws, allow_unused=True)
+        gradients: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, slopes, strict=True) if g is not None}
+        residuals, changes = dict[str, float](), dict[str, float]()
+        of_pairs = [(p.kind, r) for p, r in certify(stacks(form.pairs), gradients).residuals.items()]
+        for kind, residual in [*of_pairs, *((s.kind, _residual(s, gradients)) for s in form.symmetries)]:
+            residuals[kind] = largest([residuals.get(kind, 0.0), residual])
+        for kind in form.dimensions:
+            pairs = [p for p in form.pairs if p.kind == kind]
+            with torch.no_grad(), preserve_values(parameters):
+                if pairs:
+                    apply_random_symmetry_(twin, seed=seed, pairs=pairs)
+                else:
+                    apply_random_moves_(twin, seed=seed, classes=classes, kinds=[kind])
+                changes[kind] = change([t.detach() for t in at], outputs())
+    return WholeVerification(residuals, changes)
+
+
+def _residual(s: Symmetry, gradients: dict[Tensor, Tensor]) -> float:
+    """Return the derivative along a symmetry at t = 0, relative to the gradient's and the move's lengths."""
+    t = torch.zeros(s.shape, dtype=torch.float64, device=s.parameters[0].device, requires_grad=True)
+    at, near = State(), State()
+    s.move(at, t)
+    step = 1e-4 * standard_normal(tuple(s.shape), t, torch.Generator().manual_seed(0))
+    s.move(near, step)
+    known = [p for p in s.parameters if p in gradients and at.of(p).requires_grad]
+    if not known:
+        return 0.0
+    (along,) = torch.autograd.grad(torch.stack([(gradients[p] * at[p]).sum() for p in known]).sum(), t)
+    floor = 1e-6 * max(float(g.norm()) for g in gradients.values())  # a gradient may be pure rounding error
+    moved = sum(max(float(gradients[p].norm()), floor) * float((near.of(p) - p.detach()).norm()) for p in known)
+    sizes = moved / float(step.norm())
+    return float(along.norm()) / sizes if sizes else 0.0

@@ -1,23 +1,26 @@
 """The kinds of continuous symmetry outside the heads: moves of weights that do not change the network's function.
 
-One function for each kind makes its :class:`Symmetry`. They are folded in the order in which ``symmetries_of`` lists
-them; each formula assumes that the earlier ones were folded. Notation: d is the width of the stream, γ ⊙ n(x) + β a
-norm's output, W x + b a reader (fed by a norm) or a writer (added to the stream).
+One function for each kind makes its :class:`Symmetry`; :func:`symmetries_of` lists them in the order of folding, and
+each formula assumes that the earlier ones were folded. Notation: d is the width of the stream, γ ⊙ n(x) + β a norm's
+output, W x + b a reader (fed by a norm) or a writer (added to the stream). A reader without a bias has a substitute for
+it after a centring norm: with u = 1/γ, W + v uᵀ adds v uᵀβ to its output and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from ..blocks import Block
+from ..blocks import Block, block
 from ..pairs import SymmetricPair
-from .wiring import Affine, Norm, Site, State, Table, Wiring
+from .wiring import Affine, Norm, Site, State, Wiring, transposed
 
-__all__ = ["Symmetry"]
+__all__ = ["Symmetry", "symmetries_of"]
 
 
 @dataclass(eq=False)
@@ -32,10 +35,10 @@ class Symmetry:
         Number of directions that are not among those of another symmetry of the list.
     shape : tuple of int
         Shape of t, which says how far to move; t = 0 changes nothing.
-    parameters : list of Tensor
-        The parameters that move.
-    constant : list of Tensor or Block
-        Parameters, or blocks of them, that have a fixed value once the symmetry is folded.
+    blocks : sequence of Block
+        What moves.
+    constant : sequence of Block
+        What has a fixed value once the symmetry is folded.
     move : callable
         ``move(state, t)`` moves a :class:`State`, differentiably.
     fold : callable
@@ -54,223 +57,167 @@ class Symmetry:
     name: str
     dimension: int
     shape: tuple[int, ...]
-    parameters: list[Tensor] = field(repr=False)
-    constant: list[Tensor | Block] = field(repr=False)
+    blocks: Sequence[Block] = field(repr=False)
+    constant: Sequence[Block] = field(repr=False)
     move: Callable[[State, Tensor], None] = field(repr=False)
     fold: Callable[[State], None] = field(repr=False)
 
-    def __post_init__(self) -> None:
-        self.parameters = list(dict.fromkeys(self.parameters))
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that move, each once."""
+        return list(dict.fromkeys(b.tensor for b in self.blocks))
 
 
-def null_input(norm: Norm, state: State, like: Tensor) -> Tensor:
+def scaling(
+    kind: str, name: str, unit: Block, alike: Sequence[Block], against: Sequence[Block], offset: float = 0.0
+) -> Symmetry:
+    """Multiply u + offset and some rows by s, divide others by s: u is γ or LayerScale. Folded, u + offset = 1."""
+
+    def divide(state: State, r: Tensor) -> None:
+        safe = torch.where(r == 0, torch.ones_like(r), r)
+        state.write(unit, (state.read(unit) + offset) / safe - offset)
+        for rows in alike:
+            state.write(rows, state.read(rows) / safe)
+        for rows in against:
+            state.write(rows, state.read(rows) * r)
+
+    def fold(state: State) -> None:
+        divide(state, state.read(unit)[0] + offset)
+        state.write(unit, torch.ones_like(state.read(unit)) - offset)
+
+    d, moving = unit.size[1], [unit, *alike, *against]
+    return Symmetry(kind, name, d, (d,), moving, [unit], lambda state, t: divide(state, torch.exp(-t)), fold)
+
+
+def gain(site: Site, unit: Block) -> Symmetry:
+    """γ → γ s, β → β s, columns of the readers / s: a norm that only linear layers read. Folded, γ = 1."""
+    its = site.norm
+    plain = scaling("gain", site.name, unit, its.blocks[1:], [r.matrix for r in site.readers], its.offset)
+
+    def fold(state: State) -> None:
+        if its.shift is not None and _has_zeros(its, state, unit):  # there β is a bias and must be folded first
+            shift(site, its.shift).fold(state)
+        plain.fold(state)
+
+    return replace(plain, fold=fold)
+
+
+def _has_zeros(norm: Norm, state: State, like: Block) -> bool:
+    return not bool((norm.gamma(state, state.read(like)[0]) != 0).all())
+
+
+def _null_input(norm: Norm, state: State, like: Tensor) -> Tensor:
     """Return u with uᵀ(γ ⊙ n(x)) = 0 for all x after a centring norm: 1/γ, or a mark of the zeros of γ."""
-    gamma = norm.gamma(state)
-    if gamma is None:
-        return torch.ones_like(like)
+    gamma = norm.gamma(state, like)
     return 1 / gamma if bool((gamma != 0).all()) else (gamma == 0).to(gamma.dtype)
 
 
-def gain(site: Site) -> Symmetry:
-    """γ → γ s, β → β s, columns of the readers / s: a norm that only linear layers read. Folded, γ = 1."""
-    norm, readers, p = site.norm, site.readers, site.norm.parameters[0]
-
-    def divide(state: State, r: Tensor, after: Tensor) -> None:
-        state[p] = after - norm.offset
-        if norm.shift is not None:
-            state[norm.shift] = state.of(norm.shift) / torch.where(r == 0, torch.ones_like(r), r)
-        for reader in readers:
-            reader.set_matrix(state, reader.matrix(state) * r)
-
-    def move(state: State, t: Tensor) -> None:
-        divide(state, torch.exp(-t), (state.of(p) + norm.offset) * torch.exp(t))
-
-    def fold(state: State) -> None:
-        gamma = state.of(p) + norm.offset
-        if norm.shift is not None and not bool(
-            (gamma != 0).all()
-        ):  # where γ is 0, β is a bias and must be folded first
-            shift(site).fold(state)
-        divide(state, gamma, torch.ones_like(gamma))
-
-    d = p.numel()
-    return Symmetry("gain", site.name, d, (d,), [*norm.parameters, *(r.W for r in readers)], [p], move, fold)
+def _substitute(state: State, reader: Affine, norm: Norm | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W, u and β of a reader without a bias."""
+    assert norm is not None
+    assert norm.shift is not None
+    W, beta = state.read(reader.matrix), state.read(norm.shift)[0]
+    return W, _null_input(norm, state, beta), beta
 
 
-def shift(site: Site) -> Symmetry:
-    r"""β → β + t, which the readers' biases take back; post-norm the next writer's bias does so for the stream.
+def _constant(state: State, reader: Affine, norm: Norm | None) -> Tensor:
+    """Read what a reader adds to its output: b, or what W has along u."""
+    if reader.bias is not None:
+        return state.read(reader.bias)[0]
+    W, u, beta = _substitute(state, reader, norm)
+    return (W @ u) * (u @ beta) / (u @ u)
 
-    A reader W without a bias has a substitute for it after a centring norm: with u = 1/γ, W + v uᵀ adds v uᵀβ to its
-    output and nothing else. Folded, β is 0, or γ/√d where it must serve as that bias.
+
+def _add_constant(state: State, reader: Affine, norm: Norm | None, c: Tensor) -> None:
+    if reader.bias is not None:
+        state.add(reader.bias, c)
+    elif not reader.blind:
+        W, u, beta = _substitute(state, reader, norm)
+        state.write(reader.matrix, W + torch.outer(c / (u @ beta), u))
+
+
+def shift(site: Site, beta: Block) -> Symmetry:
+    """β → β + t, which the readers' biases take back; post-norm the next writer's bias does so for the stream.
+
+    Folded, β is 0, or γ/√d where it must serve as a reader's bias.
     """
-    norm, readers, carried, p = site.norm, site.readers, site.carried, site.norm.parameters[-1]
+    d, carried = beta.size[1], None if site.carried is None else site.carried.bias
+    seeing = [r for r in site.readers if r.bias is not None or not r.blind]
 
     def move(state: State, t: Tensor) -> None:
-        state[p] = after = state.of(p) + t
-        for r in readers:
-            change = -(r.matrix(state) @ t)
-            if r.b is not None or r.blind:
-                r.add_to_bias(state, change)
-            else:
-                u = null_input(norm, state, t)
-                r.set_matrix(state, r.matrix(state) + torch.outer(change / (u @ after), u))
+        state.add(beta, t)
+        for r in seeing:
+            _add_constant(state, r, site.norm, -(state.read(r.matrix) @ t))
         if carried is not None:
-            carried.add_to_bias(state, -t)
+            state.add(carried, -t)
 
     def fold(state: State) -> None:
-        before = state.of(p)
-        target = torch.zeros_like(before)
-        if any(r.b is None and not r.blind for r in readers):
-            gamma = norm.gamma(state)
-            target = (torch.ones_like(before) if gamma is None else gamma) / before.numel() ** 0.5
+        before = state.read(beta)[0]
+        open_ends = any(r.bias is None for r in seeing)
+        target = site.norm.gamma(state, before) / d**0.5 if open_ends else torch.zeros_like(before)
         move(state, target - before)
-        state[p] = target
+        state.write(beta, target)
 
-    moving = [p, *(r.W if r.b is None else r.b for r in readers if r.b is not None or not r.blind)]
-    moving += [carried.b] if carried is not None and carried.b is not None else []
-    return Symmetry("shift", site.name, p.numel(), (p.numel(),), moving, [p], move, fold)
+    moving = [beta, *(r.bias or r.matrix for r in seeing), *([] if carried is None else [carried])]
+    return Symmetry("shift", site.name, d, (d,), moving, [beta], move, fold)
 
 
 def reader(site: Site, affine: Affine) -> Symmetry:
-    """W → W + v uᵀ, b → b − v uᵀβ with u = 1/γ: n(x) sums to 0 behind a LayerNorm. Folded, W u = 0."""
-    norm = site.norm
+    """W → W + v uᵀ, b → b − v uᵀβ: n(x) sums to 0 behind a LayerNorm. Folded, W u = 0."""
+    its, rows = site.norm, affine.matrix.rows
 
     def move(state: State, t: Tensor) -> None:
-        W = affine.matrix(state)
-        u = null_input(norm, state, W[0])
-        affine.set_matrix(state, W + torch.outer(t, u))
-        if norm.shift is not None:
-            affine.add_to_bias(state, -t * (u @ state.of(norm.shift)))
+        W = state.read(affine.matrix)
+        u = _null_input(its, state, W[0])
+        state.write(affine.matrix, W + torch.outer(t, u))
+        if its.shift is not None and affine.bias is not None:
+            state.add(affine.bias, -t * (u @ state.read(its.shift)[0]))
 
     def fold(state: State) -> None:
-        W = affine.matrix(state)
-        u = null_input(norm, state, W[0])
+        W = state.read(affine.matrix)
+        u = _null_input(its, state, W[0])
         move(state, -(W @ u) / (u @ u))
 
-    rows = len(affine.matrix(State()))
-    return Symmetry("reader", site.name, rows, (rows,), affine.parameters, [], move, fold)
+    return Symmetry("reader", site.name, rows, (rows,), affine.blocks, [], move, fold)
 
 
-def writer(name: str, affine: Affine, kind: str = "writer", overlap: int = 0) -> Symmetry:
-    """W → W + 1 vᵀ, b → b + c 1: what a LayerNorm centres; or (kind "classes") the logits of a softmax."""
-
-    def move(state: State, t: Tensor) -> None:
-        W = affine.matrix(state)
-        affine.set_matrix(state, W + t[: W.shape[1]])
-        if affine.b is not None:
-            affine.add_to_bias(state, t[-1])
-
-    def fold(state: State) -> None:
-        t = -affine.matrix(state).mean(0)
-        move(state, t if affine.b is None else torch.cat([t, -state.of(affine.b).mean(0, keepdim=True)]))
-
-    size = affine.W.numel() // affine.W.shape[affine.stream_dim] + (affine.b is not None)
-    return Symmetry(kind, name, size - overlap, (size,), affine.parameters, [], move, fold)
-
-
-def writer_table(name: str, table: Table, kind: str = "writer") -> Symmetry:
-    """Vectors of a stream that a LayerNorm centres: each + c 1; or (kind "classes") biases of a softmax's logits."""
-
-    def fold(state: State) -> None:
-        table.add(state, -table.vectors(state).mean(1, keepdim=True))
-
-    rows = table.vectors(State()).shape[0]
-    return Symmetry(kind, name, rows, (rows, 1), [table.parameter], [], table.add, fold)
-
-
-def common(name: str, source: Table, targets: Sequence[Table], centred: bool) -> Symmetry:
-    """Vectors that are always added together: a → a + t, b → b − t. Folded, the mean of the first is 0."""
-    p = source.parameter
-    d = p.shape[-1]
-    alone: list[Tensor | Block] = [p] if p.numel() == d else []
-    moving = [p, *(target.parameter for target in targets)]
+def centring(kind: str, name: str, vectors: Sequence[Block], overlap: int = 0) -> Symmetry:
+    """Add c 1 to every row v: what a LayerNorm centres, or (kind "classes") weights of a softmax's logits."""
+    sizes = [rows.rows for rows in vectors]
 
     def move(state: State, t: Tensor) -> None:
-        source.add(state, t)
-        for target in targets:
-            target.add(state, -t)
+        for rows, c in zip(vectors, t.split(sizes), strict=True):
+            state.add(rows, c[:, None])
 
     def fold(state: State) -> None:
-        move(state, -source.vectors(state).mean(0))
-        if alone:
-            state[p] = torch.zeros_like(state.of(p))
+        for rows in vectors:
+            state.add(rows, -state.read(rows).mean(1, keepdim=True))
 
-    # The part along 1 belongs to the writers already.
-    return Symmetry("embeddings", name, d - centred, (d,), moving, alone, move, fold)
+    return Symmetry(kind, name, sum(sizes) - overlap, (sum(sizes),), vectors, [], move, fold)
 
 
-def layer_scale(name: str, scale: Table, affine: Affine) -> Symmetry:
-    """λ → λ s, the writer's rows and bias / s. Folded, λ = 1."""
-    p = scale.parameter
-
-    def divide(state: State, r: Tensor, after: Tensor) -> None:
-        state[p] = after
-        affine.set_matrix(state, affine.matrix(state) * r[:, None])
-        if affine.b is not None:
-            state[affine.b] = state.of(affine.b) * r
+def exchange(kind: str, name: str, source: Sequence[Block], targets: Sequence[Block], dimension: int) -> Symmetry:
+    """Add t to some rows, −t to those they are always added to, or add it to all scores. Folded, the mean is 0."""
+    alone = [b for b in source if len(source) == b.rows == 1 and b.tensor.numel() == b.size[1]]
 
     def move(state: State, t: Tensor) -> None:
-        divide(state, torch.exp(-t), state.of(p) * torch.exp(t).view(p.shape))
+        for rows in source:
+            state.add(rows, t)
+        for rows in targets:
+            state.add(rows, -t)
 
     def fold(state: State) -> None:
-        divide(state, state.of(p).flatten(), torch.ones_like(state.of(p)))
+        move(state, -torch.cat([state.read(rows) for rows in source]).mean(0))
+        for rows in alone:
+            state.write(rows, torch.zeros_like(state.read(rows)))
 
-    return Symmetry("layer scale", name, p.numel(), (p.numel(),), [p, *affine.parameters], [p], move, fold)
-
-
-@dataclass(frozen=True)
-class _Bias:
-    """What adds a constant to a head's keys or values: a bias or, after a norm with a shift, the part of W along u."""
-
-    block: Block
-    norm: Norm | None = None
-
-    def read(self, state: State) -> Tensor:
-        part = self.block.of(state.of(self.block.tensor).contiguous())
-        if self.norm is None:
-            return part[0]
-        u, beta = self._directions(state, part)
-        return (u @ part) * (u @ beta) / (u @ u)
-
-    def add(self, state: State, t: Tensor) -> None:
-        whole = state.of(self.block.tensor).clone(memory_format=torch.contiguous_format)
-        part = self.block.of(whole)
-        if self.norm is None:
-            part.add_(t)
-        else:
-            u, beta = self._directions(state, part)
-            part.add_(torch.outer(u, t / (u @ beta)))
-        state[self.block.tensor] = whole
-
-    def _directions(self, state: State, part: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.norm is not None
-        return null_input(self.norm, state, part[:, 0]), state.of(self.norm.parameters[-1])
-
-    @property
-    def constant(self) -> list[Tensor | Block]:
-        return [self.block] if self.norm is None else []
-
-
-def _bias_of(blocks: Sequence[Block], norms: Mapping[Tensor, Norm]) -> _Bias | None:
-    """Find what serves as the only bias of a head's keys or values."""
-    biases = [b for b in blocks if b.rows == 1]
-    if len(biases) == 1:
-        return _Bias(biases[0])
-    return _Bias(blocks[0], norms[blocks[0].tensor]) if len(blocks) == 1 and blocks[0].tensor in norms else None
+    return Symmetry(kind, name, dimension, (source[0].size[1],), [*source, *targets], alone, move, fold)
 
 
 def key_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | None:
     """b_k → b_k + t adds one number to all scores of a query, which softmax ignores. Folded, b_k = 0."""
-    substitute = pair.kind == "qk" and pair.group is not None and not pair.group.diagonal and len(pair.H) == 1
-    bias = _bias_of(pair.null or (pair.H if substitute else ()), norms)
-    # Beside a key that is always zero, a number added to the scores of all other keys counts.
-    if bias is None or getattr(bias.block.module, "add_zero_attn", False):
-        return None
-    h = bias.block.size[1]
-    return Symmetry(
-        "key bias", pair.name, h, (h,), [bias.block.tensor], bias.constant, bias.add,
-        lambda state: bias.add(state, -bias.read(state)),
-    )  # fmt: skip
+    plain = pair.kind == "qk" and pair.group is not None and not pair.group.diagonal and len(pair.H) == 1
+    return _head_bias("key bias", pair.name, pair.null or (pair.H if plain else ()), norms, [])
 
 
 def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | None:
@@ -279,90 +226,148 @@ def value_bias(pair: SymmetricPair, norms: Mapping[Tensor, Norm]) -> Symmetry | 
     None where values or outputs have no bias.
     """
     plain = pair.kind == "vo" and pair.group is not None and not pair.group.diagonal
-    found = [(b, getattr(b.module, "bias", None)) for b in pair.H if b.attribute == "weight"]
-    outputs = [(b, bias) for b, bias in found if isinstance(bias, Tensor)]
-    if not plain or len(outputs) < len(pair.H):
+    layers = [b for b in pair.H if b.attribute == "weight" and getattr(b.module, "bias", None) is not None]
+    if not plain or len(layers) < len(pair.H):
         return None
-    own = _bias_of(pair.G, norms)
-    if own is None or getattr(own.block.module, "add_zero_attn", False):
+    return _head_bias("value bias", pair.name, pair.G, norms, [(b, block(b.module, "bias")) for b in layers])
+
+
+def _head_bias(
+    kind: str, name: str, rows: Sequence[Block], norms: Mapping[Tensor, Norm], outputs: Sequence[tuple[Block, Block]]
+) -> Symmetry | None:
+    """Move the only bias in the rows of a head, or what stands for it, against the biases of ``outputs``."""
+    biases = [b for b in rows if b.rows == 1]
+    its = norms.get(rows[0].tensor) if len(rows) == 1 and not biases else None
+    # Beside a key that is always zero, a number added to the scores of all other keys counts.
+    if (len(biases) != 1 and its is None) or getattr(rows[0].module, "add_zero_attn", False):
         return None
+    own, h = Affine(transposed(rows[0]), biases[0] if biases else None), rows[0].size[1]
 
     def move(state: State, t: Tensor) -> None:
-        own.add(state, t)
-        for b, bias in outputs:
-            state[bias] = state.of(bias) - b.of(state.of(b.tensor).contiguous()) @ t
+        _add_constant(state, own, its, t)
+        for matrix, bias in outputs:
+            state.add(bias, -(state.read(matrix) @ t))
 
-    h = own.block.size[1]
-    moving = [own.block.tensor, *(bias for _, bias in outputs)]
-    return Symmetry(
-        "value bias", pair.name, h, (h,), moving, own.constant, move, lambda state: move(state, -own.read(state))
-    )
+    moving = [own.bias or rows[0], *(bias for _, bias in outputs)]
+    return Symmetry(kind, name, h, (h,), moving, biases, move, lambda s: move(s, -_constant(s, own, its)))
 
 
 def qk_gain(name: str, queries: Norm, keys: Norm) -> Symmetry:
     """Gains of the norms of queries and keys, scaled inversely in every plane that RoPE rotates: q s, k / s."""
-    (q, k), norms = (queries.parameters[0], keys.parameters[0]), (queries, keys)
-
-    def gammas(state: State) -> list[Tensor]:
-        return [state.of(p) + norm.offset for p, norm in zip((q, k), norms, strict=True)]
+    (q,), (k,), size = queries.blocks, keys.blocks, queries.blocks[0].size[1] // 2
 
     def move(state: State, t: Tensor) -> None:
-        for p, norm, gamma, sign in zip((q, k), norms, gammas(state), (1, -1), strict=True):
-            state[p] = gamma * torch.exp(sign * t).repeat(2) - norm.offset
+        for rows, offset, s in ((q, queries.offset, t), (k, keys.offset, -t)):
+            state.write(rows, (state.read(rows) + offset) * torch.exp(s).repeat(2) - offset)
 
     def fold(state: State) -> None:
-        of_q, of_k = (gamma.view(2, -1).norm(dim=0) for gamma in gammas(state))
+        of_q, of_k = ((state.read(b) + n.offset).view(2, -1).norm(dim=0) for b, n in ((q, queries), (k, keys)))
         move(state, torch.log(of_k / of_q).nan_to_num(0, 0, 0) / 2)
 
-    size = q.numel() // 2
     return Symmetry("q/k gains", name, size, (size,), [q, k], [], move, fold)
 
 
-def score_bias(name: str, tables: Sequence[Table]) -> Symmetry:
-    """Scores by relative position, (positions, heads): + one number a head, which softmax ignores."""
-
-    def move(state: State, t: Tensor) -> None:
-        for table in tables:
-            table.add(state, t)
-
-    def fold(state: State) -> None:
-        move(state, -torch.cat([table.vectors(state) for table in tables]).mean(0))
-
-    p = tables[0].parameter
-    return Symmetry("score bias", name, p.shape[-1], (p.shape[-1],), [p], [], move, fold)
-
-
-def rotation(name: str, wiring: Wiring, shifts: Sequence[Tensor] = ()) -> Symmetry:
+def rotation(name: str, w: Wiring, shifts: Sequence[Block]) -> Symmetry:
     """Rotate the whole stream, x → Q x, Q orthogonal, with Q 1 = 1 for LayerNorm; needs all gains folded.
 
     ``shifts`` are those of norms that could not be folded; they lie in the stream as well.
 
     There is no fold, because the metrics of pairs and of vectors in the stream do not depend on it.
     """
-    readers = {(id(r.module), r.weight, r.inputs, r.outputs): r for s in wiring.sites for r in s.readers}
-    tables = list(dict.fromkeys(t.parameter for _, t in wiring.tables))
-    d = int(next(iter(readers.values())).matrix(State()).shape[1])
-    k = d - wiring.centred
+    vectors = [r.matrix for s in w.sites for r in s.readers] + [b for _, a in w.writers for b in a.written] + [*shifts]
+    vectors += [replace(b, offset=0, size=(b.tensor.numel() // b.size[1], b.size[1])) for _, b in w.tables]
+    vectors = list({b.key: b for b in vectors}.values())
+    d, k = vectors[0].size[1], vectors[0].size[1] - w.centred
 
     def move(state: State, t: Tensor) -> None:
         skew = t - t.mT
-        if wiring.centred:  # act on the space orthogonal to 1
+        if w.centred:  # act on the space orthogonal to 1
             frame = torch.eye(d, dtype=t.dtype, device=t.device)
             frame[:, 0] = 1
             basis = torch.linalg.qr(frame).Q[:, 1:]
             skew = basis @ skew @ basis.mT
         Q = torch.linalg.matrix_exp(skew)
-        for r in readers.values():
-            r.set_matrix(state, r.matrix(state) @ Q.mT)
-        for _, w in wiring.writers:
-            w.set_matrix(state, Q @ w.matrix(state))
-            if w.b is not None:
-                state[w.b] = Q @ state.of(w.b)
-        for p in shifts:
-            state[p] = Q @ state.of(p)
-        for p in tables:
-            state[p] = state.of(p) @ Q.mT
+        for rows in vectors:
+            state.write(rows, state.read(rows) @ Q.mT)
 
-    moving = [r.W for r in readers.values()] + [p for _, w in wiring.writers for p in w.parameters] + tables
-    moving += shifts
-    return Symmetry("rotation", name, k * (k - 1) // 2, (k, k), moving, [], move, lambda state: None)
+    return Symmetry("rotation", name, k * (k - 1) // 2, (k, k), vectors, [], move, lambda state: None)
+
+
+def symmetries_of(
+    wiring: Wiring | None, pairs: Sequence[SymmetricPair], *, classes: bool
+) -> tuple[list[Symmetry], dict[str, str]]:
+    """List the symmetries of a network outside its pairs, in the order of folding, and the refused ones with reasons.
+
+    ``classes``: the network's logits are used only through a softmax.
+    """
+    w = Wiring(closed=False) if wiring is None else wiring
+    found, refused, tied = list[Symmetry](), dict[str, str](), w.tied()
+
+    def add(s: Symmetry | None) -> bool:
+        reason = "" if s is None else _obstacle(s, tied)
+        if s is not None and reason:
+            refused[f"{s.kind}: {s.name}"] = reason
+        elif s is not None:
+            found.append(s)
+        return not reason
+
+    def foldable(site: Site, unit: Block) -> bool:
+        """Where a gain is 0, the shift after it must be folded first."""
+        beta = site.norm.shift
+        waits = beta is not None and _has_zeros(site.norm, State(), unit) and _obstacle(shift(site, beta), tied)
+        return bool(site.readers) and not site.carried and not waits
+
+    # A constant added by a writer, or a rotation, passes through no scale.
+    scaled = {a.W for name, unit, a in w.scales if not add(scaling("layer scale", name, unit, [], a.written))}
+    gains = [(site, site.norm.gain) for site in w.sites if site.norm.gain is not None]
+    folded = [foldable(site, unit) and add(gain(site, unit)) for site, unit in gains]
+    shifted: list[Site] = []
+    for site in w.sites:
+        beta = site.norm.shift
+        if beta is None or not site.readers:
+            continue
+        if not site.norm.centring and any(r.bias is None and not r.blind for r in site.readers):
+            refused[f"shift: {site.name}"] = "a reader without a bias"
+        elif site.carried is not None and site.carried.bias is None:
+            refused[f"shift: {site.name}"] = "the next writer has no bias"
+        elif add(shift(site, beta)):
+            shifted.append(site)
+    parts: Counter[Tensor] = Counter()
+    for site in w.sites:
+        for r in site.readers if site.norm.centring else ():
+            if site.norm.shift is None or r.bias is not None or r.blind:
+                parts[r.W] += add(reader(site, r))
+    for name, q, k in w.qk_norms:
+        add(qk_gain(name, q, k))
+    for name, tables in w.score_tables:
+        add(exchange("score bias", name, tables, [], tables[0].size[1]))
+    norms = {r.W: s.norm for s in shifted if s.norm.centring for r in s.readers if r.bias is None and not r.blind}
+    # Without a wiring nobody vouches that attention weights sum to 1.
+    for bias_of, pair in product((key_bias, value_bias) if w.sites else (key_bias,), pairs):
+        add(bias_of(pair, norms))
+    in_stream = {rows.tensor for _, rows in w.tables} | {p for _, a in w.writers for p in a.parameters}
+    for name, source, targets in w.common:  # the part along 1 belongs to the writers already
+        d = source.size[1] - (w.centred and source.tensor in in_stream)
+        add(exchange("embeddings", name, [source], targets, d))
+    for name, a in w.writers if w.centred and w.sites else ():
+        if a.W in scaled:
+            refused[f"writer: {name}"] = "its layer scale is not folded"
+        else:
+            add(centring("writer", name, a.written))
+    for name, rows in w.tables if w.centred and w.sites else ():
+        add(centring("writer", name, [rows]))
+    for name, a in w.classifiers if classes else ():
+        if not add(centring("classes", name, a.written, parts[a.W])) and a.bias is not None:
+            add(centring("classes", f"{name} biases", [a.bias]))
+    if w.closed and w.sites and not w.reads_stream_raw and all(folded) and not scaled:
+        add(rotation("the stream", w, [s.norm.shift for s in w.sites if s.norm.shift is not None and s not in shifted]))
+    return found, refused
+
+
+def _obstacle(s: Symmetry, tied: Container[Tensor]) -> str:
+    """Say why a symmetry cannot be folded, if it cannot."""
+    if any(p in tied for p in s.parameters):
+        return "weights that are used in another place too"
+    if any(not p.is_leaf for p in s.parameters):
+        return "weights that are computed"  # by pruning, for example
+    return "frozen weights" if any(not p.requires_grad for p in s.parameters) else ""

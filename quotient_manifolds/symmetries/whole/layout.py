@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .wiring import Affine, Neurons, Norm, Site, Table, Wiring
+from ..blocks import Block, block
+from .wiring import Affine, Neurons, Norm, Site, Wiring
 
-__all__ = ["Layout", "Sublayer", "affine", "has", "norm", "rectified", "table", "wire"]
+__all__ = ["Layout", "Sublayer", "affine", "has", "norm", "table", "wire"]
 
 
 @dataclass(frozen=True)
@@ -21,45 +26,55 @@ class Sublayer:
     ----------
     norm : str
         Before the sublayer (pre-norm) or after its sum with the stream (post-norm).
-    readers : tuple of str
-        Layers that read the stream.
+    readers : str
+        Layers that read the stream, separated by spaces; alternatives, separated by ``|``, are such lists.
     writer : str
         The layer whose output is added to it.
-    scale : str
-        Parameter of LayerScale.
     act : str
-        The activation between the last reader and the writer: ``"glu"``, ``"relu"``, or empty for others.
-    blind : tuple of str
-        Readers whose output may change by a constant without effect: keys.
+        What happens to the last reader's output before the writer: ``"glu"`` if it is gated, or where the activation is
+        found, below the model; one for each alternative of the readers, or one for all.
+    scale : str
+        Parameter of LayerScale, which may be missing.
+    blind : str
+        A reader whose output may change by a constant without effect: keys.
+    qk_norms : str
+        Norms of queries and of keys, under RoPE in halves.
     """
 
     norm: str
-    readers: tuple[str, ...]
+    readers: str
     writer: str
-    scale: str = ""
     act: str = ""
-    blind: tuple[str, ...] = ()
+    scale: str = ""
+    blind: str = ""
+    qk_norms: str = ""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A stack of layers between embeddings and a last norm.
+    """A stack of layers between embeddings and a last norm; a row of the table of architectures.
 
     Attributes
     ----------
     layers : str
-        Name of the list of layers.
-    sublayers : tuple of Sublayer
-        In their order within a layer.
+        Name of the list of layers; ``{}`` stands for the number of a group of them.
+    attention, mlp : Sublayer
+        The first and the last sublayer of a layer.
     last : str
         Pre-norm: the norm after the stack. Post-norm: the norm of the embeddings, before it.
-    tables : tuple of str
-        Parameters whose rows are added to the stream.
-    patches : str
-        A convolution that writes to it.
-    common : tuple of (str, str)
-        Parameters whose rows are always added to each other, each row of the first to one of the second. A name may end
-        in a range of rows, ``"position_embeddings[1:]"``, and several ranges may be joined: ``"words[:1]+words[2:]"``.
+    embeddings : str
+        What is added to the stream before the layers. ``"words + positions[2:], words + types"``: each row of the
+        second parameter is always added to one row of the first, and so is each of the third. A name may end in ranges
+        of rows, and in ``?`` if it may be missing; a convolution or linear layer writes all its outputs, and its bias
+        is what is added.
+    cross : Sublayer, optional
+        The second sublayer of three.
+    projection : str
+        Post-norm: a layer after the embeddings' norm, if they have another width than the stream.
+    first : str
+        A norm after the embeddings, whose output is the stream.
+    scores : str
+        Tables (positions, heads), wherever they are below the model, whose rows are added to the scores of a query.
     post_norm : bool
     centring : bool
         LayerNorm; else RMSNorm.
@@ -68,75 +83,105 @@ class Layout:
     """
 
     layers: str
-    sublayers: tuple[Sublayer, ...]
-    last: str
-    tables: tuple[str, ...] = ()
-    patches: str = ""
-    common: tuple[tuple[str, str], ...] = ()
+    attention: Sublayer
+    mlp: Sublayer
+    last: str = ""
+    embeddings: str = ""
+    cross: Sublayer | None = None
+    projection: str = ""
+    first: str = ""
+    scores: str = ""
     post_norm: bool = False
     centring: bool = True
     offset: float = 0.0
 
 
-def rectified(layout: Layout, act: str | None) -> Layout:
-    """Mark the hidden neurons of the last sublayer as rectified, if the configuration says so."""
-    if act != "relu":
-        return layout
-    *others, mlp = layout.sublayers
-    return replace(layout, sublayers=(*others, replace(mlp, act="relu")))
-
-
-def _find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
-    """Return the owner, the attribute and the value of the first of some names that exists."""
+def find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
+    """Return the owner, the attribute and the value of the first that exists of some names, separated by ``|``."""
     for name in names.split("|"):
         owner, _, attribute = name.rpartition(".")
-        try:
+        with suppress(AttributeError):
             module = root.get_submodule(owner)
-        except AttributeError:
-            continue
-        found = getattr(module, attribute, None)
-        if found is not None:
-            return module, attribute, found
+            value = getattr(module, attribute)
+            if value is not None:
+                return module, attribute, value
     raise AttributeError(f"{type(root).__name__} has none of {names}")
 
 
 def has(root: nn.Module, names: str) -> bool:
-    """Tell whether one of some names exists."""
-    try:
-        return _find(root, names)[2] is not None
-    except AttributeError:
-        return False
+    """Return whether one of some names exists."""
+    with suppress(AttributeError):
+        return find(root, names)[2] is not None
+    return False
 
 
-def affine(root: nn.Module, name: str, *, blind: bool = False) -> Affine:
-    """Describe a linear layer, a convolution, GPT-2's ``Conv1D``, or a bare matrix x ↦ x P."""
-    owner, attribute, found = _find(root, name)
-    if not isinstance(found, nn.Module):
-        return Affine(owner, attribute, "", transposed=True, blind=blind)
-    if isinstance(found, nn.MultiheadAttention):
-        return Affine(found, "in_proj_weight", "in_proj_bias", blind=blind)
-    plain = any(isinstance(found, kind) and type(found).forward is kind.forward for kind in (nn.Linear, nn.Conv2d))
-    if not plain and type(found).__name__ != "Conv1D":
-        raise AttributeError(f"{name} is a {type(found).__name__}, not a linear layer")
-    return Affine(found, transposed=type(found).__name__ == "Conv1D", blind=blind)
+def affine(
+    root: nn.Module, names: str, *, outputs: slice = slice(None), inputs: slice = slice(None), blind: bool = False
+) -> Affine:
+    """Describe a linear layer, a convolution, GPT-2's ``Conv1D``, all inputs of an attention, or a bare x ↦ x P.
+
+    Parameters
+    ----------
+    root : nn.Module
+    names : str
+        Name of the layer, or of the matrix P, below ``root``; of several, separated by ``|``, the first that exists.
+    outputs, inputs : slice
+        Rows and columns of W, where one layer writes or reads several things.
+    blind : bool
+        See :class:`Affine`.
+
+    Returns
+    -------
+    Affine
+
+    Raises
+    ------
+    AttributeError
+        None of the names exists, or the layer is not linear.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import affine
+    >>> affine(nn.Sequential(nn.Conv2d(3, 8, 2)), "0").matrix.size
+    (8, 12)
+    """
+    owner, weight, value = find(root, names)
+    bias, reverse = "", not isinstance(value, nn.Module)
+    if isinstance(value, nn.MultiheadAttention):
+        owner, weight, bias = value, "in_proj_weight", "in_proj_bias"
+    elif isinstance(value, nn.Module):
+        owner, weight, bias, reverse = value, "weight", "bias", type(value).__name__ == "Conv1D"
+        plain = any(isinstance(value, kind) and type(value).forward is kind.forward for kind in (nn.Linear, nn.Conv2d))
+        if not plain and not reverse:
+            raise AttributeError(f"{names} is a {type(value).__name__}, not a linear layer")
+    rows, columns = (inputs, outputs) if reverse else (outputs, inputs)
+    b = None if getattr(owner, bias, None) is None else block(owner, bias, outputs)
+    return Affine(block(owner, weight, rows, columns, transpose=reverse), b, blind, int(reverse))
 
 
-def norm(root: nn.Module, name: str, layout: Layout) -> Norm:
-    """Describe a norm."""
-    found = _find(root, name)[2]
+def norm(root: nn.Module, names: str, *, centring: bool = True, offset: float = 0.0) -> Norm:
+    """Describe a norm by its name, see :class:`Norm`; raise an AttributeError if it is of another kind."""
+    found = find(root, names)[2]
     rms = type(found).__name__.endswith(("RMSNorm", "T5LayerNorm"))
-    if not (isinstance(found, nn.LayerNorm) if layout.centring else rms):
-        raise AttributeError(f"{name} is a {type(found).__name__}, not the norm that is wired")
-    return Norm(found, layout.centring, layout.offset)
+    if not (isinstance(found, nn.LayerNorm) if centring else rms):
+        raise AttributeError(f"{names} is a {type(found).__name__}, not the norm that is wired")
+    gain, shift = (None if getattr(found, n, None) is None else block(found, n) for n in ("weight", "bias"))
+    return Norm(gain, shift, centring, offset)
 
 
-def table(root: nn.Module, name: str) -> Table:
-    """Describe the rows of a parameter, or of an embedding's: "positions[1:]"."""
-    name, _, part = name.partition("[")
-    first, last = (int(b) if b else None for b in (part.rstrip("]") or ":").split(":"))
-    rows = (first, last)
-    owner, attribute, found = _find(root, name)
-    return Table(found, "weight", rows) if isinstance(found, nn.Module) else Table(owner, attribute, rows)
+def table(root: nn.Module, name: str) -> list[Block]:
+    """Describe rows of a parameter (…, d), or of an embedding's: ``"words"``, ``"positions[1:]"``, ``"x[:1,2:]"``."""
+    names, _, ranges = name.partition("[")
+    owner, attribute, value = find(root, names)
+    if isinstance(value, nn.Module):
+        owner, attribute = value, "weight"
+
+    def part(bounds: str) -> Block:
+        rows = slice(*(int(bound) if bound else None for bound in bounds.split(":")))
+        return Block.from_view(owner, attribute, lambda w: w.view(-1, w.shape[-1])[rows])
+
+    return [part(bounds) for bounds in (ranges.rstrip("]") or ":").split(",")]
 
 
 def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], name: str = "") -> Wiring:
@@ -144,33 +189,80 @@ def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], na
 
     ``heads`` read the last norm's output; empty if the readers are not known.
     """
-    layers = _find(root, layout.layers)[2]
-    steps: list[tuple[str, nn.Module, Sublayer]] = []
-    for i, layer in enumerate(layers):
-        steps += [
-            (f"{name}{layout.layers.split('|')[0]}.{i}.{s.norm.split('|')[0]}", layer, s) for s in layout.sublayers
-        ]
-    read = [[affine(m, r, blind=r in s.blind) for r in s.readers] for _, m, s in steps]
-    written = [affine(m, s.writer) for _, m, s in steps]
-    norms: list[tuple[str, Norm | None]] = [(site, norm(m, s.norm, layout)) for site, m, s in steps]
-    end = (f"{name}{layout.last}", norm(root, layout.last, layout) if layout.last else None)
-    norms = [end, *norms] if layout.post_norm else [*norms, end]
-    carried = [*(written if layout.post_norm else [None] * len(written)), None]
-    for (site, its), readers, after in zip(norms, [*read, list(heads)], carried, strict=True):
-        if its is not None:
-            w.sites.append(Site(site, its, tuple(readers), after))
-    for (site, layer, s), readers, writer in zip(steps, read, written, strict=True):
-        w.writers.append((f"{site} writer", writer))
-        if s.scale and dict(layer.named_parameters()).get(s.scale) is not None:
-            w.scales.append((f"{site} scale", table(layer, s.scale), writer))
-        if s.act:
-            inner = writer.W.numel() // writer.W.shape[writer.stream_dim]
-            outer = readers[-1].W.shape[readers[-1].stream_dim]
-            w.neurons.append(Neurons(site, s.act, readers[-1], writer, outer - inner))
-    for t in layout.tables:
-        w.tables.append((f"{name}{t}", table(root, t)))
-    if layout.patches:
-        w.writers.append((f"{name}{layout.patches}", affine(root, layout.patches)))
-    for a, b in layout.common:
-        w.common.append((f"{name}{a}", table(root, a), tuple(table(root, part) for part in b.split("+"))))
+    norm_of = partial(norm, centring=layout.centring, offset=layout.offset)
+    _add_embeddings(w, root, layout, name)
+    end = (f"{name}{layout.last.split('|')[0]}", norm_of(root, layout.last)) if layout.last else None
+    if end and has(root, layout.projection):  # the first layer reads its output without a norm
+        w.sites.append(Site(*end, (affine(root, layout.projection),)))
+        end = None
+    prefix, layers = f"{name}{layout.layers.split('|')[0]}", find(root, layout.layers)[2]
+    for (i, layer), s in product(enumerate(layers), filter(None, (layout.attention, layout.cross, layout.mlp))):
+        site = f"{prefix}.{i}.{s.norm.split('|')[0]}"
+        its, (readers, writer) = norm_of(layer, s.norm), _add_sublayer(w, root, layer, s, site)
+        if not layout.post_norm:
+            w.sites.append(Site(site, its, readers))
+            continue
+        if end:
+            w.sites.append(Site(*end, readers, writer))
+        end = (site, its)
+    if end:
+        w.sites.append(Site(*end, tuple(heads)))
     return w
+
+
+def _add_sublayer(
+    w: Wiring, root: nn.Module, layer: nn.Module, s: Sublayer, name: str
+) -> tuple[tuple[Affine, ...], Affine]:
+    """Add what a sublayer writes, its scales and its neurons to a wiring; return its readers and its writer."""
+    choices, acts = [names.split() for names in s.readers.split("|")], s.act.split("|")
+    k = next((k for k, names in enumerate(choices) if all(has(layer, n) for n in names)), 0)
+    readers = tuple(affine(layer, n, blind=n in s.blind.split("|")) for n in choices[k])
+    writer = affine(layer, s.writer)
+    w.writers.append((f"{name} writer", writer))
+    if s.scale and has(layer, s.scale):
+        w.scales.append((f"{name} scale", table(layer, s.scale)[0], writer))
+    if s.qk_norms:
+        queries, keys = (norm(layer, n, centring=False) for n in s.qk_norms.split())
+        w.qk_norms.append((name, queries, keys))
+    act = acts[k % len(acts)]
+    if act not in ("", "glu"):
+        value = attrgetter(act)(root)
+        act = "relu" if value in ("relu", 1) or isinstance(value, nn.ReLU) else ""
+    if act:  # a gate's rows may come before the neurons'
+        first = readers[-1].matrix.rows - writer.matrix.size[1]
+        w.neurons.append(Neurons(name, act, affine(layer, choices[k][-1], outputs=slice(first, None)), writer))
+    return readers, writer
+
+
+def _add_embeddings(w: Wiring, root: nn.Module, layout: Layout, name: str) -> None:
+    """Add what is in the stream before the layers to a wiring, and the tables of scores."""
+    tables: dict[str, list[Block]] = {}
+    for row in filter(None, layout.embeddings.split(", ")):
+        added: list[tuple[str, list[Block]]] = []
+        for term in row.split(" + "):
+            names, bracket, rows = term.partition("[")
+            if names.endswith("?") and not has(root, names[:-1]):
+                continue
+            names = names.removesuffix("?")
+            if isinstance(find(root, names)[2], (nn.Embedding, Tensor)):
+                blocks = table(root, names + bracket + rows)
+                tables.setdefault(names, []).extend(blocks)
+            else:
+                writer = affine(root, names)
+                w.writers.append((f"{name}{names}", writer))
+                blocks = writer.blocks[1:]
+            added.append((names + bracket + rows, blocks))
+        for term, source in added[1:]:
+            w.common += [(f"{name}{term}", b, tuple(added[0][1])) for b in source if added[0][1]]
+    for names, blocks in tables.items():  # from the first to the last row
+        start, d = min(b.offset for b in blocks), blocks[0].size[1]
+        stop = max(b.offset + b.rows * d for b in blocks)
+        w.tables.append((f"{name}{names}", replace(blocks[0], offset=start, size=((stop - start) // d, d))))
+    if layout.first:
+        first = norm(root, layout.first)
+        w.sites.append(Site(f"{name}{layout.first}", first, ()))
+        w.tables += [(f"{name}{layout.first}.bias", first.shift)] if first.shift is not None else []
+        w.closed = False
+    for term, (n, module) in product(layout.scores.split(), root.named_modules()):
+        if has(module, term.split("[")[0]):
+            w.score_tables.append((f"{name}{n} {term}", tuple(table(module, term))))

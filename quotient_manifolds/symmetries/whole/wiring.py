@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks import ByClass, plain_class
+from ..blocks import GL, Block
+from ..modules import ByClass, plain_class
+from ..pairs import SymmetricPair, merged, usable
 
-__all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Table", "Wiring", "register_wiring", "wiring_of"]
+__all__ = ["Affine", "Neurons", "Norm", "Site", "State", "Wiring", "neuron_pairs", "register_wiring", "wiring_of"]
 
 
 class State(dict[Tensor, Tensor]):
@@ -20,106 +22,102 @@ class State(dict[Tensor, Tensor]):
     Examples
     --------
     >>> import torch
+    >>> from quotient_manifolds.symmetries import block
     >>> from quotient_manifolds.symmetries.whole import State
-    >>> p = torch.nn.Parameter(torch.ones(2))
-    >>> state = State({p: torch.zeros(2, dtype=torch.float64)})
-    >>> float(state.of(p).sum()), float(State().of(p).sum())
-    (0.0, 2.0)
+    >>> layer, state = torch.nn.Linear(2, 3), State()
+    >>> first = block(layer, "weight", slice(1))
+    >>> state.write(first, torch.zeros(1, 2))
+    >>> float(state.read(first).norm()), bool(layer.weight[0].any())
+    (0.0, True)
     """
 
     def of(self, p: Tensor) -> Tensor:
         """Return the value of a parameter."""
         return self[p] if p in self else p.detach().to(torch.promote_types(p.dtype, torch.float64))
 
+    def read(self, block: Block) -> Tensor:
+        """Return the numbers of a block, (rows, columns)."""
+        return block.of(self.of(block.tensor).contiguous())
+
+    def write(self, block: Block, rows: Tensor) -> None:
+        """Change the numbers of a block, differentiably."""
+        self[block.tensor] = block.replaced(self.of(block.tensor), rows)
+
+    def add(self, block: Block, change: Tensor) -> None:
+        """Add something that broadcasts to a block's shape."""
+        self.write(block, self.read(block) + change)
+
+
+def transposed(block: Block) -> Block:
+    """Return the same numbers, columns as rows."""
+    return replace(block, size=block.size[::-1], stride=block.stride[::-1])
+
 
 @dataclass(frozen=True)
 class Affine:
-    """A map x ↦ W x + b, or a part of one: the location of W (outputs, inputs) and b.
+    """A map x ↦ W x + b, or a part of one; :func:`affine` makes one.
 
     Attributes
     ----------
-    module : nn.Module
-        Owner of the parameters.
-    weight, bias : str
-        Their names; the bias may be missing or None. Dimensions after the second count as inputs (convolutions).
-    transposed : bool
-        The weight is (inputs, outputs), as GPT-2's ``Conv1D``.
-    inputs, outputs : (int, int)
-        First and last (exclusive) column or row of W, where one layer reads several things.
+    matrix : Block
+        W, (outputs, inputs); the dimensions of a convolution after the second count as inputs.
+    bias : Block or None
+        b, (1, outputs).
     blind : bool
         A constant added to the output has no effect, as for keys under softmax.
+    stream_dim : int
+        The dimension of the weight that runs over the outputs.
 
     Examples
     --------
+    See :func:`affine`.
+
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Affine, State
-    >>> Affine(nn.Linear(3, 2)).matrix(State()).shape
-    torch.Size([2, 3])
+    >>> from quotient_manifolds.symmetries import block
+    >>> from quotient_manifolds.symmetries.whole import Affine
+    >>> [b.size for b in Affine(block(nn.Linear(3, 2), "weight")).written]
+    [(3, 2)]
     """
 
-    module: nn.Module = field(repr=False)
-    weight: str = "weight"
-    bias: str = "bias"
-    transposed: bool = False
-    inputs: tuple[int | None, int | None] = (None, None)
-    outputs: tuple[int | None, int | None] = (None, None)
+    matrix: Block
+    bias: Block | None = None
     blind: bool = False
+    stream_dim: int = 0
 
     @property
     def W(self) -> Tensor:
         """The parameter of the weight."""
-        found: Tensor = getattr(self.module, self.weight)
-        return found
+        return self.matrix.tensor
 
     @property
     def b(self) -> Tensor | None:
         """The parameter of the bias, if there is one."""
-        return getattr(self.module, self.bias, None)
+        return None if self.bias is None else self.bias.tensor
+
+    @property
+    def blocks(self) -> list[Block]:
+        """W and b, as far as they exist."""
+        return [self.matrix] if self.bias is None else [self.matrix, self.bias]
+
+    @property
+    def written(self) -> list[Block]:
+        """The vectors that the layer adds to a stream, as rows: the columns of W, and b."""
+        return [transposed(self.matrix), *self.blocks[1:]]
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters, the weight first."""
-        return [self.W] if self.b is None else [self.W, self.b]
-
-    @property
-    def stream_dim(self) -> int:
-        """The dimension of the weight that runs over the outputs."""
-        return 1 if self.transposed else 0
-
-    @property
-    def _part(self) -> tuple[slice, slice]:
-        return slice(*self.outputs), slice(*self.inputs)
-
-    def matrix(self, state: State) -> Tensor:
-        """Read W, (outputs, inputs)."""
-        w = state.of(self.W)
-        return (w.T if self.transposed else w.flatten(1))[self._part]
-
-    def set_matrix(self, state: State, W: Tensor) -> None:
-        """Write W."""
-        whole = state.of(self.W)
-        flat = (whole.T if self.transposed else whole.flatten(1)).clone()
-        flat[self._part] = W
-        state[self.W] = (flat.T if self.transposed else flat).reshape(whole.shape)
-
-    def add_to_bias(self, state: State, c: Tensor) -> None:
-        """Add a constant to the output; one without effect is left out."""
-        if self.b is not None:
-            after = state.of(self.b).clone()
-            after[self._part[0]] += c
-            state[self.b] = after
-        else:
-            assert self.blind, "no bias"
+        return [b.tensor for b in self.blocks]
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm x ↦ γ ⊙ n(x) + β, with γ = offset + weight.
+    """A norm x ↦ γ ⊙ n(x) + β, with γ = offset + weight; :func:`norm` makes one.
 
     Attributes
     ----------
-    module : nn.Module
-        Owner of ``weight`` and ``bias``; either may be missing.
+    gain, shift : Block or None
+        The parameters of γ and of β, (1, d).
     centring : bool
         n(x) sums to 0, as in LayerNorm; else RMSNorm.
     offset : float
@@ -128,77 +126,24 @@ class Norm:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Norm
-    >>> [tuple(p.shape) for p in Norm(nn.LayerNorm(3), centring=True).parameters]
-    [(3,), (3,)]
+    >>> from quotient_manifolds.symmetries.whole import norm
+    >>> [b.size for b in norm(nn.Sequential(nn.LayerNorm(3)), "0").blocks]
+    [(1, 3), (1, 3)]
     """
 
-    module: nn.Module = field(repr=False)
-    centring: bool
+    gain: Block | None
+    shift: Block | None
+    centring: bool = True
     offset: float = 0.0
 
     @property
-    def gain(self) -> Tensor | None:
-        """The parameter of γ."""
-        return getattr(self.module, "weight", None)
-
-    @property
-    def shift(self) -> Tensor | None:
-        """The parameter of β."""
-        return getattr(self.module, "bias", None)
-
-    @property
-    def parameters(self) -> list[Tensor]:
+    def blocks(self) -> list[Block]:
         """The parameters of γ and β, as far as they exist."""
-        return [p for p in (self.gain, self.shift) if p is not None]
+        return [b for b in (self.gain, self.shift) if b is not None]
 
-    def gamma(self, state: State) -> Tensor | None:
-        """Read γ."""
-        return None if self.gain is None else state.of(self.gain) + self.offset
-
-
-@dataclass(frozen=True)
-class Table:
-    """Vectors in a stream: rows of a parameter (…, d), such as embeddings, positions, a class token, a bias.
-
-    Attributes
-    ----------
-    module : nn.Module
-        Owner of the parameter.
-    attribute : str
-        Its name.
-    rows : (int, int)
-        First and last (exclusive) row.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import State, Table
-    >>> Table(nn.Embedding(5, 3), rows=(1, None)).vectors(State()).shape
-    torch.Size([4, 3])
-    """
-
-    module: nn.Module = field(repr=False)
-    attribute: str = "weight"
-    rows: tuple[int | None, int | None] = (None, None)
-
-    @property
-    def parameter(self) -> Tensor:
-        """The parameter."""
-        found: Tensor = getattr(self.module, self.attribute)
-        return found
-
-    def vectors(self, state: State) -> Tensor:
-        """Read the vectors, (rows, d)."""
-        whole = state.of(self.parameter)
-        return whole.reshape(-1, whole.shape[-1])[slice(*self.rows)]
-
-    def add(self, state: State, c: Tensor) -> None:
-        """Add a tensor that broadcasts to (rows, d) to the vectors."""
-        whole = state.of(self.parameter)
-        rows = whole.reshape(-1, whole.shape[-1]).clone()
-        rows[slice(*self.rows)] = rows[slice(*self.rows)] + c
-        state[self.parameter] = rows.reshape(whole.shape)
+    def gamma(self, state: State, like: Tensor) -> Tensor:
+        """Read γ; without a parameter it is 1, as many as ``like`` has numbers."""
+        return torch.ones_like(like) if self.gain is None else state.read(self.gain)[0] + self.offset
 
 
 @dataclass(frozen=True)
@@ -210,27 +155,25 @@ class Site:
     name : str
     norm : Norm
     readers : tuple of Affine
-        All layers that read the output.
+        All layers that read the output; empty if something else reads it too, so that nothing can be moved into them.
     carried : Affine or None
         Post-norm: the next layer whose output is added to the norm's.
-    raw : bool
-        Something else reads the output too, so nothing can be moved into the readers.
 
     Examples
     --------
     See :func:`register_wiring`.
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Affine, Norm, Site
-    >>> Site("norm1", Norm(nn.LayerNorm(3), centring=True), (Affine(nn.Linear(3, 4)),)).raw
-    False
+    >>> from quotient_manifolds.symmetries.whole import Site, affine, norm
+    >>> model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4))
+    >>> Site("norm", norm(model, "0"), (affine(model, "1"),)).readers[0].matrix.size
+    (4, 3)
     """
 
     name: str
     norm: Norm
     readers: tuple[Affine, ...]
     carried: Affine | None = None
-    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,23 +186,21 @@ class Neurons:
     kind : str
         ``"glu"`` if another layer gates them, ``"relu"`` if they are rectified.
     up, down : Affine
-        The layers whose rows and columns they are.
-    first : int
-        Row of ``up`` where they begin; a gate may come before them.
+        The layers whose rows and columns they are; of ``up`` the rows of the neurons alone, without a gate's.
 
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Affine, Neurons
-    >>> Neurons("mlp", "relu", Affine(nn.Linear(3, 8)), Affine(nn.Linear(8, 3))).first
-    0
+    >>> from quotient_manifolds.symmetries.whole import Neurons, affine
+    >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> Neurons("mlp", "relu", affine(model, "0"), affine(model, "2")).down.matrix.size
+    (3, 8)
     """
 
     name: str
     kind: str
     up: Affine
     down: Affine
-    first: int = 0
 
 
 @dataclass
@@ -271,16 +212,16 @@ class Wiring:
     sites : list of Site
     writers : list of (str, Affine)
         Layers whose output is added to a stream.
-    tables : list of (str, Table)
-        Other vectors that are added to a stream.
-    common : list of (str, Table, tuple of Table)
+    tables : list of (str, Block)
+        Other vectors that are added to a stream, as rows.
+    common : list of (str, Block, tuple of Block)
         Vectors that are always added to each other: each of the first to exactly one of the others.
-    scales : list of (str, Table, Affine)
-        LayerScale: one number for each output of a writer.
+    scales : list of (str, Block, Affine)
+        LayerScale: one number for each output of a writer, (1, d).
     neurons : list of Neurons
     qk_norms : list of (str, Norm, Norm)
         Norms of queries and keys, under RoPE in halves.
-    score_tables : list of (str, tuple of Table)
+    score_tables : list of (str, tuple of Block)
         Rows of a table (positions, heads) that are added to the scores of the same queries before softmax.
     classifiers : list of (str, Affine)
         Layers that compute the logits of a softmax.
@@ -300,12 +241,12 @@ class Wiring:
 
     sites: list[Site] = field(default_factory=list)
     writers: list[tuple[str, Affine]] = field(default_factory=list)
-    tables: list[tuple[str, Table]] = field(default_factory=list)
-    common: list[tuple[str, Table, tuple[Table, ...]]] = field(default_factory=list)
-    scales: list[tuple[str, Table, Affine]] = field(default_factory=list)
+    tables: list[tuple[str, Block]] = field(default_factory=list)
+    common: list[tuple[str, Block, tuple[Block, ...]]] = field(default_factory=list)
+    scales: list[tuple[str, Block, Affine]] = field(default_factory=list)
     neurons: list[Neurons] = field(default_factory=list)
     qk_norms: list[tuple[str, Norm, Norm]] = field(default_factory=list)
-    score_tables: list[tuple[str, tuple[Table, ...]]] = field(default_factory=list)
+    score_tables: list[tuple[str, tuple[Block, ...]]] = field(default_factory=list)
     classifiers: list[tuple[str, Affine]] = field(default_factory=list)
     reads_stream_raw: bool = False
     closed: bool = True
@@ -320,10 +261,10 @@ class Wiring:
         uses: Counter[Tensor] = Counter()
         for s in self.sites:
             if s.readers:
-                uses.update({*s.norm.parameters, *(p for r in s.readers for p in r.parameters)})
+                uses.update({b.tensor for b in (*s.norm.blocks, *(b for r in s.readers for b in r.blocks))})
         for _, w in self.writers:
             uses.update(w.parameters)
-        uses.update({(id(t.module), t.attribute): t.parameter for _, t in self.tables}.values())
+        uses.update({(id(rows.module), rows.attribute): rows.tensor for _, rows in self.tables}.values())
         return {p for p, count in uses.items() if count > 1}
 
 
@@ -353,12 +294,12 @@ def register_wiring(*classes: type | str) -> Callable[[Adapter], Adapter]:
     A norm in front of a linear layer that reads it alone:
 
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries.whole import Affine, Norm, Site, Wiring, count, register_wiring
+    >>> from quotient_manifolds.symmetries.whole import Site, Wiring, affine, canonical_form, norm, register_wiring
     >>> class Probe(nn.Sequential): pass
     >>> @register_wiring(Probe)
     ... def probe(model):
-    ...     return Wiring(sites=[Site("0", Norm(model[0], centring=True), (Affine(model[1]),))])
-    >>> count(Probe(nn.LayerNorm(4), nn.Linear(4, 3)))
+    ...     return Wiring(sites=[Site("0", norm(model, "0"), (affine(model, "1"),))])
+    >>> canonical_form(Probe(nn.LayerNorm(4), nn.Linear(4, 3))).dimensions
     {'gain': 4, 'shift': 4, 'reader': 3, 'rotation': 3}
     """
     return _ADAPTERS.register(*classes)
@@ -397,3 +338,32 @@ def wiring_of(model: nn.Module) -> Wiring | None:
         return None
     except AttributeError:  # replaced layers, options that the adapter does not cover
         return Wiring(closed=False)
+
+
+def neuron_pairs(wiring: Wiring | None) -> list[SymmetricPair]:
+    r"""Return the pairs of hidden neurons: a row of a gated up-projection, or before a ReLU, and a column down.
+
+    u → c u, down column / c, with c ≠ 0 (``"glu"``) or c > 0 (``"relu"``): GL(1) for every neuron.
+
+    Parameters
+    ----------
+    wiring : Wiring or None
+
+    Returns
+    -------
+    list of SymmetricPair
+        Without a group where parameters are not trainable, or not parameters.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import neuron_pairs, wiring_of
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    >>> [str(p.group) for p in neuron_pairs(wiring_of(encoder))]
+    ['(ℝ+)^16']
+    """
+    found = []
+    for n in [] if wiring is None else wiring.neurons:
+        group = GL(n.up.matrix.rows, diagonal=True, positive=n.kind == "relu")
+        found.append(SymmetricPair(n.name, n.kind, group, tuple(n.up.written), (n.down.matrix,), part="neurons"))
+    return [usable(p) for p in merged(found)]

@@ -16,16 +16,19 @@ from quotient_manifolds.symmetries import (
     apply_random_symmetry_,
     block,
     certify,
+    discovery,
     find_symmetric_pairs,
     pair,
     registry,
     stacks,
     verify,
 )
-from quotient_manifolds.symmetries.blocks import ByClass
 from quotient_manifolds.symmetries.certificate import broken, change, move_
+from quotient_manifolds.symmetries.modules import ByClass
+from quotient_manifolds.symmetries.pairs import CHANGES
 from tests import networks
 from tests.architectures import IDS, transformers_model
+from tests.points import close
 
 
 def gradients_of(model, loss):
@@ -210,7 +213,7 @@ def test_what_no_pair_survives_is_not_taken_for_rounding(monkeypatch):
     found = find_symmetric_pairs(model)
     assert {p.reason for p in found} == {"prefix tuning adds keys and values to those of the layer"}
     assert float(sharpness.evaluate(model, [batch], rho=0.1, steps=2)) > 0
-    monkeypatch.setattr(registry, "prefix_tuned", lambda model: False)
+    monkeypatch.setattr(discovery, "prefix_tuned", lambda model: False)
     assert not any(p.group is None for p in find_symmetric_pairs(model))
     with pytest.raises(NotASymmetryError):
         sharpness.evaluate(model, [batch], rho=0.1, steps=2)
@@ -354,5 +357,17 @@ def test_clipped_values_are_no_symmetry_however_far_the_clip():
     values.register_forward_hook(lambda m, a, y: y.clamp(-2 * bound[0], 2 * bound[0]))
     found = find_symmetric_pairs(model, batch=(x, None))
     assert {(p.module, p.kind): p.reason for p in found if p.group is None} == {
-        (found[0].module, "vo"): registry.CHANGES
+        (found[0].module, "vo"): CHANGES
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [GL(1), GL(3, diagonal=True)], ids=str)
+def test_a_move_of_numbers_changes_a_sign_of_every_pair(group):
+    """With positive numbers alone a ReLU between the factors passes; balanced points have signs of their own."""
+    layers = [nn.Sequential(nn.Linear(5, group.h), nn.Linear(group.h, 4)) for _ in range(30)]
+    before = copy.deepcopy(layers)
+    moved = [pair([block(a, "weight", transpose=True)], [block(b, "weight")], group, name=str(a)) for a, b in layers]
+    move_(stacks(moved), 100.0, 0)
+    for now, then in zip(layers, before, strict=True):
+        assert (now[0].weight * then[0].weight).sum(1).min() < 0
+        close(now[1].weight @ now[0].weight, then[1].weight @ then[0].weight)

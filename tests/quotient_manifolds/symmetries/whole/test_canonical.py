@@ -1,10 +1,12 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from quotient_manifolds.batches import tree_map
 from quotient_manifolds.symmetries import apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.whole import (
     State,
@@ -12,10 +14,11 @@ from quotient_manifolds.symmetries.whole import (
     canonical_form,
     canonicalize_,
     neuron_pairs,
+    register_wiring,
     verify_whole,
     wiring_of,
 )  # fmt: skip
-from tests.whole_networks import FAMILIES, build, forward, inputs
+from tests.whole_networks import FAMILIES, build, count, forward, inputs
 
 
 def difference(a, b):
@@ -37,7 +40,7 @@ def test_the_function_stays_and_equivalent_weights_meet(family):
     assert difference(forward(model, batch), before) < 1e-12
     canonicalize_(moved)
     if "rotation" in form.dimensions:  # the two differ by one: inner products of vectors in the stream agree
-        pair = [[w.matrix(State()) for _, w in wiring_of(m).writers] for m in (model, moved)]
+        pair = [[State().read(w.matrix) for _, w in wiring_of(m).writers] for m in (model, moved)]
         for a, b in zip(*pair, strict=True):
             torch.testing.assert_close(a.T @ a, b.T @ b, rtol=1e-8, atol=1e-9)
     else:
@@ -225,3 +228,97 @@ def test_pairs_of_a_canonical_form_keep_their_scale():
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["0"])
     model = peft.get_peft_model(nn.Sequential(nn.Linear(6, 4)), config)
     assert [p.scale for p in canonical_form(model).pairs] == [4.0]
+
+
+def test_known_counts():
+    """The numbers of a ViT, by hand: 64 + 64 + 16 + 16 + 40 γ + 40 β + 75 readers + 67 writers + 14 + 21."""
+    found = count(build("vit"))
+    assert found == {
+        "qk": 64, "vo": 64, "gain": 40, "shift": 40, "reader": 75, "key bias": 16, "value bias": 16, "embeddings": 14,
+        "writer": 67, "rotation": 21,
+    }  # fmt: skip
+    assert sum(count(build("vit"), classes=True).values()) == 425
+    for family, dimension in {"bert": 365, "gpt2": 346, "gpt2-untied": 401, "llama": 132, "llama-tied": 96}.items():
+        assert sum(count(build(family)).values()) == dimension, family
+
+
+def test_every_kind_is_certified_and_moved():
+    for family in ("dinov2", "bert", "qwen3", "t5"):
+        report = verify_whole(build(family), next(inputs(family)), forward=forward)
+        assert report.ok, report
+        assert set(report.residuals) <= set(report.changes)
+        assert max(report.changes.values()) < 1e-10
+
+
+def test_a_wrong_wiring_is_found_by_gradient_and_by_move():
+    """A norm in the stack of BERT is read by the residual too."""
+
+    class Wrong(type(build("bert"))):
+        pass
+
+    @register_wiring(Wrong)
+    def wrong(model):
+        model.__class__ = Wrong.__base__
+        wiring = wiring_of(model)
+        model.__class__ = Wrong
+        first = wiring.sites[0]
+        wiring.sites[0] = replace(first, carried=None)
+        return wiring
+
+    model = build("bert")
+    model.__class__ = Wrong
+    report = verify_whole(model, next(inputs("bert")), forward=forward)
+    assert {"gain", "shift"} <= set(report.failures)
+    assert min(report.residuals["gain"], report.changes["gain"]) > 1e-3
+    assert "NOT A SYMMETRY" in str(report)
+
+
+def test_the_model_stays():
+    model = build("vit").float().train()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    batch = {key: value.float() for key, value in next(inputs("vit")).items()}
+    assert verify_whole(model, batch, forward=forward, classes=True).ok
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert model.training
+
+
+def test_losses_and_hidden_states_are_not_what_is_compared():
+    """With labels the first output is a loss, and T5 returns its encoder's states, which gains change."""
+    for family, classes in (("bert", True), ("t5", False)):
+        model, batch = build(family), next(inputs(family))
+        report = verify_whole(model, batch, classes=classes)
+        assert report.ok, report
+        assert {"qk", "vo"} <= set(report.residuals)
+    model, batch = build("bert"), next(inputs("bert"))
+    labels = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
+    assert max(verify_whole(model, batch | {"labels": labels}, classes=True).changes.values()) > 0
+
+
+def test_a_gradient_that_is_not_a_number_certifies_nothing():
+    """Python's max passed over NaN, and the kind had a residual of 0."""
+
+    class Root(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("torch-pre")
+
+        def forward(self, x):
+            y = self.inner(x)
+            return (y - y).abs().sqrt() + y
+
+    @register_wiring(Root)
+    def wiring(model):
+        return wiring_of(model.inner)
+
+    report = verify_whole(Root(), next(inputs("torch-pre")))
+    assert any(residual != residual for residual in report.residuals.values())
+    assert not report.ok
+
+
+def test_gradients_are_on_whatever_the_caller_switched_off():
+    model, batch = build("bert"), next(inputs("bert"))
+    expected = verify_whole(model, batch, forward=forward)
+    with torch.no_grad():
+        assert verify_whole(model, batch, forward=forward) == expected
+    with torch.inference_mode():
+        assert verify_whole(model, tree_map(torch.clone, batch), forward=forward) == expected

@@ -1,38 +1,45 @@
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from quotient_manifolds.symmetries import find_symmetric_pairs
 from quotient_manifolds.symmetries.whole import (
-    Affine,
-    Norm,
     Site,
     State,
-    Table,
     Wiring,
+    affine,
+    canonical_form,
     canonicalize_,
+    norm,
     register_wiring,
     wiring_of,
-)
+)  # fmt: skip
+from quotient_manifolds.symmetries.whole.kinds import symmetries_of
+from quotient_manifolds.symmetries.whole.layout import table
 from tests.whole_networks import build, forward, inputs
 
 
 @pytest.mark.parametrize(
-    ("module", "transposed", "shape"),
-    [(nn.Linear(3, 2), False, (2, 3)), (Conv1D(2, 3), True, (2, 3)), (nn.Conv2d(3, 2, 2), False, (2, 12))],
+    ("module", "shape"), [(nn.Linear(3, 2), (2, 3)), (Conv1D(2, 3), (2, 3)), (nn.Conv2d(3, 2, 2), (2, 12))]
 )
-def test_matrices_are_outputs_by_inputs(module, transposed, shape):
-    a, state = Affine(module, transposed=transposed), State()
-    assert a.matrix(state).shape == shape
-    a.set_matrix(state, 2 * a.matrix(state))
+def test_matrices_are_outputs_by_inputs(module, shape):
+    a, state = affine(nn.Sequential(module), "0"), State()
+    assert state.read(a.matrix).shape == shape
+    state.write(a.matrix, 2 * state.read(a.matrix))
     torch.testing.assert_close(state[module.weight], 2 * module.weight.detach().double())
-    a.add_to_bias(state, torch.ones(2, dtype=torch.float64))
+    state.add(a.bias, torch.ones(2, dtype=torch.float64))
     torch.testing.assert_close(state[module.bias], module.bias.detach().double() + 1)
+    assert module.weight.shape[a.stream_dim] == 2
+    assert [rows.size[1] for rows in a.written] == [2, 2]  # each row is a vector of outputs
+    torch.testing.assert_close(state.read(a.written[0]), state.read(a.matrix).T)
 
 
 def test_part_of_the_inputs():
     layer, state = nn.Linear(4, 2), State()
-    Affine(layer, inputs=(1, 3)).set_matrix(state, torch.zeros(2, 2, dtype=torch.float64))
+    state.write(affine(nn.Sequential(layer), "0", inputs=slice(1, 3)).matrix, torch.zeros(2, 2, dtype=torch.float64))
     expected = layer.weight.detach().double().clone()
     expected[:, 1:3] = 0
     torch.testing.assert_close(state[layer.weight], expected)
@@ -40,35 +47,37 @@ def test_part_of_the_inputs():
 
 def test_part_of_the_outputs():
     layer, state = nn.Linear(2, 4), State()
-    part = Affine(layer, outputs=(1, 3))
-    part.set_matrix(state, 2 * part.matrix(state))
-    part.add_to_bias(state, torch.ones(2, dtype=torch.float64))
+    part = affine(nn.Sequential(layer), "0", outputs=slice(1, 3))
+    state.write(part.matrix, 2 * state.read(part.matrix))
+    state.add(part.bias, torch.ones(2, dtype=torch.float64))
     factor, added = (torch.tensor([a, b, b, a], dtype=torch.float64) for a, b in ((1, 2), (0, 1)))
     torch.testing.assert_close(state[layer.weight], layer.weight.detach().double() * factor[:, None])
     torch.testing.assert_close(state[layer.bias], layer.bias.detach().double() + added)
 
 
 def test_rows_of_a_table():
-    table, state = nn.Embedding(4, 3), State()
-    Table(table, rows=(1, None)).add(state, torch.ones(3, dtype=torch.float64))
-    expected = table.weight.detach().double().clone()
+    words, state = nn.Embedding(4, 3), State()
+    (rows,) = table(nn.Sequential(words), "0[1:]")
+    state.add(rows, torch.ones(3, dtype=torch.float64))
+    expected = words.weight.detach().double().clone()
     expected[1:] += 1
-    torch.testing.assert_close(state[table.weight], expected)
+    torch.testing.assert_close(state[words.weight], expected)
 
 
 def test_gains_with_an_offset():
-    norm = nn.LayerNorm(3)
-    assert torch.equal(Norm(norm, True, offset=1.0).gamma(State()), torch.full((3,), 2.0, dtype=torch.float64))
+    found = norm(nn.Sequential(nn.LayerNorm(3)), "0", offset=1.0).gamma(State(), torch.zeros(3))
+    assert torch.equal(found, torch.full((3,), 2.0, dtype=torch.float64))
 
 
 def test_ties_are_seen():
     words, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-    site = Site("last", Norm(nn.LayerNorm(4), True), (Affine(head),))
-    wiring = Wiring(sites=[site], tables=[("words", Table(words))])
+    net = nn.Sequential(words, nn.LayerNorm(4), head, nn.LayerNorm(4))
+    site = Site("last", norm(net, "1"), (affine(net, "2"),))
+    wiring = Wiring(sites=[site], tables=[("words", *table(net, "0"))])
     assert not wiring.tied()
     head.weight = words.weight
     assert wiring.tied() == {words.weight}
-    shared = Wiring(sites=[site, Site("again", Norm(nn.LayerNorm(4), True), (Affine(head),))])
+    shared = Wiring(sites=[site, Site("again", norm(net, "3"), (affine(net, "2"),))])
     assert shared.tied() == {head.weight}
 
 
@@ -101,3 +110,85 @@ def test_replaced_and_shared_layers():
         before = forward(model, batch)
         canonicalize_(model)
         torch.testing.assert_close(forward(model, batch), before, rtol=1e-10, atol=1e-11)
+
+
+def outputs_at(model, batch, state):
+    names = {p: name for name, p in model.named_parameters()}
+    values = {names[p]: value for p, value in state.items()}
+    return torch.func.functional_call(model, values, (), batch) if isinstance(batch, dict) else None
+
+
+@pytest.mark.parametrize("family", ["dinov2", "roberta", "qwen3"])
+def test_each_symmetry_alone_leaves_the_outputs_and_folds_back(family):
+    """Symmetry by symmetry: a move from the canonical form changes nothing, and folding undoes it."""
+    model = build(family)
+    (batch,) = inputs(family)
+    form = canonical_form(model)
+    at = State(form.values)
+    before = forward(model, batch)
+    for i, s in enumerate(form.symmetries):
+        state = State(at)
+        t = 0.3 * torch.randn(s.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        s.move(state, t)
+        after = outputs_at(model, batch, state).logits
+        assert float((after - before).detach().abs().max() / before.detach().abs().max()) < 1e-12, s
+        moved = [p for p in state if not torch.equal(state[p], at.of(p))]
+        assert moved, s
+        assert set(moved) <= set(s.parameters), s
+        if s.kind == "rotation":
+            continue
+        s.fold(state)
+        for p in moved:
+            torch.testing.assert_close(state[p], at.of(p), rtol=1e-9, atol=1e-10)
+        wrong = State(at)
+        wrong[moved[0]] = at.of(moved[0]) + (at.of(moved[0]) - torch.randn_like(at.of(moved[0]))) * 0.3
+        if i % 7 == 0:
+            assert (
+                float((outputs_at(model, batch, wrong).logits - before).detach().abs().max()) > 1e-6
+                or s.kind == "key bias"
+            )
+
+
+def test_a_move_of_nothing_is_none():
+    form = canonical_form(build("bert"))
+    at = State(form.values)
+    for s in form.symmetries:
+        state = State(at)
+        s.move(state, torch.zeros(s.shape, dtype=torch.float64))
+        for p in s.parameters:
+            torch.testing.assert_close(state.of(p), at.of(p), rtol=0, atol=1e-14)
+
+
+def listed(model, **options):
+    found, refused = symmetries_of(wiring_of(model), find_symmetric_pairs(model), **{"classes": False, **options})
+    return Counter(s.kind for s in found), refused
+
+
+def test_ties_close_doors():
+    """A tied unembedding keeps the last norm, and the stream's frame."""
+    tied, refused = listed(build("gpt2"))
+    untied, none = listed(build("gpt2-untied"))
+    assert untied["gain"] - tied["gain"] == 1
+    assert (untied["rotation"], tied["rotation"]) == (1, 0)
+    assert not none
+    assert {"gain: ln_f", "shift: ln_f", "writer: wte", "embeddings: wpe"} <= set(refused)
+
+
+def test_rms_norms_see_the_mean():
+    found, _ = listed(build("llama"))
+    assert found == {"gain": 5, "rotation": 1}
+
+
+def test_post_norm_keeps_its_gains():
+    found, _ = listed(build("bert"))
+    assert found["gain"] == 1  # the last, which the pooler alone reads
+    assert found["shift"] == 5
+    assert "rotation" not in found
+
+
+def test_logits_of_a_softmax():
+    without, _ = listed(build("vit"))
+    found, _ = listed(build("vit"), classes=True)
+    assert found["classes"] == 1
+    assert without["classes"] == 0
+    assert symmetries_of(None, [], classes=True) == ([], {})

@@ -1,0 +1,170 @@
+r"""The metric of the optimisers: its floor, the transport of moments, and inverse roots.
+
+Notation as in the geometry: :math:`M = G^H G`, :math:`N = H^H H`; s is what the network multiplies the
+product by, and σ are the singular values of :math:`s G H^H`. The mix metric of :math:`(sG, H)` measures a step by the
+change of that matrix, with the weights :math:`s^2 N` for G and :math:`s^2 M` for H. It breaks down at :math:`G = 0`,
+where LoRA starts. Here the weight of H is replaced by
+
+.. math:: \hat M = s^2 M + N^{-1},
+
+which an element A of the group transforms into :math:`A^{-H} \hat M A^{-1}`, like M, so the floor depends only on the
+orbit. In the gauge in which H has orthonormal columns it replaces every :math:`σ_i^2` by :math:`σ_i^2 + 1`. Where σ is
+small, a step of length η thus moves sG by about η, and H in proportion to σ. The second-order term in the change of the
+product, :math:`s ξ_G ξ_H^H`, is of the order of η², however small σ is. Nothing depends on s if :math:`sG` stays.
+
+N is not changed, because the *anchor* H has full column rank. Where it has not (peft's embeddings start with A = 0),
+the two factors swap roles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Metric", "RidgeMetric", "inverse_root", "trace", "wide"]
+
+#: Condition of H at which a pair moves to another gauge. Rounding to float32 then changes the product by about 1e-5.
+_CONDITION = 1e2
+#: So does a pair whose H is larger or smaller than 1 by this factor: inverses would leave the range of float32.
+_SIZE = 1e12
+
+
+def wide(X: Tensor) -> Tensor:
+    """Widen to double precision, in which small matrices are computed, where the device supports it."""
+    return X if X.device.type == "mps" else X.to(torch.promote_types(X.dtype, torch.float64))
+
+
+def on_cpu(X: Tensor) -> bool:
+    """Tell whether the host reads a tensor without waiting for a device."""
+    return X.device.type == "cpu"
+
+
+def trace(S: Tensor) -> Tensor:
+    """Compute the real part of the trace, (…)."""
+    return S.diagonal(dim1=-2, dim2=-1).real.sum(-1)
+
+
+def eye_like(S: Tensor) -> Tensor:
+    """Return the identity, (h, h), for matrices (…, h, h)."""
+    return torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+
+
+class _Factorised:
+    """S = L Lᴴ up to rounding, with its inverse; never fails on a semidefinite S ≠ 0."""
+
+    def __init__(self, S: Tensor) -> None:
+        diagonal = S.diagonal(dim1=-2, dim2=-1).real
+        rounding = torch.finfo(S.dtype).eps * S.shape[-1]
+        self.S = S
+        self.L, info = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
+        eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
+        self.L_inv = torch.linalg.solve_triangular(self.L, eye, upper=False)
+        self.inverse = self.L_inv.mH @ self.L_inv
+        self.sound = (info == 0) & self.L_inv.isfinite().all(-1).all(-1)
+
+
+class Metric:
+    r"""The metric at a stack of points: what turns a gradient into a step.
+
+    It is :math:`\mathrm{Re\,Tr}(W_G ξ_G^H ξ_G + W_H ξ_H^H ξ_H)` with :math:`(W_G, W_H) = (s^2 N, \hat M)`. With
+    :math:`W = K K^H`, a covector ∇ has the coordinates :math:`\nabla K^{-H}` in an orthonormal basis, and coordinates d
+    are those of the vector :math:`d K^{-1}`. Moving G along the orbit rotates the basis; nothing that is computed in it
+    and mapped back depends on the rotation.
+
+    Parameters
+    ----------
+    M, N : Tensor
+        Gram matrices of G and H, (…, h, h), where H has full column rank.
+    scale : float
+        s.
+    floor : Tensor or float
+        Multiple of :math:`N^{-1}` in :math:`\hat M`, (…, 1, 1).
+
+    Attributes
+    ----------
+    sound : Tensor
+        Where H has full column rank, and everything is finite; (…).
+    """
+
+    def __init__(self, M: Tensor, N: Tensor, scale: float = 1.0, floor: Tensor | float = 1.0) -> None:
+        self._scale, self._M = scale, M
+        self._N = _Factorised(N)
+        self._W = _Factorised(scale**2 * M + floor * self._N.inverse)
+        self.sound = self._N.sound & self._W.sound
+
+    @property
+    def inverse_roots(self) -> Tensor:
+        """K⁻¹ of G and of H, (…, 2, h, h)."""
+        return torch.stack([self._N.L_inv / self._scale, self._W.L_inv], dim=-3)
+
+    def skewed(self) -> Tensor:
+        """Tell where a sound H has columns too far from orthonormal ones for the precision of the factors; (…)."""
+        size, inverse = torch.linalg.matrix_norm(self._N.S), torch.linalg.matrix_norm(self._N.inverse)
+        bound = _CONDITION**2 * self._N.S.shape[-1] ** 0.5
+        return ((size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)) & self.sound
+
+    def straightening(self, largest: float) -> Tensor:
+        r"""Return matrices, (…, 2, h, h), that turn skewed G and H into factors of the same product with N = I.
+
+        With :math:`N = L L^H` they are :math:`(L, L^{-H})`; 1 where nothing is skewed, or a column of G L would have a
+        norm above ``largest``.
+        """
+        L = self._N.L
+        straight = self.skewed() & (trace(L.mH @ self._M @ L).sqrt() <= largest)
+        return torch.where(straight[..., None, None, None], torch.stack([L, self._N.L_inv.mH], dim=-3), eye_like(L))
+
+    def transport_covectors(self, to: Metric, across: Tensor) -> Tensor:
+        r"""Return (T_G, T_H), (…, 2, h, h): at another point covectors become :math:`\nabla_G T_G, \nabla_H T_H`.
+
+        The coordinates of a covector are projected from the span of the old basis onto that of the new one. The bases
+        are those of the column spaces of H and of :math:`(sG;\; H N^{-1})`, whose Gram matrix is :math:`\hat M` for the
+        floor 1. ``across`` has :math:`G^H G'` and :math:`H^H H'`, (…, 2, h, h).
+        """
+        across_G, across_H = across.unbind(-3)
+        across_G = self._scale**2 * across_G + self._N.inverse @ across_H @ to._N.inverse
+        return torch.stack([self._N.inverse @ across_H, self._W.inverse @ across_G], dim=-3)
+
+
+class RidgeMetric(Metric):
+    r"""The metric whose step of H is that of a ridge regression: 0 where the product has no singular value."""
+
+    @property
+    def inverse_roots(self) -> Tensor:
+        r"""K⁻¹ of G, and :math:`R \hat M^{-1}` of H with :math:`s^2 M = R^H R`, (…, 2, h, h)."""
+        least = torch.finfo(self._M.dtype).eps ** 0.75  # R exists at M = 0, too; like all here a function of the orbit
+        R = _Factorised(self._scale**2 * self._M + least * self._W.S).L.mH
+        return torch.stack([self._N.L_inv / self._scale, R @ self._W.inverse], dim=-3)
+
+
+#: Coefficients (a, b, c) of s ↦ as + bs³ + cs⁵: the best compositions on [1e-3, 1] (Amsel et al. 2025, "Polar
+#: Express"), then those of Newton and Schulz, which converge to third order.
+_ROUNDS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.875, -1.25, 0.375),
+    (1.875, -1.25, 0.375),
+)
+
+
+def inverse_root(S: Tensor) -> Tensor:
+    r"""Compute :math:`S^{-1/2}` of a positive semidefinite S, (…, h, h), where its eigenvalues are not negligible.
+
+    With :math:`\hat S = S / \|S\|_F`, a polynomial q of products of :math:`\hat S`, and s² an eigenvalue of it:
+    :math:`s\, q(s^2) = 1` to rounding for :math:`s \ge 10^{-3}`, and below that it falls to 0 with s. So
+    :math:`X\, q(\hat S) / \|S\|_F^{1/2}`, :math:`S = X^H X`, is the polar factor of X except for singular values below
+    1e-3 of the norm, which stay small, so that rounding errors are not taken for directions. 0 becomes 0, and so does
+    any matrix so small (norm below 1e-40 in double precision) that its inverse root overflows in float32.
+    """
+    least = max(torch.finfo(S.dtype).tiny ** 0.5, 1e-40)  # callers multiply by large numbers too
+    size = torch.linalg.matrix_norm(S, keepdim=True)
+    S = S / size.clamp_min(least)
+    eye = eye_like(S)
+    Q = torch.where(size > least, size.rsqrt(), 0).to(S.dtype) * eye
+    for a, b, c in _ROUNDS:
+        q = a * eye + b * S + c * (S @ S)
+        Q, S = Q @ q, q @ S @ q
+    return Q

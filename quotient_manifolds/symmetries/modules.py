@@ -1,0 +1,356 @@
+"""Torch models: their names, classes and copies, and passes through them without side effects."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..batches import tensors, tree_map
+
+__all__ = [
+    "ByClass",
+    "Call",
+    "Watch",
+    "Wide",
+    "caching",
+    "check_model",
+    "copied",
+    "drop_caches",
+    "is_sharded",
+    "plain_class",
+    "plain_names",
+    "preserve_model_state",
+    "random_state_kept",
+    "record",
+    "widened",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+#: Functions whose call makes a module an attention layer, if no handler covers it.
+_ATTENTION_CALLS = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+    "flex_attention",
+    "softmax",
+}
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
+#: Marks of tensors other than plain activations: made from weights only, or from a product of two activations.
+_WEIGHT, _SCORE = 1, 2
+#: Positional and keyword arguments.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+_NARROW = {torch.float32, torch.float16, torch.bfloat16}
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+
+def check_model(model: object) -> None:
+    """Raise for anything that is not a torch module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
+    return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
+
+
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """Return what strips the prefixes of ``torch.compile``, and of wrappers such as DDP, from a model's names."""
+    names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
+    prefix = ""
+    while names and all(name.startswith(f"{prefix}module.") for name in names):  # else a layer has this name
+        prefix += "module."
+    return lambda name: name.replace("_orig_mod.", "").removesuffix("_orig_mod").removeprefix(prefix)
+
+
+def plain_class(module: nn.Module) -> type:
+    """Return a module's class, as it was before FSDP2 replaced it by a subclass."""
+    cls = type(module)
+    index = getattr(cls, "_orig_cls_mro_index", None)
+    return cls if index is None else cls.__mro__[index]
+
+
+class ByClass(dict[str, F]):
+    """Functions for modules of exactly some classes, by their qualified names."""
+
+    def register(self, *classes: type | str) -> Callable[[F], F]:
+        """Return a decorator that registers a function for the classes."""
+
+        def decorate(function: F) -> F:
+            self.update((c if isinstance(c, str) else _qualified(c), function) for c in classes)
+            return function
+
+        return decorate
+
+    def of(self, module: nn.Module) -> F | None:
+        """Look up the function for the exact class of a module."""
+        return self.get(_qualified(plain_class(module)))
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class _FastPath:
+    """Torch's fast path of encoder layers, off during any measurement, because the setting is shared by all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), set[int](), True
+
+    def switch(self, user: int, *, off: bool) -> None:
+        """Switch it off, or restore it when the last user has finished; a second call is harmless."""
+        lock = self._lock
+        held = lock.acquire(timeout=0.1)
+        try:
+            if off:
+                if not self._users:
+                    self._before = torch.backends.mha.get_fastpath_enabled()
+                self._users.add(user)
+                torch.backends.mha.set_fastpath_enabled(False)
+            else:
+                if self._users == {user}:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+                self._users.discard(user)
+        finally:
+            if held:
+                lock.release()
+            else:  # an interrupt came between acquiring and releasing the lock
+                self._lock = threading.Lock()
+
+
+_fast_path = _FastPath()
+
+
+class preserve_model_state:
+    """Put a model in evaluation mode; afterwards everything in it and in torch that passes may change is as before.
+
+    That is weights and gradients (by their memory, not their values), modes, buffers, the random state and global
+    settings. Torch's fast path of encoder layers is off meanwhile, because it bypasses the modules inside. The state is
+    that of the time when the object was made. ``with state, state:`` restores it even if an interrupt comes during the
+    clean-up, which is then repeated. ``off`` names attributes that are False meanwhile in modules of some classes.
+    """
+
+    def __init__(self, model: nn.Module, off: Mapping[str, tuple[type, ...]] = MappingProxyType({})) -> None:
+        self.modes = {m: m.training for m in model.modules()}
+        self.switches = [
+            (m, name, vars(m)[name])
+            for name, classes in off.items()
+            for m in self.modes
+            if isinstance(m, classes) and name in vars(m)
+        ]
+        self.data = [(p, p.data, p.grad) for p in model.parameters()]
+        self.buffers = [(m, dict(m._buffers)) for m in self.modes if not isinstance(m, torch.jit.ScriptModule)]
+        self.contents = [(b, b.detach().clone()) for b in model.buffers()]
+        self.random = torch.get_rng_state()
+        devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+        self.random_of_gpus = [(i, torch.cuda.get_rng_state(i)) for i in devices]
+        self.gradients = torch.is_grad_enabled()
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.cached_parametrizations = parametrize._cache_enabled
+        self.caching = caching(model)
+        self.hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        try:
+            self.prepare()
+        except BaseException:
+            self.restore()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def prepare(self) -> None:
+        """Switch off code that reads weights without autograd (or adapters), and go to evaluation mode."""
+        _fast_path.switch(id(self), off=True)
+        torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
+        parametrize._cache_enabled = 0
+        # Not model.eval(): some layers merge weights when they are told to.
+        for module in self.modes:
+            module.training = False
+        for module, name, _ in self.switches:
+            setattr(module, name, False)
+        if not self.hooks:
+            self.hooks += [m.register_forward_pre_hook(drop_caches) for m in self.caching]
+
+    def restore(self) -> None:
+        """Restore everything; a second call is harmless."""
+        for hook in self.hooks:
+            hook.remove()
+        for module in self.caching:
+            drop_caches(module)
+        for p, data, grad in self.data:
+            p.data, p.grad = data, grad
+        for module, training in self.modes.items():
+            module.training = training
+        for module, name, value in self.switches:
+            setattr(module, name, value)
+        for module, found in self.buffers:
+            for name in set(module._buffers) - set(found):
+                del module._buffers[name]
+            module._buffers.update(found)  # buffers that a pass filled or replaced
+        for buffer, value in self.contents:
+            if not torch.equal(buffer, value):
+                buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave switched on
+        torch.set_grad_enabled(self.gradients)
+        torch.set_rng_state(self.random)
+        for i, state in self.random_of_gpus:
+            torch.cuda.set_rng_state(state, i)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        parametrize._cache_enabled = self.cached_parametrizations
+        _fast_path.switch(id(self), off=False)
+
+
+def caching(model: nn.Module) -> list[nn.Module]:
+    """List the modules that do something when ``train()`` is called, and hold no others that do."""
+    return [m for m in model.modules() if [c for c in m.modules() if type(c).train is not nn.Module.train] == [m]]
+
+
+def drop_caches(module: nn.Module, *_: Any) -> None:
+    """Tell a module that keeps tensors besides parameters and buffers to drop what it made in evaluation mode.
+
+    timm's LeViT and others gather biases once in evaluation mode, and would not see weights that move.
+    """
+    own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers")}
+    if not module.training and next(tensors(own), None) is not None:
+        modes = [(m, m.training) for m in module.modules()]
+        module.train()
+        module.train(False)
+        for m, training in modes:
+            m.training = training
+
+
+def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Restore the random state afterwards: passes that each run within this draw the same numbers."""
+    return torch.random.fork_rng(sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
+
+
+def copied(model: Any) -> Any:
+    """Copy a model, without the graphs of tensors that it has kept from a pass (pruning, weight norm, caches)."""
+    kept = (t for m in model.modules() for t in tensors(vars(m)) if not t.is_leaf)
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in kept})
+
+
+def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
+    """Run a model and keep the inputs of the first call of each module, without caches of earlier tokens."""
+    calls: dict[str, Call] = {}
+
+    def plain(value: Any) -> Any:
+        return None if type(value).__name__.endswith("Cache") else value
+
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in calls:
+            calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
+
+    with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):  # hooks need eager code
+        for name, module in wanted.items():
+            hooks.callback(module.register_forward_pre_hook(partial(keep, name), with_kwargs=True).remove)
+        run()
+    return calls
+
+
+class Watch(TorchFunctionMode):
+    """Record which module was running when attention was computed.
+
+    Attention is a call of a function known to compute it, or a product of activations with the result of another
+    product of activations, whatever happened in between (sigmoid, exponentials and their sum, nothing at all).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[tuple[nn.Module, str]] = []
+        self._running: list[nn.Module] = []
+        self._kinds: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._weights = {self._place(t) for t in [*model.parameters(), *model.buffers()]} - {0}
+
+    def __enter__(self) -> Watch:
+        enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
+        self._hooks = [enter, register_module_forward_hook(self._leave, always_call=True)]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        while self._running and self._running.pop() is not module:
+            pass
+
+    @staticmethod
+    def _place(t: Tensor) -> int:
+        plain = t.layout == torch.strided and t.device.type != "meta" and not is_sharded(t)
+        return t.untyped_storage().data_ptr() if plain else 0
+
+    def _kind(self, t: Tensor) -> int:
+        # A tensor that FSDP gathers is a parameter too.
+        own = isinstance(t, nn.Parameter) or self._place(t) in self._weights
+        return _WEIGHT if own else self._kinds.get(t, 0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        result = func(*args, **(kwargs or {}))
+        if not self._running:
+            return result
+        operands = [*tensors(args), *tensors(kwargs or {})]
+        kinds = [self._kind(t) for t in operands if t.is_floating_point()]
+        if name in _ATTENTION_CALLS and (name != "softmax" or operands[0].dim() >= 3):
+            # A softmax over class scores has two dimensions; attention weights have heads or batches besides.
+            self.calls.append((self._running[-1], name))
+        made = _SCORE if _SCORE in kinds else 0
+        if kinds and set(kinds) == {_WEIGHT}:
+            made = _WEIGHT
+        elif name in _PRODUCTS and len(kinds) > 1 and _WEIGHT not in kinds:
+            if made:
+                self.calls.append((self._running[-1], f"{name} on the result of a product"))
+            made = 0 if made else _SCORE
+        elif name == "linear":
+            made = 0
+        if made:
+            for t in tensors(result):
+                self._kinds[t] = made
+        return result
+
+
+def widened(batch: Any) -> Any:
+    """Copy a batch, with every floating-point tensor in float64; autograd may keep copies of inference tensors."""
+    return tree_map(lambda t: t.detach().to(torch.float64 if t.is_floating_point() else t.dtype, copy=True), batch)
+
+
+class Wide(TorchFunctionMode):
+    """Turn every cast to a narrower floating-point type into one to float64: ``with Wide(): model(batch)``."""
+
+    def __enter__(self) -> Wide:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CASTS:
+            return args[0].double()
+        args = tuple(_wide(a) for a in args)
+        return func(*args, **{k: _wide(a) for k, a in (kwargs or {}).items()})
+
+
+def _wide(argument: Any) -> Any:
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in _NARROW else argument

@@ -1,0 +1,367 @@
+"""Figures of one model, in colours that colour-blind readers can tell apart. Needs the extra ``plot``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
+
+from .direction import profile
+from .errors import require_extra
+from .files import atomic_write, check_file
+from .shares import PARTS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quotient_manifolds.symmetries import ModelDistance
+    from quotient_manifolds.symmetries.stacks import PairSpectrum
+
+    from .direction import Profile
+    from .losses import LossFunction
+    from .results import SharpnessResult
+    from .shares import LayerShares
+
+__all__ = ["plot_distances", "plot_layers", "plot_model", "plot_profile", "plot_spectra"]
+
+#: Colours of the measures, by Okabe and Ito without their yellow, which is faint on white; each has a marker too, so
+#: that nothing depends on colour alone.
+COLOURS = {
+    "geodesic-inv": "#0072B2", "geodesic-mix": "#009E73", "adaptive": "#E69F00", "euclidean": "#D55E00",
+    "complete-inv": "#CC79A7", "complete-mix": "#000000",
+}  # fmt: skip
+MARKERS = dict(zip(COLOURS, "os^D*P", strict=True))
+_STYLE = {
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "medium",
+    "figure.dpi": 120,
+    "font.size": 13,
+    "legend.fontsize": "small",
+    "legend.frameon": False,
+    "savefig.dpi": 120,
+}
+_WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
+_KINDS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
+
+
+def dark_map() -> Any:
+    """Return a colour map for lines and dots on white: viridis without its yellow end.
+
+    Returns
+    -------
+    matplotlib.colors.Colormap
+
+    Examples
+    --------
+    >>> dark_map().N
+    256
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps["viridis"](np.linspace(0, 0.75, 256)))
+
+
+def check_figure(path: str | os.PathLike[str]) -> None:
+    """Raise unless a figure of a supported format may be written there; call it before the work.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Examples
+    --------
+    >>> check_figure("table.txt")
+    Traceback (most recent call last):
+    ValueError: 'table.txt' is not a figure: its name must end in ...
+    """
+    with require_extra("figures need matplotlib", "plot"):
+        from matplotlib.backend_bases import FigureCanvasBase
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if check_file(path).suffix.removeprefix(".") not in kinds:
+        raise ValueError(f"{str(path)!r} is not a figure: its name must end in .{', .'.join(sorted(kinds))}")
+
+
+@contextmanager
+def figure(
+    path: str | os.PathLike[str] | None, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its grid of axes, (rows, columns), and save it when the block ends, unless the path is None.
+
+    The figure belongs to no window, so a notebook's or script's backend and settings are not changed.
+
+    Parameters
+    ----------
+    path : str, path or None
+        File for the figure.
+    size : (float, float)
+        In inches.
+    rows, columns : int
+        Of the grid.
+    **options
+        Of ``Figure.subplots``.
+
+    Yields
+    ------
+    matplotlib.figure.Figure, array of matplotlib.axes.Axes
+
+    Examples
+    --------
+    >>> with figure(None, (4, 3)) as (drawn, ((axes,),)):
+    ...     lines = axes.plot([0, 1], [0, 1])
+    """
+    with require_extra("figures need matplotlib", "plot"):
+        from cycler import cycler
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    with rc_context(_STYLE | {"axes.prop_cycle": cycler(color=COLOURS.values())}):
+        drawn = Figure(figsize=size, layout="constrained")
+        yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
+        if path is not None:
+            with atomic_write(path) as own:
+                drawn.savefig(own)
+
+
+def plain_ticks(axes: Any, places: Sequence[float] | None = None) -> None:
+    """Set ticks of a logarithmic x-axis as plain numbers: at these places, or at every 10ⁿ and 3·10ⁿ in view.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+    places : sequence of float, optional
+
+    Examples
+    --------
+    >>> with figure(None, (4, 3)) as (drawn, ((axes,),)):
+    ...     line = axes.semilogx([0.1, 1], [0, 1])
+    ...     plain_ticks(axes, [0.1, 1])
+    >>> [label.get_text() for label in axes.get_xticklabels()]
+    ['0.1', '1']
+    """
+    if places is None:
+        low, high = axes.get_xlim()
+        places = [x for n in range(-6, 3) for x in (10.0**n, 3 * 10.0**n) if low <= x <= high]
+    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.set_xticks([], minor=True)
+
+
+def plot_profile(found: Profile, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw the loss along the worst direction, on the geodesic and on the straight line; the ball is shaded.
+
+    Parameters
+    ----------
+    found : Profile
+        Result of :func:`sharpness.profile`.
+    path : str or path, optional
+        Where the figure goes; by default it is returned only.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Examples
+    --------
+    >>> from sharpness import Profile
+    >>> found = Profile("adaptive", (-1.0, 0.0, 1.0), {"first-order": (0.9, 1.0, 1.3)}, 0.5)
+    >>> drawn = plot_profile(found)
+    """
+    with figure(path, (6.4, 4.4)) as (drawn, ((axes,),)):
+        axes.axvspan(-found.radius, found.radius, color="0.93", label=f"length of the direction, {found.radius:.3g}")
+        axes.axvline(0, color="0.6", linewidth=1)
+        for way, losses in found.losses.items():
+            style, colour = ("--", "#D55E00") if way == "first-order" else ("-", "#0072B2")
+            axes.plot(found.lengths, losses, style, color=colour, label=_WAYS.get(way, way), linewidth=2.2)
+        axes.set(xlabel="distance from the weights, in the metric", ylabel="loss")
+        axes.set_title(f"{found.measure}: loss along the worst direction")
+        axes.legend()
+    return drawn
+
+
+def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw the shares of the worst direction, layer by layer: a column per pair of a head, and one for other weights.
+
+    Parameters
+    ----------
+    found : LayerShares
+        Result of ``result.by_layer()``.
+    path : str or path, optional
+        Where the figure goes; by default it is returned only.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Examples
+    --------
+    >>> from sharpness import LayerShare, LayerShares
+    >>> found = LayerShares([LayerShare("layers.0", "Q–K", 0, 0.7), LayerShare("layers.0", "MLP", None, 0.3)])
+    >>> drawn = plot_layers(found)
+    """
+    if not found:
+        raise ValueError("there are no shares to draw")
+    layers = list(dict.fromkeys(s.layer for s in found))
+    parts = [*PARTS, "weights"]
+    pairs = ("LoRA", "other pairs")
+    kinds = [s.part if s.head is not None or s.part in pairs else "weights" for s in found]
+    columns = sorted({(parts.index(kind), s.head or 0) for kind, s in zip(kinds, found, strict=True)})
+    table = np.full((len(layers), len(columns)), np.nan)
+    for kind, s in zip(kinds, found, strict=True):
+        cell = layers.index(s.layer), columns.index((parts.index(kind), s.head or 0))
+        table[cell] = s.share + np.nan_to_num(table[cell])
+    size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
+    names = ["weights" if parts[part] == "weights" else f"{parts[part]} {head}" for part, head in columns]
+    with figure(path, size) as (drawn, ((axes,),)):
+        shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
+        axes.set_xticks(range(len(columns)), names, fontsize="x-small", rotation=90)
+        step = 1 + len(layers) // 54
+        axes.set_yticks(range(0, len(layers), step), layers[::step], fontsize="small")
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title("Share of the worst direction, in the metric")
+        drawn.colorbar(shown, ax=axes, label="% of the squared length", pad=0.02)
+    return drawn
+
+
+def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | None = None) -> Any:
+    r"""Draw the singular values of all pairs' :math:`G H^H`, and the smallest ones of G, H and :math:`G H^H`.
+
+    Parameters
+    ----------
+    found : sequence of PairSpectrum
+        Result of :func:`quotient_manifolds.symmetries.spectra`.
+    path : str or path, optional
+        Where the figure goes; by default it is returned only.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Notes
+    -----
+    Paper, App. H.1.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
+    >>> drawn = plot_spectra(spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2))))
+    """
+    if not found:
+        raise ValueError("there are no pairs to draw; find_symmetric_pairs(model) lists why")
+    kinds = list(dict.fromkeys(s.kind for s in found))
+    with figure(path, (4.6 * (len(kinds) + 1), 4.4), 1, len(kinds) + 1) as (drawn, ((*panels, last),)):
+        for axes, kind in zip(panels, kinds, strict=True):
+            mine = [s for s in found if s.kind == kind]
+            for shade, s in zip(dark_map()(np.linspace(0, 1, len(mine))), mine, strict=True):
+                axes.semilogy(range(1, len(s.product) + 1), s.product, color=shade, linewidth=1)
+            axes.set(xlabel="index", title=f"{_KINDS.get(kind, kind)}: σ of GHᵀ, dark: first layers")
+        panels[0].set_ylabel("singular value")
+        smallest = np.array([(s.min_singular_value_G, s.min_singular_value_H, float(s.product[-1])) for s in found])
+        looks = (("G", "o", "adaptive"), ("H", "^", "geodesic-mix"), ("GHᵀ", "s", "geodesic-inv"))
+        for (label, marker, name), values in zip(looks, smallest.T, strict=True):
+            last.semilogy(range(1, len(found) + 1), values, marker, color=COLOURS[name], label=label, markersize=4)
+        last.set(xlabel="pair, in the order of the layers", title="smallest singular values")
+        last.legend()
+    return drawn
+
+
+def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw the distances of two models' heads: a map per kind of pair, a row per layer, a column per head.
+
+    Parameters
+    ----------
+    found : ModelDistance
+        Result of :func:`quotient_manifolds.symmetries.model_distance`.
+    path : str or path, optional
+        File for the figure; by default it is only returned.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.symmetries import model_distance
+    >>> one, other = (torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+    >>> drawn = plot_distances(model_distance(one, other))
+    """
+    kinds = list(dict.fromkeys(p.kind for p in found.pairs))
+    tables = [found.table(kind) for kind in kinds]
+    height = 1.6 + 0.35 * max((len(modules) for modules, _ in tables), default=1)
+    with figure(path, (4.6 * max(len(kinds), 1), height), columns=max(len(kinds), 1)) as (drawn, (row,)):
+        for axes, kind, (modules, table) in zip(row, kinds, tables, strict=True):
+            image = axes.imshow(table.numpy(), cmap="viridis", aspect="auto", vmin=0)
+            axes.set_yticks(range(len(modules)), modules)
+            axes.set_xticks(range(table.shape[1]))
+            axes.set(xlabel="head", title=f"{kind}: distance ({found.metric})")
+            drawn.colorbar(image, ax=axes)
+    return drawn
+
+
+def plot_model(
+    model: nn.Module,
+    batch: Any,
+    result: SharpnessResult,
+    folder: str | os.PathLike[str],
+    loss_fn: LossFunction | None = None,
+    *,
+    micro_batch: int | None = None,
+    normalize_logits: bool = False,
+    suffix: str = "png",
+) -> list[Path]:
+    """Draw all figures of a measurement: ``profile``, ``layers`` and, for a network with pairs, ``spectra``.
+
+    Parameters
+    ----------
+    model : nn.Module
+    batch : tuple, dict or other
+        The first of the batches that were measured.
+    result : SharpnessResult
+        The result with its directions; the largest radius is drawn.
+    folder : str or path
+        Folder for the figures, whose names begin with the measure's. It is created if necessary.
+    loss_fn, micro_batch, normalize_logits
+        As passed to ``evaluate``.
+    suffix : str
+        File format: png, pdf or svg.
+
+    Returns
+    -------
+    list of Path
+        Of the figures.
+
+    Raises
+    ------
+    KeyError
+        The directions were not kept, or the measure has none.
+
+    Examples
+    --------
+    >>> import sharpness, tempfile, torch
+    >>> model, batch = torch.nn.Linear(2, 2), (torch.eye(2), torch.arange(2))
+    >>> result = sharpness.evaluate(model, [batch], measure="adaptive", rho=[0.1, 0.2])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in plot_model(model, batch, result, folder)]
+    ['adaptive-profile.png', 'adaptive-layers.png']
+    """
+    rho = max(result.rhos)
+    direction, shares = result[rho].direction(0), result[rho].by_layer()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    names = (f"{result.measure.name}-profile", f"{result.measure.name}-layers", "spectra")
+    drawn = [Path(folder) / f"{name}.{suffix}" for name in names]
+    options: Any = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
+    plot_profile(profile(model, batch, direction, loss_fn, **options), drawn[0])
+    plot_layers(shares, drawn[1])
+    pairs = direction.pairs or tuple(p for p in find_symmetric_pairs(model, include_frozen=True) if p.group is not None)
+    if not pairs:
+        return drawn[:2]
+    plot_spectra(spectra(pairs), drawn[2])
+    return drawn

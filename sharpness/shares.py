@@ -1,0 +1,173 @@
+"""Where a direction lies: its squared length by layer, part of the network and attention head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
+from quotient_manifolds.symmetries.stacks import coverage
+from quotient_manifolds.symmetries.whole import wiring_of
+
+from .blocks import Block, ElementwiseBlock, PairBlock
+from .distributed import World
+
+__all__ = ["PARTS", "LayerShare", "LayerShares", "Places"]
+
+#: The parts of a network, in the order of tables.
+PARTS = ("Q–K", "V–O", "LoRA", "MLP", "embeddings", "norms and biases", "head", "other pairs")
+
+#: Layer, part, and number of the attention head or None.
+Place = tuple[str, str, int | None]
+
+_OF_PAIRS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA", "glu": "MLP", "relu": "MLP"}
+_EMBEDDING = re.compile(
+    r"embed|cls_token|dist_token|distillation_token|mask_token|(^|[._])(wte|wpe|shared)\b|patch|conv1"
+)
+_HEAD = re.compile(
+    r"(^|\.)(classifier|pre_classifier|score|lm_head|head|fc|fc_out|pooler|cls|proj|visual_projection)(\.|$)"
+)
+
+
+class LayerShare(NamedTuple):
+    """The share of a part of a layer in a worst direction.
+
+    Attributes
+    ----------
+    layer : str
+        The block that contains an attention module, such as ``vit.layers.3``; else the module.
+    part : str
+        The part of the network, one of :data:`sharpness.shares.PARTS`.
+    head : int or None
+        Number of the attention head, from 0; None for weights that are not divided by heads.
+    share : float
+        Share of the squared length in the measure's metric, between 0 and 1.
+
+    Examples
+    --------
+    >>> LayerShare("layers.0", "Q–K", head=1, share=0.25)
+    LayerShare(layer='layers.0', part='Q–K', head=1, share=0.25)
+    """
+
+    layer: str
+    part: str
+    head: int | None
+    share: float
+
+
+class LayerShares(list[LayerShare]):
+    """Shares in the order of the model's parameters, which add up to 1; ``print`` shows a table with a row per layer.
+
+    Parameters
+    ----------
+    iterable : iterable of LayerShare, optional
+
+    Examples
+    --------
+    ``result.by_layer()`` gives one. Printed, it adds up the heads of a layer:
+
+    >>> first, second = LayerShare("layers.0", "Q–K", 0, 0.5), LayerShare("layers.0", "Q–K", 1, 0.2)
+    >>> print(LayerShares([first, second, LayerShare("layers.0", "MLP", None, 0.3)]))
+    layer         Q–K    MLP
+    layers.0    70.0%  30.0%
+    """
+
+    def by_part(self) -> dict[str, float]:
+        """Add up the layers and heads of every part, in the order of :data:`sharpness.shares.PARTS`."""
+        found = {part: sum(s.share for s in self if s.part == part) for part in PARTS}
+        return {part: share for part, share in found.items() if share > 0}
+
+    def __str__(self) -> str:
+        rows: dict[str, dict[str, float]] = {}
+        for s in self:
+            row = rows.setdefault(s.layer, {})
+            row[s.part] = row.get(s.part, 0.0) + s.share
+        wide = max([5, *map(len, rows)])
+        columns = {part: max(7, len(part)) for part in PARTS if any(s.part == part for s in self)}
+        lines = [f"{'layer':<{wide}}" + "".join(f"  {part:>{width}}" for part, width in columns.items())]
+        for layer, row in rows.items():
+            cells = {part: f"{row[part]:.1%}" if part in row else "" for part in columns}
+            lines.append(f"{layer:<{wide}}" + "".join(f"  {cells[part]:>{width}}" for part, width in columns.items()))
+        return "\n".join(lines)
+
+
+class Places:
+    """The layer and part to which every entry of every parameter belongs.
+
+    Queries and keys, values and outputs are known from the model's pairs, trainable or not; the others from the kind of
+    their module: weights of embeddings and convolutions, and parameters named as tokens, count as embeddings, all
+    vectors as norms and biases, a last linear layer as the head, and all other matrices as MLP.
+
+    Parameters
+    ----------
+    model : nn.Module
+    names : mapping of str to Tensor
+        Its parameters that move, by name.
+    """
+
+    def __init__(self, model: nn.Module, names: Mapping[str, Tensor]) -> None:
+        pairs = find_symmetric_pairs(model, include_frozen=True)
+        by_part: dict[str, list[PairStack]] = {}
+        for s in stacks(pairs):
+            by_part.setdefault(_part_of_pair(s.pairs[0]), []).append(s)
+        self._masks = {part: coverage(found) for part, found in by_part.items()}
+        attention = {_block(p.module) for p in pairs if p.head is not None}
+        self._layers = {p: _layer(name, attention) for name, p in names.items()}
+        wiring = wiring_of(model)
+        heads = {p for _, a in wiring.classifiers for p in a.parameters} if wiring is not None else set()
+        tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
+        self._rest = {p: self._part(name, p, heads, tables) for name, p in names.items()}
+
+    @staticmethod
+    def _part(name: str, p: Tensor, heads: set[Tensor], tables: set[Tensor]) -> str:
+        if p in heads or (not heads and _HEAD.search(name)):
+            return "head"
+        if p in tables or (p.dim() > 1 and _EMBEDDING.search(name)):
+            return "embeddings"
+        return "norms and biases" if p.squeeze().dim() < 2 else "MLP"
+
+    def cut(self, cut: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Keep a part of the entries of every parameter, as selected by ``cut(parameter, mask)``."""
+        self._masks = {part: {p: cut(p, mask) for p, mask in masks.items()} for part, masks in self._masks.items()}
+
+    def squares(self, vector: Iterable[tuple[Block, Tensor]], world: World) -> dict[Place, float]:
+        """Add up the squared coordinates at every place, over all processes, in the order of the parameters."""
+        found: dict[Place, float] = {}
+        for place, square in world.gather([entry for block, c in vector for entry in self._of_block(block, c)]):
+            found[place] = found.get(place, 0.0) + square
+        layers = list(dict.fromkeys(self._layers.values()))
+        places = sorted(found, key=lambda place: (layers.index(place[0]), PARTS.index(place[1]), place[2] or 0))
+        return {place: found[place] for place in places if found[place] > 0}
+
+    def _of_block(self, block: Block, c: Tensor) -> Iterator[tuple[Place, float]]:
+        if isinstance(block, PairBlock):
+            for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
+                yield (self._layers[pair.G[0].tensor], _part_of_pair(pair), pair.head), square
+        elif isinstance(block, ElementwiseBlock):
+            p = block.parameter
+            layer, left = self._layers[p], c.view(p.shape).square()
+            for part, masks in self._masks.items():
+                if p in masks:
+                    yield (layer, part, None), float(left[masks[p]].sum())
+                    left = left.masked_fill(masks[p], 0)
+            yield (layer, self._rest[p], None), float(left.sum())
+
+
+def _part_of_pair(pair: SymmetricPair) -> str:
+    return _OF_PAIRS.get(pair.kind, "other pairs")
+
+
+def _block(module: str) -> str:
+    """Cut a path after its last number: ``vit.layers.3.attention`` is in ``vit.layers.3``."""
+    parts = module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=len(parts) - 1)
+    return ".".join(parts[: last + 1])
+
+
+def _layer(parameter: str, blocks: Collection[str]) -> str:
+    """Find the block of the attention module that contains a parameter, or else the parameter's own module."""
+    inside = [b for b in blocks if parameter.startswith(f"{b}.")]
+    return max(inside, key=len) if inside else _block(parameter.rpartition(".")[0]) or parameter

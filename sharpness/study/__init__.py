@@ -1,0 +1,33 @@
+"""Many models: sweeps over checkpoints, measures and radii; and how every measure ranks the models.
+
+A *job* of a sweep is one checkpoint under one measure with one set of switches, at all radii; or one checkpoint's fit,
+its loss and error on training and test data; or further quantities. Every finished job is a separate file in the
+results' folder, written completely or not at all, so any number of processes on any number of machines may work on one
+folder, and may be killed.
+"""
+
+from .config import read_config
+from .plan import Accuracies, Checkpoint, Sweep
+from .ranking import compare, formatted, kendall, plot_sweep
+from .results import TARGETS, measurements, per_model, read_results, remarks, targets
+from .run import read_failures, read_rows, run_sweep
+
+__all__ = [
+    "TARGETS",
+    "Accuracies",
+    "Checkpoint",
+    "Sweep",
+    "compare",
+    "formatted",
+    "kendall",
+    "measurements",
+    "per_model",
+    "plot_sweep",
+    "read_config",
+    "read_failures",
+    "read_results",
+    "read_rows",
+    "remarks",
+    "run_sweep",
+    "targets",
+]

@@ -1,0 +1,338 @@
+"""Which measure ranks models by generalisation: Kendall's τ of every quantity, as tables and figures.
+
+A measure's correlation depends on its radius, and sharpness follows the training loss. So each measure is examined at
+all its radii, and beyond what training loss and error explain.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import scipy.stats
+
+from ..plots import COLOURS, MARKERS, dark_map, figure, plain_ticks
+from .results import TARGETS, Row, measurements, one_radius, targets
+
+__all__ = ["CONTROLS", "FEWEST_MODELS", "Correlation", "compare", "formatted", "kendall", "plot_sweep"]
+
+_Array = npt.NDArray[np.float64]
+Numbers = Sequence[float] | npt.NDArray[np.floating[Any]]
+#: The controls, beyond which a measure should add information.
+CONTROLS = ("train_loss", "train_error")
+#: With fewer models a rank correlation says next to nothing: for nine models, one in thirteen unrelated quantities has
+#: a τ of at least 0.5 or at most -0.5.
+FEWEST_MODELS = 10
+#: Up to this number of models, the dots are labelled with their names.
+_NAMED = 12
+_PLACE = ["quantity", "rho"]
+_TAU = ["tau", "low", "high", "p"]
+_PARTIAL = ["partial", "partial_low", "partial_high"]
+_RESAMPLES = 10_000
+
+
+class Correlation(NamedTuple):
+    """A rank correlation over models.
+
+    Attributes
+    ----------
+    value : float
+        Kendall's τ-b; NaN if one of the quantities is constant.
+    low, high : float
+        Percentile bootstrap interval over models.
+    p : float
+        Two-sided p-value of no association; NaN given other quantities.
+
+    Examples
+    --------
+    >>> kendall([1, 2, 3, 4], [1, 2, 3, 4]).value
+    1.0
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+def kendall(
+    x: Numbers, y: Numbers, given: Sequence[Numbers] = (), *, level: float = 0.95, seed: int = 0
+) -> Correlation:
+    r"""Compute Kendall's τ-b of two quantities over models, or of their residuals given other quantities z.
+
+    .. math:: τ_{xy \cdot z} = τ_{e(x), e(y)}, \qquad e(x) = s(x) - Z (Z^T Z)^{-1} Z^T s(x)
+
+    with normal scores :math:`s(x)_i = Φ^{-1}((\operatorname{rank}(x_i) - 1/2)/n)` and Z the columns 1 and s(z).
+
+    Parameters
+    ----------
+    x, y : sequence of float, (models,)
+        One number per model, for example sharpness and generalisation gap.
+    given : sequence of sequence of float, (quantities, models)
+        The controls z.
+    level : float
+        Coverage of the interval.
+    seed : int
+        Seed of the percentile bootstrap over models, of 10,000 resamples.
+
+    Returns
+    -------
+    Correlation
+        NaN if x or y is constant, or if z determines one of them.
+
+    Raises
+    ------
+    ValueError
+        Lists differ in length, there are fewer than three models, or entries are NaN or infinite.
+
+    Notes
+    -----
+    Kendall's own partial coefficient of 1942 does not vanish for quantities that are independent given z. That of the
+    residuals vanishes whenever monotone functions of x, y and z are jointly normal (Liu, Lafferty, Wasserman 2009).
+
+    Examples
+    --------
+    A measure that only repeats the training loss says less than its τ with the gap suggests.
+
+    >>> loss = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    >>> gap = [0.30, 0.27, 0.28, 0.22, 0.23, 0.20]
+    >>> measure = [6.0, 4.9, 5.5, 4.2, 3.0, 4.1]
+    >>> round(kendall(measure, gap).value, 2), round(kendall(measure, gap, [loss]).value, 2)
+    (0.73, 0.07)
+    """
+    table = np.array([x, y, *given], dtype=np.float64)
+    if table.shape[1] < 3 or not np.isfinite(table).all():
+        raise ValueError("a correlation needs at least 3 models, and finite numbers")
+    if len(given):
+        ranks = scipy.stats.rankdata(table, axis=1)
+        scores = scipy.stats.norm.ppf((ranks - 0.5) / table.shape[1]).T
+        Z = np.column_stack([np.ones(len(scores)), scores[:, 2:]])
+        left = scores[:, :2] - Z @ np.linalg.lstsq(Z, scores[:, :2], rcond=None)[0]
+        table = np.where(np.abs(left) < 1e-9, 0.0, left).T
+    sx, sy = (np.sign(v[:, None] - v) for v in table[:2])
+
+    def tau(counts: _Array) -> _Array:
+        """τ-b of resamples, from how often they hold each model, (resamples, models): copies of a model are tied."""
+        score, x_pairs, y_pairs = (((counts @ m) * counts).sum(1) for m in (sx * sy, np.abs(sx), np.abs(sy)))
+        pairs = np.sqrt(x_pairs * y_pairs)
+        return score / np.where(pairs > 0, pairs, np.nan)
+
+    value = float(tau(np.ones((1, len(sx))))[0])
+    drawn = tau(_resampled(len(sx), seed))
+    if not math.isfinite(value) or np.isnan(drawn).all():
+        return Correlation(value, math.nan, math.nan, math.nan)
+    low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    p = math.nan if len(given) else float(scipy.stats.kendalltau(*table).pvalue)
+    return Correlation(value, float(low), float(high), p)
+
+
+@lru_cache(maxsize=4)
+def _resampled(count: int, seed: int) -> _Array:
+    """Return how often each resample has each model: the same for all quantities of a table."""
+    chosen = np.random.default_rng(seed).integers(count, size=(_RESAMPLES, count))
+    return np.stack([np.bincount(row, minlength=count) for row in chosen]).astype(np.float64)
+
+
+def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = CONTROLS, level: float = 0.95) -> Any:
+    """Correlate every quantity of a sweep, at every radius, with the target.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Rows of a sweep, see :func:`sharpness.study.read_results`.
+    target : {"gap", "loss-gap", "test-error", "test-loss"}
+        See :func:`sharpness.study.targets`.
+    given : sequence of str
+        What to control for: quantities without a radius; training loss and error where they are known.
+    level : float
+        Coverage of each interval of τ, and probability that all partial intervals hold at once (Bonferroni).
+
+    Returns
+    -------
+    pandas.DataFrame
+        With the columns ``quantity``, ``rho``, ``median`` (over models), ``models``, ``tau``, ``low``, ``high``, ``p``,
+        and ``partial``, ``partial_low``, ``partial_high`` (τ given the controls), sorted as in the rows. Quantities of
+        fewer than three models are left out.
+
+    Raises
+    ------
+    ValueError
+        Fewer than three models have a target, the target or a control is unknown, or models lack a control other than
+        training loss and error.
+
+    Examples
+    --------
+    >>> gap = {"a": 0.02, "b": 0.05, "c": 0.04, "d": 0.09}
+    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": g} for m, g in gap.items()]
+    >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> rows += [{**of, "checkpoint": m, "rho": r, "sharpness": g * r**2} for m, g in gap.items() for r in (0.5, 1.0)]
+    >>> compare(rows)[["quantity", "rho", "tau"]].values.tolist()
+    [['train_error', 0.0, nan], ['adaptive', 0.5, 1.0], ['adaptive', 1.0, 1.0]]
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    goal, frame = targets(rows, target), measurements(rows)
+    if len(goal) < 3:
+        raise ValueError(
+            f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data or "
+            "accuracies"
+        )
+    frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].isin(["test_loss", "test_error"])]
+    columns = {place: part.set_index("checkpoint")["value"] for place, part in frame.groupby(_PLACE, sort=False)}
+    controls = {}
+    for name in given:
+        lacking = len(goal) - len(columns.get((name, 0.0), ()))
+        if lacking and name not in CONTROLS:
+            there = ", ".join(quantity for quantity, rho in columns if not rho)
+            raise ValueError(f"{lacking} models have no {name} to control for; there are {there}")
+        if (name, 0.0) in columns:
+            controls[name] = columns[name, 0.0]
+    columns = {place: values for place, values in columns.items() if len(values) > 2}
+    lines = []
+    for (quantity, rho), values in columns.items():
+        y = [goal[model] for model in values.index]
+        tau = kendall(values, y, level=level)
+        known = [c[values.index] for c in controls.values() if values.index.isin(c.index).all()]
+        partial = Correlation(*[math.nan] * 4)
+        if known and quantity not in controls:
+            each = 1 - (1 - level) / len(columns)
+            partial = kendall(values, y, known, level=each)
+        lines.append((quantity, rho, values.median(), len(values), *tau, *partial[:3]))
+    return frame.iloc[:0].from_records(lines, columns=[*_PLACE, "median", "models", *_TAU, *_PARTIAL])
+
+
+def plot_sweep(
+    rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
+) -> list[Path]:
+    """Draw a sweep: ``scatter``, the target against every measure, and ``radius``, the influence of the radius.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        See :func:`sharpness.study.read_results`.
+    target : str
+        The quantity to be predicted, see :func:`sharpness.study.targets`.
+    folder : str or path
+        Folder for the figures.
+    prefix, suffix : str
+        Prefix and suffix of their names; the suffix is png, pdf or svg.
+
+    Returns
+    -------
+    list of Path
+        Paths of the figures.
+
+    Raises
+    ------
+    ValueError
+        Fewer than three models have the target.
+
+    Examples
+    --------
+    Three models, one measure:
+
+    >>> import tempfile
+    >>> rows = [{"checkpoint": m, "kind": "fit", "train_error": 0.0, "test_error": 0.1 * m} for m in (1, 2, 3)]
+    >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
+    >>> rows += [{**of, "checkpoint": m, "rho": rho, "sharpness": m * rho} for m in (1, 2, 3) for rho in (0.1, 0.5)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in plot_sweep(rows, "gap", folder)]
+    ['scatter.png', 'radius.png']
+    """
+    found, goal = compare(rows, target), targets(rows, target)
+    frame = measurements([row for row in rows if row["kind"] == "sharpness" and not row["ablation"]])
+    frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].str.endswith(", trace")]
+    paths = [Path(folder) / f"{prefix}{name}.{suffix}" for name in ("scatter", "radius")]
+    _plot_scatter(list(one_radius(frame).groupby(_PLACE)), found.set_index(_PLACE), goal, target, paths[0])
+    _plot_radius(list(frame[frame["rho"] > 0].groupby("quantity")), found, goal, target, paths[1])
+    return paths
+
+
+def _plot_scatter(parts: Sequence[Any], found: Any, goal: Mapping[str, float], target: str, path: Path) -> None:
+    """Draw the target against every measure at one radius."""
+    with figure(path, (3.6 * max(len(parts), 1), 3.6), 1, max(len(parts), 1), sharey=True) as (_, grid):
+        for axes, ((quantity, rho), part) in zip(grid[0], parts, strict=False):
+            points = list(zip(part["value"], part["checkpoint"].map(goal), strict=True))
+            axes.plot(*zip(*points, strict=True), MARKERS.get(quantity, "o"), color=COLOURS.get(quantity, "0.4"))
+            for model, point in zip(part["checkpoint"], points, strict=True) if len(points) <= _NAMED else ():
+                name = Path(str(model)).name
+                axes.annotate(name, point, (4, 3), textcoords="offset points", fontsize="x-small", parse_math=False)
+            said = "too few to correlate"
+            if len(points) >= FEWEST_MODELS:
+                said = "τ = {tau:+.2f} [{low:+.2f}, {high:+.2f}]".format(**found.loc[(quantity, rho)])
+            axes.set_title(f"{quantity}{f', ρ = {rho:g}' if rho else ''}\n{said}", fontsize="small")
+            axes.set_xlabel("sharpness" if rho else "")
+            axes.locator_params(nbins=4)
+        grid[0, 0].set_ylabel(TARGETS[target])
+
+
+def _plot_radius(parts: Sequence[Any], found: Any, goal: Mapping[str, float], target: str, path: Path) -> None:
+    """Draw every model's sharpness against the radius, coloured by the target; and τ against the median increase."""
+    parts = [(quantity, part) for quantity, part in parts if part["rho"].nunique() > 1]
+    few = len(goal) < FEWEST_MODELS
+    panels = len(parts) + (not few or not parts)
+    with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+
+        colours, last = ScalarMappable(Normalize(min(goal.values()), max(goal.values())), dark_map()), grid[0, -1]
+        for axes, (quantity, part) in zip(grid[0], parts, strict=False):
+            for model, line in part.sort_values("rho").groupby("checkpoint"):
+                colour = colours.to_rgba(np.asarray(goal[model]))
+                axes.loglog(line["rho"], line["value"].clip(1e-12), color=colour, linewidth=1.2)
+            axes.set(xlabel="radius ρ", title=quantity)
+            plain_ticks(axes, sorted(part["rho"].unique()))
+        if parts:
+            grid[0, 0].set_ylabel("sharpness")
+            drawn.colorbar(colours, ax=grid[0, len(parts) - 1], label=TARGETS[target])
+        if few:  # no meaningful correlation
+            return
+        for quantity, _ in parts:
+            taus = found[(found["quantity"] == quantity) & (found["median"] > 0)].sort_values("median")
+            own = {"color": COLOURS.get(quantity), "label": quantity}
+            (line,) = last.semilogx(taus["median"], taus["tau"], marker=MARKERS.get(quantity), **own)
+            last.fill_between(taus["median"], taus["low"], taus["high"], color=line.get_color(), alpha=0.12)
+        for tau in found.loc[found["quantity"] == "train_loss", "tau"]:
+            last.axhline(tau, color="0.5", linestyle="--", label="training loss")
+        plain_ticks(last)
+        last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
+        last.legend()
+
+
+def formatted(table: Any, style: str = "text") -> str:
+    """Write a table of :func:`compare` or :func:`sharpness.study.per_model`, with four digits a number.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        Its index is not written.
+    style : {"text", "markdown", "latex", "csv"}
+        ``"text"`` has aligned columns, for a terminal; ``"latex"`` has the rules of booktabs; ``"csv"`` has all digits.
+
+    Returns
+    -------
+    str
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> print(formatted(pd.DataFrame({"model": ["run 7"], "gap": [0.125]}), "markdown"))
+    | model | gap |
+    |---|---|
+    | run 7 | 0.125 |
+    """
+    if style == "csv":
+        return table.to_csv(index=False)
+    if style == "latex":
+        return table.to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format)
+    if style == "text":
+        return table.to_string(index=False, na_rep="", float_format="{:.4g}".format) + "\n"
+    words = table.map(lambda v: v if isinstance(v, str) else "" if math.isnan(v) else f"{v:.4g}")
+    lines = [words.columns, ["---"] * len(words.columns), *words.to_numpy()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace(" --- ", "---")

@@ -1,0 +1,134 @@
+import math
+import subprocess
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+from torch import nn
+
+import sharpness
+from quotient_manifolds.symmetries import ModelDistance, PairDistance, find_symmetric_pairs, spectra
+from sharpness import LayerShare, LayerShares, Profile, plots
+from tests import networks
+
+
+def test_a_users_settings_and_backend_stay():
+    code = (
+        "import matplotlib, sys; matplotlib.use('svg'); size = matplotlib.rcParams['font.size']\n"
+        "from sharpness import Profile, plots\n"
+        "plots.plot_profile(Profile('adaptive', (0.0, 1.0), {'first-order': (1.0, 2.0)}, 1.0))\n"
+        "assert matplotlib.get_backend() == 'svg' and matplotlib.rcParams['font.size'] == size\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_colours_differ_for_colour_blind_readers():
+    def seen(colour, matrix):
+        return matrix @ np.array(matplotlib.colors.to_rgb(colour)) ** 2.2
+
+    # Machado, Oliveira, Fernandes 2009, severity 1, on linear RGB.
+    blind = {
+        "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                       [-0.003882, -0.048116, 1.051998]],
+        "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                         [-0.011820, 0.042940, 0.968881]],
+    }  # fmt: skip
+
+    def nearest(colours):
+        return min(
+            np.linalg.norm(seen(a, np.array(m)) - seen(b, np.array(m)))
+            for m in blind.values() for i, a in enumerate(colours) for b in colours[:i]
+        )  # fmt: skip
+
+    assert nearest(list(plots.COLOURS.values())) > 0.15
+    assert nearest(["#ff0000", "#806000", "#00ff00"]) < nearest(list(plots.COLOURS.values()))
+    assert len(set(plots.MARKERS.values())) == len(plots.COLOURS)
+
+
+def test_profile():
+    found = Profile("geodesic-inv", (-1.0, 0.0, 1.0), {"exact": (2.0, 1.0, 3.0), "first-order": (2.5, 1.0, 3.5)}, 0.5)
+    (axes,) = plots.plot_profile(found).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines["geodesic (exact)"].get_ydata()) == [2.0, 1.0, 3.0]
+    assert list(lines["straight line"].get_ydata()) == [2.5, 1.0, 3.5]
+    (shade,) = [p for p in axes.patches if p.get_label().startswith("length of the direction")]
+    corners = shade.get_patch_transform().transform(shade.get_path().vertices)[:, 0]
+    assert (corners.min(), corners.max()) == (-0.5, 0.5)
+    assert lines["straight line"].get_linestyle() != lines["geodesic (exact)"].get_linestyle()
+
+
+def test_layers():
+    shares = LayerShares(
+        [LayerShare("a.0", "Q–K", 0, 0.1), LayerShare("a.0", "Q–K", 1, 0.2), LayerShare("a.0", "V–O", 0, 0.3),
+         LayerShare("head", "head", None, 0.4)]
+    )  # fmt: skip
+    axes = plots.plot_layers(shares).axes[0]
+    np.testing.assert_allclose(
+        axes.images[0].get_array().filled(np.nan), [[10, 20, 30, np.nan], [np.nan, np.nan, np.nan, 40]]
+    )
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["a.0", "head"]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["Q–K 0", "Q–K 1", "V–O 0", "weights"]
+    with pytest.raises(ValueError, match="no shares to draw"):
+        plots.plot_layers(LayerShares())
+
+
+def test_spectra():
+    found = spectra(find_symmetric_pairs(nn.MultiheadAttention(8, 2)))
+    qk, vo, last = plots.plot_spectra(found).axes
+    assert len(qk.lines) == len(vo.lines) == 2
+    np.testing.assert_allclose(qk.lines[0].get_ydata(), found[0].product)
+    by_label = {line.get_label(): line.get_ydata() for line in last.lines}
+    np.testing.assert_allclose(by_label["G"], [s.min_singular_value_G for s in found])
+    np.testing.assert_allclose(by_label["GHᵀ"], [s.product[-1] for s in found])
+    with pytest.raises(ValueError, match="no pairs to draw"):
+        plots.plot_spectra([])
+
+
+def test_everything_of_a_model(tmp_path):
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=[0.01, 0.05], progress=False)
+    drawn = plots.plot_model(model, batch, result, tmp_path / "figures")
+    assert [p.name for p in drawn] == ["geodesic-inv-profile.png", "geodesic-inv-layers.png", "spectra.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(len(batch[1]))
+        return nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
+
+    plots.plot_model(model, batch, result, tmp_path / "figures", loss_fn, micro_batch=5)
+    assert set(seen) == {5, 2}
+    gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
+    with pytest.raises(KeyError, match="keep_directions"):
+        plots.plot_model(model, batch, gone, tmp_path)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
+    assert len(plots.plot_model(plain, batch, flat, tmp_path, suffix="svg")) == 2
+
+
+def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):
+    model, batch = networks.vit(), networks.images()
+    result = sharpness.evaluate(model, [batch], rho=[0.05, 0.01], progress=False)
+    drawn = {}
+    monkeypatch.setattr("sharpness.plots.plot_profile", lambda found, path: drawn.update(profile=found))
+    monkeypatch.setattr("sharpness.plots.plot_layers", lambda found, path: drawn.update(layers=found))
+    plots.plot_model(model, batch, result, tmp_path)
+    assert drawn["profile"].radius == pytest.approx(0.05)
+    assert drawn["layers"] == result[0.05].by_layer() != result[0.01].by_layer()
+
+
+def test_a_map_a_kind_with_what_is_absent_left_empty(tmp_path):
+    pairs = [
+        PairDistance("a qk head 0", "a", "qk", 0, 0, 1.0),
+        PairDistance("a qk head 1", "a", "qk", 1, 0, 2.0),
+        PairDistance("b qk head 0", "b", "qk", 0, 0, math.nan),
+        PairDistance("a vo head 0", "a", "vo", 0, 0, 5.0),
+    ]
+    drawn = plots.plot_distances(ModelDistance("inv", tuple(pairs)), tmp_path / "map.png")
+    qk, vo = (axes for axes in drawn.axes if axes.images and axes.get_title())
+    np.testing.assert_array_equal(np.ma.filled(qk.images[0].get_array(), np.nan), [[1, 2], [np.nan, np.nan]])
+    assert np.ma.filled(vo.images[0].get_array(), np.nan).tolist() == [[5.0]]
+    assert [label.get_text() for label in qk.get_yticklabels()] == ["a", "b"]
+    assert (tmp_path / "map.png").stat().st_size > 1000

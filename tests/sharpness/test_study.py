@@ -1,0 +1,334 @@
+"""What a sweep measures: its file, its jobs, and the rows that they give."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sharpness import cli, evaluate
+from sharpness.study import Accuracies, read_config, run_sweep, targets
+from sharpness.study.plan import of_model
+from sharpness.study.run import distance
+from tests import networks
+from tests.sweeps import MODULE, rows_of
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x0: &a [1]\ny: *a\ndata: train.pt", r"has the alias \*a; write it out"),
+        ("normalize_logits: 'false'", "entry normalize_logits: Expected `bool`, got `str`"),
+        ("seed: abc", "entry seed: Expected `int.*`, got `str`"),
+        ("steps: true", "entry steps: Expected `int.*`, got `bool`"),
+        ("steps: 0", "entry steps: Expected `int` >= 1"),
+        ("relative_tol: x", "entry relative_tol: Expected `float.*`, got `str`"),
+        ("rho: [-1]", "rho must be one or several positive numbers"),
+        ("rho: []", r"rho must be one or several positive numbers, got \(\)"),
+        ("rho: {adaptive: []}", r"rho must be one or several positive numbers, got \(\)"),
+        ("restarts: 1\nablations: [{}, {statistic: average}]", "restarts belong to searches"),
+        ("data: {source: train.pt, batch_size: []}", "entry data.batch_size: Expected `int.*`, got `array`"),
+        ("[" * 3000, "cannot be parsed"),
+    ],
+)
+def test_values_of_the_wrong_kind(place, text, words):
+    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\n'
+    base += "" if "data" in text else "data: train.pt\n"
+    Path("wrong.yaml").write_text(base + text)
+    with pytest.raises(ValueError, match=words):
+        read_config("wrong.yaml")
+
+
+def test_a_number_in_yaml_is_one(place):
+    base = 'checkpoints: {path: "collection/*.pt", model: "sweepmodel:model"}\ndata: train.pt\n'
+    Path("good.yaml").write_text(base + "relative_tol: 1e-3\nrho: 1e-2")
+    sweep = read_config("good.yaml")
+    assert sweep.settings["relative_tol"] == 1e-3
+    assert set(sweep.rho.values()) == {(1e-2,)}
+    Path("good.yaml").write_text(base + "measures: [euclidean]\nrho: {euclidean: 0.1, adaptive: []}")
+    assert read_config("good.yaml").rho == {"euclidean": (0.1,), "adaptive": ()}  # of what is not measured
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": None}, r"missing required entry `data`"),
+        ({"measure": ["adaptive"]}, "unknown entry `measure`; known are"),
+        ({"measures": ["flat"]}, "unknown measure 'flat'"),
+        ({"checkpoints": "nowhere/*"}, r"no checkpoint matches 'nowhere/\*'"),
+        ({"data": {"source": "train.pt", "colour": 1}}, "entry data: contains unknown entry `colour`"),
+        ({"checkpoints": [{"model": "x"}]}, r"entry checkpoints\[0\]: missing required entry `path`"),
+        ({"ablations": [{"speed": 3}]}, "unknown switch"),
+        ({"ablations": [{"geodesic": "rk4"}]}, "has no meaning for any of adaptive, euclidean"),
+    ],
+)
+def test_mistakes_in_the_configuration(place, capsys, change, message):
+
+    config = json.loads(Path("sweep.json").read_text()) | change
+    config = {k: v for k, v in config.items() if v is not None}
+    Path("sweep.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err)
+    assert err.count("\n") == 1
+
+
+def test_a_folder_with_brackets_in_its_name(place):
+    """They mean something in patterns."""
+    (place / "a [1]").mkdir()
+    for path in [*place.iterdir()]:
+        if path.name != "a [1]":
+            path.rename(place / "a [1]" / path.name)
+    assert len(read_config(place / "a [1]" / "sweep.json").checkpoints) > 1
+
+
+def test_yaml_and_mistakes_in_it(place, capsys):
+    pytest.importorskip("yaml")
+    Path("sweep.yaml").write_text(
+        "checkpoints: [{path: collection/net0.pt, model: 'sweepmodel:model'}]\n"
+        "data: train.pt\nmeasures: [adaptive]\nsteps: 2\n"
+    )
+    assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 0
+    assert [r["kind"] for r in rows_of("out", "sweep.yaml")] == ["sharpness"]
+    Path("sweep.yaml").write_text("checkpoints: [\n")
+    assert cli.main(["sweep", "sweep.yaml", "--out", "out", "--quiet"]) == 2
+    assert "sweep.yaml cannot be parsed" in capsys.readouterr().err
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", "3", "--quiet"]) == 2
+    assert "--shard takes i/n" in capsys.readouterr().err
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--shard", "3/2", "--quiet"]) == 2
+    assert "1 ≤ i ≤ n" in capsys.readouterr().err
+
+
+def test_entries_that_measure_the_same(place):
+    """They were measured twice, or gave results that no command read."""
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive", "euclidean"], "rho": [0.1, 0.2]}
+    Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {}]}))
+    assert read_config("own.json").measured() == [("adaptive", {}, [0.1, 0.2]), ("euclidean", {}, [0.1, 0.2])]
+    Path("own.json").write_text(json.dumps({**config, "ablations": [{}, {"rho": [0.3]}]}))
+    with pytest.raises(ValueError, match="an ablation has an unknown switch 'rho'"):
+        read_config("own.json")
+
+
+def test_an_ablation_with_measures_of_its_own(place):
+    config = json.loads(Path("sweep.json").read_text()) | {"rho": [0.2]}
+    config["ablations"] = [{}, {"statistic": "average", "measures": ["adaptive"]}]
+    Path("own.json").write_text(json.dumps(config))
+    plan = read_config("own.json").measured()
+    assert [(name, switches) for name, switches, _ in plan if switches] == [("adaptive", {"statistic": "average"})]
+    config["ablations"] = [{"statistic": "average", "measures": ["geometric"]}]
+    Path("own.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="'geometric', which is not among measures"):
+        read_config("own.json")
+
+
+def test_a_second_configuration_in_one_folder_is_told_of(place, capsys):
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive"], "rho": [0.1]}
+    Path("one.json").write_text(json.dumps(config))
+    Path("more.json").write_text(json.dumps({**config, "rho": [0.1, 0.2]}))
+    Path("other.json").write_text(json.dumps({**config, "measures": ["euclidean"]}))
+    for name, said in (("one", ""), ("more", ""), ("other", "out/jobs has 16 further rows than results.jsonl")):
+        assert cli.main(["sweep", f"{name}.json", "--out", "out", "--quiet"]) == 0
+        err = capsys.readouterr().err
+        assert said in err
+        assert bool(err) == bool(said)
+
+
+def test_jobs_that_are_not_in_the_results_are_told_of(place, capsys):
+    """After an interruption the results are those of the run before, perhaps of another configuration."""
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive"], "rho": [0.1]}
+    Path("one.json").write_text(json.dumps(config))
+    Path("other.json").write_text(json.dumps({**config, "rho": [0.2]}))
+    assert cli.main(["sweep", "one.json", "--out", "out", "--quiet"]) == 0
+    assert cli.main(["table", "out"]) == 0
+    assert capsys.readouterr().err == ""
+    run_sweep(read_config("other.json"), "out", progress=False)  # what a command does before it writes the results
+    assert cli.main(["table", "out"]) == 0
+    assert "out/jobs has 8 further rows than results.jsonl" in capsys.readouterr().err
+    Path("out/jobs/broken.json").write_bytes(b'{"rows": [\xff')
+    assert cli.main(["plot", "out", "--out", "figures"]) in (0, 2)
+    assert "8 further rows" in capsys.readouterr().err
+    assert cli.main(["sweep", "other.json", "--out", "out", "--quiet"]) == 0
+    assert "out/jobs has 8 further rows than results.jsonl" in capsys.readouterr().err
+
+
+def test_known_accuracies_stand_in_for_a_test_set(place):
+    config = json.loads(Path("sweep.json").read_text())
+    del config["test"]
+    config["measures"] = ["gradient-norm"]
+    config["ablations"] = [{}]
+    config["accuracies"] = {"file": "acc.csv", "name": "model", "test": "dev"}
+    Path("acc.csv").write_text("model,dev,train\n" + "".join(f"net{i},0.{6 + i}5,0.9\n" for i in range(3)))
+    Path("known.json").write_text(json.dumps(config))
+    failed = run_sweep(read_config("known.json"), "out", progress=False)
+    assert [(f["checkpoint"], f["error"]) for f in failed] == [("net3.pt", "acc.csv has no accuracy for 'net3.pt'")]
+    fits = {r["checkpoint"]: r for r in rows_of("out", "known.json") if r["kind"] == "fit"}
+    assert [fits[f"net{i}.pt"]["test_error"] for i in range(3)] == pytest.approx([0.35, 0.25, 0.15])
+    measured = [r for r in rows_of("out", "known.json") if r["kind"] == "fit"]
+    assert all(r["train_loss"] > 0 and r["train_error"] <= 1 for r in measured)
+    # By number, with training accuracies of their own: nothing is run.
+    config["accuracies"] |= {"match": "number", "train": "train"}
+    Path("acc.csv").write_text("model,dev,train\n" + "".join(f"Run {i},0.8,0.9\n" for i in range(4)))
+    Path("known.json").write_text(json.dumps(config))
+    assert run_sweep(read_config("known.json"), "number", progress=False) == []
+    assert targets(rows_of("number", "known.json")) == pytest.approx({f"net{i}.pt": 0.1 for i in range(4)})
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("model,dev\nnet0,85\n", "accuracies are fractions"),
+        ("model,dev\nnet0,good\n", "does not hold an accuracy"),
+        ("model,other\nnet0,0.5\n", "has no column 'dev'"),
+        ("model,dev\nnet0,0.5\nnet0.pt,0.6\n", "a second time"),
+    ],
+)
+def test_accuracies_that_are_none(place, lines, message):
+    Path("acc.csv").write_text(lines)
+    with pytest.raises(ValueError, match=message):
+        Accuracies("acc.csv", "model", "dev").read()
+
+
+def test_a_sweep_has_test_data_or_accuracies(place):
+    config = json.loads(Path("sweep.json").read_text())
+    for wrong, message in (
+        ({"accuracies": {"file": "a.csv", "name": "n", "test": "t"}}, "both test and accuracies"),
+        ({"accuracies": {"file": "a.csv"}, "test": None}, "entry accuracies: missing required entry `name`"),
+        ({"initial": "nowhere.pt"}, "no initial weights at"),
+    ):
+        Path("wrong.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(ValueError, match=message):
+            read_config("wrong.json")
+
+
+def jobs_of(folder="out"):
+    return {p.name for p in Path(folder, "jobs").glob("*.json")}
+
+
+def test_another_spelling_is_the_same_and_another_content_is_not(place):
+    """The case that mixed rows of two data sets in one table."""
+    sweep = read_config("sweep.json")
+    run_sweep(sweep, "out", progress=False)
+    first = jobs_of()
+    assert jobs_of() == first
+    (place / "sub").mkdir()
+    run_sweep(read_config(place / "sub" / ".." / "sweep.json"), "out", progress=False)
+    run_sweep(read_config(place / "sweep.json"), "out", progress=False)
+    assert jobs_of() == first
+    before = rows_of("out")
+    torch.manual_seed(7)
+    torch.save({"x": torch.randn(24, 6), "y": torch.randint(3, (24,))}, "train.pt")
+    assert rows_of("out") == []  # none of it was measured on these data
+    run_sweep(read_config("sweep.json"), "out", progress=False)
+    after = rows_of("out")
+    assert len(after) == len(before)
+    assert not {r["job"] for r in after} & {r["job"] for r in before}
+    changed = jobs_of()
+    Path("sweepmodel.py").write_text(MODULE.replace("Tanh", "ReLU"))  # the code is a part of the model
+    assert rows_of("out") == []
+    assert changed
+
+
+def test_two_functions_of_one_module_are_two_sources(place):
+    Path("two_sources.py").write_text(
+        "import torch\ndef small():\n    return [(torch.ones(4, 6), torch.tensor([0, 1, 2, 0]))]\n"
+        "def large():\n    return [(2 * torch.ones(4, 6), torch.tensor([0, 1, 2, 0]))]\n"
+    )
+    found = {}
+    for name in ("small", "large"):
+        config = {**json.loads(Path("sweep.json").read_text()), "data": f"two_sources:{name}"}
+        Path(f"{name}.json").write_text(json.dumps(config))
+        assert run_sweep(read_config(f"{name}.json"), "out", progress=False) == []
+        found[name] = [r["sharpness"] for r in rows_of("out", f"{name}.json") if r["kind"] == "sharpness"]
+    assert found["small"] != found["large"]
+
+
+def test_only_what_is_read_of_a_folder_counts(tmp_path):
+    networks.vit().save_pretrained(tmp_path / "vit")
+    first = of_model(str(tmp_path / "vit"), None)
+    (tmp_path / "vit" / "README.md").write_text("notes")
+    (tmp_path / "vit" / "results").mkdir()
+    (tmp_path / "vit" / "results" / "config.json").write_text("{}")
+    assert of_model(str(tmp_path / "vit"), None) == first
+    (tmp_path / "vit" / "preprocessor_config.json").write_text("{}")
+    assert of_model(str(tmp_path / "vit"), None) != first
+
+
+def test_rows_are_those_of_evaluate(place):
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 0
+    rows = rows_of("out")
+    assert len(rows) == 4 * (1 + 2 * 2 + 2 * 1)
+    assert [json.loads(line)["job"] for line in Path("out/results.jsonl").read_text().splitlines()] == [
+        r["job"] for r in rows
+    ]
+    row = next(r for r in rows if r.get("measure") == "adaptive" and r["rho"] == 0.3 and not r["ablation"])
+    sweep = read_config("sweep.json")
+    from sharpness.models import load
+
+    loaded = load("sweepmodel:model", "collection/net0.pt")
+    batches = sweep.data.load(loaded)
+    expected = evaluate(loaded.model, batches, measure="adaptive", rho=[0.1, 0.3], steps=4, progress=False)
+    assert row["checkpoint"] == "net0.pt"
+    assert row["sharpness"] == float(expected[0.3])
+    assert row["per_batch"] == [b.value for b in expected[0.3].batches]
+    assert row["settings"]["steps"] == 4
+    assert row["data"]["num_examples"] == 16
+    fit = next(r for r in rows if r["kind"] == "fit")
+    data = torch.load("test.pt", weights_only=True)
+    wrong = (loaded.model(data["x"]).argmax(1) != data["y"]).double().mean()
+    assert fit["test_error"] == pytest.approx(float(wrong))
+    assert targets(rows)["net0.pt"] == pytest.approx(fit["test_error"] - fit["train_error"])
+
+
+def test_a_diverged_checkpoint_is_a_failed_row(place, capsys):
+    torch.save({k: v * torch.nan for k, v in torch.load("collection/net0.pt").items()}, "collection/net9.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    assert "net9.pt, fit: train_loss is nan; the model has diverged" in capsys.readouterr().err
+    assert cli.main(["table", "out"]) == 0
+
+
+def test_a_radius_that_is_too_large_loses_no_other(place, capsys):
+    config = json.loads(Path("sweep.json").read_text())
+    config |= {"rho": {"euclidean": [0.1, 1e300, 0.3]}, "measures": ["euclidean"], "ablations": [{}]}
+    Path("sweep.json").write_text(json.dumps(config))
+    for _ in range(2):  # said again by the next call, which does nothing again
+        assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+        err = capsys.readouterr().err.splitlines()
+        assert len(err) == 4
+        assert all("euclidean at rho = 1e+300: " in line and "use a smaller rho" in line for line in err), err
+        assert {r["rho"] for r in rows_of("out") if r["kind"] == "sharpness"} == {0.1, 0.3}
+
+
+def test_baselines_of_a_sweep(place, capsys):
+    """The distance from the initial weights, and what a function of the user's returns."""
+    Path("largest_weight.py").write_text(
+        "def largest(model, batches, start):\n"
+        "    assert len(batches) == 2 and start.keys() == model.state_dict().keys()\n"
+        "    return {'largest': max(float(p.detach().abs().max()) for p in model.parameters()), 'nothing': None}\n"
+        "def broken(model, batches, start):\n    return {'gap': 1 / 0}\n"
+    )
+    config = json.loads(Path("sweep.json").read_text())
+    config |= {"initial": "collection/net0.pt", "measures": ["gradient-norm"], "ablations": [{}]}
+    Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:largest"}))
+    assert [f["error"] for f in run_sweep(read_config("base.json"), "out", progress=False)] == []
+    found = {r["checkpoint"]: r for r in rows_of("out", "base.json") if r["kind"] == "baselines"}
+    assert found["net0.pt"]["distance"] == 0
+    assert found["net1.pt"]["distance"] > 1
+    for name, row in found.items():
+        assert row["largest"] == max(float(v.abs().max()) for v in torch.load(f"collection/{name}").values())
+        assert row["nothing"] is None
+    Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:broken"}))
+    assert cli.main(["sweep", "base.json", "--out", "broken", "--quiet"]) == 1
+    assert "net0.pt, baselines: largest_weight:broken failed: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_distance_counts_what_both_have():
+    net = networks.vit(layers=1)
+    start = {k: v.clone() for k, v in net.state_dict().items()}
+    with torch.no_grad():
+        net.classifier.weight.add_(100.0)
+        net.vit.embeddings.cls_token.add_(2.0)
+    start["classifier.weight"] = torch.zeros(9, 4)  # a new head
+    assert distance(net, start) == pytest.approx((4 * net.vit.embeddings.cls_token.numel()) ** 0.5)
+    with pytest.raises(ValueError, match=r"have 0 of the .* weights of ViTForImageClassification"):
+        distance(net, {"other": torch.zeros(2)})

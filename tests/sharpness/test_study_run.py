@@ -1,0 +1,460 @@
+import errno
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from sharpness import cli
+from sharpness.study import plan, read_config, read_failures, run_sweep
+from tests import networks, spread
+from tests.extent import EXHAUSTIVE
+from tests.pictures import picture_network
+from tests.processes import forked, together
+from tests.small_clip import name_small_models
+from tests.sweeps import rows_of
+
+
+def test_finished_jobs_are_not_done_again(place, monkeypatch):
+    sweep = read_config("sweep.json")
+    assert run_sweep(sweep, "out", progress=False) == []
+    before = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
+    assert run_sweep(sweep, "out", progress=False) == []
+    assert before == {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
+    config = json.loads(Path("sweep.json").read_text())
+    config["measures"].append("gradient-norm")
+    Path("more.json").write_text(json.dumps(config))
+    assert run_sweep(read_config("more.json"), "out", progress=False) == []
+    after = {p.name: p.stat().st_mtime_ns for p in Path("out/jobs").iterdir()}
+    assert before.items() < after.items()
+    assert len(after) == len(before) + 4
+    config["steps"] = 5
+    Path("other.json").write_text(json.dumps(config))
+    assert rows_of("out", "other.json") == [r for r in rows_of("out") if r["kind"] != "sharpness"]
+
+
+def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeypatch):
+    """They were warnings, which the command line swallows."""
+    Path("halves.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.out, self.spare = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(2, 2)\n"
+        "        self.a.requires_grad_(False)\n"
+        "    def forward(self, x):\n"
+        "        return self.out(torch.tanh(self.a(x)))\n"
+        "def model():\n"
+        "    torch.manual_seed(0)\n"
+        "    return Net().float()\n"
+    )
+    monkeypatch.syspath_prepend(place)
+    halves = importlib.import_module("halves")
+    Path("halves").mkdir()
+    for name in "ab":
+        torch.save(halves.model().state_dict(), f"halves/{name}.pt")
+    config = {**json.loads(Path("sweep.json").read_text()), "ablations": [{}]}
+    config |= {"measures": ["adaptive", "gradient-norm"], "rho": {"adaptive": 0.1}}
+    config["checkpoints"] = [{"path": "halves/*.pt", "model": "halves:model"}]
+    Path("halves.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "halves.json", "--out", "out", "--quiet"]) == 0
+    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if row["kind"] == "sharpness"):
+        frozen, unused = row["remarks"]
+        assert frozen == "33 of 89 weights of the model are measured; the others are frozen"
+        assert "spare" in unused
+    capsys.readouterr()
+    lines = [f"{remark} (adaptive, gradient-norm; a.pt, b.pt)" for remark in (frozen, unused)]
+    assert cli.main(["table", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"- {line}\n" in printed for line in lines)
+    assert cli.main(["table", "out", "--format", "csv"]) == 0
+    assert all(line in capsys.readouterr().err for line in lines[:1])
+    assert cli.main(["table", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"][-2:] == lines
+    # A ranking of more models has them too.
+    with open("out/results.jsonl", "a") as file:
+        for k, row in itertools.product(range(10), rows):
+            file.write(json.dumps({**row, "checkpoint": f"{row['checkpoint']}{k}"}) + "\n")
+    assert cli.main(["table", "out/results.jsonl"]) == 0
+    assert f"- {frozen} (adaptive, gradient-norm; 22 models)" in capsys.readouterr().out
+    assert cli.main(["table", "out/results.jsonl", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 2
+    run = ["run", "halves:model", "train.pt", "--measure", "adaptive", "--rho", "0.1", "--quiet"]
+    assert cli.main(run) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(frozen)
+    assert unused in printed
+
+
+def test_shards_give_the_same_rows(place):
+    sweep = read_config("sweep.json")
+    run_sweep(sweep, "whole", progress=False)
+    for i in (3, 1, 2):
+        assert cli.main(["sweep", "sweep.json", "--out", "parts", "--shard", f"{i}/3", "--quiet"]) == 0
+    assert rows_of("whole") == rows_of("parts")
+
+
+def test_a_bad_checkpoint_is_recorded_and_the_others_go_on(place, capsys):
+    Path("collection/net1.pt").write_bytes(b"no checkpoint")
+    torch.save({"0.weight": torch.zeros(2, 2)}, "collection/net2.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    err = capsys.readouterr().err
+    assert "sharpness: net1.pt, fit: collection/net1.pt is not a plain state dict of tensors" in err
+    assert "net2.pt, adaptive: the weights in collection/net2.pt are not those of Sequential" in err
+    assert "Traceback" not in err
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net3.pt"}
+    torch.manual_seed(1)
+    torch.save(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "collection/net1.pt")
+    assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net1.pt", "net3.pt"}
+
+
+def test_a_file_that_cannot_be_read_leaves_the_others_their_rows(place, capsys, monkeypatch):
+    """The summary read it again, stopped there, and was never written. What all need, as the data, is no such file."""
+    lost = ["collection/net1.pt"]
+
+    def unreadable(path, *arguments):
+        if any(str(path).endswith(name) for name in lost):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments)
+
+    opened = open
+    monkeypatch.setattr("sharpness.study.plan.open", unreadable, raising=False)
+    for _ in range(2):
+        assert cli.main(["sweep", "sweep.json", "--out", "out", "--quiet"]) == 1
+        assert re.search(r"net1.pt, model: .*Permission denied", capsys.readouterr().err)
+    assert {r["checkpoint"] for r in rows_of("out")} == {"net0.pt", "net2.pt", "net3.pt"}
+    assert len(Path("out/results.jsonl").read_text().splitlines()) == len(rows_of("out"))
+    (failure,) = read_failures("out", read_config("sweep.json"))
+    assert failure["checkpoint"] == "net1.pt"
+    plan._of_contents.cache_clear()
+    lost[:] = ["train.pt", "data.pt"]
+    with pytest.raises(PermissionError):
+        rows_of("out")
+
+
+def test_torchrun_gives_the_same_rows(place):
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    assert together(2, _sweep_here, place, "spread", folder=place).codes == [0, 0]
+    assert rows_of("whole") == rows_of("spread")
+
+
+def test_sharded_models_give_the_same_rows(place, capsys):
+    """Two processes, which measure each model together; the first alone writes."""
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive", "geodesic-inv"]}
+    config |= {"rho": {"adaptive": 0.3, "geodesic-inv": 0.05}, "ablations": [{}]}
+    config["checkpoints"][0]["model"] = "tests.spread:model"
+    shutil.rmtree("collection")
+    Path("collection").mkdir()
+    for seed in (0, 1):
+        torch.save({k: v * (1 + 0.1 * seed) for k, v in spread.model().state_dict().items()}, f"collection/{seed}.pt")
+    x, y = networks.tokens(16, seed=0)
+    for name in ("train", "test"):
+        torch.save({"x": x, "y": y}, f"{name}.pt")
+    Path("sweep.json").write_text(json.dumps(config))
+    assert run_sweep(read_config("sweep.json"), "whole", progress=False) == []
+    Path("sweep.json").write_text(json.dumps(config | {"sharded": True}))
+    assert cli.main(["sweep", "sweep.json", "--out", "alone", "--quiet"]) == 2
+    assert "start the command by torchrun" in capsys.readouterr().err
+    done = together(2, _sweep_here, place, "shared", folder=place)
+    assert done.codes == [0, 0], done.output
+    whole, shared = (rows_of(out) for out in ("whole", "shared"))
+    assert len(whole) == 6  # of each model the fit and two measures
+    for one, two in zip(whole, shared, strict=True):
+        assert one.keys() == two.keys()
+        for key, value in one.items():
+            assert (
+                two[key] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value)
+                or key == "per_batch"
+            )
+    Path("sweep.json").write_text(json.dumps(config | {"sharded": True, "initial": "collection/0.pt"}))
+    assert cli.main(["sweep", "sweep.json", "--out", "no", "--quiet"]) == 2
+    assert "leave them out with sharded: true" in capsys.readouterr().err
+
+
+MOMENTS = 50 if EXHAUSTIVE else 4
+
+
+def _sweep_here(place, out):
+    os.chdir(place)
+    sys.path.insert(0, str(place))
+    torch.set_num_threads(1)
+    return cli.main(["sweep", "sweep.json", "--out", out, "--quiet"])
+
+
+def _torchrun(place, out):
+    """What ``torchrun --nproc-per-node 2`` does, but for the import: its agent watches the processes."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        start_method="fork", max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
+    elastic_launch(config, _watched)(place, out)
+
+
+def _watched(place, out):
+    (place / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    sys.exit(_sweep_here(place, out))
+
+
+def longer(place):
+    config = json.loads(Path("sweep.json").read_text())
+    config["rho"] = {"adaptive": [0.1 * k for k in range(1, 9)], "euclidean": [0.01 * k for k in range(1, 9)]}
+    Path("sweep.json").write_text(json.dumps(config))
+    began = time.monotonic()
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    return time.monotonic() - began
+
+
+def test_killed_at_random_moments(place):
+    """SIGKILL again and again while jobs are written; what is left is finished by the next call."""
+    duration, random = longer(place), np.random.default_rng(0)
+    killed = 0
+    for moment in random.uniform(0, 1.2 * duration, MOMENTS):
+        process = forked.Process(target=_sweep_here, args=(place, "killed"))
+        process.start()
+        limit = time.monotonic() + 60
+        while not Path("killed/jobs").is_dir() and process.is_alive() and time.monotonic() < limit:
+            time.sleep(0.001)
+        process.join(moment)
+        killed += process.is_alive()
+        process.kill()
+        process.join()
+        if len(list(Path("killed/jobs").glob("*.json"))) == len(list(Path("whole/jobs").glob("*.json"))):
+            shutil.rmtree("killed")
+    assert killed >= MOMENTS // 4
+    assert run_sweep(read_config("sweep.json"), "killed", progress=False) == []
+    assert rows_of("killed") == rows_of("whole")
+
+
+def test_a_disk_that_is_full_at_random_moments(place, monkeypatch, capsys):
+    """Every write, flush and move may find no space; the file is named, and nothing that was finished is lost."""
+    longer(place)
+    random, calls = np.random.default_rng(0), itertools.count()
+    fails_at = math.inf
+    write_text, replace, fsync = Path.write_text, Path.replace, os.fsync
+
+    def full(original):
+        def call(path, *arguments, **options):
+            if next(calls) == fails_at:
+                if original is write_text:
+                    original(path, "{", encoding="utf-8")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "write_text", full(write_text))
+    monkeypatch.setattr(Path, "replace", full(replace))
+    monkeypatch.setattr(os, "fsync", full(fsync))
+    for moment in random.integers(0, 40, MOMENTS):
+        calls = itertools.count()
+        fails_at = int(moment)
+        kept = {p.name: p.read_bytes() for p in Path("killed/jobs").glob("*.json")}
+        if cli.main(["sweep", "sweep.json", "--out", "killed", "--quiet"]) == 0:  # there was no such write any more
+            shutil.rmtree("killed")
+            continue
+        assert re.search(r"No space left on device: 'killed/.*'", capsys.readouterr().err)
+        found = {p.name: p.read_bytes() for p in Path("killed/jobs").glob("*.json")}
+        assert kept.items() <= found.items()
+        assert not [p for p in Path("killed").rglob(".sharpness-*")]
+    fails_at = math.inf
+    assert cli.main(["sweep", "sweep.json", "--out", "killed", "--quiet"]) == 0
+    assert rows_of("killed") == rows_of("whole")
+
+
+def test_a_garbled_job_is_done_again(place):
+    run_sweep(read_config("sweep.json"), "out", progress=False)
+    whole = rows_of("out")
+    junk = (b"", b"{", b"[1]", b"\xff", b'{"rows": 3}')
+    for path, content in zip(sorted(Path("out/jobs").glob("*.json")), junk, strict=False):
+        path.write_bytes(content)
+    assert len(rows_of("out")) < len(whole)
+    assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
+    assert rows_of("out") == whole
+
+
+BAD = """
+import torch
+from torch import nn
+from sweepmodel import model as sound
+
+class Odd(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(6, 3), error
+
+    def forward(self, x):
+        raise self.error("odd")
+
+"""
+
+
+def test_whatever_one_model_raises_the_others_go_on(place, capsys):
+    kinds = ("TypeError", "AttributeError", "AssertionError", "RecursionError", "ZeroDivisionError")
+    Path("bad.py").write_text(BAD + "".join(f"def {k.lower()}():\n    return Odd({k})\n\n" for k in kinds))
+    for k in kinds:
+        torch.save(nn.Sequential(nn.Linear(6, 3)).state_dict(), f"{k}.pt")
+        weights = {name.replace("0.", "layer."): v for name, v in torch.load(f"{k}.pt").items()}
+        torch.save(weights, f"{k}.pt")
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3)}, "cut.safetensors")
+    Path("cut.safetensors").write_bytes(Path("cut.safetensors").read_bytes()[:20])
+    config = json.loads(Path("sweep.json").read_text())
+    config["checkpoints"] += [{"path": f"{k}.pt", "model": f"bad:{k.lower()}"} for k in kinds]
+    config["checkpoints"].append({"path": "cut.safetensors", "model": "sweepmodel:model"})
+    Path("bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "out", "--quiet"]) == 1
+    err = capsys.readouterr().err
+    assert "cut.safetensors is not a readable safetensors file" in err
+    for k in kinds:
+        assert f"{k}.pt, adaptive: {k}: odd" in err
+    run_sweep(read_config("sweep.json"), "sound", progress=False)
+    assert [r for r in rows_of("out", "bad.json") if r["checkpoint"].startswith("net")] == rows_of("sound")
+
+
+def test_a_killed_rank_ends_the_others(place):
+    config = json.loads(Path("sweep.json").read_text())
+    config["rho"] = {"adaptive": [0.01 * k for k in range(1, 9)], "euclidean": 0.05}
+    config |= {"steps": 40, "relative_tol": 0}
+    Path("sweep.json").write_text(json.dumps(config))
+    agent = forked.Process(target=_torchrun, args=(place, "out"))
+    agent.start()
+    limit = time.monotonic() + 60
+    while not Path("out/jobs").is_dir() and time.monotonic() < limit:
+        time.sleep(0.02)
+    os.kill(int(Path("1.pid").read_text()), signal.SIGKILL)
+    agent.join(60)
+    assert agent.exitcode
+    run_sweep(read_config("sweep.json"), "whole", progress=False)
+    assert len(rows_of("out")) < len(rows_of("whole"))
+    assert run_sweep(read_config("sweep.json"), "out", progress=False) == []
+    assert rows_of("out") == rows_of("whole")
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __reduce__(self):
+        return (os.system, ("touch executed",))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bert_folders_good_and_bad(place, capsys):
+    from tests.texts import wordpiece
+
+    words = ["good film", "bad film", "dull film"] * 3
+    names = {"good": 0, "bad": 1, "dull": 2}
+    tokenizer = wordpiece(["a", "b", "c"], 20, length=16)  # the tiny network knows few tokens
+    for folder in ("good", "wordless", "narrow", "nameless"):
+        model = networks.bert(layers=1)
+        model.config.label2id = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2} if folder == "nameless" else names
+        if folder == "narrow":
+            model.classifier = nn.Linear(model.config.hidden_size, 2)
+            model.num_labels = model.config.num_labels = 2
+            model.config.label2id = names
+        model.save_pretrained(place / "berts" / folder)
+        if folder != "wordless":
+            tokenizer.save_pretrained(place / "berts" / folder)
+    (place / "berts" / "pickled").mkdir()
+    (place / "berts" / "pickled" / "config.json").write_text((place / "berts/good/config.json").read_text())
+    torch.save(Payload(), place / "berts" / "pickled" / "pytorch_model.bin")
+    (place / "texts.tsv").write_text("text\tlabel\n" + "".join(f"{w}\t{w.split()[0]}\n" for w in words))
+    config = {"checkpoints": "berts/*", "data": "texts.tsv", "measures": ["geodesic-inv"], "rho": 0.05, "steps": 2}
+    (place / "berts.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "berts.json", "--out", "b", "--quiet"]) == 1
+    said = {line.split()[1]: line for line in capsys.readouterr().err.splitlines() if line.startswith("sharpness:")}
+    assert [r["checkpoint"] for r in rows_of("b", "berts.json")] == ["good"], said
+    assert rows_of("b", "berts.json")[0]["sharpness"] > 0
+    assert set(said) == {"wordless,", "narrow,", "nameless,", "pickled,"}
+    assert "the model has no tokenizer: put one into its folder" in said["wordless,"]
+    assert "'good', which is not the name of a class (LABEL_0, LABEL_1); say what labels mean" in said["narrow,"]
+    assert (
+        "'good', which is not the name of a class (LABEL_0, LABEL_1, LABEL_2); say what labels mean"
+        in said["nameless,"]
+    )
+    assert "berts/pickled holds pickled objects other than tensors" in said["pickled,"]
+    assert not Path("executed").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_soups_checkpoints_good_and_pickled(place, capsys, monkeypatch):
+    open_clip = pytest.importorskip("open_clip")
+    from PIL import Image
+
+    name_small_models(place / "configs", monkeypatch)
+    torch.manual_seed(0)
+    visual = open_clip.create_model("small", pretrained=None).visual
+    head = nn.Linear(24, 2)
+    state = {f"model.visual.{k}": v for k, v in visual.state_dict().items()} | {"model.logit_scale": torch.ones(())}
+    (place / "soups").mkdir()
+    torch.save(state | {f"classification_head.{k}": v for k, v in head.state_dict().items()}, "soups/model_0.pt")
+    torch.save({"weights": Payload()}, "soups/model_1.pt")
+    for c, shade in (("cat", 40), ("dog", 200)):
+        (place / "pictures" / c).mkdir(parents=True)
+        Image.new("RGB", (32, 32), (shade, 90, 10)).save(place / "pictures" / c / "0.png")
+    config = {"checkpoints": [{"path": "soups/*.pt", "model": "small-quickgelu"}], "data": "pictures",
+              "measures": ["geodesic-mix"], "rho": 0.01, "steps": 1}  # fmt: skip
+    (place / "soups.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "soups.json", "--out", "s", "--quiet"]) == 1
+    rows = rows_of("s", "soups.json")
+    assert [(r["checkpoint"], r["kind"]) for r in rows] == [("model_0.pt", "sharpness")]
+    assert rows[0]["sharpness"] > 0
+    assert "soups/model_1.pt is not a plain state dict of tensors" in capsys.readouterr().err
+    assert not Path("executed").exists()
+
+
+def test_data_that_cannot_be_read_is_said_once_a_job(place, capsys):
+    config = json.loads(Path("sweep.json").read_text())
+    config |= {"checkpoints": [{"path": "collection/net0.pt", "model": "sweepmodel:model"}], "data": "bad.tsv"}
+    (place / "bad.tsv").write_bytes(b"text\tlabel\nna\xefve\t1\n")
+    (place / "bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert all("line 2 of bad.tsv is not UTF-8; convert the file" in line for line in lines)
+    assert len(lines) == 5  # the fit, and two measures with two settings each
+    assert Path("bad/results.jsonl").read_text() == ""  # no row is a result too
+    torch.save(picture_network().state_dict(), "pictures.pt")
+    config |= {"checkpoints": [{"path": "pictures.pt", "model": "tests.pictures:picture_network"}], "data": "empty"}
+    (place / "empty" / "cat").mkdir(parents=True)
+    (place / "bad.json").write_text(json.dumps(config))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    assert "the class folder cat of empty holds no image" in capsys.readouterr().err
+    (place / "empty" / "cat" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n cut off")
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 1
+    assert "the image cat/0.png cannot be read" in capsys.readouterr().err
+
+
+def test_what_all_checkpoints_need_is_looked_at_first(place, capsys):
+    config = json.loads(Path("sweep.json").read_text())
+    (place / "bad.json").write_text(json.dumps(config | {"data": "nowhere.pt"}))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 2
+    assert "there is no data at nowhere.pt" in capsys.readouterr().err
+    (place / "known.csv").write_text("run,accuracy\n0,0.5\n")
+    known = {"file": "known.csv", "name": "run", "test": "accuracy", "match": "number"}
+    without = {k: v for k, v in config.items() if k != "test"}
+    (place / "collection" / "net_7_8.pt").write_bytes((place / "collection" / "net0.pt").read_bytes())
+    (place / "bad.json").write_text(json.dumps(without | {"accuracies": known}))
+    assert cli.main(["sweep", "bad.json", "--out", "bad", "--quiet"]) == 2
+    assert "'net_7_8.pt' does not hold exactly one number" in capsys.readouterr().err
+
+
+def test_results_of_something_else_are_not_replaced(place, capsys):
+    Path("mine").mkdir()
+    Path("mine/results.jsonl").write_text("my own table")
+    assert cli.main(["sweep", "sweep.json", "--out", "mine", "--quiet"]) == 2
+    assert "results.jsonl is not from a sweep into this folder" in capsys.readouterr().err
+    assert Path("mine/results.jsonl").read_text() == "my own table"

@@ -1,0 +1,288 @@
+"""Tables and figures of a sweep: its rows, what they say of each model, and how every measure ranks the models."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+import reproduction.statistics
+from reproduction.tables import write_rows
+from sharpness import cli
+from sharpness.study import compare, kendall, per_model, plot_sweep, read_results, targets
+from sharpness.study.ranking import formatted
+from sharpness.study.results import write_results
+from tests.studies import study
+
+
+def test_rows_survive_a_csv(tmp_path):
+    rows = study()
+    write_rows(tmp_path / "r.csv", rows)
+    write_results(tmp_path / "results.jsonl", rows)
+    one, two = (compare(read_results(p)) for p in (tmp_path / "r.csv", tmp_path))
+    assert formatted(one) == formatted(two)
+    back = read_results(tmp_path / "r.csv")
+    assert [r["checkpoint"] for r in back] == [r["checkpoint"] for r in rows]
+    assert back[2]["ablation"] == {}
+    assert back[2]["sharpness"] == pytest.approx(rows[2]["sharpness"], rel=1e-7)
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="holds no results"):
+        read_results(tmp_path / "bad.csv")
+    with pytest.raises(FileNotFoundError, match="no results at"):
+        read_results(tmp_path / "none")
+
+
+def test_the_result_of_one_run_is_named(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"command": "sharpness run", "results": []}, indent=2))
+    with pytest.raises(ValueError, match="holds no results of a sweep: it is the result of one run, not of a sweep"):
+        read_results(path)
+
+
+def test_json_of_a_row_is_readable(tmp_path):
+    write_results(tmp_path / "r.jsonl", study(3))
+    assert all(json.loads(line)["kind"] for line in (tmp_path / "r.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("style", ["text", "markdown", "latex", "csv"])
+def test_tables(style):
+    text = formatted(compare(study()), style)
+    assert "geodesic-inv" in text
+    assert text.count("\n") > 10
+
+
+def test_names_in_latex():
+    rows = [{**r, "checkpoint": r["checkpoint"] + r" $a_1^#\{x}~&%"} for r in study(models=2)]
+    printed = formatted(per_model(rows), "latex")
+    assert r"m00 \$a\_1\textasciicircum \#\textbackslash \{x\}\textasciitilde \&\%" in printed
+
+
+def test_a_row_for_each_model():
+    rows = study(models=3)
+    for row in rows:
+        if row["kind"] == "sharpness" and row["checkpoint"] != "m02":
+            row["per_batch"] = [row["sharpness"] - 0.3, row["sharpness"] + 0.3]
+    table = per_model(rows, short=True)
+    # The model, four of the fit, the gap, two measures and their two ablations at one radius each, and their errors.
+    assert len(table.columns) == 1 + 4 + 1 + 4 * 2
+    assert list(table.columns[6::2]) == [
+        "adaptive, rho = 0.5", "adaptive, statistic = average, rho = 0.5", "geodesic-inv, rho = 0.1",
+        "geodesic-inv, statistic = average, rho = 0.1",
+    ]  # fmt: skip
+    assert table["geodesic-inv, rho = 0.1, standard error"].tolist() == pytest.approx([0.3, 0.3, np.nan], nan_ok=True)
+    lines = formatted(table).splitlines()
+    assert len(set(map(len, lines))) == 1
+    assert len(per_model(rows).columns) == 1 + 4 + 1 + 12 * 2
+
+
+def test_every_radius_has_the_tau_of_its_column():
+    rows, goal = study(), targets(study())
+    found = compare(rows)
+    assert list(found["quantity"][:3]) == ["train_loss", "train_error", "weight_norm"]
+    line = found[(found["quantity"] == "adaptive") & (found["rho"] == 0.5)].iloc[0]
+    values = {r["checkpoint"]: r["sharpness"] for r in rows if r.get("rho") == 0.5 and not r["ablation"]}
+    expected = scipy.stats.kendalltau(list(values.values()), [goal[m] for m in values])
+    assert (line["tau"], line["p"]) == pytest.approx(expected)
+    assert line["median"] == np.median(list(values.values()))
+    assert line["models"] == 12
+    assert set(found["quantity"]) >= {"adaptive, statistic = average", "geodesic-inv"}
+
+
+def test_kendall_is_that_of_the_study():
+    """The same resamples, with and without controls, with ties, and with models of which some are alike."""
+    rng = np.random.default_rng(0)
+    x, y, *z = rng.integers(6, size=(4, 15)).astype(float)
+    for given in ([], z[:1], z):
+        found = kendall(x, y, given, level=0.9)
+        old = reproduction.statistics.kendall(x, y, given=given, level=0.9, resamples=10_000)
+        assert (found.value, found.low, found.high) == pytest.approx((old.value, old.low, old.high), abs=1e-12)
+        assert found.p == pytest.approx(old.p) or given
+    assert np.isnan(kendall(x, np.ones(15)).value)
+    assert np.isnan(kendall(z[0], y, z).value)
+    for wrong in ([1.0, 2.0], [1.0, float("nan"), 2.0]):
+        with pytest.raises(ValueError, match="at least 3 models, and finite numbers"):
+            kendall(wrong, wrong)
+
+
+def test_partial_intervals_hold_together():
+    """They are wider at a higher level, and than those of one coefficient."""
+    one, two = (compare(study(), level=level) for level in (0.9, 0.99))
+    wide, wider = (found["partial_high"] - found["partial_low"] for found in (one, two))
+    assert (wider >= wide)[one["partial"].notna()].all()
+    assert one["partial"].isna().sum() == 2  # of the controls
+    line = one[(one["quantity"] == "adaptive") & (one["rho"] == 0.5)].iloc[0]
+    rows, goal = study(), targets(study())
+    fits = [r for r in rows if r["kind"] == "fit"]
+    x = [next(r["sharpness"] for r in rows if r["checkpoint"] == f["checkpoint"] and r.get("rho") == 0.5) for f in fits]
+    given = [[f[name] for f in fits] for name in ("train_loss", "train_error")]
+    alone = kendall(x, [goal[f["checkpoint"]] for f in fits], given, level=0.9)
+    assert line["partial"] == pytest.approx(alone.value)
+    assert line["partial_low"] < alone.low <= alone.high <= line["partial_high"]
+    with pytest.raises(ValueError, match="level must lie between 0 and 1"):
+        compare(study(), level=1.5)
+
+
+def test_a_further_control():
+    """A measure and a gap that share nothing but the distance: found given the losses, gone given the distance too."""
+    rng = np.random.default_rng(0)
+    loss, error, far, *noise = rng.standard_normal((5, 200))
+    rows = []
+    for i, (gap, sharp) in enumerate(zip(2 * far + noise[0], 2 * far + noise[1], strict=True)):
+        of = {"checkpoint": f"m{i:03d}"}
+        rows.append({**of, "kind": "fit", "train_loss": loss[i], "train_error": error[i], "test_error": error[i] + gap})
+        rows.append({**of, "kind": "baselines", "distance": far[i], "geodesic_distance": None if i else 1.0})
+        rows.append({**of, "kind": "sharpness", "measure": "adaptive", "ablation": {}, "rho": 0.5, "sharpness": sharp})
+    further = ("train_loss", "train_error", "distance")
+    one, two = (compare(rows, given=given).set_index("quantity").loc["adaptive"] for given in (further[:2], further))
+    assert one["partial_low"] > 0.4
+    assert abs(two["partial"]) < 0.15
+    for name, count in (("geodesic_distance", 199), ("depth", 200)):
+        with pytest.raises(ValueError, match=f"{count} models have no {name} to control for; there are train_loss"):
+            compare(rows, given=("train_loss", name))
+
+
+def test_too_few_models_with_a_target():
+    with pytest.raises(ValueError, match="0 models have a gap"):
+        compare([r for r in study() if r["kind"] != "fit"])
+    with pytest.raises(ValueError, match="target must be one of"):
+        targets(study(), "luck")
+
+
+def test_commands(tmp_path, capsys):
+    rows, path = study(), str(tmp_path / "r.jsonl")
+    write_results(path, rows)
+    assert cli.main(["table", path, "--short"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.split()[:2] == ["quantity", "rho"]
+    assert [line.split()[1] for line in printed.splitlines() if line.split()[:1] == ["adaptive"]] == ["0.5"]
+    assert "adaptive, statistic = average" in printed
+    assert cli.main(["table", path, "--given", "weight-norm", "--format", "markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("| quantity | rho |")
+    assert "partial is tau given train_loss, train_error, weight_norm." in printed
+    assert next(line for line in printed.splitlines() if line.startswith("| weight_norm")).endswith("|  |  |  |")
+    assert cli.main(["table", path, "--given", "relative-flatness"]) == 2
+    assert "12 models have no relative_flatness to control for" in capsys.readouterr().err
+    assert cli.main(["table", path, "--short", "--json"]) == 0
+    assert {r["quantity"] for r in json.loads(capsys.readouterr().out)["rows"]} >= {"adaptive", "weight_norm"}
+    assert cli.main(["table", path, "--format", "latex", "--out", str(tmp_path / "t.tex")]) == 0
+    assert (tmp_path / "t.tex").read_text().startswith("\\begin{tabular}")
+    capsys.readouterr()
+    assert cli.main(["plot", path, "--out", str(tmp_path / "figures")]) == 0
+    assert set(map(Path, capsys.readouterr().out.splitlines())) == set((tmp_path / "figures").iterdir())
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == {"radius.png", "scatter.png"}
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in (tmp_path / "figures").iterdir())
+    assert cli.main(["table", str(tmp_path / "none.csv")]) == 2
+    assert "there are no results at" in capsys.readouterr().err
+
+
+def test_results_are_not_replaced_by_their_table(tmp_path, capsys):
+    (tmp_path / "sweep").mkdir()
+    write_results(tmp_path / "r.jsonl", study())
+    write_results(tmp_path / "sweep" / "results.jsonl", study())
+    (tmp_path / "sweep" / "jobs").mkdir()
+    for read, out in (
+        ("r.jsonl", "r.jsonl"), ("sweep", "sweep/../sweep/results.jsonl"),
+        ("sweep", "sweep/jobs/a.json"), ("sweep/results.jsonl", "sweep/jobs/a.json"),
+    ):  # fmt: skip
+        assert cli.main(["table", str(tmp_path / read), "--short", "--out", str(tmp_path / out)]) == 2
+        assert f"writing to {tmp_path / out} would " in capsys.readouterr().err
+    for _ in range(2):  # a table may stand beside the results, and be written again
+        assert (
+            cli.main(["table", str(tmp_path / "sweep"), "--short", "--out", str(tmp_path / "sweep" / "table.txt")]) == 0
+        )
+
+
+def test_a_sweep_replaces_nothing_that_it_reads(tmp_path, capsys):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for name in ("results.jsonl", "net.pt"):
+        (tmp_path / name).write_text("{}")
+    config = {"checkpoints": [{"path": "net.pt", "model": "torch.nn:PReLU"}], "data": "net.pt"}
+    for more, out in (
+        ({"accuracies": {"file": "results.jsonl", "name": "name", "test": "test"}}, tmp_path),
+        ({"data": "images"}, tmp_path / "images" / "results"),
+    ):
+        (tmp_path / "sweep.json").write_text(json.dumps(config | more))
+        assert cli.main(["sweep", str(tmp_path / "sweep.json"), "--out", str(out), "--quiet"]) == 2
+        assert "which is read; choose another place" in capsys.readouterr().err
+    assert (tmp_path / "results.jsonl").read_text() == "{}"
+
+
+def test_few_models_are_listed_one_by_one(tmp_path, capsys):
+    """Nine models give no ranking, whatever is asked for; ten do."""
+    rows = study(models=10)
+    for row in rows:
+        if row["kind"] == "sharpness":
+            row["per_batch"] = [row["sharpness"]]
+    write_results(tmp_path / "ten.jsonl", rows)
+    write_results(tmp_path / "nine.jsonl", [r for r in rows if r["checkpoint"] != "m09"])
+    assert cli.main(["table", str(tmp_path / "ten.jsonl")]) == 0
+    assert "quantity" in capsys.readouterr().out
+    assert cli.main(["table", str(tmp_path / "nine.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "9 models with a gap: too few to correlate, which needs 10." in printed
+    assert "tau" not in printed
+    assert "sharpness are in nats" in printed
+    assert cli.main(["table", str(tmp_path / "nine.jsonl"), "--format", "csv"]) == 0
+    found = capsys.readouterr()
+    assert "too few to correlate" in found.err  # not in the file that a program reads
+    assert "--given" not in found.err
+    assert [row["model"] for row in csv.DictReader(found.out.splitlines())] == [f"m{i:02d}" for i in range(9)]
+    assert cli.main(["table", str(tmp_path / "nine.jsonl"), "--given", "distance"]) == 0
+    assert "--given is for a ranking" in capsys.readouterr().out
+    assert cli.main(["table", str(tmp_path / "ten.jsonl"), "--per-model", "--json", "--short"]) == 0
+    first = json.loads(capsys.readouterr().out)["rows"][0]
+    assert first["adaptive, rho = 0.5"] == next(r["sharpness"] for r in rows if r.get("rho") == 0.5)
+    assert not any("standard error" in name or name.endswith("rho = 0.05") for name in first)  # of one batch
+
+
+def test_models_without_errors_are_ranked_by_their_losses(tmp_path, capsys):
+    rows = [{k: v for k, v in r.items() if not k.endswith("_error")} for r in study(models=10)]
+    for row in rows:
+        if row["kind"] == "fit":
+            row |= {"train_loss": 0.1, "test_loss": 0.1 * int(row["checkpoint"][1:])}
+    write_results(tmp_path / "r.jsonl", rows)
+    assert cli.main(["table", str(tmp_path / "r.jsonl")]) == 0
+    assert (
+        "too few to correlate, which needs 10. Give the sweep test data or accuracies, or choose another --target"
+        in (capsys.readouterr().out)
+    )
+    assert cli.main(["table", str(tmp_path / "r.jsonl"), "--target", "loss-gap"]) == 0
+    assert "quantity" in capsys.readouterr().out
+
+
+def test_a_sweep_is_drawn(tmp_path, monkeypatch):
+    """The target of every model stands above its sharpness, in a panel for each measure."""
+    drawn, real = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: drawn.append(figure) or real(figure, *a, **k))
+    rows = study()
+    paths = plot_sweep(rows, "gap", tmp_path)
+    assert [p.name for p in paths] == ["scatter.png", "radius.png"]
+    gaps = {r["checkpoint"]: r["test_error"] - r["train_error"] for r in rows if r["kind"] == "fit"}
+    panel = next(axes for axes in drawn[0].axes if "geodesic-inv" in axes.get_title())
+    assert "τ = " in panel.get_title()
+    assert {text.get_text() for text in panel.texts} == set(gaps)  # twelve dots bear their names
+    lines = [line for axes in drawn[1].axes for line in axes.lines if len(line.get_xdata()) == 3]
+    assert min(1 - np.dot(to_rgb(line.get_color()), (0.2126, 0.7152, 0.0722)) for line in lines) > 0.3  # none is faint
+    shown = [line.get_xydata() for line in panel.lines] + [np.asarray(c.get_offsets()) for c in panel.collections]
+    heights = next(points[:, 1] for points in shown if len(points) == len(gaps))
+    np.testing.assert_allclose(sorted(heights), sorted(gaps.values()))
+    with pytest.raises(ValueError, match="models have a gap"):
+        plot_sweep([r for r in rows if r["kind"] != "fit"], "gap", tmp_path)
+
+
+@pytest.mark.parametrize(("models", "names", "words"), [(9, 9, "too few to correlate"), (13, 0, "τ = ")])
+def test_few_models_bear_names_and_no_correlation(tmp_path, monkeypatch, models, names, words):
+    drawn, real = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: drawn.append(figure) or real(figure, *a, **k))
+    rows = [{**r, "checkpoint": f"{r['checkpoint']} $^$"} for r in study(models=models)]  # no formula
+    plot_sweep(rows, "gap", tmp_path)
+    panel = drawn[0].axes[0]
+    assert len(panel.texts) == names
+    assert words in panel.get_title()
+    assert any("Kendall" in axes.get_ylabel() for axes in drawn[1].axes) == (models >= 10)
