@@ -91,7 +91,7 @@ def test_remarks_stand_in_the_results_and_in_their_tables(place, capsys, monkeyp
     assert cli.main(["table", "out/results.jsonl"]) == 0
     assert f"- {frozen} (adaptive, gradient-norm; 22 models)" in capsys.readouterr().out
     assert cli.main(["table", "out/results.jsonl", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["notes"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 1 + 2  # what the columns are, and the remarks
     run = ["run", "halves:model", "train.pt", "--measure", "adaptive", "--rho", "0.1", "--quiet"]
     assert cli.main(run) == 0
     printed = capsys.readouterr().out
