@@ -245,7 +245,7 @@ class GLTangentSpace(TangentSpace):
 
     def project_coordinates(self, c: Tensor) -> Tensor:
         """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""
-        (G, H), (xi, eta), row = self._local.factors, self.split(c), self._row()
+        (G, H), (xi, eta), row = self._local.factors, self._carry(c, None), self._row()
         L, inverse = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row), self._row(-1)
         return _sum(self.split(c * self.present.unsqueeze(-2)), ((G, H), (L * inverse, -L.mH * inverse)))
 
@@ -253,8 +253,10 @@ class GLTangentSpace(TangentSpace):
         """Return ``retr(from_coordinates(c))``, in canonical gauge."""
         out, speed = torch.empty_like(c), self._row() * self._pace
         one = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
-        equations = self._local.equations(self.split(c), speed)
-        for part, X, v, (a, b) in zip(self.split(out), self._local.factors, self.split(c), equations, strict=True):
+        equations = self._local.equations(self._carry(c, None), speed)
+        for part, X, v, (a, b) in zip(
+            self._carry(out, None), self._local.factors, self._carry(c, None), equations, strict=True
+        ):
             _write_sum(part, (X, one + 0.5 * a), (v, speed.mT * (one + 0.5 * b)))
         return out if self._unit is None else out.mul_(self._unit)
 
@@ -265,9 +267,11 @@ class GLTangentSpace(TangentSpace):
         gradient P, in canonical gauge.
         """
         out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._pace
-        adjoints = self._local.adjoints(self.split(c), self.split(egrad), speed)
+        adjoints = self._local.adjoints(self._carry(c, None), self._carry(egrad, None), speed)
         L = self._local.vertical_part(*(XQ * row**2 for *_, XQ in adjoints))
-        vectors = zip(self.split(out), self._local.factors, self.split(c), self.split(egrad), strict=True)
+        vectors = zip(
+            self._carry(out, None), self._local.factors, self._carry(c, None), self._carry(egrad, None), strict=True
+        )
         for (part, X, v, p), (e, a, b, _), V in zip(vectors, adjoints, (L, -L.mH), strict=True):
             _write_sum(part, (p, e * row), (X, a * row + V * self._row(-1)), (v, speed.mT * b * row))
         return out if self._unit is None else out.mul_(self._pace * self._unit)

@@ -380,10 +380,12 @@ def norm(x: Tensor, world: World | None = None) -> float:
 
 def _combine_(out: Tensor, vectors: tuple[Tensor, ...], weights: list[float]) -> Tensor:
     """Write a linear combination, in one pass; ``out`` may be a vector, and those without a weight count 0."""
-    terms = sorted(zip(vectors, weights, strict=False), key=lambda t: t[0] is not out)
-    (first, share), rest = terms[0], [t for t in terms[1:] if t[1]]
-    for part, head, *tail in _chunks(out, first, *(v for v, _ in rest)):
-        torch.mul(head, share, out=part)
-        for vector, (_, weight) in zip(tail, rest, strict=True):
-            part.add_(vector, alpha=weight)
+    head = 0  # the vector that is overwritten is read first
+    for k, vector in enumerate(vectors):
+        head = k if vector is out and k < len(weights) else head
+    for part, *parts in _chunks(out, *vectors[: len(weights)]):
+        torch.mul(parts[head], weights[head], out=part)
+        for k, vector in enumerate(parts):
+            if k != head and weights[k]:
+                part.add_(vector, alpha=weights[k])
     return out

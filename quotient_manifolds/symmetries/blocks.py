@@ -288,7 +288,7 @@ class BlockStack:
             source = p if tensors is None else tensors.get(p)
             part = p.new_zeros(run.size) if source is None else run.view(source.contiguous())
             columns.setdefault(run.rows.start, []).append(part)
-        return torch.cat([torch.cat(parts) for parts in columns.values()], dim=1)
+        return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
