@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
 from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
+from reproduction.alignment import align
 from sharpness.plots import figure
 
 TIMES = torch.linspace(0, 1, 11)
@@ -95,7 +96,7 @@ def main() -> None:
             failed[name] = 0
             for p, x, y in zip(pairs, a, b, strict=True):
                 manifold = cls(p.n, p.m)
-                z = manifold.align(x, y)
+                z = align(manifold, x, y)
                 aligned.append([x + t * (z - x) for t in TIMES])
                 try:
                     geodesic.append(list(manifold.geodesic_between(x, y, TIMES)))

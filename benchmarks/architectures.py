@@ -1,7 +1,7 @@
 """Examine architectures as if nobody knew their classes, and write what is found into docs/tables/architectures.csv.
 
 Every row is held against the null space of the heads' generators and against finite moves before it is written
-(tests/quotient_manifolds/symmetries/test_discovery.py); rows that are there already are kept.
+(tests/quotient_manifolds/symmetries/test_examination.py); rows that are there already are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quotient_manifolds.symmetries import registry
 from tests import zoo
-from tests.quotient_manifolds.symmetries.test_discovery import TABLE, check, rows
+from tests.quotient_manifolds.symmetries.test_examination import TABLE, check, rows
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ CODES = {
     "torch, geoopt": "import torch, geoopt",
     "quotient_manifolds": "import torch, geoopt, quotient_manifolds",
     "quotient_manifolds.symmetries": "import torch, geoopt, quotient_manifolds.symmetries",
+    "quotient_manifolds.optim": "import torch, geoopt, quotient_manifolds.optim",
     "sharpness": "import torch, geoopt, sharpness",
 }
 

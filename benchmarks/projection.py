@@ -58,7 +58,7 @@ def main() -> None:
             out = torch.zeros_like(w)
             start = time.perf_counter()
             for there, v, o in zip(flat, w.split(10), out.split(10), strict=True):
-                there.project_coordinates(v, out=o)
+                o.copy_(there.project_coordinates(v))
             times["coordinates"].append(time.perf_counter() - start)
             space = manifold.tangent_space_at(x)
             start = time.perf_counter()

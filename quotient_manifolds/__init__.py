@@ -13,17 +13,12 @@ with warnings.catch_warnings():
     import geoopt  # noqa: F401
 
 from .base import QuotientManifold, TangentSpace
-from .gl import (
-    Gauge,
-    GeodesicExitError,
-    GLQuotientInv,
-    GLQuotientMix,
-    GLTangentSpace,
-    canonical_gauge,
-    from_matrix,
-)
-from .means import ConvergenceError, FrechetMean, PrincipalGeodesics, frechet_mean, principal_geodesics
+from .gauge import Gauge, canonical_gauge, from_matrix
+from .geodesics import GeodesicExitError
+from .manifold import GLQuotientInv, GLQuotientMix
+from .means import ConvergenceError, FrechetMean, frechet_mean
 from .rescale import RescaleQuotient
+from .tangent import GLTangentSpace
 
 __all__ = [
     "ConvergenceError",
@@ -33,13 +28,11 @@ __all__ = [
     "GLTangentSpace",
     "Gauge",
     "GeodesicExitError",
-    "PrincipalGeodesics",
     "QuotientManifold",
     "RescaleQuotient",
     "TangentSpace",
     "canonical_gauge",
     "frechet_mean",
     "from_matrix",
-    "principal_geodesics",
 ]
 __version__ = "0.2.0"

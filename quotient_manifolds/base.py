@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +13,19 @@ import geoopt
 import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 
 from .batches import tensors
-from .checks import as_shape, check_dtype, check_same, check_tensors, check_vector, fault
-from .linalg import C, exposed, finite, holds, in_own_precision, is_differentiated, root
+from .checks import as_shape, check_finite, check_same, check_tensors, check_vector, fault
+from .linalg import AUTOCAST_DEVICES, C, exposed, finite, holds, in_own_precision, is_differentiated, root
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
 #: The operations of manifolds whose results are numbers; those that call another one are not looked at twice.
 _OPERATIONS = {
-    *("acceleration", "inner", "norm", "proju", "egrad2rgrad", "retr", "expmap", "geodesic", "parallel_transport"),
-    *("logmap", "dist", "align", "mean", "act", "vertical", "to_matrix", "canonical"),
+    *("acceleration", "inner", "norm", "proju", "egrad2rgrad", "retr", "expmap", "geodesic", "transp"),
+    *("logmap", "dist", "mean", "act", "vertical", "to_matrix", "canonical"),
 }
 
 
@@ -36,15 +40,25 @@ def with_finite_results(cls: C) -> C:
 def _with_finite_result(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: QuotientManifold, *args: Any, **kwargs: Any) -> Any:
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return wrapped(self, *args, **kwargs)
         result = method(self, *args, **kwargs)
-        sound = all(finite(part) for part in (result if isinstance(result, tuple) else (result,)))
-        if sound or kwargs.get("on_error") == "nan" or not all(map(finite, tensors([args, kwargs]))):
+        if all(map(finite, result if isinstance(result, tuple) else (result,))) or kwargs.get("on_error") == "nan":
+            return result
+        # A vector with NaN makes every result NaN: only now is it worth waiting for the answer of another look.
+        given = inspect.signature(method).bind(self, *args, **kwargs).arguments
+        for name in given.keys() & {"u", "v"}:
+            check_finite(self, given[name], name)
+        if not all(map(finite, tensors(list(given.values())))):
             return result
         raise ValueError(
             f"{self}: {method.__name__} gives numbers that its dtype does not hold, or a decomposition has failed; "
             "rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
         )
 
+    wrapped.in_own_precision = True  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -53,11 +67,10 @@ class TangentSpace(ABC):
     r"""The horizontal space at one point, with the point's factorisation done once.
 
     :meth:`QuotientManifold.tangent_space_at` makes it, for many vectors at the same point. Vectors are tensors of the
-    point's shape (batch dimensions broadcast). The manifold's own methods call ``tangent_space_at`` each time.
+    point's shape (batch dimensions broadcast). The manifold's own methods remember that of the last point.
 
     Attributes
     ----------
-    manifold : QuotientManifold
     x : Tensor
         The point.
 
@@ -76,7 +89,6 @@ class TangentSpace(ABC):
     (tensor(26.2679), tensor(0.))
     """
 
-    manifold: QuotientManifold
     x: Tensor
 
     @abstractmethod
@@ -124,9 +136,9 @@ class QuotientManifold(geoopt.Manifold):
     Abstract; a subclass implements :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`,
     :meth:`canonical`, ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
 
-    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, ``geodesic``, ``exit_time`` and
-    ``parallel_transport``, whose vectors would silently escape the scaling. ``Scaled`` does not pass on ``pack_point``,
-    ``unpack_tensor`` and ``origin``: call them on the base.
+    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, ``geodesic`` and ``exit_time``,
+    whose vectors would silently escape the scaling. ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and
+    ``origin``: call them on the base.
 
     Examples
     --------
@@ -148,6 +160,8 @@ class QuotientManifold(geoopt.Manifold):
     ndim = 2
     reversible = False
     _complex_allowed = True
+    #: A reference to the last point, a copy of it, and the tangent space at the copy.
+    _last: tuple[weakref.ref[Tensor], Tensor, TangentSpace] | None = None
 
     # -- what a subclass provides ------------------------------------------------------------------------------
 
@@ -201,9 +215,41 @@ class QuotientManifold(geoopt.Manifold):
             Wrong shape or dtype, NaN or infinite entries, a rank-deficient point.
         """
         check_tensors(self, x=x)
+        return self._checked_space(x, is_differentiated(x))
+
+    def _checked_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
         self._assert_check_shape(x.shape, "x")
-        check_dtype(self, x, self._complex_allowed)
-        return self._tangent_space(x, is_differentiated(x))
+        reason = fault(self, x, self._complex_allowed, entries=False)
+        if reason is not None:
+            raise ValueError(reason)
+        return self._tangent_space(x, differentiable)
+
+    def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
+        """Return the tangent space at x for a vector that fits: the last one, if x has not changed since.
+
+        An optimiser asks for the gradient, its length and a step at one point. A copy of that point is remembered with
+        its factorisation, as long as the tensor itself lives.
+        """
+        check_vector(self, x, u, name)
+        if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
+            return self._checked_space(x, is_differentiated(x))
+        if x.requires_grad and torch.is_grad_enabled():
+            return self._checked_space(x, True)
+        last = self._last  # another thread may replace it
+        if last is not None:
+            reference, copy, space = last
+            if reference() is x and x.dtype == copy.dtype and x.device == copy.device and torch.equal(x, copy):
+                return space
+        copy = x.detach().clone()
+        space = self._checked_space(copy, False)
+        if not torch.is_inference_mode_enabled():
+            forget = functools.partial(self.__dict__.pop, "_last")  # called with the reference, pop's default
+            self.__dict__["_last"] = weakref.ref(x, forget), copy, space
+        return space
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what is remembered behind when the manifold is copied or pickled."""
+        return {name: value for name, value in self.__dict__.items() if name != "_last"}
 
     @__scaling__(ScalingInfo(u=-1))
     def acceleration(self, x: Tensor, u: Tensor) -> Tensor:
@@ -215,10 +261,9 @@ class QuotientManifold(geoopt.Manifold):
 
         Real, also for complex points; (…), or (…, 1, 1) with ``keepdim``.
         """
-        space = self._vector_space(x, u)
         if v is not None:
             check_vector(self, x, v, "v")
-        return space.inner(u, v, keepdim=keepdim)
+        return self._vector_space(x, u).inner(u, v, keepdim=keepdim)
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖u‖ at x, whose derivative at u = 0 is defined as 0; real, shape (…) or (…, 1, 1)."""
@@ -256,7 +301,7 @@ class QuotientManifold(geoopt.Manifold):
 
         Equivariant under one group element that acts on x, y and v.
         """
-        return self.proju(y, v)
+        return self._vector_space(y, v, "v").proju(v)
 
     def projx(self, x: Tensor) -> Tensor:
         """Project an ambient tensor on the manifold: the identity on valid points.
@@ -317,10 +362,6 @@ class QuotientManifold(geoopt.Manifold):
     def _as_point(self, x: Tensor) -> Tensor:
         """Return a tensor that knows its manifold, as geoopt's own manifolds do."""
         return geoopt.ManifoldTensor(x, manifold=self, requires_grad=x.requires_grad)
-
-    def _vector_space(self, x: Tensor, u: Tensor) -> TangentSpace:
-        check_vector(self, x, u)
-        return self.tangent_space_at(x)
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5

@@ -15,6 +15,7 @@ __all__ = [
     "as_count",
     "as_shape",
     "check_dtype",
+    "check_finite",
     "check_same",
     "check_square",
     "check_tensors",
@@ -57,23 +58,17 @@ def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
         raise TypeError(f"a size must be one or several whole numbers, got {size!r}") from error
 
 
-def dtype_fault(who: object, x: Tensor, allow_complex: bool = True) -> str | None:
-    """Say what is wrong with the dtype of a point, if anything."""
+def fault(who: object, x: Tensor, allow_complex: bool = True, *, entries: bool = True) -> str | None:
+    """Say what is wrong with the dtype or, if asked for, the entries of a point, if anything."""
     allowed = _REAL_DTYPES + (_COMPLEX_DTYPES if allow_complex else ())
-    if x.dtype in allowed:
+    if x.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        return (
+            f"{who}: a point of shape {tuple(x.shape)} has dtype {str(x.dtype).removeprefix('torch.')}, which has no "
+            f"linear algebra here; convert it to one of {names}"
+        )
+    if not entries or finite(x):
         return None
-    names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-    return (
-        f"{who}: a point of shape {tuple(x.shape)} has dtype {str(x.dtype).removeprefix('torch.')}, which has no "
-        f"linear algebra here; convert it to one of {names}"
-    )
-
-
-def fault(who: object, x: Tensor, allow_complex: bool = True) -> str | None:
-    """Say what is wrong with the dtype or the entries of a point, if anything."""
-    reason = dtype_fault(who, x, allow_complex)
-    if reason is not None or finite(x):
-        return reason
     return (
         f"{who}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the learning "
         "rate is too high"
@@ -82,7 +77,7 @@ def fault(who: object, x: Tensor, allow_complex: bool = True) -> str | None:
 
 def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:
     """Raise for a dtype without linear algebra."""
-    reason = dtype_fault(who, x, allow_complex)
+    reason = fault(who, x, allow_complex, entries=False)
     if reason is not None:
         raise ValueError(reason)
 
@@ -99,14 +94,20 @@ def check_same(who: object, x: Tensor, u: Tensor, x_name: str, u_name: str) -> N
 
 
 def check_vector(who: object, x: Tensor, u: Tensor, name: str = "u") -> None:
-    """Raise for a vector that does not fit a point, or is not finite."""
-    check_tensors(who, x=x, **{name: u})
+    """Raise for a vector that does not fit a point."""
+    if not (isinstance(x, Tensor) and isinstance(u, Tensor)) or x.is_meta or u.is_meta:
+        check_tensors(who, x=x, **{name: u})
     if u.shape[-2:] != x.shape[-2:]:
         raise ValueError(
             f"{who}: the vector {name} of shape {tuple(u.shape)} does not fit the point x of shape "
             f"{tuple(x.shape)}; their last two dimensions must agree"
         )
-    check_same(who, x, u, "the point x", f"the vector {name}")
+    if u.dtype != x.dtype or u.device != x.device:
+        check_same(who, x, u, "the point x", f"the vector {name}")
+
+
+def check_finite(who: object, u: Tensor, name: str = "u") -> None:
+    """Raise for a vector that is not finite."""
     if not finite(u):
         raise ValueError(
             f"{who}: the vector {name} of shape {tuple(u.shape)} has NaN or infinite entries; if it is a "

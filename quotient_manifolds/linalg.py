@@ -8,16 +8,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 __all__ = [
+    "AUTOCAST_DEVICES",
     "at_least_float32",
     "column_rank_ratio",
     "exposed",
@@ -28,12 +28,12 @@ __all__ = [
     "in_own_precision",
     "is_differentiated",
     "largest",
-    "lifted_spectrum",
     "own_precision",
     "pack",
     "power_of_two",
     "rank_tolerance",
     "root",
+    "row_power",
     "sylvester",
     "symmetric_part_doubled",
     "trace_product",
@@ -46,18 +46,20 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 
+#: Devices on which autocast may be on.
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
 def own_precision(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function compute in the dtype of its arguments, because autocast would round products to half precision."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        casting = [device for device in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device)]
-        if not casting:
-            return function(*args, **kwargs)
-        with ExitStack() as stack:
-            for device in casting:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **kwargs)
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return wrapped(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return wrapped
 
@@ -65,8 +67,8 @@ def own_precision(function: Callable[P, R]) -> Callable[P, R]:
 def in_own_precision(cls: C) -> C:
     """Apply :func:`own_precision` to the public methods that a class defines."""
     for name, method in list(vars(cls).items()):
-        abstract = getattr(method, "__isabstractmethod__", False)
-        if isinstance(method, FunctionType) and not name.startswith("_") and not abstract:
+        guarded = hasattr(method, "in_own_precision") or getattr(method, "__isabstractmethod__", False)
+        if isinstance(method, FunctionType) and not name.startswith("_") and not guarded:
             setattr(cls, name, own_precision(method))
     return cls
 
@@ -87,12 +89,11 @@ class _Exposed(torch.autograd.Function):
 
 def exposed(x: Tensor) -> Tensor:
     """Return values that decide what is computed, without derivatives; first the dimensions that ``vmap`` hides."""
-    found: Tensor = _Exposed.apply(x.detach())
-    return found
+    return _Exposed.apply(x.detach())
 
 
 def holds(condition: Tensor) -> bool:
-    """Tell whether a condition holds everywhere, also in what ``torch.vmap`` hides."""
+    """Return whether a condition holds everywhere, also in what ``torch.vmap`` hides."""
     try:
         return bool(condition.all())
     except RuntimeError as error:
@@ -102,9 +103,11 @@ def holds(condition: Tensor) -> bool:
 
 
 def finite(X: Tensor) -> bool:
-    """Tell whether all entries of a tensor are finite."""
+    """Return whether all entries of a tensor are finite."""
     # The sum is finite only if all entries are, and takes a twentieth of the time.
-    return holds(0 * X.detach().sum() == 0) or holds(X.isfinite())
+    if not _are_functorch_transforms_active() and bool(0 * X.detach().sum() == 0):
+        return True
+    return holds(X.isfinite())
 
 
 def largest(X: Tensor) -> Tensor:
@@ -128,7 +131,7 @@ def root(square: Tensor) -> Tensor:
 
 
 def is_differentiated(x: Tensor) -> bool:
-    """Tell whether derivatives with respect to x may be asked for, in reverse or forward mode."""
+    """Return whether derivatives with respect to x may be asked for, in reverse or forward mode."""
     if torch.is_grad_enabled() and x.requires_grad:
         return True
     try:
@@ -151,6 +154,12 @@ def pack(G: Tensor, H: Tensor) -> Tensor:
     """Stack the rows of two factors, broadcasting their batch dimensions."""
     batch = torch.broadcast_shapes(G.shape[:-2], H.shape[:-2])
     return torch.cat([G.expand(*batch, *G.shape[-2:]), H.expand(*batch, *H.shape[-2:])], dim=-2)
+
+
+def row_power(sigma: Tensor, present: Tensor, exponent: float) -> Tensor:
+    """Return σ^exponent as a row (…, 1, h), with zeros for absent directions."""
+    power = torch.where(present, sigma, 1) ** exponent
+    return torch.where(present, power, 0).unsqueeze(-2)
 
 
 def symmetric_part_doubled(C: Tensor) -> Tensor:
@@ -212,56 +221,6 @@ class _NearDiagonalSylvester(torch.autograd.Function):
         return sylvester(A1, A2, dB - dA1 @ X - X @ dA2)
 
 
-class _LiftedSpectrum(torch.autograd.Function):
-    """diag(σ̂/σ) as a function φ(K) of K = MN = diag(σ²), with the first derivatives of that function."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
-        low, least = floor * sigma[..., :1], torch.finfo(sigma.dtype).tiny
-        return torch.diag_embed((sigma.clamp_min(low) / sigma.clamp_min(least)).to(K.dtype))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-        _, sigma, floor = inputs
-        sigma = sigma.clamp_min(torch.finfo(sigma.dtype).tiny ** 0.25)  # for absent directions
-        low = floor * sigma[..., :1]
-        lifted = sigma < low
-        # Divided differences of φ: 1 above the floor, low/σ below it.
-        s, t = sigma.unsqueeze(-1), sigma.unsqueeze(-2)
-        both = -low.unsqueeze(-1) / (s * t * (s + t))
-        phi = sigma.clamp_min(low) / sigma
-        gap = s**2 - t**2
-        one = (phi.unsqueeze(-1) - phi.unsqueeze(-2)) / torch.where(gap == 0, 1, gap)
-        slopes = torch.where(lifted.unsqueeze(-1) & lifted.unsqueeze(-2), both, one)
-        # The floor itself moves with σ_1.
-        ctx.of_top = torch.where(lifted, floor / sigma, 0) / (2 * sigma[..., :1])
-        ctx.slopes = slopes
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        found = grad * ctx.slopes
-        found[..., 0, 0] += (grad.diagonal(dim1=-2, dim2=-1).real * ctx.of_top).sum(-1)
-        return found, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, dK: Tensor, _sigma: Any, _floor: Any) -> Tensor:
-        top = (ctx.of_top * dK[..., :1, 0].real).to(dK.dtype)
-        return dK * ctx.slopes + torch.diag_embed(top)
-
-
-def lifted_spectrum(K: Tensor, sigma: Tensor, floor: float) -> Tensor:
-    r"""Return diag(σ̂/σ), (…, h, h), for the floor :math:`\hat σ_i = \max(σ_i, ε σ_1)`, once differentiable in K.
-
-    K is M N, with the value diag(σ²), σ descending: :math:`\hat M = φ(MN) M` and :math:`\hat N = N φ(MN)` in every
-    gauge. The derivative of a matrix function is that of Daleckii and Krein 1965.
-    """
-    found: Tensor = _LiftedSpectrum.apply(K, sigma, floor)
-    return found
-
-
 def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     r"""Solve a Sylvester equation whose coefficients are diagonal up to rounding, with non-negative entries.
 
@@ -274,8 +233,7 @@ def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     reverse = torch.is_grad_enabled() and (A1.requires_grad or A2.requires_grad or B.requires_grad)
     if not reverse and forward_ad._current_level < 0:
         return _NearDiagonalSylvester.forward(A1, A2, B)  # without the overhead, that of ten small products
-    result: Tensor = _NearDiagonalSylvester.apply(A1, A2, B)
-    return result
+    return _NearDiagonalSylvester.apply(A1, A2, B)
 
 
 def weighted_sylvester(M: Tensor, N: Tensor, R_H: Tensor, R_G: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""Means and principal geodesics of points on any manifold that has a logarithm."""
+"""Means of points on any manifold that has a logarithm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from .checks import as_count, check_tensors
 from .linalg import in_double
 
-__all__ = ["ConvergenceError", "FrechetMean", "PrincipalGeodesics", "frechet_mean", "principal_geodesics"]
+__all__ = ["ConvergenceError", "FrechetMean", "frechet_mean"]
 
 #: Steps from one start, and the length of the mean logarithm below which a point counts as a mean.
 _STEPS, _TOLERANCE = 200, 1e-9
@@ -72,33 +72,6 @@ class FrechetMean(NamedTuple):
     point: Tensor
     certificate: Tensor
     variance: Tensor
-
-
-class PrincipalGeodesics(NamedTuple):
-    """The directions in which points vary, in the tangent space at their mean.
-
-    Attributes
-    ----------
-    mean : Tensor
-        The point at which the tangent space is taken, (…, rows, h).
-    directions : Tensor
-        Orthonormal tangent vectors, (count, …, rows, h); 0 where the points do not vary, to within rounding.
-    variances : Tensor
-        Mean squared components along them, descending, (count, …).
-    scores : Tensor
-        Components of the points, (k, count, …).
-
-    Examples
-    --------
-    >>> from quotient_manifolds import PrincipalGeodesics
-    >>> PrincipalGeodesics._fields
-    ('mean', 'directions', 'variances', 'scores')
-    """
-
-    mean: Tensor
-    directions: Tensor
-    variances: Tensor
-    scores: Tensor
 
 
 def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> FrechetMean:
@@ -229,75 +202,3 @@ def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor, tole
             break
         m = manifold.expmap(best.point, _like(step, way) * way)
     return best
-
-
-def principal_geodesics(manifold: Any, points: Tensor, count: int, *, mean: Tensor | None = None) -> PrincipalGeodesics:
-    r"""Analyse how points vary: the principal components of their logarithms at the mean (tangent PCA).
-
-    From the matrix of inner products :math:`K_{ij} = \langle \log_m x_i, \log_m x_j \rangle` of k points: its
-    eigenvectors a and eigenvalues λ give the directions :math:`\sum_i a_i \log_m x_i / \sqrt λ`.
-
-    Parameters
-    ----------
-    manifold : QuotientManifold
-        As for :func:`frechet_mean`.
-    points : Tensor
-        (k, …, rows, h), k ≥ 2.
-    count : int
-        Number of directions, at most k − 1.
-    mean : Tensor, optional
-        Point of the tangent space, (…, rows, h); by default the Fréchet mean.
-
-    Returns
-    -------
-    PrincipalGeodesics
-        The ``mean``, ``directions``, ``variances`` and ``scores``; ``manifold.geodesic(mean, directions[0], t)`` is
-        the first principal geodesic.
-
-    Raises
-    ------
-    ValueError
-        ``count`` is larger than the number of directions.
-    ConvergenceError
-        A mean or a logarithm was not found.
-
-    Notes
-    -----
-    Fletcher, Lu, Pizer and Joshi 2004.
-
-    Examples
-    --------
-    Points on one geodesic vary in one direction:
-
-    >>> import torch
-    >>> from quotient_manifolds import GLQuotientInv, principal_geodesics
-    >>> manifold = GLQuotientInv(5, 4)
-    >>> x = manifold.random(5 + 4, 2, dtype=torch.float64)
-    >>> u = manifold.proju(x, torch.randn_like(x))
-    >>> points = manifold.geodesic(x, 0.1 * u, torch.linspace(-1, 1, 5, dtype=x.dtype))[0]
-    >>> found = principal_geodesics(manifold, points, 2)
-    >>> bool(found.variances[1] < 1e-12 * found.variances[0])
-    True
-    """
-    checked_weights(manifold, points, None)
-    if not 1 <= as_count("count", count, "principal_geodesics") < len(points):
-        raise ValueError(f"{manifold}: {len(points)} points have at most {len(points) - 1} directions, got {count}")
-    if mean is not None and (not isinstance(mean, Tensor) or mean.shape != points.shape[1:]):
-        got = f"one of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
-        raise ValueError(f"{manifold}: mean must be a point of shape {tuple(points.shape[1:])}, got {got}")
-    m = in_double(frechet_mean(manifold, points).point if mean is None else mean)
-    with torch.no_grad():
-        u = manifold.logmap(m.expand(points.shape), in_double(points))
-        K = torch.stack([manifold.inner(m, u, v.expand_as(u)) for v in u], -1).movedim(0, -2)
-        values, vectors = torch.linalg.eigh((K + K.mT) / 2)
-        values, vectors = values.flip(-1)[..., :count], vectors.flip(-1)[..., :count]
-        rounding = torch.maximum(1e-10 * values[..., 0], _TOLERANCE**2 * _size(manifold, m).square()).unsqueeze(-1)
-        values = torch.where(values > rounding, values, 0)
-        scores = vectors * values.sqrt().unsqueeze(-2)
-        unit = vectors * torch.where(values > 0, values.rsqrt(), 0).unsqueeze(-2)
-        directions = torch.einsum("...kc,k...ij->c...ij", unit.to(u.dtype), u)
-    real = points.dtype.to_real()
-    return PrincipalGeodesics(
-        m.to(points.dtype), directions.to(points.dtype), (values / len(points)).movedim(-1, 0).to(real),
-        scores.movedim((-2, -1), (0, 1)).to(real),
-    )  # fmt: skip

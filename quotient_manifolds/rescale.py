@@ -9,12 +9,12 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, standard_normal, with_finite_results
-from .checks import as_shape, check_dtype, check_tensors, check_vector, fault
-from .gl.geodesic import raise_on_exit
-from .gl.geodesic_ode import as_times, column
-from .gl.metrics import METRICS, Motion
+from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector, fault
+from .geodesic_ode import as_times, column
+from .geodesics import raise_on_exit
 from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root
 from .means import checked_weights
+from .metrics import METRICS, Metric, Motion
 
 __all__ = ["RescaleQuotient"]
 
@@ -33,10 +33,8 @@ class _RescaleTangentSpace(TangentSpace):
     the unit vectors x (inv) or x/|β| (mix).
     """
 
-    manifold: RescaleQuotient
-
-    def __init__(self, manifold: RescaleQuotient, x: Tensor) -> None:
-        self.manifold, self.x, self._metric = manifold, x, METRICS[manifold.metric]
+    def __init__(self, metric: Metric, x: Tensor) -> None:
+        self.x, self._metric = x, metric
         size = x.abs().sqrt().prod(-2, keepdim=True)  # √|β|, a number wherever x is
         self._unit = x if self._metric.complete else x / size / size
 
@@ -134,7 +132,7 @@ class RescaleQuotient(QuotientManifold):
         ok, reason = self._check_point_on_manifold(x)
         if not ok:
             raise ValueError(reason)
-        return _RescaleTangentSpace(self, x)
+        return _RescaleTangentSpace(METRICS[self.metric], x)
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         r"""Follow the geodesic to :math:`x e^B` (inv) or :math:`x \sqrt{1 + 2B}` (mix); see :meth:`geodesic`."""
@@ -156,8 +154,8 @@ class RescaleQuotient(QuotientManifold):
         GeodesicExitError
             For mix, if 1 + 2Bt ≤ 0 somewhere at a requested time; ``time`` says when.
         """
-        check_vector(self, x, u)
-        self.tangent_space_at(x)
+        self._vector_space(x, u)  # the checks
+        check_finite(self, u)
         B = (u / x).mean(dim=-2, keepdim=True)
         t = column(as_times(t, x), B)
         if self.metric == "inv":

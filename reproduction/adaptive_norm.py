@@ -71,11 +71,15 @@ class AdaptiveNorm:
         """Project coordinates on those of horizontal vectors."""
         space = self.space
 
+        (G, H), gauge = space.split(space.x), space.gauge
+
         def k(L: Tensor) -> Tensor:
-            return self._times(space.vertical_covector(L))
+            L = gauge.A_inv @ L @ gauge.A  # Λ belongs to the canonical representative, whatever the condition of x
+            return self._times(space.to_covector(torch.cat([G @ L, -H @ L.mH], dim=-2)))
 
         def k_adjoint(z: Tensor) -> Tensor:
-            return space.vertical_moment(self._times(z))
+            P, R = space.split(space.to_covector(self._times(z)))
+            return gauge.A_inv.mH @ (G.mH @ P - R.mH @ H) @ gauge.A.mH
 
         wide = c.to(self.x.dtype)
         tolerance = 10 * torch.finfo(c.dtype).eps

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from quotient_manifolds import GLQuotientInv, GLQuotientMix, TangentSpace
 from quotient_manifolds.base import standard_normal
-from quotient_manifolds.gl.local_metric import LocalMetric
-from quotient_manifolds.gl.metrics import Gram, Pair
 from quotient_manifolds.linalg import hermitian_power, in_double, pack, weighted_sylvester
+from quotient_manifolds.metrics import Gram, LocalMetric, Pair
 from sharpness import Measure
 from sharpness.blocks import PairBlock
 
@@ -70,18 +69,19 @@ class AdditiveTangentSpace(TangentSpace):
         real = (x.dtype if dtype is None else dtype).to_real()
         cast = real.to_complex() if x.is_complex() else real
         self.manifold, self.x = manifold, x.to(cast)
-        grams = []
+        exact, grams = [], []
         for X in self.split(in_double(x)):
             M = X.mH @ X
             M_hat = M + epsilon * torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-            grams.append(Gram(M, M_hat, torch.linalg.inv(M_hat)))
-        self.sigma = torch.linalg.svdvals(hermitian_power(grams[0].exact, 0.5) @ hermitian_power(grams[1].exact, 0.5))
-        W_G, W_H = LocalMetric(manifold.metric, self.split(self.x), (grams[0], grams[1])).weights()
+            exact.append(M)
+            grams.append(Gram(M_hat, torch.linalg.inv(M_hat)))
+        self.sigma = torch.linalg.svdvals(hermitian_power(exact[0], 0.5) @ hermitian_power(exact[1], 0.5))
+        W_G, W_H = LocalMetric.of(manifold.metric, self.split(self.x), *grams).weights
         roots, inverse_roots = ([hermitian_power(W, p) for W in (W_G, W_H)] for p in (0.5, -0.5))
-        self._solve = weighted_sylvester(grams[0].exact, grams[1].exact, inverse_roots[1], inverse_roots[0])
+        self._solve = weighted_sylvester(exact[0], exact[1], inverse_roots[1], inverse_roots[0])
         self._roots, self._inverse_roots = ([W.to(cast) for W in Ws] for Ws in (roots, inverse_roots))
-        narrow_M, narrow_N = (Gram(*(X.to(cast) for X in gram)) for gram in grams)
-        self._local = LocalMetric(manifold.metric, self.split(self.x), (narrow_M, narrow_N))
+        narrow = (Gram(*(X.to(cast) for X in gram)) for gram in grams)
+        self._local = LocalMetric.of(manifold.metric, self.split(self.x), *narrow)
 
     def split(self, u: Tensor) -> Pair:
         """Split into the two factors, views (…, n, h) and (…, m, h)."""
@@ -96,9 +96,8 @@ class AdditiveTangentSpace(TangentSpace):
     def proju(self, u: Tensor) -> Tensor:
         """Project on the horizontal space; shape of u."""
         # M Λ W_G + W_H Λ N = W_H ξ_Hᴴ H − Gᴴ ξ_G W_G, solved in float64
-        (xi, eta), (G, H), (W_G, W_H) = self.split(u), self._local.factors, self._local.weights()
-        G_xi, H_eta = self._local.against_point((xi, eta))
-        L = self._solve(in_double(W_H @ H_eta.mH - G_xi @ W_G)).to(u.dtype)
+        (xi, eta), (G, H), (W_G, W_H) = self.split(u), self._local.factors, self._local.weights
+        L = self._solve(in_double(W_H @ (eta.mH @ H) - G.mH @ xi @ W_G)).to(u.dtype)
         return pack(xi + G @ L, eta - H @ L.mH)
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
@@ -107,7 +106,9 @@ class AdditiveTangentSpace(TangentSpace):
 
     def acceleration(self, u: Tensor) -> Tensor:
         """Evaluate the geodesic equation with the relaxed inverses; shape of u."""
-        return pack(*self._local.acceleration(self.split(u)))
+        (G, H), (xi, eta) = self._local.factors, self.split(u)
+        (a, b), (c, d) = self._local.equations((xi, eta))
+        return pack(G @ a + xi @ b, H @ c + eta @ d)
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw a horizontal vector, standard Gaussian in coordinates."""
@@ -146,10 +147,6 @@ class AdditiveBlock(PairBlock):
         x = in_double(self.stack.gather().detach())
         self.tangent: Any = AdditiveTangentSpace(self.manifold, x, self.measure.relaxation)
         self.chart: Any = self.tangent
-
-    def num_clamped(self) -> int:
-        """Return 0, because there is no floor."""
-        return 0
 
 
 class AdditiveMeasure(Measure):

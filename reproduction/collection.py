@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from sharpness.data import DataChoice, divided, load_examples
 from sharpness.errors import naming
 from sharpness.files import atomic_write, check_folder, write_json
-from sharpness.models import LoadedModel, load, quiet
+from sharpness.huggingface import quiet
+from sharpness.models import LoadedModel, load
 from sharpness.progress import bar
 from sharpness.study.plan import shard_of
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds import Gauge, GLTangentSpace
-from quotient_manifolds.testing.random_point import integrate_geodesic
+from quotient_manifolds.testing import integrate_geodesic
 from sharpness import Measure
 from sharpness.blocks import PairBlock
 
@@ -31,10 +31,6 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
         End point, (…, n + m, h), differentiable in u. It never raises: after an exit from the manifold the result is
         infinite, NaN or meaningless.
 
-    Notes
-    -----
-    Like :meth:`GLTangentSpace.geodesic <quotient_manifolds.GLTangentSpace.geodesic>`, it ignores the metric's floor.
-
     Examples
     --------
     >>> import torch
@@ -44,17 +40,14 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
     >>> [round(rk4(space, u, n)[0].item(), 3) for n in (1, 2, 8)], round(space.expmap(u)[0].item(), 3)
     ([1.694, 1.729, 1.732], 1.732)
     """
-    n, m = space.manifold.row_split()
-    manifold = type(space.manifold)(n, m, relaxation=0.0)
-    h = u.shape[-1]
-    identity = torch.eye(h, dtype=u.dtype, device=u.device)
-    start, there = space.gauge.x, space.present
+    identity = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
+    start, there, n = space.gauge.x, space.present, space.gauge.n
     # In canonical gauge small columns combine only with small ones; absent directions do not move.
     gauge = Gauge(start, n, torch.where(there, space.gauge.sigma, 0), identity, identity)
     velocity = torch.cat(space.to_gauge(u), dim=-2) * there.unsqueeze(-2)
 
     def acceleration(x: Tensor, v: Tensor) -> Tensor:
-        return manifold.at_gauge(gauge, x, moved=True).acceleration(v)
+        return GLTangentSpace(space.metric, gauge, x, moved=True).acceleration(v)
 
     return space.from_gauge(*space.split(integrate_geodesic(acceleration, start, velocity, steps)[0]))
 

@@ -357,9 +357,8 @@ def _done(gap: float | None, top: float, base: float, relative_tol: float, dtype
 
 def _chunks(*vectors: Tensor) -> list[tuple[Tensor, ...]]:
     """Cut vectors into parts that stay in a CPU's cache; on a GPU they stay whole."""
-    count, on_cpu = vectors[0].numel(), vectors[0].device.type == "cpu"
-    step = _CHUNK if on_cpu else max(count, 1)
-    return [tuple(v[i : i + step] for v in vectors) for i in range(0, count, step)]
+    step = _CHUNK if vectors[0].device.type == "cpu" else max(len(vectors[0]), 1)
+    return list(zip(*[v.split(step) for v in vectors], strict=True))
 
 
 def gram_matrix(*vectors: Tensor, world: World | None = None) -> np.ndarray:

@@ -115,9 +115,11 @@ class BatchLoss:
     def _total(self, seen: list[tuple[float, float, Outcome]], xi: Tensor | None) -> float:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
-        value = sum(weight * loss for weight, loss, _ in seen)
-        wrong = sum(outcome.wrong or 0 for weight, _, outcome in seen if weight)
-        counted = sum(outcome.counted or 0 for weight, _, outcome in seen if weight)
+        value, wrong, counted = 0.0, 0, 0
+        for weight, loss, outcome in seen:
+            value += weight * loss
+            if weight:
+                wrong, counted = wrong + (outcome.wrong or 0), counted + (outcome.counted or 0)
         value, wrong, counted = self.space.together(value, wrong, counted)
         if not math.isfinite(value):
             raise self._not_finite(value, xi)

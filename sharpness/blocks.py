@@ -168,8 +168,10 @@ class PairBlock(Block):
 
     def __init__(self, stack: PairStack, measure: Measure, dtype: torch.dtype, *, at_model: bool = False) -> None:
         assert measure.pair_metric is not None
+        if measure.relaxation and self.closed_form:
+            raise ValueError(f"measure {measure.name!r}: relaxation must be 0 where the metric of pairs is exact")
         self.stack, self.measure = stack, measure
-        self.manifold = stack.manifold(measure.pair_metric, relaxation=measure.relaxation)
+        self.manifold = stack.manifold(measure.pair_metric)
         # A group move turns σ_i = 0 into rounding error times its condition number, by which mix would then divide.
         self._tolerance = torch.finfo(at_least_float32(stack.pairs[0].G[0].tensor.dtype)).eps ** 0.5
         with torch.no_grad():
@@ -224,7 +226,7 @@ class PairBlock(Block):
         return self._projected(self.chart.random(generator))
 
     def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
-        """Make such a vector from the numbers of :func:`quotient_manifolds.gl.tangent.draw_gaussians`."""
+        """Make such a vector from the numbers of :func:`quotient_manifolds.tangent.draw_gaussians`."""
         return self._projected(self.tangent.from_gaussians(drawn))
 
     def _projected(self, u: Tensor) -> Tensor:
@@ -285,10 +287,6 @@ class PairBlock(Block):
     def quadratic(self) -> bool:
         """Whether the retraction is a quadratic function of the vector, as the Hessian needs."""
         return self.measure.geodesic != "exact"
-
-    def num_clamped(self) -> int:
-        """Count the present directions whose singular value is replaced by the metric's floor."""
-        return int((self.present & (self.sigma < self.measure.relaxation * self.sigma[..., :1])).sum())
 
     def num_exited_pairs(self, c: Tensor) -> int:
         """Count the pairs whose exact geodesic along c was shortened so that it stays on the manifold."""

@@ -264,25 +264,21 @@ def _dataset(path: Path, split: str, loaded: LoadedModel, columns: TextColumns) 
             return _images(source, read, data[columns.label], names, loaded)
     wanted = [c for c in (columns.text, columns.pair, columns.label) if c in data.features]
     rows = [strings(row) for row in data.select_columns(wanted)]
-    if not names:
-        return _texts(source, rows, loaded, columns)
-    for row in rows:
-        number = int(row.get(columns.label, -1))
-        if not 0 <= number < len(names):
-            raise ValueError(
-                f"{source} has the label {number}, which is not among its classes; use a split with labels"
-            )
-        row[columns.label] = names[number]
-    known = loaded.labels
-    if columns.label_map or {n.lower() for n in names} <= {n.lower() for n in known}:
-        return _texts(source, rows, loaded, columns)
-    if not all(n.isdigit() or n.upper().startswith("LABEL_") for n in known):
-        raise ValueError(
-            f"the classes of {source} ({', '.join(names)}) are not the model's ({', '.join(known)}); say what "
-            "labels mean with --label-map NAME=NUMBER,…"
-        )
-    numbered = dataclasses.replace(columns, label_map={name: i for i, name in enumerate(names)})
-    return dataclasses.replace(_texts(source, rows, loaded, numbered), classes=tuple(names))
+    own: dict[str, int] = {}
+    if names:
+        for row in rows:
+            number = int(row.get(columns.label, -1))
+            if not 0 <= number < len(names):
+                raise ValueError(
+                    f"{source} has the label {number}, which is not among its classes; use a split with labels"
+                )
+            row[columns.label] = names[number]
+        unnamed = all(n.isdigit() or n.upper().startswith("LABEL_") for n in loaded.labels)
+        known = {n.lower() for n in names} <= {n.lower() for n in loaded.labels}
+        if unnamed and not known and not columns.label_map:
+            own = {name: i for i, name in enumerate(names)}
+            columns = dataclasses.replace(columns, label_map=own)
+    return dataclasses.replace(_texts(source, rows, loaded, columns), classes=tuple(own) or None)
 
 
 # -- images ------------------------------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ class Measure:
     symmetry : {"all", "qk", "vo", "none"}
         The kinds of pairs that are divided out; with "none" the measure is the elementwise one.
     relaxation : float
-        ε of the floor ε σ_1 on the singular values in the metric of the pairs, see
-        :class:`quotient_manifolds.GLQuotientInv`.
+        ε of the paper's relaxed Gram matrices, for a ``pair_block`` that has them.
     rho : float or None
         Default radius.
     pair_block : type or None
@@ -68,7 +67,7 @@ class Measure:
     form: str = "own"
     geodesic: str = "second-order"
     symmetry: str = "all"
-    relaxation: float = 1e-12
+    relaxation: float = 0.0
     rho: float | None = None
     pair_block: ClassVar[Any] = None
 

@@ -121,8 +121,6 @@ class SharpnessResult:
         ρ < σ_h/√2; beyond that the sharpness reflects the breakdown of the retraction.
     num_null : int
         Number of directions of the pairs that count as absent (σ_i zero to within rounding).
-    num_clamped : int
-        Number of directions of the pairs whose σ_i the metric's floor replaces.
     num_uncertified : int
         Number of pairs that got no gradient from any batch, so that nothing certifies that they are symmetries.
     batches : tuple of BatchResult
@@ -157,7 +155,6 @@ class SharpnessResult:
     model: str
     min_singular_value: float | None
     num_null: int
-    num_clamped: int
     num_uncertified: int
     batches: tuple[BatchResult, ...]
     remarks: tuple[str, ...] = ()
@@ -336,7 +333,6 @@ def _doubts(result: SharpnessResult) -> list[str]:
             )
     total = len(result.batches)
     doubts = (
-        (result.num_clamped, "the metric's floor replaces {} singular values of pairs"),
         (result.num_uncertified, "{} pairs got no gradient from these data, so nothing certifies their symmetry"),
         (result.num_null, "{} directions of pairs are zero to within rounding and are not moved"),
         (

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.base import standard_normal
-from quotient_manifolds.gl.tangent import draw_gaussians
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, stacks
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
+from quotient_manifolds.tangent import draw_gaussians
 
 from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, with_constants
@@ -153,10 +153,10 @@ class ShardedSpace(WeightSpace):
 
     # -- what the metric meets -----------------------------------------------------------------------------------
 
-    def spectrum(self) -> tuple[float | None, int, int]:
+    def spectrum(self) -> tuple[float | None, int]:
         """Compute the spectrum of the pairs of all processes, see :meth:`WeightSpace.spectrum`."""
-        values, absent, floored = zip(*self.world.gather([super().spectrum()]), strict=True)
-        return min((v for v in values if v is not None), default=None), sum(absent), sum(floored)
+        values, absent = zip(*self.world.gather([super().spectrum()]), strict=True)
+        return min((v for v in values if v is not None), default=None), sum(absent)
 
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs of all processes, see :meth:`WeightSpace.num_exited_pairs`."""

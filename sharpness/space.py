@@ -133,15 +133,12 @@ class BlockSpace:
 
     # -- what the metric meets -----------------------------------------------------------------------------------
 
-    def spectrum(self) -> tuple[float | None, int, int]:
-        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are absent or floored.
-
-        Absent are those at rounding level; the metric's floor replaces others that are small.
-        """
+    def spectrum(self) -> tuple[float | None, int]:
+        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
         blocks = self._pair_blocks
         values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
         absent = sum(int((~b.present).sum()) for b in blocks)
-        return min(values, default=None), absent, sum(b.num_clamped() for b in blocks)
+        return min(values, default=None), absent
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:

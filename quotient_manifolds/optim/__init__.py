@@ -1,8 +1,7 @@
 """Torch optimisers on the quotient: from all equivalent factors they make the same run."""
 
-from .adam import QuotientAdam
 from .create import canonicalize_lora_, create_quotient_lora_optimizer, create_quotient_optimizer
-from .momentum import QuotientMuon, QuotientSGD
+from .optimizers import QuotientAdam, QuotientMuon, QuotientSGD
 
 __all__ = [
     "QuotientAdam",

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, wide
-from .places import GONE, Places, alone, group_of, orientation, reasons
-from .stacked import Bucket, Step
+from .places import GONE, Places, alone, check_options, group_of, orientation, reasons
+from .stacked import Bucket, Step, all_finite, check_shape, explain, gradients_of, restored
 
 __all__ = ["QuotientOptimizer"]
+
+Gradients = Mapping[Tensor, Tensor]
 
 _NO_PAIR = (
     "no pair (G, H) is among the parameters{}, so the quotient optimiser has nothing to do; pass "
@@ -35,36 +34,6 @@ _UNKNOWN = (
     "an optimiser without pairs, such as AdamW (or by torch.distributed.checkpoint's get_optimizer_state_dict, which "
     "leaves the pairs out: save optimizer.state_dict() itself)"
 )
-
-
-#: The least positive number.
-_TINY = 5e-324
-
-
-def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
-    """Tell whether a value is a number in [least, below), or a tensor with one such number."""
-    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    return number and not isinstance(value, bool) and least <= float(value) < below
-
-
-def check_options(group: Mapping[str, Any]) -> None:
-    """Raise for an option of a parameter group that is out of range."""
-    betas, bound = group.get("betas", (0, 0)), group.get("max_grad_norm")
-    two = isinstance(betas, tuple | list) and len(betas) == 2
-    conditions = {
-        "lr must be a number of at least 0": is_number(group["lr"], 0, 1e30),
-        "weight_decay must be a number of at least 0": is_number(group["weight_decay"], 0, 1e30),
-        "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
-        "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
-        "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
-        "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
-        "maximize must be True or False": isinstance(group["maximize"], bool),
-        "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
-        "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
-    }
-    for words, holds in conditions.items():
-        if not holds:
-            raise ValueError(f"{words}, got {group.get(words.split()[0])!r}")
 
 
 class QuotientOptimizer(Optimizer):
@@ -194,7 +163,7 @@ class QuotientOptimizer(Optimizer):
         for p in self._pairs:
             if p.model is None and not all(getattr(b.module, b.attribute, None) in own for b in p.G + p.H):
                 raise ValueError(f"parameters of the pair {p.name!r} {GONE}")
-        gradients = self._gradients()
+        gradients = gradients_of(self.param_groups, getattr(self, "grad_scale", None))
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
@@ -208,36 +177,16 @@ class QuotientOptimizer(Optimizer):
                 )
         return loss
 
-    def _gradients(self) -> dict[Tensor, Tensor]:
-        """Return the gradients to descend along, without the scale of a ``GradScaler``."""
-        scale, found = getattr(self, "grad_scale", None), {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                g = p.grad
-                if g is None:
-                    continue
-                if g.is_sparse:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build "
-                        "the embedding with sparse=False"
-                    )
-                if scale is not None:  # beyond the range of half precision, and so are the gradients that it saved
-                    g = g.to(at_least_float32(p.dtype)) / scale.to(g.device)
-                found[p] = -g if group["maximize"] else g
-        return found
-
-    def _step(self, gradients: Mapping[Tensor, Tensor]) -> None:
+    def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
         steps = [
             Step(bucket, active, gradients, self._metric)
             for bucket in self._buckets
             if any(active := bucket.active(gradients))
         ]
-        outside = {p: g for p, g in gradients.items() if p not in self._covered}
-        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
-        if not steps and not outside:
-            return
-        if not self._is_sound(steps, gradients, outside):
+        outside = {p: g for p, g in gradients.items() if p not in self._covered or p in self._partly}
+        outside.update((p, g.masked_fill(self._partly[p], 0)) for p, g in outside.items() if p in self._partly)
+        if not (steps or outside) or not self._is_sound(steps, gradients, outside):
             return
         if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
             # Adapters that are switched off may never get a gradient, and checking reads from the device.
@@ -249,39 +198,34 @@ class QuotientOptimizer(Optimizer):
                 s.restrict(~skewed)
             elif bool(skewed.any()):
                 if not self._warned:
-                    name = s.bucket.stack.pairs[int(skewed.nonzero()[0]) * len(s.bucket.stack) // len(skewed)].name
                     warnings.warn(
-                        f"pair {name!r}: its product is too large for the dtype of its factors; it takes no step until "
-                        "that changes; lower the learning rate, or make the factors smaller",
+                        f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
+                        "step until that changes; lower the learning rate, or make the factors smaller",
                         RuntimeWarning,
                         stacklevel=4,
                     )
                 self._warned = True
                 s.restrict(~skewed)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
-        if bound is not None and (steps or outside):
+        if bound is not None:
             squares = [s.squared_norm() for s in steps]
             squares += [torch.linalg.vector_norm(wide(g)).square() for g in outside.values()]
             norm = torch.stack([v.to(squares[0].device) for v in squares]).sum().sqrt()
             factor = (bound / (norm + 1e-12)).clamp_max(1.0)
             outside = {p: g * factor.to(g.device) for p, g in outside.items()}
             for s in steps:
-                s.clip = factor
-        self._step_others(outside)
+                s.clip_(factor)
+        if outside:
+            self._step_others(outside)
         for s in steps:
             self._step_pairs(self.param_groups[s.bucket.group], s)
 
-    def _is_sound(
-        self, steps: Sequence[Step], gradients: Mapping[Tensor, Tensor], outside: Mapping[Tensor, Tensor]
-    ) -> bool:
+    def _is_sound(self, steps: Sequence[Step], gradients: Gradients, outside: Gradients) -> bool:
         """Tell whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
-        sums = [s.g(part).sum() for s in steps for part in s.parts]
-        sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
-        found_inf, device = getattr(self, "found_inf", None), sums[0].device
-        finite = torch.stack([v.isfinite().to(device) for v in sums]).all()
-        finite = finite if found_inf is None else (found_inf == 0).all()
-        sound = torch.stack([finite, *[s.only(s.metric.sound, True).all().to(device) for s in steps]]).all()
-        if not on_cpu(sums[0]):
+        found_inf = getattr(self, "found_inf", None)
+        finite = all_finite(steps, outside) if found_inf is None else (found_inf == 0).all()
+        sound = torch.stack([finite, *[~s.unsound().any().to(finite.device) for s in steps]]).all()
+        if not on_cpu(finite):
             self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
             for s in steps:
                 s.restrict(sound.to(s.metric.sound.device))
@@ -291,34 +235,22 @@ class QuotientOptimizer(Optimizer):
         if not bool(finite) and found_inf is not None:
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
-        for p, g in gradients.items() if not bool(finite) else ():
-            if not bool(g.isfinite().all()):
-                raise ValueError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
-                    "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
-                )
-        for s in steps if not bool(sound) else ():
-            good = s.only(s.metric.sound, True).view(len(s.bucket.stack), -1).all(1)
-            for pair, is_good in zip(s.bucket.stack.pairs, good.tolist(), strict=True):
-                if not is_good:
-                    raise ValueError(
-                        f"pair {pair.name!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
-                        "rank since the optimiser was made; no weight was changed; make a new optimiser for these "
-                        "weights"
-                    )
+        if not bool(sound):
+            explain(steps, gradients)
         return True
 
-    def _step_others(self, gradients: Mapping[Tensor, Tensor]) -> None:
+    def _step_others(self, gradients: Gradients) -> None:
         """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
         groups = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p in gradients]
             lr = group["rest"] * float(group["lr"])
             decay = lr * group["weight_decay"]
+            whole = [p for p in params if p not in self._partly]
+            if decay and whole:
+                torch._foreach_mul_(whole, 1 - decay)
             for p in params:
-                if p not in self._partly:
-                    p.mul_(1 - decay)
-                elif p.dim() > 1:
+                if p in self._partly and p.dim() > 1:  # vectors do not decay
                     p.mul_(torch.where(self._partly[p], 1, 1 - decay))
             groups.append({**group, "params": params, "lr": lr, "weight_decay": 0.0, "maximize": False})
         kept = [(p, p.grad) for p in gradients]
@@ -354,11 +286,8 @@ class QuotientOptimizer(Optimizer):
                 stacklevel=2,
             )
         names = ("members", "flipped", "group", "state")
-        more = {
-            "kind": type(self).__name__,
-            "pairs": [p.name for p in self._pairs],
-            "buckets": [{name: getattr(bucket, name) for name in names} for bucket in self._buckets],
-        }
+        buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
+        more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
         return copy.deepcopy({**super().state_dict(), **more})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -377,43 +306,12 @@ class QuotientOptimizer(Optimizer):
             differing = sorted(names ^ {p.name for p in pairs})[:3]
             raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        buckets = [self._restored(pairs, **entry) for entry in saved["buckets"]]
+        buckets = [restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for key, p in zip((key for g in saved["param_groups"] for key in g["params"]), params, strict=False):
             for value in saved["state"].get(key, {}).values():
                 if isinstance(value, Tensor) and value.dim():
-                    _check_shape(value.shape, p.shape)
+                    check_shape(value.shape, p.shape)
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         self._pairs, self._buckets = pairs, buckets
         self._cover()
-
-    def _restored(
-        self, pairs: Sequence[SymmetricPair], members: list[int], flipped: bool, group: int, state: dict[str, Tensor]
-    ) -> Bucket:
-        """Restore a bucket from its entry in a ``state_dict``."""
-        if state and state.keys() != self._state_names:
-            raise ValueError(
-                f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
-                f"{', '.join(sorted(self._state_names))}: it is of another version; load the model's weights and start "
-                "with a new optimiser"
-            )
-        if len({abs(pairs[i].scale) for i in members}) > 1:
-            raise ValueError(
-                "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
-                "new optimizer"
-            )
-        bucket = Bucket([pairs[i] for i in members], members, flipped, group)
-        for side, rows in (("G", bucket.stack.n), ("H", bucket.stack.m)):
-            h = bucket.stack.group.h
-            shape = (bucket.points * len(members), rows, h // bucket.points)
-            _check_shape(state[f"moment {side}"].shape if f"moment {side}" in state else shape, shape)
-        bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
-        return bucket
-
-
-def _check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
-    if tuple(given) != tuple(wanted):
-        raise ValueError(
-            f"the state is for weights of shape {tuple(given)}, but the weights now have shape "
-            f"{tuple(wanted)}: another rank, or another model"
-        )

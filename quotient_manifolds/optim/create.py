@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
 from ..symmetries.lora import adapter_tensors, is_lora
 from ..symmetries.registry import candidates
-from .adam import QuotientAdam
 from .base import QuotientOptimizer
 from .metric import wide
-from .momentum import QuotientMuon
+from .optimizers import QuotientAdam, QuotientMuon
 
 __all__ = ["canonicalize_lora_", "create_quotient_lora_optimizer", "create_quotient_optimizer"]
 
@@ -165,10 +164,6 @@ def _is_matrix(w: nn.Parameter) -> bool:
     return w.dim() == 2 or sum(size > 1 for size in w.shape) > 1
 
 
-def _parameters(pairs: Iterable[SymmetricPair]) -> set[int]:
-    return {id(b.tensor) for p in pairs for b in p.G + p.H}
-
-
 def _create(
     model: nn.Module,
     pairs: Sequence[SymmetricPair],
@@ -181,18 +176,16 @@ def _create(
     """Make parameter groups: pairs, other matrices, and vectors and biases, which do not decay."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer must be "adam" or "muon", got {optimizer!r}')
-    mine = _parameters(p for p in pairs if p.group is not None)
+    mine = {id(b.tensor) for p in pairs if p.group is not None for b in p.G + p.H}
     rate = other_lr if other_lr is not None else lr * OPTIMIZERS[optimizer].rest
-    groups: list[dict[str, Any]] = [
-        {"params": [], "lr": lr, "rest": rate / lr if lr else 1.0},
-        {"params": [], "lr": rate}, {"params": [], "lr": rate, "weight_decay": 0.0},
-    ]  # fmt: skip
+    groups: list[dict[str, Any]] = [{"rest": rate / lr if lr else 1.0, "lr": lr}, {"lr": rate}, {"lr": rate}]
+    groups[2]["weight_decay"] = 0.0
     for name, w in model.named_parameters():
         if not w.requires_grad or id(w) in left:
             continue
         kind = 0 if id(w) in mine else 1 if _is_matrix(w) and not name.endswith("bias") else 2
-        groups[kind]["params"].append(w)
-    return OPTIMIZERS[optimizer]([g for g in groups if g["params"]], pairs, lr, **options)
+        groups[kind].setdefault("params", []).append(w)
+    return OPTIMIZERS[optimizer]([g for g in groups if "params" in g], pairs, lr, **options)
 
 
 @torch.no_grad()

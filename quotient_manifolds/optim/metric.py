@@ -1,6 +1,6 @@
 r"""The metric of the optimisers: its floor, the transport of moments, and inverse roots.
 
-Notation as in :mod:`quotient_manifolds.gl`: :math:`M = G^H G`, :math:`N = H^H H`; s is what the network multiplies the
+Notation as in the geometry: :math:`M = G^H G`, :math:`N = H^H H`; s is what the network multiplies the
 product by, and σ are the singular values of :math:`s G H^H`. The mix metric of :math:`(sG, H)` measures a step by the
 change of that matrix, with the weights :math:`s^2 N` for G and :math:`s^2 M` for H. It breaks down at :math:`G = 0`,
 where LoRA starts. Here the weight of H is replaced by
@@ -21,8 +21,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linalg import in_double
-
 __all__ = ["Metric", "RidgeMetric", "inverse_root", "trace", "wide"]
 
 #: Condition of H at which a pair moves to another gauge. Rounding to float32 then changes the product by about 1e-5.
@@ -33,7 +31,7 @@ _SIZE = 1e12
 
 def wide(X: Tensor) -> Tensor:
     """Widen to double precision, in which small matrices are computed, where the device supports it."""
-    return X if X.device.type == "mps" else in_double(X)
+    return X if X.device.type == "mps" else X.to(torch.promote_types(X.dtype, torch.float64))
 
 
 def on_cpu(X: Tensor) -> bool:
@@ -59,7 +57,8 @@ class _Factorised:
         rounding = torch.finfo(S.dtype).eps * S.shape[-1]
         self.S = S
         self.L, info = torch.linalg.cholesky_ex(S + torch.diag_embed(diagonal * rounding).to(S.dtype))
-        self.L_inv = torch.linalg.solve_triangular(self.L, eye_like(S).expand_as(S), upper=False)
+        eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
+        self.L_inv = torch.linalg.solve_triangular(self.L, eye, upper=False)
         self.inverse = self.L_inv.mH @ self.L_inv
         self.sound = (info == 0) & self.L_inv.isfinite().all(-1).all(-1)
 
@@ -100,7 +99,7 @@ class Metric:
 
     def skewed(self) -> Tensor:
         """Tell where a sound H has columns too far from orthonormal ones for the precision of the factors; (…)."""
-        size, inverse = (torch.linalg.matrix_norm(S) for S in (self._N.S, self._N.inverse))
+        size, inverse = torch.linalg.matrix_norm(self._N.S), torch.linalg.matrix_norm(self._N.inverse)
         bound = _CONDITION**2 * self._N.S.shape[-1] ** 0.5
         return ((size * inverse > bound) | (size > _SIZE**2) | (inverse > _SIZE**2)) & self.sound
 

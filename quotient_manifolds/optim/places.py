@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,13 +17,43 @@ from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from .metric import wide
 
-__all__ = ["GONE", "Places", "alone", "group_of", "orientation", "reasons"]
+__all__ = ["GONE", "Places", "alone", "check_options", "group_of", "is_number", "orientation", "reasons"]
 
 #: What has become of parameters that are not where they were.
 GONE = (
     "have been replaced or deleted since this optimiser was created (load_state_dict(assign=True), delete_adapter, "
     "merge_and_unload, or FSDP2 and DeepSpeed, whose shards have no geometry of their own); create it anew, or use DDP"
 )
+
+
+#: The least positive number.
+_TINY = 5e-324
+
+
+def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
+    """Tell whether a value is a number in [least, below), or a tensor with one such number."""
+    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    return number and not isinstance(value, bool) and least <= float(value) < below
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise for an option of a parameter group that is out of range."""
+    betas, bound = group.get("betas", (0, 0)), group.get("max_grad_norm")
+    two = isinstance(betas, tuple | list) and len(betas) == 2
+    conditions = {
+        "lr must be a number of at least 0": is_number(group["lr"], 0, 1e30),
+        "weight_decay must be a number of at least 0": is_number(group["weight_decay"], 0, 1e30),
+        "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
+        "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
+        "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
+        "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
+        "maximize must be True or False": isinstance(group["maximize"], bool),
+        "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
+        "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
+    }
+    for words, holds in conditions.items():
+        if not holds:
+            raise ValueError(f"{words}, got {group.get(words.split()[0])!r}")
 
 
 class Places:

@@ -55,8 +55,6 @@ class Projection:
         Distance from one group of ``per`` heads to the next (0: the heads are consecutive).
     conv1d : bool
         The weight is (in, out), as GPT-2's ``Conv1D``, instead of (out, in).
-    rows : tuple of str
-        Further parameters whose last dimension runs over the heads: more rows of the same stack.
     bias_module : nn.Module, optional
         Owner of the bias, if it is another module; there the heads are consecutive.
     further : tuple of Projection or Rows
@@ -84,7 +82,6 @@ class Projection:
     stride: int = 0
     per: int = 1
     conv1d: bool = False
-    rows: tuple[str, ...] = ()
     bias_module: nn.Module | None = None
     further: tuple[Projection | Rows, ...] = ()
     examined: bool = False
@@ -107,10 +104,8 @@ class Projection:
     ) -> tuple[Block, ...]:
         """Return rows of a stack for a projection *into* head space: the weight, and whatever adds to its output."""
         dims = self._dims(self.start, head, size, offset, count)
-        whole = slice(head * size + offset, head * size + offset + count)
         rows, columns = (slice(None), dims) if self.conv1d else (dims, slice(None))
         found = [block(self.module, self.weight, rows, columns, transpose=not self.conv1d, rotary=rotary)]
-        found.extend(block(self.module, row, columns=whole, rotary=rotary) for row in self.rows)
         for _, (owner, attribute) in lora_factors(self.module):  # (x Aᵀ) Bᵀ + b: Bᵀ and b are further rows of the stack
             found.append(block(owner, attribute, dims, transpose=True, rotary=rotary))
             if getattr(owner, "bias", None) is not None:
@@ -171,10 +166,6 @@ class Place:
     rotary_size: int = 0
     key_bias_null: bool = False
     dimension: int = 0
-
-    def __post_init__(self) -> None:
-        if self.group in PLANES and not self.rotary_size:
-            object.__setattr__(self, "rotary_size", self.size)
 
 
 def head_pairs(name: str, kind: str, place: Place, one: Projection, two: Projection) -> Iterator[SymmetricPair]:

@@ -240,19 +240,14 @@ class _Run:
     """Blocks of consecutive points at equal distances in one parameter: one view with a batch dimension."""
 
     first: Block
-    start: int
-    count: int
-    step: int
-    row: int
+    points: slice
+    rows: slice
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
 
     def view(self, tensor: Tensor) -> Tensor:
         """View the blocks in a contiguous tensor of the parameter's shape: (count, rows, h) or (count, rows, h, 2)."""
-        b = self.first
-        return tensor.as_strided((self.count, *b.size), (self.step, *b.stride), tensor.storage_offset() + b.offset)
-
-    def part(self, x: Tensor) -> Tensor:
-        """View the blocks in the rows of all points."""
-        return x[self.start : self.start + self.count, self.row : self.row + self.first.rows]
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.first.offset)
 
 
 def _runs_of(column: Sequence[Block], row: int) -> Iterator[_Run]:
@@ -269,7 +264,8 @@ def _runs_of(column: Sequence[Block], row: int) -> Iterator[_Run]:
             if not same or gap <= 0 or (step and gap != step):
                 break
             step, stop = gap, stop + 1
-        yield _Run(b, start, stop - start, step, row)
+        rows, count = slice(row, row + b.rows), stop - start
+        yield _Run(b, slice(start, stop), rows, (count, *b.size), (step, *b.stride))
         start = stop
 
 
@@ -290,8 +286,8 @@ class BlockStack:
         for run in self.runs:
             p = run.first.tensor
             source = p if tensors is None else tensors.get(p)
-            part = p.new_zeros(run.count, *run.first.size) if source is None else run.view(source.contiguous())
-            columns.setdefault(run.row, []).append(part)
+            part = p.new_zeros(run.size) if source is None else run.view(source.contiguous())
+            columns.setdefault(run.rows.start, []).append(part)
         return torch.cat([torch.cat(parts) for parts in columns.values()], dim=1)
 
     @torch.no_grad()
@@ -302,12 +298,6 @@ class BlockStack:
         for run in self.runs:
             target = run.first.tensor if tensors is None else tensors[run.first.tensor]
             whole = target.contiguous()
-            run.view(whole).copy_(run.part(rows))
+            run.view(whole).copy_(rows[run.points, run.rows])
             if whole is not target:
                 target.copy_(whole)
-
-    @torch.no_grad()
-    def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set the entry of ``tensors`` for each parameter to True wherever a block lies."""
-        for run in self.runs:
-            run.view(tensors[run.first.tensor]).fill_(True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base import standard_normal
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double
 from .blocks import random_elements
 from .pairs import UNCERTIFIED, SymmetricPair
@@ -142,16 +142,20 @@ def orbit_residuals(stack: PairStack, gradients: Mapping[Tensor, Tensor]) -> Ten
     the left the products are two to six times faster than with few columns on the right. For a diagonal group C is one
     number per column.
     """
-    x, slopes = stack.gather(), stack.gather(gradients)
-    wide = torch.promote_types(at_least_float32(x.dtype), slopes.dtype)
-    G, H = x.to(wide).split([stack.n, stack.m], dim=-2)
-    D, E = slopes.to(wide).split([stack.n, stack.m], dim=-2)
-    h = x.shape[-1]
-    probe = torch.eye(h, dtype=wide, device=x.device)
+    like = stack.group.to_point(stack.pairs[0].G[0].tensor.new_empty(1, 0, *stack.group.columns))
+    wide, h = at_least_float32(like.dtype), like.shape[-1]
+    for p in stack.parameters():
+        wide = torch.promote_types(wide, gradients.get(p, like).dtype)
+    probe = torch.eye(h, dtype=wide, device=like.device)
     if h > PROBES:
-        like = torch.empty(0, dtype=torch.float64, device=x.device)
-        probe = standard_normal((PROBES, h), like, torch.Generator().manual_seed(0)).to(probe)
-    one, two = (probe @ D.mH) @ G, (probe @ H.mH) @ E
+        real = torch.empty(0, dtype=torch.float64, device=like.device)
+        probe = standard_normal((PROBES, h), real, torch.Generator().manual_seed(0)).to(probe)
+    one, two = (probe.new_zeros(len(stack), *like.shape[1:-2], *probe.shape) for _ in range(2))
+    for pairs, of_G, x, slope in stack.views(gradients):
+        if of_G:
+            one[pairs] += (probe @ slope.to(wide).mH) @ x.to(wide)
+        else:
+            two[pairs] += (probe @ x.to(wide).mH) @ slope.to(wide)
     sizes = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim()))) for t in (one - two, one, two)]
     return sizes[0] / torch.maximum(sizes[1], sizes[2])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -83,17 +84,17 @@ def find_symmetric_pairs(
     >>> sum(p.group.dimension for p in find_symmetric_pairs(layer))
     64
     """
-    found = _claimed(model, extra, key_bias, include_frozen, batch, forward)
+    run = None if batch is None else functools.partial(forward, model, batch)
+    found = _claimed(model, extra, run, key_bias=key_bias, include_frozen=include_frozen)
     return found if batch is None else _certified(model, found, batch, forward)
 
 
 def _claimed(
     model: nn.Module,
     extra: Sequence[SymmetricPair],
-    key_bias: str,
-    include_frozen: bool,
-    batch: Any,
-    forward: Callable[[nn.Module, Any], Any],
+    run: Callable[[], Any] | None,
+    key_bias: str = "keep",
+    include_frozen: bool = False,
 ) -> PairList:
     """List what handlers and examinations claim, before the outputs of the whole model decide."""
     if key_bias not in ("keep", "drop"):
@@ -101,16 +102,15 @@ def _claimed(
     check_model(model)
     extra, plain = check_pairs(extra), plain_names(model)
     given = {b.module for p in extra for b in p.G + p.H}
-    examined = {} if batch is None else examine_model(model, lambda: forward(model, batch))
+    examined = {} if run is None else examine_model(model, run)
     found: list[SymmetricPair] = []
     for path, module in model.named_modules():
         handler = handler_of(module)
         found += [] if handler is None else handler(module, plain(path))
         found += lora_pairs(module, plain(path)) if is_lora(module) else []
-        described = not given.isdisjoint(module.modules()) if path in examined else False
-        found += [
-            replace(p, module=plain(path)) for p in examined.get(path, ()) if not (described and p.reason == UNNAMED)
-        ]
+        for p in examined.get(path, ()):
+            if p.reason != UNNAMED or given.isdisjoint(module.modules()):  # else a pair of the user describes it
+                found.append(replace(p, module=plain(path)))
     _check_extra(extra, found)
     whole = merged([*found, *extra])
     if key_bias == "drop":
@@ -124,8 +124,8 @@ def _claimed(
 @contextmanager
 def _twin(
     model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
-) -> Iterator[tuple[nn.Module, Any, Callable[[], list[Tensor]]]]:
-    """Yield a copy of a model in another precision and evaluation mode, its batch, and passes that draw alike."""
+) -> Iterator[tuple[nn.Module, Callable[[], list[Tensor]]]]:
+    """Yield a copy of a model in another precision and evaluation mode, and a function for passes that draw alike."""
     twin = copied(model).to(dtype)
     batch = tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
 
@@ -134,7 +134,7 @@ def _twin(
             return [t.to(dtype) for t in floats(forward(twin, batch))]
 
     with preserve_model_state(twin), Wide() if dtype == torch.float64 else nullcontext():
-        yield twin, batch, run
+        yield twin, run
 
 
 @torch.no_grad()
@@ -144,7 +144,7 @@ def _certified(
     """Refuse the pairs of which moves change the outputs of a model."""
 
     def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
-        with _twin(model, batch, forward, dtype) as (twin, _, run):
+        with _twin(model, batch, forward, dtype) as (twin, run):
             modules = dict(zip(model.modules(), twin.modules(), strict=True))
             return {p.name for p in broken([in_copy(p, modules) for p in pairs if p.group is not None], run, tolerance)}
 
@@ -346,12 +346,12 @@ def verify(
     """
     check_model(model)
     extra = check_pairs(extra)
-    with _twin(model, batch, forward) as (twin, wide, run):
+    with _twin(model, batch, forward) as (twin, run):
         modules = dict(zip(model.modules(), twin.modules(), strict=True))
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-        claimed = _claimed(twin, [in_copy(p, modules) for p in extra], "keep", False, wide, forward)
+        claimed = _claimed(twin, [in_copy(p, modules) for p in extra], run)
         pairs = [p for p in claimed if p.group is not None]
         certificate = _certificate(stacks(pairs), run, seed)
         changes = {}

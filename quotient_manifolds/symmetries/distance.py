@@ -10,8 +10,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from ..gl import GLQuotientInv, GLQuotientMix
 from ..linalg import column_rank_ratio, in_double, rank_tolerance
+from ..manifold import GLQuotientInv, GLQuotientMix
 from .discovery import find_symmetric_pairs
 from .pairs import SymmetricPair, check_pairs
 from .stacks import scaled_points, stacks
@@ -140,8 +140,28 @@ def model_distance(
     """
     if metric not in ("inv", "mix") or match not in ("none", "heads"):
         raise ValueError(f'metric must be "inv" or "mix", match "none" or "heads", got {metric!r} and {match!r}')
-    found = pairs or [find_symmetric_pairs(model, include_frozen=True) for model in (one, other)]
-    both = [check_pairs(side) for side in found]
+    first, second, skipped = _comparable(pairs or [find_symmetric_pairs(m, include_frozen=True) for m in (one, other)])
+    partner = _assignment(first, second) if match == "heads" else dict(enumerate(second))
+    number = {id(p): i for i, p in enumerate(first)}
+    found: dict[int, PairDistance] = {}
+    with torch.no_grad():
+        for stack in stacks(first):
+            others = [partner[number[id(p)]] for p in stack.pairs]
+            d = _distances(stack.manifold(metric), scaled_points(stack.pairs), scaled_points(others))
+            # A diagonal group: every column is a separate pair.
+            total = d.reshape(len(stack), -1).square().sum(1).sqrt().tolist()
+            for p, q, distance in zip(stack.pairs, others, total, strict=True):
+                found[number[id(p)]] = PairDistance(p.name, p.module, p.kind, p.head, q.head, distance)
+    distances = tuple(found[i] for i in range(len(first)))
+    lost = "no geodesic was found, or a factor lacks full column rank in one of the models (as LoRA's B = 0)"
+    return ModelDistance(metric, distances, skipped | {d.name: lost for d in distances if math.isnan(d.distance)})
+
+
+def _comparable(
+    sides: Iterable[Iterable[SymmetricPair]],
+) -> tuple[list[SymmetricPair], list[SymmetricPair], dict[str, str]]:
+    """Return the pairs of two models that have a group, and the names of the others with the reason."""
+    both = [check_pairs(side) for side in sides]
     skipped = {p.name: p.reason for side in both for p in side if p.group is None}
     first, second = ([p for p in side if p.group is not None] for side in both)
     if not first and not second:
@@ -153,30 +173,12 @@ def model_distance(
         name = (first[at:] or second[at:])[0].name
         why = f" ({skipped[name]})" if name in skipped else ""
         raise ValueError(f"the models have different pairs, beginning with {name!r}{why}; compare models of one kind")
-    partner = _assignment(first, second) if match == "heads" else dict(enumerate(second))
-    index = {id(p): i for i, p in enumerate(first)}
-    distances: dict[int, float] = {}
-    with torch.no_grad():
-        for stack in stacks(first):
-            numbers = [index[id(p)] for p in stack.pairs]
-            x, y = scaled_points(stack.pairs), scaled_points([partner[i] for i in numbers])
-            d = _distances(stack.manifold(metric), x, y.to(x.device))
-            # A diagonal group: every column is a separate pair.
-            total = d.reshape(len(numbers), -1).square().sum(1).sqrt()
-            distances.update(zip(numbers, total.tolist(), strict=True))
-    lost = "no geodesic was found, or a factor lacks full column rank in one of the models (as LoRA's B = 0)"
-    skipped.update({p.name: lost for i, p in enumerate(first) if math.isnan(distances[i])})
-    return ModelDistance(
-        metric,
-        tuple(
-            PairDistance(p.name, p.module, p.kind, p.head, partner[i].head, distances[i]) for i, p in enumerate(first)
-        ),
-        skipped,
-    )
+    return first, second, skipped
 
 
 def _distances(manifold: GLQuotientInv | GLQuotientMix, x: Tensor, y: Tensor) -> Tensor:
     """Return distances in double precision, (…); NaN where a factor lacks full column rank or no geodesic is found."""
+    y = y.to(x.device)
     factors = [X for z in (x, y) for X in manifold.unpack_tensor(z)]
     full = torch.stack([column_rank_ratio(X) > rank_tolerance(X) for X in factors]).all(0)
     d = torch.full(full.shape, torch.nan, dtype=torch.float64, device=x.device)

@@ -316,7 +316,7 @@ def _roles(module: nn.Module) -> Roles:
 
 
 def _held(module: nn.Module, call: Call) -> list[int | str]:
-    """Tell which alternative of each proposal a gradient and a move confirm, or why none does."""
+    """Say which alternative of each proposal a gradient and a move confirm, or why none does."""
     twin, call = _alone(module, call)
     samples = list(_samples(twin, call))
 

@@ -36,7 +36,7 @@ Place = tuple[nn.Module, str]
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Tell whether a module is a LoRA layer of peft."""
+    """Return whether a module is a LoRA layer of peft."""
     return type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "lora_A")
 
 
@@ -54,7 +54,7 @@ def _is_off(module: Any) -> bool:
 
 
 def prefix_tuned(model: nn.Module) -> bool:
-    """Tell whether peft adds its own keys and values to those of the layers."""
+    """Return whether peft adds its own keys and values to those of the layers."""
     return any(type(m).__name__ == "PrefixEncoder" and type(m).__module__.startswith("peft.") for m in model.modules())
 
 

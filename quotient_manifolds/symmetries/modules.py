@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -63,7 +64,7 @@ def check_model(model: object) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
+    """Return whether a tensor is a shard of FSDP (a DTensor or a flat parameter) or of DeepSpeed's ZeRO-3."""
     return type(tensor).__name__ == "DTensor" or any(hasattr(tensor, mark) for mark in ("_is_flat_param", "ds_id"))
 
 
@@ -77,10 +78,9 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def plain_class(module: nn.Module) -> type:
-    """Return a module's class, as it was before FSDP2 replaced it by a subclass."""
+    """Return a module's class, as it was before FSDP2 or a parametrisation replaced it by a subclass."""
     cls = type(module)
-    index = getattr(cls, "_orig_cls_mro_index", None)
-    return cls if index is None else cls.__mro__[index]
+    return cls.__mro__[1 if parametrize.is_parametrized(module) else getattr(cls, "_orig_cls_mro_index", 0)]
 
 
 class ByClass(dict[str, F]):
@@ -163,13 +163,12 @@ class preserve_model_state:
         self.caching = caching(model)
         self.hooks: list[RemovableHandle] = []
 
-    def __enter__(self) -> preserve_model_state:
+    def __enter__(self) -> None:
         try:
             self.prepare()
         except BaseException:
             self.restore()
             raise
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.restore()
@@ -248,24 +247,18 @@ def copied(model: Any) -> Any:
 def record(run: Callable[[], Any], wanted: Mapping[str, nn.Module]) -> dict[str, Call]:
     """Run a model and keep the inputs of the first call of each module, without caches of earlier tokens."""
     calls: dict[str, Call] = {}
-    hooks = []
 
     def plain(value: Any) -> Any:
         return None if type(value).__name__.endswith("Cache") else value
 
-    for name, module in wanted.items():
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in calls:
+            calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
 
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            if name not in calls:
-                calls[name] = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
-
-        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a compiled model ignores hooks
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):  # hooks need eager code
+        for name, module in wanted.items():
+            hooks.callback(module.register_forward_pre_hook(partial(keep, name), with_kwargs=True).remove)
+        run()
     return calls
 
 
@@ -304,9 +297,8 @@ class Watch(TorchFunctionMode):
         return t.untyped_storage().data_ptr() if plain else 0
 
     def _kind(self, t: Tensor) -> int:
-        own = (
-            isinstance(t, nn.Parameter) or self._place(t) in self._weights
-        )  # a tensor that FSDP gathers is a parameter too
+        # A tensor that FSDP gathers is a parameter too.
+        own = isinstance(t, nn.Parameter) or self._place(t) in self._weights
         return _WEIGHT if own else self._kinds.get(t, 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

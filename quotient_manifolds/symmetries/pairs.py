@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from ..gl import GLQuotientInv, GLQuotientMix
+from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import GL, Block, BlockStack, block
 
 __all__ = ["MANIFOLDS", "SymmetricPair", "check_pairs", "factor_pair", "in_copy", "pair"]

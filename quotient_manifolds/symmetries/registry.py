@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from .attention import PLANES, Place
 from .lora import is_lora
@@ -94,9 +93,8 @@ def skip(*classes: type | str) -> None:
 
 
 def handler_of(module: nn.Module) -> Handler | None:
-    """Look up the handler for the exact class of a module, as it was before it was parametrised."""
-    cls = type(module).__mro__[1] if is_parametrized(module) else None
-    return _HANDLERS.of(module) if cls is None else _HANDLERS.get(f"{cls.__module__}.{cls.__qualname__}")
+    """Look up the handler for the exact class of a module."""
+    return _HANDLERS.of(module)
 
 
 def candidates(model: nn.Module, covered: Collection[nn.Module] | None = None) -> dict[str, nn.Module]:
@@ -215,10 +213,8 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
         m for name, m in candidates(model, covered).items()
         if roles_of(m) is not None and missed.get(plain(name)) != UNREACHED
     ]  # fmt: skip
-    for module, call in [
-        *watch.calls,
-        *((m, "code that cannot be watched, by the names of its weights") for m in unseen),
-    ]:
+    unwatched = "code that cannot be watched, by the names of its weights"
+    for module, call in [*watch.calls, *((m, unwatched) for m in unseen)]:
         if module not in covered:
             path = names.get(module, "(outside the model)")
             while path and isinstance(module, nn.Softmax):  # what holds it has a class of its own
@@ -282,7 +278,7 @@ _WRAPPED = "peft merges LoRA into this layer at every forward pass; only the ada
 
 
 def _has(module: nn.Module, *names: str) -> bool:
-    """Tell whether one of these parts exists and does something."""
+    """Return whether one of these parts exists and does something."""
     found = (getattr(module, name, None) for name in names)
     return any(m is not None and m is not False and not isinstance(m, nn.Identity) for m in found)
 

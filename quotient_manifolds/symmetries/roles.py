@@ -86,7 +86,7 @@ def _letters(words: set[str]) -> str | None:
 
 
 def _projects(module: nn.Module) -> bool:
-    """Tell whether a module may be a projection; gradients and moves judge those with a forward of their own."""
+    """Return whether a module may be a projection; gradients and moves judge those with a forward of their own."""
     return isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(module).__name__ in ("Conv1D", "QuantLinear")
 
 
@@ -131,31 +131,36 @@ def roles_of(module: nn.Module, without: Container[nn.Module] = ()) -> Roles | N
         main["kv"] = main.pop("qkv")
     if sorted("".join(main)) != sorted("qkvo"):
         return None
-    for letter, rows in _positions(module):
+    for letter, rows in _rows(module, {p.module for p in main.values()}):
         further[letter] = (*further.get(letter, ()), rows)
     homes = {c: letters for letters in main for c in letters}
     beside = {c: _beside(module, main, c) if c != "o" else {} for c in homes}
     return Roles({c: replace(main[homes[c]], further=further.get(c, ()), **beside[c]) for c in homes}, homes)
 
 
-def _positions(module: nn.Module) -> Iterator[tuple[str, Projection | Rows]]:
-    """Iterate over the parameters of relative positions that no layer holds, and the letters that they belong to."""
+def _rows(module: nn.Module, layers: Container[nn.Module]) -> Iterator[tuple[str, Projection | Rows]]:
+    """Iterate over further rows of factors, and the letters that they belong to.
+
+    They are parameters of relative positions that no layer holds, and what torch's layer appends to keys and values.
+    """
     for owner in module.modules():
         for name, p in owner.named_parameters(recurse=False):
             if name in (*_ADDED, *_SHARED) and p.dim() == 2:
                 yield "q" if name in _ADDED else "k", Rows(owner, name, shared=name in _SHARED)
             elif name in _KEYS and p.dim() == 3:
                 yield "k", Projection(owner, name, conv1d=True)
+            elif name in ("bias_k", "bias_v") and owner in layers:  # else of another meaning
+                yield name[-1], Projection(owner, name, "", conv1d=True)
 
 
 def holds_keys(module: nn.Module) -> bool:
-    """Tell whether the children of a module are named like keys, values and outputs, with or without queries."""
+    """Return whether the children of a module are named like keys, values and outputs, with or without queries."""
     found = (_letters(_words(n)) for n, m in module.named_children() if _projects(m))
     return set("kvo") <= set("".join(letters or "" for letters in found))
 
 
 def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> dict[str, Any]:
-    """Find biases that do not lie with their weights, and what torch's layer appends to keys and values."""
+    """Find a bias that does not lie with its weight."""
     found: dict[str, Any] = {}
     for owner in module.modules():
         known = {name for name, p in owner.named_parameters(recurse=False) if p is not None}
@@ -163,8 +168,6 @@ def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> d
             found |= {"bias_module": owner, "bias": f"{letter}_bias", "bias_start": 0}
         if letter in main and "in_proj_bias" in known:
             found |= {"bias": "in_proj_bias", "bias_start": "qkv".index(letter) * main[letter].dimensions()}
-        if f"bias_{letter}" in known and any(owner is p.module for p in main.values()):  # else of another meaning
-            found["rows"] = (f"bias_{letter}",)
     return found
 
 

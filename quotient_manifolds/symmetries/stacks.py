@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..gl import GLQuotientInv, GLQuotientMix
-from ..gl.gauge import canonical_gauge
+from ..gauge import canonical_gauge
 from ..linalg import at_least_float32, in_double
+from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import GL, Block, BlockStack
 from .modules import is_sharded
 from .pairs import MANIFOLDS, SHARED, SymmetricPair, check_pairs, refused
@@ -98,10 +98,18 @@ class PairStack:
         """Write a point of :meth:`gather`'s shape, rounded to their dtype, into the parameters or ``tensors``."""
         self._rows.scatter_(self.group.from_point(x), tensors)
 
+    def views(self, tensors: Mapping[Tensor, Tensor]) -> Iterator[tuple[slice, bool, Tensor, Tensor]]:
+        """Yield (indices of pairs, whether the rows are of G, some rows of points, the same rows of ``tensors``)."""
+        for run in self._rows.runs:
+            p = run.first.tensor
+            if p in tensors:
+                x, y = (self.group.to_point(run.view(t.contiguous())) for t in (p, tensors[p]))
+                yield run.points, run.rows.start < self.n, x, y
+
     def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
         """Set the entry of ``tensors`` for each parameter to True wherever a block lies, including dropped ones."""
-        self._rows.mark_(tensors)
-        self._dropped.mark_(tensors)
+        for blocks in (self._rows, self._dropped):
+            blocks.scatter_(torch.ones((), dtype=torch.bool, device=self._device()).expand(blocks.shape), tensors)
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
@@ -143,7 +151,7 @@ def scaled_points(pairs: Sequence[SymmetricPair]) -> Tensor:
 
 
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
-    """Tell, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
+    """Return, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
     masks: dict[Tensor, Tensor] = {}
     for s in found:
         for p in s.parameters():

@@ -27,15 +27,6 @@ def test_runge_kutta_is_of_fourth_order(cls, dtype):
 
 
 @quotients
-def test_the_floor_of_the_metric_plays_no_part(cls):
-    manifold, x, u = problem(cls)
-    floored = cls(7, 5, relaxation=0.9)
-    torch.testing.assert_close(
-        rk4(floored.tangent_space_at(x), u, 4), rk4(manifold.tangent_space_at(x), u, 4), rtol=1e-12, atol=1e-12
-    )
-
-
-@quotients
 def test_directions_that_the_point_lacks_stay_put(cls):
     manifold, x, _ = problem(cls)
     x[:7, 2] = 0

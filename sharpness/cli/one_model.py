@@ -103,7 +103,8 @@ def _canonicalize(options: argparse.Namespace) -> int:
 
     from quotient_manifolds.symmetries.whole import canonicalize_
 
-    from ..models import load, quiet
+    from ..huggingface import quiet
+    from ..models import load
 
     loaded = load(options.model)
     model: Any = loaded.model

@@ -21,8 +21,8 @@ from ..data import DataChoice, divided, is_function, source_files
 from ..errors import naming
 from ..evaluation import checked_radii
 from ..hessian import LOCAL, measure_of
+from ..huggingface import INPUTS, files_of
 from ..measures import Measure
-from ..models import INPUTS, files_of
 from ..texts import read_table
 
 __all__ = ["Accuracies", "Checkpoint", "Sweep", "as_data", "job_key", "of_model", "places", "switched", "versions"]

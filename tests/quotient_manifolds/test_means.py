@@ -8,7 +8,6 @@ from quotient_manifolds import (
     GLQuotientMix,
     RescaleQuotient,
     frechet_mean,
-    principal_geodesics,
 )
 from tests.points import ALL, close, two_points
 
@@ -58,23 +57,6 @@ def test_the_closed_form_of_the_rescaling_quotient(metric):
     torch.testing.assert_close(manifold.to_matrix(found.point), expected)
 
 
-def test_principal_geodesics_are_orthonormal_and_explain_the_points():
-    manifold = GLQuotientInv(6, 5)
-    x = manifold.random(11, 2)
-    axes = manifold.proju(x.expand(2, 11, 2), torch.randn(2, 11, 2))
-    scores = torch.randn(12, 2) * torch.tensor([0.3, 0.05])
-    points = manifold.expmap(x.expand(12, 11, 2), torch.einsum("kc,cij->kij", scores - scores.mean(0), axes))
-    points = manifold.act(points, torch.randn(12, 2, 2))
-    found = principal_geodesics(manifold, points, 3, mean=x)
-    gram = torch.stack([manifold.inner(x, found.directions, d.expand_as(found.directions)) for d in found.directions])
-    torch.testing.assert_close(gram[:2, :2], torch.eye(2), rtol=1e-6, atol=1e-6)
-    assert found.variances[2] < 1e-10 * found.variances[0]
-    rebuilt = torch.einsum("kc,cij->kij", found.scores[:, :2], found.directions[:2])
-    torch.testing.assert_close(rebuilt, manifold.logmap(x.expand_as(points), points), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.scores.square().mean(0), found.variances)
-    assert found.variances[0] > 2 * found.variances[1]
-
-
 def test_bad_points_weights_and_counts():
     manifold, points = GLQuotientInv(4, 3), torch.randn(3, 7, 2)
     for wrong in (torch.ones(2), -torch.ones(3), torch.zeros(3)):
@@ -82,8 +64,6 @@ def test_bad_points_weights_and_counts():
             frechet_mean(manifold, points, wrong)
     with pytest.raises(ValueError, match="with k ≥ 1"):
         frechet_mean(manifold, points[:0])
-    with pytest.raises(ValueError, match="at most 2 directions"):
-        principal_geodesics(manifold, points, 3)
     square = GLQuotientInv(2, 2)
     apart = torch.stack([torch.eye(2).repeat(2, 1), torch.cat([torch.eye(2), torch.eye(2).flip(0)])])
     with pytest.raises(ConvergenceError):
@@ -112,32 +92,12 @@ def test_a_mean_of_scaled_points_is_the_scaled_mean():
         torch.testing.assert_close(product, expected, rtol=1e-7, atol=1e-8)
 
 
-def test_directions_in_which_nothing_varies_are_zero():
-    manifold = GLQuotientInv(5, 4)
-    x = manifold.random(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    u = manifold.proju(x, torch.ones_like(x))
-    line = manifold.geodesic(x, 0.1 * u, torch.linspace(-1, 1, 5, dtype=x.dtype))[0]
-    for points, count in ((line, 1), (x.expand(3, 9, 2), 0)):
-        found = principal_geodesics(manifold, points, 2)
-        lengths = [float(manifold.norm(found.mean, v)) for v in found.directions]
-        assert lengths == pytest.approx([1.0] * count + [0.0] * (2 - count), abs=1e-9)
-        assert int((found.variances > 0).sum()) == int((found.scores.abs().amax(0) > 0).sum()) == count
-
-
 def test_whole_numbers_are_weights():
     manifold = RescaleQuotient("inv")
     points = torch.rand(2, 2, 3) + 0.5
     expected = manifold.mean(torch.stack([points[0], *3 * [points[1]]]))
     found = manifold.mean(points, torch.tensor([1, 3]))
     torch.testing.assert_close(manifold.to_matrix(found), manifold.to_matrix(expected))
-
-
-@pytest.mark.parametrize("mean", [[1.0], torch.ones(3, 3)])
-def test_a_mean_is_a_point(mean):
-    manifold = GLQuotientInv(5, 4)
-    points = manifold.random(3, 9, 2)
-    with pytest.raises(ValueError, match=r"mean must be a point of shape \(9, 2\), got"):
-        principal_geodesics(manifold, points, 2, mean=mean)
 
 
 @pytest.mark.parametrize("manifold", ALL, ids=str)

@@ -232,10 +232,9 @@ def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
 @register_wiring("timm.models.vision_transformer.VisionTransformer")
 def _timm(model: Any) -> Wiring:
     """Plain vision transformers; for other kinds of block, pooling or norm only heads are treated."""
-    parts = [(type(b.get_submodule(n)).__name__, kind) for b in model.blocks for n, kind in _TIMM_PARTS.items()]
-    parts += [(type(b.mlp.act), type(model.blocks[0].mlp.act)) for b in model.blocks]
-    patches = getattr(model.patch_embed, "norm", nn.Identity())
-    plain = all(part == kind for part, kind in parts) and isinstance(patches, nn.Identity)
+    expected = _TIMM_PARTS | {"mlp.act": type(model.blocks[0].mlp.act).__name__}
+    plain = all(type(b.get_submodule(n)).__name__ == kind for b in model.blocks for n, kind in expected.items())
+    plain &= isinstance(getattr(model.patch_embed, "norm", nn.Identity()), nn.Identity)
     if not plain or model.global_pool not in ("token", "avg") or getattr(model, "reg_token", None) is not None:
         return Wiring(closed=False)
     layout = replace(_TIMM, last="norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm")
@@ -363,6 +362,6 @@ def _opt(model: Any, base: Any) -> Wiring:
 def _t5(model: Any) -> Wiring:
     """Two streams that share their words; the decoder's keys and values read the encoder's last norm."""
     head, cross = affine(model, "lm_head"), [b.layer[1].EncDecAttention for b in model.decoder.block]
-    w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", *table(model, "shared"))])
+    w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", table(model, "shared")[0])])
     wire(w, model.encoder, _T5, [affine(a, x) for a in cross for x in "kv"], "encoder.")
     return wire(w, model.decoder, _T5_DECODER, [head], "decoder.")

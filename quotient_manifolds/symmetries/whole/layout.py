@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -56,7 +57,7 @@ class Layout:
     Attributes
     ----------
     layers : str
-        Name of the list of layers.
+        Name of the list of layers; ``{}`` stands for the number of a group of them.
     attention, mlp : Sublayer
         The first and the last sublayer of a layer.
     last : str
@@ -99,22 +100,19 @@ def find(root: nn.Module, names: str) -> tuple[nn.Module, str, Any]:
     """Return the owner, the attribute and the value of the first that exists of some names, separated by ``|``."""
     for name in names.split("|"):
         owner, _, attribute = name.rpartition(".")
-        try:
+        with suppress(AttributeError):
             module = root.get_submodule(owner)
-        except AttributeError:
-            continue
-        value = getattr(module, attribute, None)
-        if value is not None:
-            return module, attribute, value
+            value = getattr(module, attribute)
+            if value is not None:
+                return module, attribute, value
     raise AttributeError(f"{type(root).__name__} has none of {names}")
 
 
 def has(root: nn.Module, names: str) -> bool:
     """Return whether one of some names exists."""
-    try:
+    with suppress(AttributeError):
         return find(root, names)[2] is not None
-    except AttributeError:
-        return False
+    return False
 
 
 def affine(
@@ -178,9 +176,12 @@ def table(root: nn.Module, name: str) -> list[Block]:
     owner, attribute, value = find(root, names)
     if isinstance(value, nn.Module):
         owner, attribute = value, "weight"
-    bounds = [part.split(":") for part in (ranges.rstrip("]") or ":").split(",")]
-    parts = [slice(*(int(bound) if bound else None for bound in part)) for part in bounds]
-    return [Block.from_view(owner, attribute, lambda w, part=part: w.view(-1, w.shape[-1])[part]) for part in parts]
+
+    def part(bounds: str) -> Block:
+        rows = slice(*(int(bound) if bound else None for bound in bounds.split(":")))
+        return Block.from_view(owner, attribute, lambda w: w.view(-1, w.shape[-1])[rows])
+
+    return [part(bounds) for bounds in (ranges.rstrip("]") or ":").split(",")]
 
 
 def wire(w: Wiring, root: nn.Module, layout: Layout, heads: Sequence[Affine], name: str = "") -> Wiring:
@@ -219,7 +220,7 @@ def _add_sublayer(
     writer = affine(layer, s.writer)
     w.writers.append((f"{name} writer", writer))
     if s.scale and has(layer, s.scale):
-        w.scales.append((f"{name} scale", *table(layer, s.scale), writer))
+        w.scales.append((f"{name} scale", table(layer, s.scale)[0], writer))
     if s.qk_norms:
         queries, keys = (norm(layer, n, centring=False) for n in s.qk_norms.split())
         w.qk_norms.append((name, queries, keys))

@@ -1,13 +1,25 @@
-"""Nothing is missed: null dimensions of Jacobians are what the groups predict."""
+"""Nothing is missed: null dimensions are what the groups predict; what names and shapes say."""
 
 import pytest
 import torch
 from torch import nn
 
-from quotient_manifolds.symmetries import Projection, attention_pairs, find_symmetric_pairs, registry, verify
-from quotient_manifolds.symmetries.modules import ByClass
+from quotient_manifolds.symmetries import (
+    Projection,
+    UnknownAttentionError,
+    attention_pairs,
+    check_coverage,
+    find_symmetric_pairs,
+    registry,
+    verify,
+)
+from quotient_manifolds.symmetries.attention import Place
+from quotient_manifolds.symmetries.modules import ByClass, Wide, widened
+from quotient_manifolds.symmetries.registry import candidates
+from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, layout_pairs, places, proposals, roles_of
 
-from ... import networks
+from ... import networks, zoo
+from .test_examination import changes
 
 
 def null_dimension(module, run, tolerance):
@@ -154,3 +166,203 @@ def quantised():
     linear = nn.Linear(8, 8)
     linear.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
     return linear
+
+
+class Named(nn.Module):
+    def __init__(self, **widths):
+        super().__init__()
+        for name, width in widths.items():
+            self.add_module(name, nn.Linear(8, width))
+
+
+@pytest.mark.parametrize(
+    ("widths", "letters"),
+    [
+        ({"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": 8}, "q k v o"),
+        ({"to_q": 8, "to_kv": 16, "to_out": 8}, "q kv o"),
+        ({"Wqkv": 24, "Wo": 8}, "qkv o"),
+        ({"query_key_value": 24, "dense": 8}, "qkv o"),
+        ({"q_lin": 8, "k_lin": 8, "v_lin": 8, "out_lin": 8, "gate": 8}, "q k v o"),
+        ({"query": 8, "key": 8, "value": 8, "pos_query_proj": 8, "dense": 8}, "q k v o"),
+        ({"fc1": 8, "fc2": 8}, None),
+        ({"q_proj": 8, "k_proj": 8, "v_proj": 8}, None),
+        ({"q": 8, "query": 8, "k": 8, "v": 8, "o": 8}, None),
+    ],
+    ids=str,
+)
+def test_names_say_the_roles(widths, letters):
+    found = roles_of(Named(**widths))
+    assert (None if found is None else set(found.homes.values())) == (None if letters is None else set(letters.split()))
+    if "pos_query_proj" in widths:
+        assert [c for c, p in found.projections.items() if p.further] == ["q"]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("order", ["qkv", "qvk"])
+def test_rows_of_one_matrix(blocks, order):
+    """Against the tensor of rows reshaped and split as a forward pass would."""
+    heads, kv_heads, size = 4, 2, 3
+    layer = Named(qkv=(heads + 2 * kv_heads) * size, o=heads * size)
+    share = {"q": heads // blocks, "k": kv_heads // blocks, "v": kv_heads // blocks}
+    parts = layer.qkv.weight.unflatten(0, (blocks, -1)).split([share[c] * size for c in order], dim=1)
+    split = {c: part.reshape(-1, size, 8) for c, part in zip(order, parts, strict=True)}
+    place = Place(heads, kv_heads, size, blocks, order)
+    layer.o = nn.Linear(heads * size, 8)
+    for p in layout_pairs("", roles_of(layer), place, place):
+        x, g = p.gather(), p.head * kv_heads // heads
+        first, second = ("q", "k") if p.kind == "qk" else ("v", None)
+        assert torch.equal(x[:8].T, split[first][p.head if first == "q" else g])
+        if second:
+            assert torch.equal(x[9 : 9 + 8].T, split[second][g])
+
+
+def test_places_try_every_divisor():
+    layer = Named(q_proj=12, k_proj=6, v_proj=6)
+    layer.o_proj = nn.Linear(12, 8)
+    assert {(p.heads, p.kv_heads, p.size) for p in places(roles_of(layer), "qk")} == {
+        (12, 6, 1), (6, 3, 2), (4, 2, 3), (2, 1, 6)
+    }  # fmt: skip
+
+
+class QuantLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+
+def test_layers_of_other_classes_and_names():
+    """I-BERT's linear layers are no subclass of torch's; CPM-Ant projects; a layer of positions belongs to the keys."""
+    layer = nn.Module()
+    for name in ("project_q", "project_k", "project_v", "attention_out"):
+        layer.add_module(name, QuantLinear())
+    layer.linear_pos = nn.Linear(8, 8, bias=False)
+    found = roles_of(layer)
+    assert sorted(set(found.homes.values())) == ["k", "o", "q", "v"]
+    assert [p.module for p in found.projections["k"].further] == [layer.linear_pos]
+    assert found.projections["q"].module is layer.project_q
+
+
+def test_tensors_with_an_axis_of_heads():
+    """As in XLNet: (width, heads, head size), for the positions' keys too, and a row a head added to the queries."""
+    layer = nn.Module()
+    for name in ("q", "k", "v", "o", "r"):
+        setattr(layer, name, nn.Parameter(torch.randn(6, 2, 3)))
+    layer.r_w_bias = nn.Parameter(torch.randn(2, 3))
+    place = Place(2, 2, 3)
+    qk, vo, *_ = layout_pairs("", roles_of(layer), place, place)
+    x = qk.gather()
+    assert torch.equal(x, torch.cat([layer.q[:, 0], layer.r_w_bias[:1], layer.k[:, 0], layer.r[:, 0]]))
+    assert torch.equal(vo.gather(), torch.cat([layer.v[:, 0], layer.o[:, 0]]))
+
+
+#: What is found of tiny layers, and what else leaves the outputs as they are: a latent vector of r dimensions is
+#: normalised between two projections, which may be rotated, and scaled against the norm's gains: r (r - 1) / 2 + r.
+#: In Jamba the step is one of two; and one number scales D and the gains of C against the output projection.
+LAYERS = {"deepseek_v2": (8 + 8 + 2, 10), "deepseek_v3": (8 + 8 + 2, 6 + 3), "jamba": (8 + 2, 3 + 1)}
+#: A layer of linear attention, of few and small heads: each has pairs that are moved one by one.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LAYERS)
+def test_nothing_is_missed(name):
+    model, batch = zoo.transformers_model(name, **zoo.LAYERS[name])
+    (path, module), *_ = candidates(model, ()).items()
+    pairs = [p for p in find_symmetric_pairs(model, batch=batch) if p.group is not None and p.module == path]
+    call = {}
+    module.register_forward_pre_hook(lambda m, args, kwargs: call.update(kwargs), with_kwargs=True)
+    with torch.no_grad():
+        model(**batch)
+    call = {k: None if type(v).__name__.endswith("Cache") else v for k, v in call.items()}
+    call["hidden_states"] = torch.randn(12, *call["hidden_states"].shape[1:])[:, :6]
+    if name != "jamba":
+        call["attention_mask"] = torch.zeros(1, 1, 6, 6)
+        call = widened(call) | {"position_embeddings": sliced(call["position_embeddings"])}
+
+    def run(f):
+        with Wide():
+            found = f(**call)
+        return found[0] if isinstance(found, tuple) else found
+
+    dimension, others = LAYERS[name]
+    assert sum(p.group.dimension for p in pairs) == dimension
+    assert null_dimension(module, run, 1e-9) == dimension + others
+
+
+def sliced(embeddings):
+    """Rotations of the first six positions, of one example."""
+    if isinstance(embeddings, tuple):
+        return tuple(t[:1, :6].double() for t in embeddings)
+    return embeddings[:1, :6].to(torch.complex128)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next-linear"])
+def test_moves_leave_the_outputs(name):
+    name, *linear = name.split("-")
+    model, batch = zoo.transformers_model(name, **(LINEAR if linear else {}))
+
+    def outputs():
+        with Wide():
+            return [model(**batch)[0]]
+
+    found = find_symmetric_pairs(model, batch=batch, forward=lambda *_: outputs())
+    assert {p.kind for p in found} == {"conv", "qk", "vo"}
+    pairs = [p for p in found if p.kind == "conv"]
+    assert pairs
+    assert all(p.group is not None for p in pairs)
+    whole, half = changes(outputs, pairs)
+    assert whole < 1e-10
+    assert half > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_no_gradient_is_not_certified():
+    """One token attends to itself alone; its values are seen as ever."""
+    model, batch = zoo.transformers_model("deepseek_v2")
+    batch["input_ids"] = batch["input_ids"][:, :1]
+
+    def outputs(*_):
+        with Wide():
+            return model(**batch)
+
+    found = find_symmetric_pairs(model, batch=batch, forward=outputs)
+    assert {p.reason for p in found if p.kind == "qk"} == {"not certified: the gradient is zero"}
+    assert {str(p.group) for p in found if p.kind == "vo"} == {"GL(6)"}
+    with pytest.raises(UnknownAttentionError, match="the gradient is zero"):
+        check_coverage(model, outputs, found)
+
+
+def test_latent_attention_without_the_queries_that_are_known_is_let_be():
+    layer = nn.Module()
+    for name in (*_LATENT, *_LATENT_SIZES):
+        setattr(layer, name, 1)
+    assert proposals(layer, "") == []
+
+
+class Latent(nn.Module):
+    """Latent attention of two heads, none of whose dimensions are rotated, with a gate or without."""
+
+    kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = 5, 2, 0, 3
+
+    def __init__(self, gated):
+        super().__init__()
+        self.add_module("q_gate_proj" if gated else "q_proj", nn.Linear(6, 2 * (2 + 3 * gated)))
+        self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = nn.Linear(6, 5), nn.Linear(5, 10), nn.Linear(6, 6)
+
+    def forward(self, x):
+        source = self.q_gate_proj if hasattr(self, "q_gate_proj") else self.q_proj
+        latent = nn.functional.normalize(self.kv_a_proj_with_mqa(x), dim=-1)
+        q, kv = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (source(x), self.kv_b_proj(latent)))
+        y = (q[..., :2] @ kv[..., :2].mT).softmax(-1) @ kv[..., 2:]
+        y = y * q[..., 2:].sigmoid() if hasattr(self, "q_gate_proj") else y
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize(("gated", "values"), [(False, "GL(3)"), (True, "(ℝ*)^3")])
+def test_latent_attention_without_a_rotated_part(gated, values):
+    found = find_symmetric_pairs(nn.Sequential(Latent(gated)), batch=torch.randn(2, 5, 6))
+    assert [(p.kind, str(p.group)) for p in found] == [("qk", "GL(2)"), ("vo", values)] * 2

@@ -1,0 +1,332 @@
+"""The optimisers on the quotient: Adam, Muon and gradient descent, each as one step of stacked pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..symmetries.pairs import SymmetricPair
+from .base import QuotientOptimizer
+from .metric import Metric, RidgeMetric, eye_like, inverse_root, trace
+from .stacked import Bucket, Part, Step
+
+__all__ = ["QuotientAdam", "QuotientMuon", "QuotientSGD"]
+
+#: Multiple of the identity that is added to a second moment, relative to its Frobenius norm.
+_LEAST = 1e-3
+#: Rank at which an entry of d is a full step: that of peft's LoraConfig, where rates of AdamW are known.
+_RANK = 8
+#: Singular values of the product count as at least this share of its Frobenius norm, at any learning rate.
+_LEAST_PRODUCT = 1e-3
+
+
+class QuotientAdam(QuotientOptimizer):
+    r"""Adam for pairs (G, H), independent of which equivalent factors it starts from; AdamW for all other parameters.
+
+    For each factor, here G, with K the root of its metric's weight, :math:`W_G = s^2 H^H H = K K^H` and for H
+    :math:`s^2 G^H G + (H^H H)^{-1}` (:mod:`quotient_manifolds.optim.metric`):
+
+    .. math::
+        \bar g &= \nabla_G K^{-H} \\
+        m &\leftarrow β_1 m + (1 - β_1) \bar g, \qquad
+        C \leftarrow β_2 C + (1 - β_2)\, \bar g^H \bar g / n \\
+        R &= (\hat C + 10^{-3} \|\hat C\|_F\, I)^{-1/2}, \qquad
+        r_i \leftarrow β_2 r_i + (1 - β_2)\, \tfrac1h \| (\bar g R)_i \|^2 \\
+        d_i &= \frac{(\hat m R)_i}{\sqrt{\hat r_i} + ε}, \qquad
+        G \leftarrow \sqrt{1 - ηλ}\, G - η \sqrt{8/h}\, d K^{-1}
+
+    where hats divide by 1 - βᵗ. Then m and C are transported to the new point. C is an h × h matrix, and r has one
+    number per row. Both are the same for all representatives up to a rotation of the basis, which d undoes.
+    A row of d has a norm of at most about √h, so through each factor a step changes the weight that the network sees, s
+    times the product, by at most about :math:`η \sqrt{8n}` in the Frobenius norm, whatever the rank h and the scale s:
+    one learning rate serves for all. Those of AdamW at peft's defaults, rank and alpha 8, carry over.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters or parameter groups, as for any torch optimiser.
+    pairs : iterable of SymmetricPair
+        ``quotient_manifolds.symmetries.find_symmetric_pairs(model)``; for attention with ``key_bias="drop"``, see
+        :func:`create_quotient_optimizer`. Pairs without a group, and pairs without a parameter among ``params``, are
+        ignored. More can be added later by ``add_param_group({"params": …, "pairs": …})``.
+    lr : float
+        η.
+    betas : (float, float)
+        β₁, β₂.
+    eps : float
+        ε.
+    weight_decay : float
+        λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
+    max_grad_norm : float, optional
+        Clip the norm of the whole gradient, in which pairs count by the metric. Clipping elsewhere, such as in
+        transformers' ``Trainer`` (where ``max_grad_norm=0`` turns it off), makes the run depend on the representative.
+    maximize : bool
+        Ascend.
+
+    Raises
+    ------
+    ValueError
+        An option is out of range; no pair is among the parameters; the parameters of a pair lie in several groups or
+        are incomplete; one factor of a pair is frozen, or both factors lack full rank; parameters are sharded.
+
+    Notes
+    -----
+    Kingma and Ba (2015); Loshchilov and Hutter (2019) for the decay. LoRA-RITE (Yen et al., 2024) also keeps a matrix
+    second moment in a basis of the other factor and projects it onto the next basis. It has no second moment per row,
+    adds what the projection loses as a multiple of the identity, and averages directions instead of gradients.
+
+    C and r have h² + n numbers instead of AdamW's nh, which is less for n ≫ h. Invariance holds from the first step,
+    also where G = 0. Where gradients lack rank, the missing directions contain only rounding errors. 1e-3 of the norm
+    of C is added to its eigenvalues, so that these errors are not amplified.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim import QuotientAdam
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
+    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
+    >>> optimizer = QuotientAdam([down.weight, up.weight], [p], lr=1e-2)
+    >>> loss = up(down(torch.ones(1, 6))).square().sum()
+    >>> loss.backward()
+    >>> optimizer.step()
+    >>> bool(up(down(torch.ones(1, 6))).square().sum() < loss)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        pairs: Iterable[SymmetricPair],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, pairs, defaults, max_grad_norm)
+
+    _state_names = frozenset({"moment G", "moment H", "rows G", "rows H", "step", "matrix"})
+
+    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+        (beta1, beta2), lr, K_inv = group["betas"], float(group["lr"]), s.metric.inverse_roots
+        C = s.state.setdefault("matrix", torch.zeros_like(K_inv))
+        step = s.state.setdefault("step", K_inv.real.new_zeros(len(K_inv)))
+        first, second = (1 - beta1 ** (step + 1))[:, None, None, None], (1 - beta2 ** (step + 1))[:, None, None, None]
+        # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
+        G, H = s.gradient_grams.unbind(-3)
+        means = torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3)
+        C.lerp_(s.only(means, C), 1 - beta2)
+        V = K_inv @ (C / second) @ K_inv.mH
+        root = inverse_root(V + _LEAST * torch.linalg.matrix_norm(V, keepdim=True) * eye_like(V))
+        coordinates, basis = K_inv.mH @ root, K_inv * (-lr * (_RANK / K_inv.shape[-1]) ** 0.5) / first
+
+        def directions() -> Iterator[Tensor]:
+            for part in s.parts:
+                g, m, r = part.g, s.rows("moment", part), s.rows("rows", part, 1)
+                R = part.of(coordinates).to(g.dtype)
+                size = torch.linalg.vector_norm(g @ R, dim=-1, keepdim=True).square() / g.shape[-1]
+                m.lerp_(s.only(g, m, part), 1 - beta1)
+                r.lerp_(s.only(size, r, part), 1 - beta2)
+                yield (m @ R).div_((r / second[part.points, 0].to(r.dtype)).sqrt_().add_(group["eps"]))
+
+        s.advance_(directions(), basis, lr * group["weight_decay"])
+        step.add_(s.only(torch.ones_like(step), 0))
+
+
+class QuotientMuon(QuotientOptimizer):
+    r"""Muon for pairs (G, H), independent of which equivalent factors it starts from; AdamW for all other parameters.
+
+    For each factor, here G, with :math:`W_G = s^2 H^H H = K K^H`, the metric's weight, and polar(X) = U Vᴴ for
+    :math:`X = U Σ V^H`:
+
+    .. math::
+        m \leftarrow μ m + \nabla_G, \qquad u = \nabla_G + μ m, \qquad
+        G \leftarrow \sqrt{1 - ηλ}\, G - \frac{η}{2}\, \mathrm{polar}(u K^{-H})\, K^{-1}
+
+    Among all steps with :math:`\|s ξ_G H^H\|_2 \le η/2` and :math:`\|s G ξ_H^H\|_2 \le η/2` this one descends fastest
+    along u. To first order, the weight that the network sees, s times the product, thus changes by at most η in
+    any direction, whatever the rank and scale of an adapter. Nothing depends on the representative, and there is no
+    second moment: the state is one number per weight.
+
+    Parameters
+    ----------
+    params, pairs, max_grad_norm, maximize
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+    lr : float
+        η, the size of a step of the product, so not AdamW's rate. .02 is a starting point, not a tuned value.
+    momentum : float
+        μ.
+    nesterov : bool
+        Step along ∇ + μ m; otherwise along m.
+    weight_decay : float
+        λ. Every step multiplies the product of a pair by 1 - ηλ; a bias does not decay.
+    betas, eps
+        Options of AdamW, for parameters outside pairs. They have the learning rate η/20, or that of their group if it
+        has one of its own.
+
+    Raises
+    ------
+    ValueError
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+
+    Notes
+    -----
+    Muon: Jordan et al. (2024), Bernstein and Newhouse (2024). For the product of two factors this is LoRA-Muon (Cesista
+    et al. 2026) with Nesterov's momentum and the adapter's scale. It differs where the product lacks full rank, as at G
+    = 0, where LoRA starts, where batches have fewer examples than the adapter has dimensions, and where the answer has
+    a lower rank: for :math:`K^{-1}` of H it takes
+
+    .. math:: F = R\,\hat M^{-1}, \qquad R^H R = s^2 G^H G, \qquad \hat M = s^2 G^H G + δ (H^H H)^{-1}, \qquad
+              δ = \left(\frac{η}{4 (1 - μ)}\right)^2 + 10^{-6} \|s G H^H\|_F^2 ,
+
+    a ridge regression, which depends only on the orbit. H turns by at most 1 - μ radian, so that it does not outgrow
+    its momentum, the second-order term :math:`s ξ_G ξ_H^H` is at most (1 - μ) η/2, and H does not move while G = 0.
+
+    No singular value or eigenvalue is computed: a Newton-Schulz iteration finds the inverse root of the h × h matrix in
+    :math:`\mathrm{polar}(X) = X (X^H X)^{-1/2}` (Amsel et al. 2025). It makes singular values of :math:`u K^{-H}` below
+    3e-4 of its norm smaller than 1, so that rounding errors are not taken for directions.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from quotient_manifolds.optim import QuotientMuon
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> down, up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 4, bias=False)
+    >>> p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
+    >>> optimizer = QuotientMuon([down.weight, up.weight], [p], lr=0.02)
+    >>> before = (up.weight @ down.weight).detach()
+    >>> up(down(torch.randn(3, 6))).square().sum().backward()
+    >>> optimizer.step()
+    >>> round(float(torch.linalg.matrix_norm((up.weight @ down.weight).detach() - before, 2)), 2) <= 0.02
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        pairs: Iterable[SymmetricPair],
+        lr: float = 0.02,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(params, pairs, {**defaults, "betas": betas, "eps": eps, "maximize": maximize}, max_grad_norm)
+
+    rest = 1 / 20  # .001 instead of .02
+
+    def _metric(self, bucket: Bucket, M: Tensor, N: Tensor) -> Metric:
+        group = self.param_groups[bucket.group]
+        step = float(group["lr"]) / (4 * (1 - group["momentum"]))
+        floor = (_LEAST_PRODUCT * bucket.scale) ** 2 * trace(M @ N)[..., None, None] + step**2
+        # 0 for a learning rate of 0 at G = 0
+        return RidgeMetric(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
+
+    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+        momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
+        # Up to a factor, which cancels, u is ∇ + μ²/(1 + μ) m with the old m.
+        past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
+
+        def direction(part: Part) -> Tensor:
+            return torch.add(part.g, s.rows("moment", part), alpha=past)
+
+        first = F.mH @ inverse_root(F @ s.grams(map(direction, s.parts)) @ F.mH)
+        # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
+        second = -lr / 2 * torch.stack([(first @ F)[:, 0], F[:, 1]], dim=1)
+        for part in s.parts:
+            g, m, u = part.g, s.rows("moment", part), direction(part)
+            d = u @ part.of(first).to(u.dtype) if part.side else u
+            s.write_(part, s.moved(part, d, second, lr * group["weight_decay"]))
+            m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))
+
+
+class QuotientSGD(QuotientOptimizer):
+    r"""Riemannian gradient descent with momentum for pairs (G, H); plain SGD for all other parameters.
+
+    .. math:: m \leftarrow μ m + \nabla_G, \qquad G \leftarrow \sqrt{1 - ηλ}\, G - η\, m W_G^{-1}
+
+    with the metric's weight :math:`W_G = s^2 H^H H`, and :math:`W_H = s^2 G^H G + (H^H H)^{-1}`; the covector m is
+    transported. The run is the same from all equivalent factors.
+
+    Parameters
+    ----------
+    params, pairs, max_grad_norm, maximize
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+    lr : float
+        η.
+    momentum : float
+        μ.
+    nesterov : bool
+        Step along ∇ + μ m.
+    weight_decay : float
+        λ, decoupled: every step multiplies the product of a pair, and any other parameter, by 1 - ηλ.
+
+    Raises
+    ------
+    ValueError
+        As for :class:`~quotient_manifolds.optim.QuotientAdam`.
+
+    Notes
+    -----
+    Where G = 0 the metric has the floor of :mod:`quotient_manifolds.optim.metric`.
+
+    Examples
+    --------
+    Factors of very different size, but of one product, take the same step:
+
+    >>> import torch
+    >>> from quotient_manifolds.optim import QuotientSGD
+    >>> from quotient_manifolds.symmetries import GL, block, pair
+    >>> def stepped(scale):
+    ...     down, up = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+    ...     down.weight.data, up.weight.data = scale * torch.eye(2, 3), torch.eye(3, 2) / scale
+    ...     p = pair([block(up, "weight")], [block(down, "weight", transpose=True)], GL(2))
+    ...     up(down(torch.ones(1, 3))).square().sum().backward()
+    ...     QuotientSGD([up.weight, down.weight], [p], lr=0.1).step()
+    ...     return up.weight @ down.weight
+    >>> torch.allclose(stepped(1.0), stepped(100.0), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        pairs: Iterable[SymmetricPair],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(params, pairs, {**defaults, "maximize": maximize}, max_grad_norm)
+
+    _Others = torch.optim.SGD
+
+    def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
+        lr, momentum, K_inv = float(group["lr"]), group["momentum"], s.metric.inverse_roots
+
+        def directions() -> Iterator[Tensor]:
+            for part in s.parts:
+                u = g = part.g
+                if momentum:
+                    m = s.rows("moment", part)
+                    m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))
+                    u = torch.add(g, m, alpha=momentum) if group["nesterov"] else m
+                yield u @ part.of(K_inv).mH.to(u.dtype)
+
+        s.advance_(directions(), -lr * K_inv, lr * group["weight_decay"])

@@ -1,0 +1,339 @@
+"""The horizontal space at one point of a GL(h) quotient.
+
+All formulas are evaluated at the canonical representative, see :mod:`quotient_manifolds.manifold`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import geodesics
+from .base import TangentSpace, standard_normal
+from .gauge import Gauge
+from .linalg import in_own_precision, largest, power_of_two, root, row_power
+from .metrics import LocalMetric, Metric, Pair
+
+__all__ = ["GLTangentSpace", "draw_gaussians"]
+
+
+@in_own_precision
+class GLTangentSpace(TangentSpace):
+    r"""The horizontal space at one point of a GL(h) quotient.
+
+    Attributes
+    ----------
+    metric : Metric
+        The inv or the mix metric.
+    x : Tensor
+        The point, (…, n + m, h); vectors are given and returned at this representative.
+    gauge : Gauge
+        Canonical representative, and the group element that leads to it.
+    present : Tensor
+        (…, h), which directions are present: those with σ_i above a tolerance relative to σ_1.
+
+    Notes
+    -----
+    It is made by ``manifold.tangent_space_at(x)``, or from a known gauge by ``manifold.at_gauge``.
+
+    Examples
+    --------
+    One factorisation for a gradient, its length, and a step:
+
+    >>> import torch
+    >>> from quotient_manifolds import GLQuotientInv
+    >>> manifold = GLQuotientInv(4, 3)
+    >>> space = manifold.tangent_space_at(manifold.origin(4 + 3, 2))
+    >>> gradient = space.egrad2rgrad(torch.ones(7, 2))
+    >>> space.norm(gradient), space.coordinates(gradient).norm()
+    (tensor(3.7417), tensor(3.7417))
+    >>> y = space.expmap(-0.1 * gradient)
+    """
+
+    def __init__(
+        self,
+        metric: Metric,
+        gauge: Gauge,
+        x: Tensor | None = None,
+        *,
+        unit: Tensor | None = None,
+        tolerance: float | None = None,
+        moved: bool = False,
+    ) -> None:
+        self.metric, self.x, self.present = metric, gauge.x if x is None else x, gauge.present(tolerance)
+        self._gauge, self._unit, self._rows = gauge, unit, [gauge.n, gauge.x.shape[-2] - gauge.n]
+        # Vectors at x to those at the canonical representative of x/unit, and back; None: x is canonical. The second
+        # pair does the same up to a number that makes it an isometry.
+        maps: tuple[Pair | None, Pair | None] = (None, None) if x is None else _maps(gauge, unit)
+        (self._to, self._back), (self._into, self._out) = maps, maps
+        self._pace: Any = 1.0  # from the isometric image of a vector to the image of a velocity
+        if unit is not None and metric.scale_exponent < 0:
+            self._into, self._out = _maps(gauge, 1 / unit)
+            self._pace = 1 / unit / unit
+        if moved:
+            self._local = LocalMetric.moving(metric, self._carry(self.x, self._to), self.present)
+        else:
+            self._local = LocalMetric.canonical(metric, gauge.x.split(self._rows, dim=-2), gauge.sigma, self.present)
+
+    @property
+    def gauge(self) -> Gauge:
+        """The canonical gauge of the point."""
+        return self._gauge if self._unit is None else self._gauge.times(self._unit)
+
+    @property
+    def unit(self) -> Tensor:
+        """The power of two, (…, 1, 1), in units of which everything is computed: 1 for points of ordinary size."""
+        return self._gauge.sigma.new_ones(1, 1) if self._unit is None else self._unit
+
+    # -- between the representative at hand and the canonical one --------------------------------------------------
+
+    def split(self, u: Tensor) -> Pair:
+        """Split into (ξ_G, ξ_H), views (…, n, h) and (…, m, h)."""
+        return self._carry(u, None)
+
+    def to_gauge(self, u: Tensor) -> Pair:
+        """Map a tangent vector to canonical gauge: (ξ_G A⁻¹, ξ_H Aᴴ)."""
+        return self._carry(u, self._to if self._unit is None else _maps(self._gauge, None)[0])
+
+    def from_gauge(self, xi: Tensor, eta: Tensor) -> Tensor:
+        """Map a tangent vector back from canonical gauge: (ξ_G A, ξ_H A⁻ᴴ), packed."""
+        return _packed((xi, eta), self._back if self._unit is None else _maps(self._gauge, None)[1])
+
+    def _carry(self, u: Tensor, by: Pair | None) -> Pair:
+        """Split, and multiply both parts from the right, by nothing for None."""
+        xi, eta = u.split(self._rows, dim=-2)
+        return (xi, eta) if by is None else (xi @ by[0], eta @ by[1])
+
+    # -- metric and projection -------------------------------------------------------------------------------------
+
+    def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        """Compute Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H), W = (M⁻¹, N⁻¹) for inv, (N, M) for mix; (…) or (…, 1, 1)."""
+        there = self._carry(u, self._into)
+        result = self._local.inner(there, there if v is None else self._carry(v, self._into))
+        return result[..., None, None] if keepdim else result
+
+    def norm(self, u: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Compute ‖u‖ = √⟨u, u⟩, in units of u's size; its derivative at 0 is 0; (…) or (…, 1, 1)."""
+        xi, eta = self._carry(u, self._into)
+        size = power_of_two(torch.maximum(largest(xi), largest(eta)))
+        there = xi / size, eta / size
+        result = root(self._local.inner(there, there)[..., None, None]) * size
+        return result if keepdim else result[..., 0, 0]
+
+    def proju(self, u: Tensor) -> Tensor:
+        r"""Project on the horizontal space: :math:`(ξ_G + GΛ, ξ_H - HΛ^H)`; Λ depends on the metric."""
+        # Only h × h matrices are mapped to the gauge: Ĝᴴ(ξ A⁻¹) = (Ĝᴴξ) A⁻¹, and (ĜΛ) A = Ĝ (ΛA).
+        (xi, eta), (G, H) = u.split(self._rows, dim=-2), self._local.factors
+        G_xi, H_eta = G.mH @ xi, H.mH @ eta
+        if self._to is None:
+            L = self._local.vertical_part(G_xi, H_eta)
+            return _sum((xi, eta), ((G, H), (L, -L.mH)))
+        A, A_inv = self._gauge.A, self._gauge.A_inv
+        L = self._local.vertical_part(G_xi @ A_inv, H_eta @ A.mH)
+        return _sum((xi, eta), ((G, H), (L @ A, -L.mH @ A_inv.mH)))
+
+    def egrad2rgrad(self, u: Tensor) -> Tensor:
+        r"""Turn a Euclidean gradient :math:`(\nabla_G, \nabla_H)` into the Riemannian one.
+
+        inv: :math:`(\nabla_G M, \nabla_H N)`; mix: :math:`(\nabla_G N^{-1}, \nabla_H M^{-1})`. For a function of
+        :math:`G H^H` these are horizontal already; for any other function the vertical part is removed.
+        """
+        (P, R), (G, H) = self._carry(u, _adjoint(self._out)), self._local.factors
+        V_G, V_H = self._local.inverse_weights
+        L = self._local.vertical_part((G.mH @ P) @ V_G, (H.mH @ R) @ V_H)
+        of_G, of_H = L, -L.mH
+        if self._out is not None:
+            (A, B), (V_G, V_H) = self._out, (V_G @ self._out[0], V_H @ self._out[1])
+            of_G, of_H = of_G @ A, of_H @ B
+        return _sum((P @ V_G, R @ V_H), ((G, H), (of_G, of_H)))
+
+    def to_covector(self, u: Tensor) -> Tensor:
+        r"""Return the covector :math:`v \mapsto \langle u, v \rangle`, :math:`(ξ_G W_G, ξ_H W_H)` in gauge."""
+        (xi, eta), (W_G, W_H) = self._carry(u, self._into), self._local.weights
+        return _packed((xi @ W_G, eta @ W_H), _adjoint(self._into))
+
+    def random(self, generator: torch.Generator | None = None) -> Tensor:
+        r"""Draw a standard Gaussian horizontal vector.
+
+        Equal random numbers give the same vector of the quotient at every representative of an orbit, see
+        :func:`draw_gaussians`.
+        """
+        return self.from_gaussians(draw_gaussians(tuple(self.x.shape), self._gauge.n, self.x, generator))
+
+    def from_gaussians(self, drawn: Sequence[Tensor]) -> Tensor:
+        """Make a standard Gaussian horizontal vector from the numbers of :func:`draw_gaussians`."""
+        first, second, *_ = drawn
+        if len(drawn) == 2:
+            c_G, c_H = first @ self._gauge.V, second.mH @ self._gauge.U
+        else:
+            phase = (drawn[2].mH @ self._gauge.U).sgn()
+            c_G, c_H = first * phase, second * phase
+        return self.proju(self.from_coordinates(torch.cat([c_G, c_H], dim=-2)))
+
+    # -- the second-order retraction -------------------------------------------------------------------------------
+
+    def acceleration(self, u: Tensor) -> Tensor:
+        r"""Compute :math:`-Γ(u, u)` for the velocity :math:`u = (\dot G, \dot H)`; paper, Eq. 12 and App. B."""
+        (G, H), velocity = self._local.factors, self._carry(u, self._to)
+        of_point, of_velocity = self._equations(velocity, 1.0)
+        return _sum((G @ of_point[0], H @ of_point[1]), (velocity, of_velocity))
+
+    def retr(self, u: Tensor) -> Tensor:
+        """Follow the geodesic to second order: x + u + ½ acceleration(u); shape of u."""
+        velocity = self._carry(u, self._to)
+        of_point, of_velocity = self._equations(velocity, 0.5)
+        return _sum((self.x + u).split(self._rows, dim=-2), (self._local.factors, of_point), (velocity, of_velocity))
+
+    def _equations(self, velocity: Pair, share: float) -> tuple[Pair, Pair]:
+        """Return what multiplies the factors, and the velocity, in a share of the acceleration at x."""
+        (a, b), (c, d) = self._local.equations(velocity)
+        if self._back is not None:
+            A, B = self._back
+            a, b, c, d = a @ A, b @ A, c @ B, d @ B
+        return (share * a, share * c), (share * b, share * d)
+
+    # -- exact geodesics -------------------------------------------------------------------------------------------
+
+    def geodesic(self, u: Tensor, t: Any = 1.0, *, relative_tol: float | None = None) -> tuple[Tensor, Tensor]:
+        """Follow the exact geodesic with horizontal velocity u.
+
+        Times, tolerance, results and errors are those of :meth:`GLQuotientInv.geodesic
+        <quotient_manifolds.GLQuotientInv.geodesic>`.
+        """
+        point, velocity = geodesics.geodesic(self._whitened(u), t, relative_tol)
+        return _packed(point, self._back), _packed(velocity, self._back)
+
+    def expmap(self, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
+        """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`."""
+        point, _ = geodesics.geodesic(self._whitened(u), 1.0, relative_tol)
+        return _packed(point, self._back)
+
+    def exit_time(self, u: Tensor, until: float = 1.0) -> Tensor:
+        """Return the time in (0, until] at which the geodesic leaves the manifold, inf where it does not; (…)."""
+        return geodesics.exit_time(self._whitened(u), until)
+
+    def _whitened(self, u: Tensor) -> geodesics.Whitened:
+        return geodesics.Whitened.of(self._local, self._carry(u, self._to), self._gauge.sigma, self.present)
+
+    # -- coordinates in which the metric is the identity -----------------------------------------------------------
+
+    def _row(self, sign: int = 1) -> Tensor:
+        """Return the row that turns coordinates into a vector in canonical gauge, or its inverse."""
+        return row_power(self._gauge.sigma, self.present, sign * self.metric.scale_exponent)
+
+    def coordinates(self, u: Tensor) -> Tensor:
+        r"""Return coordinates in which the metric is the identity, :math:`\|u\|_x = \|c\|_F`.
+
+        In canonical gauge they are :math:`ξ Σ^{-1/2}` (inv) or :math:`ξ Σ^{1/2}` (mix). Absent directions (σ_i = 0)
+        have coordinate 0.
+        """
+        return torch.cat(self._carry(u, self._into), dim=-2) * self._row(-1)
+
+    def from_coordinates(self, c: Tensor) -> Tensor:
+        """Invert :meth:`coordinates`, except for absent directions; shape of c."""
+        return torch.cat(self._carry(c * self._row(), self._out), dim=-2)
+
+    def dual_coordinates(self, e: Tensor) -> Tensor:
+        """Return the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
+        return torch.cat(self._carry(e, _adjoint(self._out)), dim=-2) * self._row()
+
+    # The operations of every ascent step, in few passes over the weights: all large tensors are sums of the point, the
+    # vector and the gradient, each times an h × h matrix.
+
+    def project_coordinates(self, c: Tensor) -> Tensor:
+        """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""
+        (G, H), (xi, eta), row = self._local.factors, self.split(c), self._row()
+        L, inverse = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row), self._row(-1)
+        return _sum(self.split(c * self.present.unsqueeze(-2)), ((G, H), (L * inverse, -L.mH * inverse)))
+
+    def retr_coordinates(self, c: Tensor) -> Tensor:
+        """Return ``retr(from_coordinates(c))``, in canonical gauge."""
+        out, speed = torch.empty_like(c), self._row() * self._pace
+        one = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
+        equations = self._local.equations(self.split(c), speed)
+        for part, X, v, (a, b) in zip(self.split(out), self._local.factors, self.split(c), equations, strict=True):
+            _write_sum(part, (X, one + 0.5 * a), (v, speed.mT * (one + 0.5 * b)))
+        return out if self._unit is None else out.mul_(self._unit)
+
+    def pullback_coordinates(self, c: Tensor, egrad: Tensor, *, out: Tensor | None = None) -> Tensor:
+        r"""Pull a Euclidean gradient at ``retr(u)``, u = ``from_coordinates(c)``, back to coordinates.
+
+        They are those of the horizontal part of :math:`P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P`, with the
+        gradient P, in canonical gauge.
+        """
+        out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._pace
+        adjoints = self._local.adjoints(self.split(c), self.split(egrad), speed)
+        L = self._local.vertical_part(*(XQ * row**2 for *_, XQ in adjoints))
+        vectors = zip(self.split(out), self._local.factors, self.split(c), self.split(egrad), strict=True)
+        for (part, X, v, p), (e, a, b, _), V in zip(vectors, adjoints, (L, -L.mH), strict=True):
+            _write_sum(part, (p, e * row), (X, a * row + V * self._row(-1)), (v, speed.mT * b * row))
+        return out if self._unit is None else out.mul_(self._pace * self._unit)
+
+
+def _maps(gauge: Gauge, unit: Tensor | None) -> tuple[Pair, Pair]:
+    """Return what maps vectors (ξ_G, ξ_H) to canonical gauge, divided by a number, and what maps them back."""
+    to, back = (gauge.A_inv, gauge.A.mH), (gauge.A, gauge.A_inv.mH)
+    if unit is None:
+        return to, back
+    return (to[0] / unit, to[1] / unit), (back[0] * unit, back[1] * unit)
+
+
+def _packed(u: Pair, by: Pair | None) -> Tensor:
+    """Multiply both factors from the right, and stack their rows."""
+    return torch.cat(u if by is None else (u[0] @ by[0], u[1] @ by[1]), dim=-2)
+
+
+def _sum(X: Pair, *products: tuple[Pair, Pair]) -> Tensor:
+    """Return X + Σ Y A for both factors, packed; matrices of three dimensions need one pass."""
+    for Y, A in products:
+        if X[0].dim() == Y[0].dim() == A[0].dim() == 3 and len(X[0]) == len(Y[0]) == len(A[0]):
+            X = torch.baddbmm(X[0], Y[0], A[0]), torch.baddbmm(X[1], Y[1], A[1])
+        else:
+            X = X[0] + Y[0] @ A[0], X[1] + Y[1] @ A[1]
+    return torch.cat(X, dim=-2)
+
+
+def _adjoint(by: Pair | None) -> Pair | None:
+    return by if by is None else (by[0].mH, by[1].mH)
+
+
+def _write_sum(out: Tensor, *products: Pair) -> None:
+    """Write Σ X A into ``out``, for small matrices A."""
+    for k, (X, A) in enumerate(products):
+        if out.dim() == X.dim() == A.dim() == 3:
+            out.baddbmm_(X, A, beta=min(k, 1))
+        else:
+            out.copy_(out + X @ A if k else X @ A)
+
+
+def draw_gaussians(
+    shape: tuple[int, ...], n: int, like: Tensor, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    r"""Draw the numbers from which :meth:`GLTangentSpace.from_gaussians` makes a vector at a point of this shape.
+
+    In coordinates that make the metric the identity the vector is the projection of :math:`(E_1 \hat V, E_2^H \hat U)`
+    with Gaussian :math:`E_1, E_2 \in K^{n \times m}`, so it depends only on the orbit, and on no convention for the
+    signs of singular vectors. For h = 1 fewer numbers suffice: it is :math:`φ (e_1, e_2)` with Gaussian :math:`e_1 \in
+    K^n, e_2 \in K^m`, and φ the phase of :math:`e_3^H \hat U`.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        (…, n + m, h).
+    n : int
+        Rows of G.
+    like : Tensor
+        A tensor with the dtype and device of the point.
+    generator : torch.Generator, optional
+
+    Returns
+    -------
+    list of Tensor
+    """
+    *batch, rows, h = shape
+    m = rows - n
+    wanted = ((n, 1), (m, 1), (n, 1)) if h == 1 else ((n, m), (n, m))
+    return [standard_normal((*batch, *size), like, generator) for size in wanted]

@@ -1,0 +1,714 @@
+"""Optimisers for adapters of every kind, adapters that are replaced later, and their canonical gauge."""
+
+import contextlib
+import copy
+import inspect
+
+import peft
+import peft.optimizers
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from quotient_manifolds.optim import (
+    QuotientAdam,
+    QuotientMuon,
+    canonicalize_lora_,
+    create_quotient_lora_optimizer,
+    create_quotient_optimizer,
+)
+from quotient_manifolds.symmetries import adapter_pairs, find_symmetric_pairs
+
+from ..networks import shake
+from ..training import X, Y, apart, lora, loss_of, moved, optimizer_of, train, trainable
+
+
+class Words(nn.Module):
+    """An embedding, a convolution and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 12)
+        self.across = nn.Conv2d(1, 12, (1, 12))
+        self.out = nn.Linear(12, 9)
+
+    def forward(self, ids):
+        return self.out(self.across(self.words(ids)[:, None]).mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank_pattern": {"out": 2}, "alpha_pattern": {"out": 3}},
+        {"use_dora": True, "targets": ["across", "out"]},
+        {"lora_bias": True, "targets": ["across", "out"]},
+    ],
+    ids=["plain", "rslora", "patterns", "dora", "bias"],
+)
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_embeddings_convolutions_and_variants(options, kind):
+    """peft starts embeddings with A = 0: the roles of the factors change there."""
+    options = {"targets": ["words", "across", "out"], **options}
+    targets = options.pop("targets")
+    torch.manual_seed(0)
+    net = shake(Words())
+    one = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=targets, **options)).double()
+    ids = torch.randint(11, (20, 5))
+    labels = torch.arange(20) % 9
+    two = moved(one)
+    for model in (one, two):
+        losses = []
+        optimizer = create_quotient_lora_optimizer(
+            model, lr=1e-2 if kind == "adam" else 0.05, optimizer=kind, weight_decay=0.01, max_grad_norm=1.0
+        )
+        for _ in range(15):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[1] < losses[0]
+    assert apart(one, two) < 1e-8
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_fused_and_conv1d_targets():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)).double()
+    one = peft.get_peft_model(
+        net, peft.LoraConfig(r=3, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    ).double()
+    one.eval()  # without dropout
+    two = moved(one)
+    ids = torch.randint(20, (4, 8))
+    for model in (one, two):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    assert apart(one, two) < 1e-6  # the library computes this loss in float32
+
+
+def test_a_quantised_base_stays_as_it_is():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    net = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32), nn.Tanh(), nn.Linear(64, 9))
+    net.is_loaded_in_4bit = True
+    model = peft.get_peft_model(net.to("cpu"), peft.LoraConfig(r=4, target_modules=["0"]))
+    base = model.base_model.model[0].get_base_layer().weight
+    before = base.detach().clone()
+    assert "bnb" in type(model.base_model.model[0]).__module__
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    x = torch.randn(48, 64)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - Y.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert base.dtype == torch.uint8
+    assert torch.equal(base, before)
+
+
+def test_adapters_switched_and_added_later():
+    model = lora()
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+    model.double()
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.requires_grad_(True)
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    alone = lora()
+    train(alone, optimizer_of(alone, "adam"), 4, schedule=False)
+    still = [p.gather().detach() for p in adapter_pairs(model, ["second"])]
+    train(model, optimizer, 4, schedule=False)
+    for p, q in zip(adapter_pairs(model, ["default"]), adapter_pairs(alone), strict=True):
+        assert torch.allclose(p.gather(), q.gather(), atol=1e-12)
+    for p, before in zip(adapter_pairs(model, ["second"]), still, strict=True):
+        assert torch.equal(p.gather(), before)
+    model.set_adapter("second")
+    optimizer.zero_grad()
+    losses = train(model, optimizer, 4, schedule=False)
+    assert losses[-1] < losses[0]
+    model.add_adapter("third", peft.LoraConfig(r=2, target_modules=["0"]))
+    model.set_adapter("third")
+    model.double()
+    optimizer.zero_grad()
+    new = adapter_pairs(model, ["third"])
+    optimizer.add_param_group({"params": [b.tensor for p in new for b in p.G + p.H], "pairs": new, "lr": 3e-2})
+    losses = train(model, optimizer, 6, schedule=False)
+    assert losses[-1] < losses[0]
+
+
+def test_groups_of_the_lora_optimiser():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 9))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1", "2"]))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["0"]))
+    for name, p in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:  # a second adapter freezes these too before peft 0.21
+            p.requires_grad_(True)
+    optimizer = create_quotient_lora_optimizer(
+        model, lr=1e-3, weight_decay=0.1, other_params_lr=1e-4, adapter_names=["default"]
+    )
+    pairs, decayed, plain = optimizer.param_groups
+    assert [(g["lr"], g["weight_decay"]) for g in (pairs, decayed, plain)] == [(1e-3, 0.1), (1e-4, 0.1), (1e-4, 0.0)]
+    assert len(pairs["params"]) == 2
+    assert [p.dim() for p in decayed["params"]] == [2]
+    assert [p.dim() for p in plain["params"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["1"]}], ids=str)
+def test_of_other_adapters_nothing_is_trained(options):
+    """Their magnitudes and biases were."""
+    net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    config = peft.LoraConfig(r=2, target_modules=["0"], **options)
+    model = peft.get_peft_model(net, config)
+    model.add_adapter("second", config)
+    for name, p in model.named_parameters():
+        p.requires_grad_("default" in name or "second" in name)
+    named = {p: name for name, p in model.named_parameters()}
+    for chosen, other in (("default", "second"), ("second", "default")):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2, adapter_names=[chosen])
+        names = [named[p] for group in optimizer.param_groups for p in group["params"]]
+        own = [n for n, p in model.named_parameters() if p.requires_grad and f".{other}" not in n]
+        assert sorted(names) == sorted(own)
+        assert len(names) > 2
+
+
+def test_adapters_that_form_no_pair_are_trained_by_adamw_and_named():
+    """One narrow layer stopped the whole model, and grouped convolutions went to AdamW without a word."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 32), nn.Linear(32, 16))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=["0", "2"]))
+    with pytest.warns(UserWarning, match=r"AdamW trains 1 of 2 adapters.* a rank below 8 \('base_model.model.0 lora"):
+        optimizer = create_quotient_lora_optimizer(model, lr=0.02, optimizer="muon")
+    factors = [p for n, p in model.named_parameters() if "0.lora" in n]
+    moments = []
+    for _ in range(2):
+        before = [p.detach().clone() for p in factors]
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moments.append([float((p.detach() - q).abs().max()) for p, q in zip(factors, before, strict=True)])
+    assert 0 < max(moments[0]) < 1.1e-3  # the first step of AdamW has the size of its rate
+    assert min(moments[1]) > 0
+
+
+def without_pairs(what):
+    """Two layers whose adapters form no pair, and 16 inputs."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(16, 8)
+    options = {"r": 10 if what == "rank" else 2}
+    if what == "grouped":
+        net, x = nn.Sequential(*[nn.Conv2d(8, 8, 1, groups=2) for _ in range(2)]), x[..., None, None]
+    elif what in ("mica", "orthogonal"):
+        options["init_lora_weights"] = what
+    elif what.endswith("Config"):
+        more = {"BdLoraConfig": {"nblocks": 2, "target_modules_bd_a": ["0"], "target_modules_bd_b": ["1"]}}
+        name = {"BdLoraConfig": "use_bdlora"}.get(what, f"{what.removesuffix('Config').lower()}_config")
+        options[name] = getattr(peft, what)(**more.get(what, {"num_groups": 2} if "Velora" in what else {}))
+    model = peft.get_peft_model(net, peft.LoraConfig(target_modules=["0", "1"], **options))
+    for factors in [m.lora_A for m in model.modules() if hasattr(m, "lora_A")]:
+        if what == "parametrised":
+            nn.utils.parametrizations.weight_norm(factors["default"])
+        if what == "pruned":
+            prune.random_unstructured(factors["default"], "weight", 0.3)
+    return model, x
+
+
+@pytest.mark.filterwarnings("ignore:.*groups > 1")
+@pytest.mark.parametrize(
+    "what",
+    ["KasaConfig", "BdLoraConfig", "MontecloraConfig", "VeloraConfig", "mica", "orthogonal", "rank", "grouped",
+     "parametrised", "pruned"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_adamw_trains_models_of_which_no_adapter_forms_a_pair(kind, what):
+    """They were refused."""
+    torch.set_default_dtype(torch.float32)  # as MiCA and MonteCLoRA need it
+    try:
+        (model, x), (twin, _) = without_pairs(what), without_pairs(what)
+    except (AttributeError, TypeError, ValueError) as error:  # newer than the oldest peft
+        pytest.skip(str(error))
+    with pytest.warns(UserWarning, match=r"AdamW trains 2 of 2 adapters, which form no pair: .*'base_model\.model\.0"):
+        optimizer = create_quotient_lora_optimizer(model, lr=0.01 if kind == "adam" else 0.2, optimizer=kind)
+    adamw = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    for m, o in ((model, optimizer), (twin, adamw)):
+        torch.manual_seed(1)  # MonteCLoRA draws
+        for _ in range(3):
+            o.zero_grad()
+            (m(x) - 1).square().mean().backward()
+            o.step()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6), name
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_factors_above_one_width_train_invariantly(kind):
+    """Rank 6 for three outputs, and for one: they were no pairs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 3), nn.Tanh(), nn.Linear(3, 1))
+    config = peft.LoraConfig(r=6, target_modules=["2", "4"], rank_pattern={"4": 3}, init_lora_weights=False)
+    one = peft.get_peft_model(net, config).double()
+    two = copy.deepcopy(one)
+    for p in adapter_pairs(two):
+        assert p.thin
+        x, h = p.gather().detach(), p.group.h
+        A = torch.randn(h, h, dtype=x.dtype) + 3 * torch.eye(h, dtype=x.dtype)
+        p.scatter_(torch.cat([x[: p.n] @ torch.linalg.inv(A), x[p.n :] @ A.mT]))
+    x = torch.randn(16, 12, dtype=torch.float64)
+    y = torch.sin(x[:, :1])
+    assert torch.allclose(one(x), two(x), atol=1e-10)
+    for model in (one, two):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2 if kind == "adam" else 5e-2, optimizer=kind)
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert torch.allclose(one(x), two(x), atol=1e-8)
+
+
+def test_a_run_from_an_orthogonal_start_resumes():
+    """By then its factors have full rank, and would be pairs."""
+
+    def start():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9))
+        config = peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights="orthogonal")
+        return peft.get_peft_model(net, config).double()
+
+    straight, resumed = start(), start()
+    with pytest.warns(UserWarning, match="AdamW trains 2 of 2"):
+        optimizer = create_quotient_lora_optimizer(straight, lr=1e-2)
+    train(straight, optimizer, 3, schedule=False)
+    saved = optimizer.state_dict()
+    resumed.load_state_dict(straight.state_dict())
+    again = create_quotient_lora_optimizer(resumed, lr=1e-2)
+    again.load_state_dict(saved)
+    losses = [train(m, o, 5, schedule=False) for m, o in ((straight, optimizer), (resumed, again))]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_are_trained_by_adamw():
+    """The refusal said that several experts share one factor: each has its own, and moving it leaves the outputs."""
+    transformers = pytest.importorskip("transformers")
+    if "target_parameters" not in inspect.signature(peft.LoraConfig).parameters:
+        pytest.skip("this peft adapts no experts")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(transformers.MixtralForCausalLM(config).float(), adapters)
+    with pytest.warns(UserWarning, match="AdamW trains 1 of 1 adapters.* experts are stacked in two matrices"):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    ids = torch.randint(61, (2, 9))
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_unknown_attention_is_trained_as_its_message_says():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).float()
+    ids = torch.randint(61, (2, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(ValueError, match=r"\(MixtralAttention\) .*: pass pairs=") as refused:
+        create_quotient_optimizer(model, lr=1e-3)
+    advice = str(refused.value).partition("pass pairs=")[2]
+    pairs = eval(advice, {"find_symmetric_pairs": find_symmetric_pairs, "model": model, "batch": batch})
+    optimizer = create_quotient_optimizer(model, lr=1e-2, pairs=pairs)
+    assert {p.kind for p in pairs if p.group is not None} == {"qk", "vo"}
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    both = nn.ModuleDict({"known": nn.MultiheadAttention(8, 2), "unknown": model})
+    with pytest.warns(UserWarning, match=r"AdamW trains parts of the model: .*\(MixtralAttention\)"):
+        create_quotient_optimizer(both, lr=1e-3)
+
+
+def computed_output(attention):
+    nn.utils.parametrizations.weight_norm(attention.out_proj)
+
+
+def computed_inputs(attention):
+    nn.utils.parametrizations.orthogonal(attention, "in_proj_weight")
+
+
+def pruned_inputs(attention):
+    prune.random_unstructured(attention, "in_proj_weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [computed_output, computed_inputs, pruned_inputs])
+def test_attention_that_is_parametrised_is_named(change):
+    """AdamW trained it without a word."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layers = nn.ModuleList([layer, copy.deepcopy(layer)])
+    change(layers[1].self_attn)
+    with pytest.warns(UserWarning, match=r"AdamW trains \d of \d parts of the model, which.*'1\.self_attn"):
+        create_quotient_optimizer(layers, lr=1e-2)
+    with pytest.raises(ValueError, match=r"no pair \(G, H\) is among the parameters \(.*'self_attn"):
+        QuotientAdam(layers[1].parameters(), [p for p in find_symmetric_pairs(layers[1]) if p.group is None])
+
+
+def test_factors_without_shape_or_values_are_named():
+    def model(**options):
+        config = peft.LoraConfig(r=2, target_modules=["0"])
+        return peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), config, **options)
+
+    with pytest.raises(
+        ValueError, match=r"'base_model\.model\.0 lora default' is on the meta device; load its weights"
+    ):
+        create_quotient_lora_optimizer(model(low_cpu_mem_usage=True), lr=1e-3)
+    flat = model()
+    for factors in (flat.base_model.model[0].lora_A, flat.base_model.model[0].lora_B):
+        factors["default"].weight = nn.Parameter(torch.empty(0))  # what a rank of FSDP1 may see
+    with pytest.raises(ValueError, match=r"adapter 'default' in base_model.model.0 are no matrices, as FSDP1.*use DDP"):
+        create_quotient_lora_optimizer(flat, lr=1e-3)
+
+
+@pytest.mark.parametrize(("make", "rate"), [(QuotientAdam, 0.02), (QuotientMuon, 0.001)])
+def test_groups_of_a_trainer_train_the_classifier_at_its_own_rate(make, rate):
+    """By ``optimizer_cls_and_kwargs``, weights with decay and without form two groups; .02 is a rate of pairs alone."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 9))
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1", "2"])).double()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if (p.dim() > 1) is decays], "weight_decay": 0.0} for decays in (True, False)
+    ]
+    optimizer = make(groups, pairs=adapter_pairs(model), lr=0.02)
+    head = model.base_model.model[2].modules_to_save["default"]
+    other = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [other], "lr": 0.3})
+    before = [p.detach().clone() for p in head.parameters()]
+    (train_loss := (model(X) - Y).square().mean()).backward()
+    other.grad = torch.ones(2)
+    optimizer.step()
+    assert train_loss > 0
+    for p, q in zip(head.parameters(), before, strict=True):
+        assert float((p.detach() - q).abs().max()) == pytest.approx(rate, rel=1e-3)
+    assert float(1 - other.detach().min()) == pytest.approx(0.3, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient:FutureWarning")
+def test_tied_adapters_take_the_steps_of_both_places():
+    """peft gives the head a transposed view of the embedding's factors; what was written last replaced the rest."""
+    if "ensure_weight_tying" not in inspect.signature(peft.LoraConfig).parameters:
+        pytest.skip("this peft does not tie adapters")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    adapters = peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True,
+                               init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
+    x = torch.arange(24).reshape(2, 12)
+    steps = []
+    for places in (("embed",), ("lm_head",), ("embed", "lm_head")):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+        with pytest.warns(UserWarning, match="AdamW trains 2 of 3 adapters.*shared or overlapping memory"):
+            optimizer = create_quotient_lora_optimizer(model, lr=1e-2, optimizer="muon")
+        factor = next(p for n, p in model.named_parameters() if "lora_embedding_B" in n)
+        before = factor.detach().clone()
+        model(input_ids=x, labels=x).loss.backward()
+        for name, p in model.named_parameters():
+            if not any(place in name for place in places):
+                p.grad = None
+        optimizer.step()
+        steps.append(factor.detach() - before)
+    assert torch.allclose(steps[2], steps[0] + steps[1], atol=1e-6)
+    assert all(float(s.norm()) > 1e-4 for s in steps)
+
+
+def test_other_adapters_are_named():
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(target_modules=["0"], feedforward_modules=["0"])
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), config)
+    with pytest.raises(ValueError, match="its adapters are of the kind IA3, whose weights form no such pair"):
+        create_quotient_lora_optimizer(model, lr=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_entries_outside_pairs_have_the_rate_of_other_parameters(optimizer):
+    """If V and O alone are pairs, Q and K share a parameter with V: they had the rate of the pairs, and decayed."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    pairs = [p for p in find_symmetric_pairs(layer) if p.kind == "vo"]
+    rates = {"lr": 0.02, "other_params_lr": 1e-4}
+    made = create_quotient_optimizer(layer, pairs=pairs, optimizer=optimizer, weight_decay=0.5, **rates)
+    weight, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
+    bias.data.fill_(1.0)
+    before = weight.detach().clone(), bias.detach().clone(), layer.linear1.weight.detach().clone()
+    (layer(torch.randn(4, 5, 8)) * torch.randn(4, 5, 8)).sum().backward()
+    key_bias = bias.grad[8:16].clone()
+    made.step()
+    for old, new in zip(before, (weight, bias, layer.linear1.weight), strict=True):
+        moved = (new.detach() - old)[: 8 if new.dim() == 1 else 16].abs()
+        assert 0.5e-4 < float(moved.max()) < 1.3e-4
+    assert not key_bias.isnan().any()
+    assert float((weight.detach() - before[0])[16:].abs().max()) > 1e-3
+
+
+def test_frozen_adapters_are_called_frozen():
+    model = lora()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="its LoRA adapters are frozen; load them with is_trainable=True"):
+        create_quotient_lora_optimizer(model, lr=1e-3)
+
+
+def test_magnitudes_of_convolutions_do_not_decay():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 1))  # a matrix of one row decays
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], use_dora=True, modules_to_save=["2"]))
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-3, weight_decay=0.1)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: (p, decays[id(p)]) for name, p in model.named_parameters() if p.requires_grad}
+    (magnitude,) = (name for name in trained if "magnitude" in name)
+    assert trained[magnitude][0].shape == (1, 8, 1, 1)
+    assert trained[magnitude][1] == 0.0
+    assert [decay for name, (p, decay) in trained.items() if "2.modules_to_save" in name and p.dim() == 2] == [0.1]
+
+
+CONFIG = peft.LoraConfig(r=4, target_modules=["0", "2"])
+
+
+def added_again(model):
+    model.add_adapter("other", CONFIG)
+    model.set_adapter("other")
+    model.delete_adapter("default")
+    model.add_adapter("default", CONFIG)
+    model.set_adapter("default")
+    return model
+
+
+def redistributed(model):
+    """As EVA does with ranks, in one of two layers."""
+    layer = model.base_model.model[2]
+    layer.update_layer("default", 2, lora_alpha=8, config=model.peft_config["default"])
+    return model
+
+
+def deleted(model):
+    model.delete_adapter("default")
+    return model
+
+
+def head_replaced(model):
+    """A module that PEFT trains as a whole."""
+    model.base_model.model[4].modules_to_save["default"] = nn.Linear(9, 9)
+    return model
+
+
+CHANGES = {
+    "delete_adapter, add_adapter": added_again,
+    "ranks": redistributed,
+    "delete_adapter": deleted,
+    "merge_and_unload": lambda model: model.merge_and_unload(),
+    "merge_and_unload, get_peft_model": lambda model: peft.get_peft_model(model.merge_and_unload(), CONFIG),
+    "unload, get_peft_model": lambda model: peft.get_peft_model(model.unload(), CONFIG),
+    "unload, another name": lambda model: peft.get_peft_model(model.unload(), CONFIG, adapter_name="new"),
+    "modules_to_save": head_replaced,
+}
+
+
+def with_head(**options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 9))
+    config = peft.LoraConfig(r=4, target_modules=["0", "2"], modules_to_save=["4"], **options)
+    return peft.get_peft_model(net, config).double()
+
+
+def by_hand(model):
+    return QuotientAdam(trainable(model), adapter_pairs(model), 1e-2)
+
+
+@pytest.mark.parametrize("steps", [0, 2])  # old gradients stay where a new model's zero_grad does not reach
+@pytest.mark.parametrize("make", [lambda m: create_quotient_lora_optimizer(m, lr=1e-2), by_hand], ids=["made", "hand"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_have_left_the_model_are_named(change, make, steps):
+    """In each of these the step did nothing, or moved what no output depends on."""
+    model = with_head()
+    optimizer = make(model)
+    train(model, optimizer, steps, schedule=False)
+    if not steps:
+        optimizer.zero_grad()
+    model = CHANGES[change](model).double()
+    if any(p.requires_grad for p in model.parameters()):
+        loss_of(model).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    place = "modules_to_save" if change == "modules_to_save" else "lora_[AB]"
+    with pytest.raises(ValueError, match=rf"'base_model\.model\..*{place}.* have been replaced or deleted since this"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(peft, "KasaConfig"), reason="this peft has no KaSA")
+def test_adapters_without_a_pair_are_looked_for_too():
+    model = with_head(kasa_config=peft.KasaConfig())
+    with pytest.warns(UserWarning, match="AdamW trains 2 of 2 adapters"):
+        optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    model = peft.get_peft_model(model.unload(), CONFIG).double()
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match=r"lora_A.* have been replaced or deleted"):
+        optimizer.step()
+
+
+class Around(nn.Module):
+    """What a library may put around a layer, after the optimiser was made."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_parameters_that_stay_may_move_within_the_model():
+    one, two = lora(), lora()
+    optimizers = [create_quotient_lora_optimizer(m, lr=1e-2) for m in (one, two)]
+    inner = two.base_model.model
+    inner[0] = Around(inner[0])
+    for model, optimizer in zip((one, two), optimizers, strict=True):
+        train(model, optimizer, 3, schedule=False)
+    assert apart(one, two) == 0
+    inner[0] = nn.Linear(12, 20).double()
+    with pytest.raises(
+        ValueError, match=r"'base_model\.model\.0\.inner\.lora_A.* 1 other parameters of the model have"
+    ):
+        optimizers[1].step()
+
+
+def test_an_optimiser_without_its_model_says_nothing_of_it():
+    """A copy of the optimiser alone belongs to a copy of the model, and steps as before."""
+    model = lora()
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    train(model, optimizer, 2, schedule=False)
+    again = copy.deepcopy(optimizer)
+    again.step()
+
+
+def test_a_step_of_merged_adapters_is_refused():
+    """It would not reach the outputs, and unmerging would then take away another product than was added."""
+    model = lora()
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    loss_of(model).backward()
+    outputs = model(X)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="adapter 'default' is merged into the base weights"):
+        optimizer.step()
+    model.unmerge_adapter()
+    assert torch.allclose(model(X), outputs)
+    optimizer.step()
+    assert not torch.allclose(model(X), outputs)
+
+
+def test_a_scale_that_has_changed_is_named_once():
+    model = lora()
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    model.base_model.model[0].set_scale("default", 3.0)
+    with pytest.warns(UserWarning, match="scale of adapter 'default' was 2 .* is 6 now") as warned:
+        train(model, optimizer, 3, schedule=False)
+    assert len(warned) == 1
+    model.base_model.model[0].set_scale("default", 1.0)
+    with pytest.warns(UserWarning, match="was 6 .* is 2 now"):  # also where groups are added in between
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_an_adapter_that_did_not_join_is_named():
+    model = lora()
+    optimizer = create_quotient_lora_optimizer(model, lr=1e-2)
+    model.add_adapter("new", CONFIG)
+    model.set_adapter("new")
+    model.double()
+    optimizer.zero_grad()
+    optimizer.step()  # there is no gradient at all, as before the first batch
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match=r"no parameter of this optimiser has a gradient, but '.*new.*add_param_group"):
+        optimizer.step()
+    new = adapter_pairs(model, ["new"])
+    optimizer.add_param_group({"params": [p for q in new for p in q.parameters()], "pairs": new})
+    losses = train(model, optimizer, 5, schedule=False)
+    assert losses[-1] < losses[0]
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")  # importing the default one warns with some versions of torch
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, compiled, nn.DataParallel], ids=["plain", "compiled", "wrapped"])
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_wrapped_models_are_walked_too(wrap, kind):
+    model = lora()
+    optimizer = optimizer_of(model, kind, pairs=adapter_pairs(wrap(model)))
+    train(model, optimizer, 2, schedule=False)
+    added_again(model)
+    with contextlib.suppress(RuntimeError):
+        loss_of(model.double()).backward()
+    with pytest.raises(ValueError, match="have been replaced"):
+        optimizer.step()
+
+
+def test_balancing_keeps_the_function_and_evens_the_factors():
+    model = moved(lora())
+    before = model(X)
+    names = canonicalize_lora_(model)
+    assert len(names) == 2
+    assert torch.allclose(model(X), before, atol=1e-10)
+    for p in adapter_pairs(model):
+        G, H = p.gather().detach().split([p.n, p.m])
+        M, N = G.T @ G, H.T @ H
+        assert torch.allclose(M, N, atol=1e-10)
+        assert torch.allclose(M, torch.diag(torch.diag(M)), atol=1e-10)
+
+
+def test_balancing_leaves_a_fresh_adapter_alone():
+    model = lora(full_rank=False)
+    before = copy.deepcopy(model.state_dict())
+    assert canonicalize_lora_(model) == []
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_adapters_loaded_for_inference_are_balanced():
+    model, frozen = moved(lora()), moved(lora())
+    frozen.requires_grad_(False)  # as PEFT loads them
+    assert canonicalize_lora_(frozen) == canonicalize_lora_(model)
+    assert all(torch.equal(v, frozen.state_dict()[k]) for k, v in model.state_dict().items())
