@@ -27,7 +27,7 @@ from sharpness.files import atomic_write, check_folder, write_json
 from sharpness.huggingface import quiet
 from sharpness.models import LoadedModel, load
 from sharpness.progress import bar
-from sharpness.study.run import shard_of
+from sharpness.study.plan import shard_of
 
 from .finetune import TrainingImages, TrainingTexts, finetune, scores_of
 from .folders import atomic_write_folder

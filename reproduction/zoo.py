@@ -19,7 +19,7 @@ import msgspec
 from sharpness.data import DataChoice, TextColumns
 from sharpness.files import check_folder, write_json
 from sharpness.study import read_config, run_sweep
-from sharpness.study.run import shard_of
+from sharpness.study.plan import shard_of
 
 from .collection import train_collection
 from .recipes import Recipe, random_recipe

@@ -9,11 +9,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
@@ -27,6 +27,7 @@ from ..texts import read_table
 
 __all__ = ["Accuracies", "Checkpoint", "Sweep", "as_data", "job_key", "of_model", "places", "switched", "versions"]
 
+T = TypeVar("T")
 #: A job as plain data: checkpoint, kind, and everything that its result depends on.
 Job = Mapping[str, Any]
 Count = Annotated[int, Meta(ge=1, le=2**53)]
@@ -261,6 +262,14 @@ def applies(name: str, ablation: Mapping[str, Any]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def shard_of(items: Sequence[T], shard: tuple[int, int]) -> Sequence[T]:
+    """Take the i-th of n parts, every n-th item."""
+    i, n = shard
+    if not 1 <= i <= n:
+        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
+    return items[i - 1 :: n]
 
 
 def as_data(choice: DataChoice) -> dict[str, Any]:

@@ -67,6 +67,24 @@ AnyRow = _Fit | _Baselines | _Sharpness
 _FITS = _Fit.__struct_fields__[1:]
 
 
+class _Record(msgspec.Struct):
+    job: dict[str, Any]
+    versions: dict[str, str]
+    rows: list[AnyRow] | msgspec.UnsetType = msgspec.UNSET
+    too_large: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a job's record; return an empty one if it is missing or invalid."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(record, _Record)
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
+        return {}
+    return record
+
+
 def write_results(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     """Write one JSON line per row."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

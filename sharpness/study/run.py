@@ -6,14 +6,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
-from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor, nn
 
 from ..batch_loss import RadiusError
@@ -27,15 +25,14 @@ from ..hessian import LOCAL, hessian
 from ..losses import Objective, count_examples
 from ..models import LoadedModel, load, load_state_dict
 from ..progress import bar
-from .plan import Checkpoint, Job, Sweep, as_data, job_key, of_model, switched, versions
-from .results import AnyRow
+from .plan import Checkpoint, Job, Sweep, as_data, job_key, of_model, shard_of, switched, versions
+from .results import read_record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["distance", "read_failures", "read_rows", "run_sweep", "shard_of"]
+__all__ = ["distance", "read_failures", "read_rows", "run_sweep"]
 
-T = TypeVar("T")
 #: Returns the batches of a choice of data for the current model.
 Read = Callable[[DataChoice], Batches]
 
@@ -61,9 +58,8 @@ def run_sweep(
     Returns
     -------
     list of dict
-        The jobs that failed, with their ``error``; they are recorded, and tried again by the next call. If only some
-        radii of a measure are too large, the results at the others are kept, and each failed radius has a dict with
-        ``rho`` and ``error``.
+        The jobs that failed, with their ``error``; the next call tries them again. If only some radii of a measure are
+        too large, the results at the others are kept, and each failed radius has a dict with ``rho`` and ``error``.
 
     Raises
     ------
@@ -72,8 +68,7 @@ def run_sweep(
 
     Examples
     --------
-    >>> import tempfile
-    >>> import torch
+    >>> import tempfile, torch
     >>> from sharpness.study import Checkpoint, Sweep, read_rows
     >>> from sharpness.data import DataChoice
     >>> net = Checkpoint("net", "torch.nn:PReLU")
@@ -103,7 +98,7 @@ def run_sweep(
             loaded: LoadedModel | Exception | None = None
             for job in jobs:
                 path = place / f"{job_key(job)}.json"
-                record = _read(path)
+                record = read_record(path)
                 if "rows" not in record or "error" in record:
                     loaded = _loaded(mine[position], sweep.device, group) if loaded is None else loaded
                     record = {"job": job, "versions": versions(), **_attempt(job, sweep, loaded, reader, group)}
@@ -112,14 +107,6 @@ def run_sweep(
                 failed += _left_out(record)
             shown.update()
     return failed
-
-
-def shard_of(items: Sequence[T], shard: tuple[int, int]) -> Sequence[T]:
-    """Take the i-th of n parts, every n-th item."""
-    i, n = shard
-    if not 1 <= i <= n:
-        raise ValueError(f"shards are i/n with 1 ≤ i ≤ n, got {i}/{n}")
-    return items[i - 1 :: n]
 
 
 class _Reader:
@@ -324,8 +311,7 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     --------
     The loss and error of a network, as a sweep records them:
 
-    >>> import tempfile
-    >>> import torch
+    >>> import tempfile, torch
     >>> from sharpness.data import DataChoice
     >>> from sharpness.study import Checkpoint, Sweep
     >>> net = Checkpoint("net", "torch.nn:PReLU")
@@ -356,9 +342,7 @@ def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str
 
     Parameters
     ----------
-    folder : str or path
-        As of :func:`read_rows`.
-    sweep : Sweep
+    folder, sweep
         As of :func:`read_rows`.
 
     Returns
@@ -373,8 +357,7 @@ def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str
 
     Examples
     --------
-    >>> import tempfile
-    >>> import torch
+    >>> import tempfile, torch
     >>> from sharpness.data import DataChoice
     >>> from sharpness.study import Checkpoint, Sweep
     >>> net = Checkpoint("net", "torch.nn:PReLU")
@@ -398,7 +381,7 @@ def _records(place: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, 
     if sweep is not None:
         keys = [job_key(job) for c in sweep.checkpoints for job in _jobs(sweep, c)[0]]
     for key in keys:
-        yield key, _read(place / f"{key}.json")
+        yield key, read_record(place / f"{key}.json")
 
 
 def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[Job], list[dict[str, Any]]]:
@@ -415,21 +398,3 @@ def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     whole = [{**record["job"], "error": record["error"]}] if "error" in record else []
     too_large = record.get("too_large", {})
     return whole + [{**record["job"], "rho": float(rho), "error": why} for rho, why in too_large.items()]
-
-
-class _Record(Struct):
-    job: dict[str, Any]
-    versions: dict[str, str]
-    rows: list[AnyRow] | UnsetType = UNSET
-    too_large: dict[str, str] | UnsetType = UNSET
-    error: str | UnsetType = UNSET
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a job's record; return an empty one if it is missing or invalid."""
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        msgspec.convert(record, _Record)
-    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
-        return {}
-    return record
