@@ -12,7 +12,6 @@ from reproduction.adaptive_norm import AdaptiveNormMeasure
 from reproduction.additive import AdditiveMeasure
 from reproduction.rk4 import RungeKuttaBlock, RungeKuttaMeasure
 from sharpness import MEASURES, get_measure
-from tests import networks
 from tests.measured import values
 
 

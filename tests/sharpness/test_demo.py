@@ -7,7 +7,7 @@ from sharpness import demo
 
 def test_the_digits_and_their_transformer():
     torch.set_default_dtype(torch.float32)
-    x, y, x_test, y_test = demo.digits(0)
+    x, y, _x_test, y_test = demo.digits(0)
     assert (len(y), len(y_test)) == (1437, 360)
     model = demo.vision_transformer()
     assert len(find_symmetric_pairs(model)) == 24
