@@ -26,8 +26,7 @@ elsewhere: $(VENV)/.dev  ## run the tests of numerics with plain vector instruct
 coverage: $(VENV)/.dev  ## run the tests and list the lines that none of them reaches
 	$(PYTEST) --cov=quotient_manifolds --cov=sharpness --cov-report=term-missing:skip-covered --cov-fail-under=95 $(ARGS)
 
-exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, a second device, TensorFlow (up to an hour)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev,convert]'
+exhaustive: $(VENV)/.dev  ## what make test samples: every architecture, 10,000 wrong inputs, 18 ways of sharding, a second device (up to an hour)
 	EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.done  ## run the tests with the oldest supported versions of torch, geoopt, transformers (Python 3.10, 3.11)
@@ -80,5 +79,5 @@ $(VENV)/.dev: $(BIN)/uv setup.cfg pyproject.toml
 $(OLDEST)/.done: $(BIN)/uv setup.cfg pyproject.toml tests/oldest.txt
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --constraint tests/oldest.txt \
-		--editable '.[test,transformers,clip,timm,lora,images,sweep,studies,demo]'
+		--editable '.[test,transformers,clip,timm,lora,images,datasets,sweep,studies,demo]'
 	touch $@

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import sharpness
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,9 +36,38 @@ def test_the_core_without_extras():
 def test_every_module_says_what_is_public():
     for package in ("quotient_manifolds", "sharpness"):
         for path in (ROOT / package).rglob("*.py"):
-            handlers = {"language.py", "vision.py"}  # they register, and export nothing
+            handlers = {"architectures.py"}  # it registers, and exports nothing
             if path.name not in {"__main__.py", *handlers}:
                 assert re.search(r"^__all__ = ", path.read_text(), re.MULTILINE), path
+
+
+def test_the_walk_through_one_step_is_the_one_that_runs():
+    """The files that CONTRIBUTING names are those that are entered from one loss to the next, in that order."""
+    walk = (ROOT / "CONTRIBUTING.md").read_text().partition("## One step of the ascent")[2]
+    named = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    entered, losses = [], 0
+
+    def loss(model, x):
+        nonlocal losses
+        losses += 1
+        return (model(x) - x).square().mean()
+
+    def see(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and losses == 4 and ROOT in path.parents:
+            name = path.relative_to(ROOT).as_posix()
+            if name.startswith(("sharpness/", "quotient_manifolds/")) and name not in entered:
+                entered.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        sharpness.evaluate(model, [torch.randn(2, 3, 8)], loss, steps=3, relative_tol=0, progress=False)
+    finally:
+        sys.setprofile(before)
+    entered.remove("quotient_manifolds/linalg.py")
+    assert named == entered
 
 
 def required(text):

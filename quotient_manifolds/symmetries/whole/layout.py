@@ -161,7 +161,34 @@ def affine(
 
 
 def norm(root: nn.Module, names: str, *, centring: bool = True, offset: float = 0.0) -> Norm:
-    """Describe a norm by its name, see :class:`Norm`; raise an AttributeError if it is of another kind."""
+    """Describe a norm by its name.
+
+    Parameters
+    ----------
+    root : nn.Module
+    names : str
+        As for :func:`affine`.
+    centring : bool
+        The norm is a LayerNorm; else an RMSNorm.
+    offset : float
+        What is added to its weight: 1 for Gemma's.
+
+    Returns
+    -------
+    Norm
+
+    Raises
+    ------
+    AttributeError
+        None of the names exists, or the norm is of the other kind.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from quotient_manifolds.symmetries.whole import norm
+    >>> norm(nn.Sequential(nn.RMSNorm(3)), "0", centring=False).shift is None
+    True
+    """
     found = find(root, names)[2]
     rms = type(found).__name__.endswith(("RMSNorm", "T5LayerNorm"))
     if not (isinstance(found, nn.LayerNorm) if centring else rms):
