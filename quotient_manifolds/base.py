@@ -126,27 +126,22 @@ class QuotientManifold(geoopt.Manifold):
 
     A point is one real or complex tensor, a representative of its orbit; a tangent vector is the horizontal lift at
     that representative. Every operation is equivariant: a group element that acts on all arguments acts on the result.
-    The class holds no buffers, because buffers of a manifold do not follow ``module.to()``.
-
     Every operation is homogeneous in the sizes of the factors, and is computed in units of them. A result that its
     dtype does not hold is a ValueError: no operation returns NaN or inf unless it was given one.
 
     Notes
     -----
-    Abstract; a subclass implements :meth:`row_split`, :meth:`act`, :meth:`vertical`, :meth:`to_matrix`,
-    :meth:`canonical`, ``_tangent_space`` and ``_projx``. :func:`quotient_manifolds.testing.check_manifold` tests it.
-
-    Inside :class:`geoopt.Scaled` everything works except :meth:`tangent_space_at`, ``geodesic`` and ``exit_time``,
-    whose vectors would silently escape the scaling. ``Scaled`` does not pass on ``pack_point``, ``unpack_tensor`` and
-    ``origin``: call them on the base.
+    A subclass implements what is abstract here; :func:`quotient_manifolds.testing.check_manifold` tests it. Inside
+    :class:`geoopt.Scaled`, call ``pack_point``, ``unpack_tensor`` and ``origin`` on the base, and not
+    :meth:`tangent_space_at`, ``geodesic`` and ``exit_time``, whose vectors would escape the scaling.
 
     Examples
     --------
     geoopt's optimisers accept it like any other manifold:
 
     >>> import geoopt, torch
-    >>> from quotient_manifolds import GLQuotientMix
-    >>> manifold = GLQuotientMix(4, 3)
+    >>> import quotient_manifolds
+    >>> manifold = quotient_manifolds.GLQuotientMix(4, 3)
     >>> x = geoopt.ManifoldParameter(manifold.origin(4 + 3, 2), manifold=manifold)
     >>> optimizer = geoopt.optim.RiemannianAdam([x], lr=0.1)
     >>> loss = (manifold.to_matrix(x) - torch.ones(4, 3)).square().mean()

@@ -22,7 +22,7 @@ __all__ = ["GLTangentSpace", "draw_gaussians"]
 
 @in_own_precision
 class GLTangentSpace(TangentSpace):
-    r"""The horizontal space at one point of a GL(h) quotient.
+    r"""The horizontal space at one point of a GL(h) quotient; ``manifold.tangent_space_at(x)`` makes it.
 
     Attributes
     ----------
@@ -34,10 +34,6 @@ class GLTangentSpace(TangentSpace):
         Canonical representative, and the group element that leads to it.
     present : Tensor
         (…, h), which directions are present: those with σ_i above a tolerance relative to σ_1.
-
-    Notes
-    -----
-    It is made by ``manifold.tangent_space_at(x)``, or from a known gauge by ``manifold.at_gauge``.
 
     Examples
     --------

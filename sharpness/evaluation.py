@@ -56,8 +56,8 @@ def evaluate(
     Parameters
     ----------
     model : nn.Module
-        The parameters with ``requires_grad`` are measured. Layers of unknown classes are examined on the
-        first batch, unless the measure divides out nothing, which the result says; a sharded model cannot be examined.
+        Its parameters with ``requires_grad`` are measured. Layers of unknown classes are examined on the first batch, as
+        the result says, unless the measure divides out nothing; a sharded model cannot be examined.
     batches : iterable
         Dicts with labels for a transformers model, pairs (x, y), or any batches that ``loss_fn`` accepts.
     loss_fn : callable, optional
@@ -70,14 +70,13 @@ def evaluate(
         The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
     pairs : sequence of SymmetricPair, optional
         The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
-        attention of an unknown class. The weights of a pair without a group move as those outside pairs do. Attention
-        of an unknown class outside of pairs that were given is a warning and a remark.
+        attention of an unknown class, which outside of given pairs is a warning and a remark.
     only : str, optional
-        A regular expression. Parameters whose names do not match it, and pairs that contain them, are not moved.
+        A regular expression: parameters whose names do not match it, and pairs with such, are not moved.
     normalize_logits : bool
         See :func:`sharpness.losses.normalized_logits`.
     micro_batch : int, optional
-        Examples per pass through the model: less memory, the same result. Texts pass sorted by length, without padding.
+        Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
     offload : bool
         Keep the vectors of the search in main memory, to which parts of them go and from which they come at every step.
         A GPU then holds one copy of the trainable weights besides what a pass needs, instead of four or five.
@@ -102,7 +101,7 @@ def evaluate(
         A module computes attention, no handler knows its class, and it could not be examined (for measures that divide
         out pairs).
     ValueError
-        There is nothing to measure, the loss is NaN or random, or an argument is out of range or has no meaning.
+        There is nothing to measure, the loss is NaN or random, or an argument is out of range.
     RemoteError
         Another process of the group failed.
 
@@ -113,20 +112,14 @@ def evaluate(
     Examples
     --------
     >>> import torch
-    >>> batch = torch.eye(2), torch.tensor([0, 1])
-    >>> result = evaluate(torch.nn.Linear(2, 2), [batch], measure="adaptive", rho=[0.1, 0.5])
+    >>> result = evaluate(torch.nn.Linear(2, 2), [(torch.eye(2), torch.arange(2))], measure="adaptive", rho=[0.1, 0.5])
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    measure, options = get_measure(measure), _search(search)
-    if statistic not in ("worst", "average"):
-        raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
-    if options.restarts and statistic != "worst":
-        raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
+    measure, objective = get_measure(measure), Objective(loss_fn, normalize_logits, micro_batch)
     return _evaluate(
-        model, batches, measure, checked_radii(measure, rho), statistic, options,
-        Objective(loss_fn, normalize_logits, micro_batch), keep_directions, progress, group,
-        pairs=pairs, only=only, offload=offload,
+        model, batches, measure, checked_radii(measure, rho), statistic, _search(search, statistic), objective,
+        keep_directions, progress, group, pairs=pairs, only=only, offload=offload,
     )  # fmt: skip
 
 
@@ -175,7 +168,9 @@ def _evaluate(
     )  # fmt: skip
 
 
-def _search(options: Mapping[str, Any]) -> Search:
+def _search(options: Mapping[str, Any], statistic: str) -> Search:
+    if statistic not in ("worst", "average"):
+        raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
     known = [f.name for f in dataclasses.fields(Search)]
     for name in options:
         if name not in known:
@@ -183,7 +178,10 @@ def _search(options: Mapping[str, Any]) -> Search:
                 f"evaluate() has no argument {name!r}; those of the search are {', '.join(known)}; options of the "
                 "measure belong to it, as in get_measure('geodesic-inv', geodesic='exact')"
             )
-    return Search(**options)
+    found = Search(**options)
+    if found.restarts and statistic != "worst":
+        raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
+    return found
 
 
 def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:

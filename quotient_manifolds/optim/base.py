@@ -39,9 +39,8 @@ _UNKNOWN = (
 class QuotientOptimizer(Optimizer):
     """Base class of optimisers for parameters of which some are pairs (G, H) that a model sees only through G Hᴴ.
 
-    A subclass implements ``_step_pairs``, a step of stacked pairs; ``_Others`` of torch trains all other parameters.
-    The state lies on the device of the weights, with moments at least in float32; small matrices are computed in
-    float64. Factors are replaced by equivalent ones, moments with them, before a step that their condition would spoil.
+    A subclass implements ``_step_pairs``; ``_Others`` of torch trains all others. Moments are at least in float32, small
+    matrices in float64. Factors become equivalent ones, moments too, before their condition spoils a step.
 
     Attributes
     ----------
@@ -63,9 +62,8 @@ class QuotientOptimizer(Optimizer):
         self, params: Any, pairs: Iterable[SymmetricPair], defaults: dict[str, Any], max_grad_norm: float | None
     ) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
-        self._buckets, self._places = list[Bucket](), list[Places]()
+        self._buckets, self._places, self._warned = list[Bucket](), list[Places](), False
         self._skipped: Tensor | int = 0
-        self._warned = False
         self._others = self._Others([torch.zeros(1)], lr=0.0)
         defaults = {**defaults, "max_grad_norm": max_grad_norm}
         check_options(defaults)
@@ -139,7 +137,6 @@ class QuotientOptimizer(Optimizer):
             warnings.warn(f"{self._Others.__name__} trains {which}", stacklevel=5)
 
     def _cover(self) -> None:
-        """Record which entries of the pairs' parameters belong to pairs."""
         self._certification = Certification(b.stack for b in self._buckets)
         self._covered = coverage(b.stack for b in self._buckets)
         self._partly = {p: mask for p, mask in self._covered.items() if not bool(mask.all())}
@@ -149,14 +146,11 @@ class QuotientOptimizer(Optimizer):
         """Take a step, and return the loss of the closure, which is called once.
 
         On the CPU, NaN or infinite gradients and an anchor without full rank raise a ValueError, and neither weights
-        nor state change. Under a ``GradScaler``, infinite gradients skip the step with a warning. On other devices such
-        a step changes nothing either, but raises and prints nothing, so that the host need not wait for the device;
-        :meth:`state_dict` warns of how many there were, except for those that a ``GradScaler`` counts.
+        nor state change; under a ``GradScaler``, infinite gradients skip the step with a warning. On other devices such
+        a step changes nothing either, but :meth:`state_dict` alone says so, for the host need not wait for the device.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         own = {p for group in self.param_groups for p in group["params"]}
         for places in self._places:
             places.check(own)
@@ -278,13 +272,7 @@ class QuotientOptimizer(Optimizer):
         It warns of steps off the CPU that changed nothing because gradients were not finite or an anchor lacked full
         rank.
         """
-        if int(self._skipped):
-            warnings.warn(
-                f"{int(self._skipped)} steps were skipped: gradients were NaN or infinite, or the second factor of a "
-                "pair lacked full rank; check the loss, lower the learning rate, or train in bfloat16",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn_of_skipped(int(self._skipped))
         names = ("members", "flipped", "group", "state")
         buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
         more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
@@ -292,26 +280,44 @@ class QuotientOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
-        kind = state_dict.get("kind", _UNKNOWN)
-        if kind != type(self).__name__:
-            raise ValueError(
-                f"this state was saved by {kind}, not by {type(self).__name__}, and its moments mean something else; "
-                "to switch, load the model's weights and start a new optimiser with a short warm-up of the rate"
-            )
-        names = set(state_dict["pairs"])
-        sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
-        # An adapter may have reached full rank since the saved optimiser was created.
-        pairs = [p for p in self._pairs if p.name in names or sizes[0] != sizes[1]]
-        if state_dict["pairs"] != [p.name for p in pairs]:
-            differing = sorted(names ^ {p.name for p in pairs})[:3]
-            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+        pairs = _pairs_of(state_dict, self._pairs, type(self).__name__, self.param_groups)
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
         buckets = [restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for key, p in zip((key for g in saved["param_groups"] for key in g["params"]), params, strict=False):
-            for value in saved["state"].get(key, {}).values():
-                if isinstance(value, Tensor) and value.dim():
-                    check_shape(value.shape, p.shape)
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         self._pairs, self._buckets = pairs, buckets
         self._cover()
+
+
+def _warn_of_skipped(count: int) -> None:
+    if count:
+        warnings.warn(
+            f"{count} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked full "
+            "rank; check the loss, lower the learning rate, or train in bfloat16",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _pairs_of(
+    state: Mapping[str, Any], known: Iterable[SymmetricPair], own: str, groups: Sequence[Mapping[str, Any]]
+) -> list[SymmetricPair]:
+    """Find an optimiser's pairs that a state has moments of; raise a ValueError if the state is of another kind."""
+    kind = state.get("kind", _UNKNOWN)
+    if kind != own:
+        raise ValueError(
+            f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load the "
+            "model's weights and start a new optimiser with a short warm-up of the rate"
+        )
+    names = set(state["pairs"])
+    sizes = [[len(g["params"]) for g in some] for some in (state["param_groups"], groups)]
+    # An adapter may have reached full rank since the saved optimiser was created.
+    pairs = [p for p in known if p.name in names or sizes[0] != sizes[1]]
+    if state["pairs"] != [p.name for p in pairs]:
+        differing = sorted(names ^ {p.name for p in pairs})[:3]
+        raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+    keys = (key for g in state["param_groups"] for key in g["params"])
+    for key, p in zip(keys, (p for group in groups for p in group["params"]), strict=False):
+        for value in state["state"].get(key, {}).values():
+            if isinstance(value, Tensor) and value.dim():
+                check_shape(value.shape, p.shape)
+    return pairs
