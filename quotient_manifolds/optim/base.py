@@ -39,8 +39,8 @@ _UNKNOWN = (
 class QuotientOptimizer(Optimizer):
     """Base class of optimisers for parameters of which some are pairs (G, H) that a model sees only through G Hᴴ.
 
-    A subclass implements ``_step_pairs``; ``_Others`` of torch trains all others. Moments are at least in float32, small
-    matrices in float64. Factors become equivalent ones, moments too, before their condition spoils a step.
+    A subclass implements ``_step_pairs``; ``_Others`` of torch trains all others. Moments are at least float32, small
+    matrices float64. Factors become equivalent ones, moments too, before their condition spoils a step.
 
     Attributes
     ----------
