@@ -56,8 +56,8 @@ def evaluate(
     Parameters
     ----------
     model : nn.Module
-        Its parameters with ``requires_grad`` are measured. Layers of unknown classes are examined on the first batch, as
-        the result says, unless the measure divides out nothing; a sharded model cannot be examined.
+        Its parameters with ``requires_grad`` are measured. Layers of unknown classes are examined on the first batch,
+        which the result says, unless the measure divides out nothing; a sharded model cannot be examined.
     batches : iterable
         Dicts with labels for a transformers model, pairs (x, y), or any batches that ``loss_fn`` accepts.
     loss_fn : callable, optional
