@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -19,6 +20,8 @@ from .errors import RemoteError
 __all__ = ["World", "counter", "everybody", "shard_", "torchrun"]
 
 T = TypeVar("T")
+
+_calls = itertools.count()
 
 #: Messages of gloo when a connection is lost.
 _LOST = re.compile(r"gloo.*(Connection|Timed out|Socket|timeout)|Connection (closed|reset)", re.IGNORECASE | re.DOTALL)
@@ -219,7 +222,8 @@ def counter(count: int) -> Iterator[int]:
     if not dist.is_initialized():
         yield from range(count)
         return
-    store = dist.distributed_c10d.PrefixStore("sharpness-sweep", dist.distributed_c10d._get_default_store())
+    # Every call counts by itself; all processes make the same calls.
+    store = dist.distributed_c10d.PrefixStore(f"sharpness-{next(_calls)}", dist.distributed_c10d._get_default_store())
     while True:
         number = int(store.add("next", 1)) - 1
         if number >= count:

@@ -156,7 +156,7 @@ def _evaluate(
                         found.append(result)
                         kept.keep(result, space, point)
                         del point  # as large as the model
-        shares = world.gather([(found, space.uncertified(), space.unreached)])
+        shares = world.gather([(found, space.uncertified(), space.unreached())])
     of_starts = _best(r for results, _, _ in shares for r in results)
     best = list(_nested(of_starts) if statistic == "worst" else ((r, r.rho) for r in of_starts))
     best.sort(key=lambda pair: (pair[0].batch, radii.index(pair[0].rho)))
@@ -247,18 +247,18 @@ class _Ball:
 
     def _ascend(self, start: Tensor, rho: float, *, at_weights: bool = False, last: bool = False) -> Ascent:
         """Climb from a point; the pass at the weights was made before."""
-        loss, top = self.loss, -math.inf
+        loss, top, begun = self.loss, -math.inf, False
         known = [(loss.base, loss.base_gradient)] if at_weights else []
         if last:
             del loss.base_gradient
 
         def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
-            nonlocal top
-            if known:
-                return known.pop()
-            value, gradient = loss.with_gradient(x) if wanted else (loss(x), None)
+            nonlocal top, begun
+            value, gradient = known.pop() if known else loss.with_gradient(x) if wanted else (loss(x), None)
             top = max(top, value)
-            self._show(rho, value, top)
+            if begun:  # the start is no step
+                self._show(rho, value, top)
+            begun = True
             return value, gradient
 
         found = ASCENTS[self.search.ascent](

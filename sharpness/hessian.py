@@ -375,7 +375,7 @@ def _at_the_weights(
                     passes = loss.passes + operator.num_matvecs
                 seconds = time.perf_counter() - began
                 found.append(LocalBatch(index, loss.base, loss.base_error, length, top, trace, error, passes, seconds))
-        shares = world.gather([(found, space.unreached)])
+        shares = world.gather([(found, space.unreached())])
     found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
     remarks = without_gradient(space, set.intersection(*(unreached for _, unreached in shares)))
     means: dict[str, Any] = {}

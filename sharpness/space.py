@@ -184,8 +184,6 @@ class WeightSpace(BlockSpace):
         While attached, the moving weights by the parameters that point to them.
     gradients : Gradients
         How the loss is differentiated with respect to them.
-    unreached : set of str
-        Names of the weights that had no gradient yet.
     remarks : list of str
         What a reader of the result has to know, in sentences.
 
@@ -237,7 +235,7 @@ class WeightSpace(BlockSpace):
         self.gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self.unreached = set(self._parameters)
+        self._unreached = set(self._parameters)
         self.remarks: list[str] = []
 
     def _build(
@@ -270,6 +268,10 @@ class WeightSpace(BlockSpace):
     def sizes(self) -> dict[str, int]:
         """Return the number of entries of every weight that moves."""
         return {name: p.numel() for name, p in self._parameters.items()}
+
+    def unreached(self) -> set[str]:
+        """Name the weights that had no gradient on any process yet."""
+        return set.intersection(*self.world.gather([self._unreached]))
 
     @property
     def tolerance(self) -> float:
@@ -353,10 +355,10 @@ class WeightSpace(BlockSpace):
             self._certify(found)
             sizes = {
                 name: torch.linalg.vector_norm(found[p], 1).to(self.dtype)
-                for name in self.unreached if (p := self._parameters[name]) in found and p.numel()
+                for name in self._unreached if (p := self._parameters[name]) in found and p.numel()
             }  # fmt: skip
             if sizes:
-                self.unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
+                self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
         return self.pull_back(found, self._at)
 
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:

@@ -273,7 +273,7 @@ class QuotientOptimizer(Optimizer):
         rank.
         """
         _warn_of_skipped(int(self._skipped))
-        names = ("members", "flipped", "group", "state")
+        names = ("members", "flipped", "group", "steps", "state")
         buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
         more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
         return copy.deepcopy({**super().state_dict(), **more})

@@ -326,6 +326,7 @@ def restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], names: Ab
         h = bucket.stack.group.h
         shape = (bucket.points * len(members), rows, h // bucket.points)
         check_shape(state[f"moment {side}"].shape if f"moment {side}" in state else shape, shape)
+    bucket.steps = entry["steps"]
     bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
     return bucket
 

@@ -68,9 +68,9 @@ class PairStack:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def manifold(self, metric: str = "inv", **options: float) -> GLQuotientInv | GLQuotientMix:
-        """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``, options are the manifold's."""
-        return MANIFOLDS[metric](self.n, self.m, **options)
+    def manifold(self, metric: str = "inv") -> GLQuotientInv | GLQuotientMix:
+        """Return the manifold of the stacked point; metric is ``"inv"`` or ``"mix"``."""
+        return MANIFOLDS[metric](self.n, self.m)
 
     def point_like(self, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor]:
         """Return the shape of the stacked point, and an empty tensor of its dtype, for real weights of ``dtype``."""
@@ -237,7 +237,7 @@ def spectra(pairs: Iterable[SymmetricPair]) -> list[PairSpectrum]:
     r"""Compute the singular values of :math:`G H^H`, and the smallest ones of G and H, pair by pair.
 
     The mix metric's ball of radius ρ stays on the manifold while ρ is below the smallest singular value of any
-    :math:`G H^H`, divided by √2; a floor (``relaxation``) replaces small singular values.
+    :math:`G H^H`, divided by √2.
 
     Parameters
     ----------

@@ -175,7 +175,7 @@ class Sweep(Common, kw_only=True):
     rho : dict of str to tuple of float
         Radii by measure; by default the measure's own.
     ablations : tuple of dict
-        Fields of ``Measure`` (``geodesic``, ``symmetry``, ``relaxation``, …) and ``statistic``, changed in all measures
+        Fields of ``Measure`` (``geodesic``, ``symmetry``, …) and ``statistic``, changed in all measures
         for which they have a meaning, or in those listed under ``measures``. ``{}`` is the measure itself.
     steps, relative_tol, ascent, restarts, seed, micro_batch, normalize_logits
         As for :func:`sharpness.evaluate`.
