@@ -4,7 +4,9 @@ import io
 import re
 import sys
 
-from sharpness import progress
+import torch
+
+from sharpness import evaluation, progress
 
 
 class Terminal(io.StringIO):
@@ -39,3 +41,13 @@ def test_a_terminal_gets_a_bar_and_the_quiet_nothing(monkeypatch):
     assert "\r" in shown(monkeypatch, Terminal())
     assert shown(monkeypatch, Terminal(), progress_on=False) == ""
     assert shown(monkeypatch, io.StringIO(), progress_on=False, minutes=5) == ""
+
+
+def test_steps_are_counted_and_starts_are_not(monkeypatch):
+    """From the weights and from two random points: what is announced is what is done."""
+    bars = []
+    monkeypatch.setattr(evaluation, "progress_bar", lambda *a, **k: bars.append(progress.bar(*a, **k)) or bars[-1])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    batch = torch.eye(2), torch.arange(2)
+    evaluation.evaluate(torch.nn.Linear(2, 2), [batch], measure="euclidean", rho=0.1, steps=3, restarts=2)
+    assert bars[0].n == bars[0].total == 9
