@@ -139,8 +139,7 @@ class QuotientManifold(geoopt.Manifold):
     --------
     geoopt's optimisers accept it like any other manifold:
 
-    >>> import geoopt, torch
-    >>> import quotient_manifolds
+    >>> import geoopt, quotient_manifolds, torch
     >>> manifold = quotient_manifolds.GLQuotientMix(4, 3)
     >>> x = geoopt.ManifoldParameter(manifold.origin(4 + 3, 2), manifold=manifold)
     >>> optimizer = geoopt.optim.RiemannianAdam([x], lr=0.1)
@@ -362,6 +361,7 @@ class QuotientManifold(geoopt.Manifold):
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
         space = self._vector_space(x, u)
+        check_finite(self, u, "u")
         off = space.norm(u - space.proju(u))
         bound = atol + rtol * space.norm(u)
         if holds(off <= bound):

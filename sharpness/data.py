@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quotient_manifolds.batches import tree_map
+from quotient_manifolds.checks import as_count
 
 from .errors import naming, require_extra
 from .models import LoadedModel, call, load_state_dict
@@ -109,6 +110,9 @@ class DataChoice:
             raise ValueError(
                 f"the batch size and the number of batches must be at least 1, got {self.batch_size} and {self.batches}"
             )
+        for name, least in {"batch_size": 1, "batches": 1, "num_examples": 1, "subset_seed": 0}.items():
+            if getattr(self, name) is not None:
+                as_count(name, getattr(self, name), least=least)
 
     def load(self, loaded: LoadedModel, device: torch.device | str = "cpu") -> Batches:
         """Read the batches for a model.
@@ -132,6 +136,8 @@ class DataChoice:
         ValueError, OSError, ImportError
             The data cannot be read, or there is too little of it.
         """
+        with naming(f"the device {device!r} cannot be used"):
+            device = torch.device(device)
         remarks: tuple[str, ...] = ()
         if is_function(self.source):
             if self.num_examples is not None or self.subset_seed is not None:
@@ -275,6 +281,11 @@ def _dataset(path: Path, split: str, loaded: LoadedModel, columns: TextColumns) 
             row[columns.label] = names[number]
         unnamed = all(n.isdigit() or n.upper().startswith("LABEL_") for n in loaded.labels)
         known = {n.lower() for n in names} <= {n.lower() for n in loaded.labels}
+        if not (unnamed or known or columns.label_map) and any(n.isdecimal() for n in names):
+            raise ValueError(
+                f"the classes of {source} ({', '.join(names)}) are not the model's ({', '.join(loaded.labels)}); say "
+                "what labels mean with --label-map NAME=NUMBER,…"
+            )
         if unnamed and not known and not columns.label_map:
             own = {name: i for i, name in enumerate(names)}
             columns = dataclasses.replace(columns, label_map=own)

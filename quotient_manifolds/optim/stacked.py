@@ -77,7 +77,7 @@ class Part:
     """One factor in a step: of all pairs or, on the CPU, of as many as fit in its cache.
 
     ``x`` are its rows, ``g`` their gradients, (points, rows, h), ``views`` the rows in the parameters, column by column
-    of blocks, or in the ``copies`` of parameters that are not contiguous.
+    of blocks, or in the contiguous ``copies`` of parameters that are not.
     """
 
     side: int
@@ -86,7 +86,7 @@ class Part:
     x: Tensor
     g: Tensor
     views: list[list[Tensor]]
-    copies: list[tuple[Tensor, Tensor]]
+    copies: dict[Tensor, Tensor]
 
     def of(self, A: Tensor) -> Tensor:
         """Return the matrices of this part in (points, 2, h, h)."""
@@ -114,14 +114,14 @@ class Step:
         self, side: int, points: slice, biases: list[slice], runs: list[Run], gradients: Mapping[Tensor, Tensor]
     ) -> Part:
         """Read rows and gradients in float32 at least: views if possible, and zeros for gradients that are absent."""
-        weights, slopes, copies = dict[int, list[Tensor]](), dict[int, list[Tensor]](), list[tuple[Tensor, Tensor]]()
+        weights, slopes, copies = dict[int, list[Tensor]](), dict[int, list[Tensor]](), dict[Tensor, Tensor]()
         for first, row, size, stride in runs:
             p = first.tensor
-            x, g = p.detach().contiguous(), (gradients[p] if p in gradients else torch.zeros_like(p)).contiguous()
+            if not p.is_contiguous() and p not in copies:
+                copies[p] = p.detach().contiguous()
+            x, g = copies.get(p, p.detach()), (gradients[p] if p in gradients else torch.zeros_like(p)).contiguous()
             weights.setdefault(row, []).append(x.as_strided(size, stride, x.storage_offset() + first.offset))
             slopes.setdefault(row, []).append(g.as_strided(size, stride, g.storage_offset() + first.offset))
-            if not p.is_contiguous():
-                copies.append((p, x))
         x, g = self._joined(weights), self._joined(slopes)
         return Part(side, points, biases, x, g, list(weights.values()), copies)
 
@@ -226,8 +226,10 @@ class Step:
         for column, rows in zip(part.views, x.split(heights, dim=1), strict=True):
             targets += column
             sources += rows.split([len(view) for view in column])
+        for p, copy in part.copies.items():
+            copy.copy_(p)  # what others have written to it since
         torch._foreach_copy_(targets, sources)
-        for p, copy in part.copies:
+        for p, copy in part.copies.items():
             p.copy_(copy)
 
     def advance_(self, directions: Iterable[Tensor], A: Tensor, decay: float) -> None:
@@ -326,7 +328,7 @@ def restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], names: Ab
         h = bucket.stack.group.h
         shape = (bucket.points * len(members), rows, h // bucket.points)
         check_shape(state[f"moment {side}"].shape if f"moment {side}" in state else shape, shape)
-    bucket.steps = entry["steps"]
+    bucket.steps = entry.get("steps", 0)
     bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
     return bucket
 

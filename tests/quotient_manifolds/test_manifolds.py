@@ -862,3 +862,10 @@ def test_threads_do_not_mix_their_points(metric):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+def test_a_vector_with_nan_is_named_by_the_check_of_vectors():
+    manifold = GLQuotientInv(4, 3)
+    x = manifold.random(7, 2)
+    with pytest.raises(ValueError, match=r"the vector u of shape .* has NaN"):
+        manifold.check_vector_on_tangent(x, torch.full_like(x, torch.nan))

@@ -1045,3 +1045,22 @@ def test_the_orientation_of_a_pair():
     G.data.zero_()
     with pytest.raises(ValueError, match="both factors lack full column rank"):  # no gradient moves it
         orientation(adapter)
+
+
+@pytest.mark.parametrize("name", ["in_proj_weight", "out_proj.weight"])
+def test_weights_in_another_order_of_memory_take_the_same_steps(name):
+    """Several heads and both factors lie in one parameter, of which each is written by itself."""
+    ends = []
+    for strided in (False, True):
+        torch.manual_seed(0)
+        model = nn.MultiheadAttention(8, 2, batch_first=True)
+        owner, attribute = (model, name) if "." not in name else (model.out_proj, "weight")
+        w = getattr(owner, attribute).detach()
+        setattr(owner, attribute, nn.Parameter(w.T.contiguous().T if strided else w.clone()))
+        optimizer, x = create_quotient_optimizer(model, lr=0.05), torch.randn(4, 5, 8)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x, x, x, need_weights=False)[0].square().mean().backward()
+            optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[1], ends[0])

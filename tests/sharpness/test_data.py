@@ -297,6 +297,13 @@ def test_folders_of_datasets(tmp_path, pictures):
     # Names in other letters are the same names; other names, and unlabelled rows, are an error.
     turned = opened(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"GOOD": 0, "BAD": 1})
     assert turned.batch([0, 1])["labels"].tolist() == [0, 1]
+    # Names that are numbers are names all the same.
+    texts["label"] = datasets.ClassLabel(names=["1", "0"])
+    datasets.Dataset.from_dict({"text": ["x y", "y"], "label": [1, 0]}, features=texts).save_to_disk(
+        tmp_path / "digits"
+    )
+    with pytest.raises(ValueError, match=r"the classes of .*digits \(1, 0\) are not the model's \(bad, good\)"):
+        opened(str(tmp_path / "digits"), tokenizer=tokenizer, labels={"bad": 0, "good": 1})
     with pytest.raises(ValueError, match=r"has the label 'good', which is not the name of a class \(yes, no\)"):
         opened(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"yes": 0, "no": 1})
     data = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [1, -1]}, features=texts)
@@ -555,3 +562,11 @@ def test_run_on_a_table(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "the labels go from 0 to 7, but BertForSequenceClassification has 3 classes" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 2.5}, {"batch_size": True}, {"batches": True}, {"num_examples": 1.5}, {"subset_seed": -1}]
+)
+def test_counts_are_whole_numbers(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a whole number of at least"):
+        DataChoice("module:function", **wrong)
