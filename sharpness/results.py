@@ -20,7 +20,7 @@ __all__ = ["LEAVES", "BatchResult", "SharpnessResult"]
 LEAVES = 2**-0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchResult:
     """The result on one batch at one radius.
 
@@ -74,21 +74,21 @@ class BatchResult:
 
     batch: int
     rho: float
-    start: int
+    start: int = 0
     value: float
     base_loss: float
     worst_loss: float
     base_error: float | None
-    worst_error: float | None
-    random_start: bool
-    passes: int
-    fw_gap: float | None
-    converged: bool | None
-    std_error: float | None
-    distance: float
-    num_exited_pairs: int
+    worst_error: float | None = None
+    random_start: bool = False
+    passes: int = 1
+    fw_gap: float | None = None
+    converged: bool | None = None
+    std_error: float | None = None
+    distance: float = 0.0
+    num_exited_pairs: int = 0
     history: tuple[float, ...]
-    seconds: float
+    seconds: float = 0.0
 
     @property
     def error_increase(self) -> float | None:
