@@ -25,10 +25,9 @@ from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
-from .blocks import PairBlock
 from .distributed import World
 from .losses import LossFunction, Objective
-from .measures import MEASURES, Measure, get_measure
+from .measures import MEASURES, Measure, PairBlock, get_measure
 from .measuring import BatchLoss, collected, measured
 from .perturb import preserved
 from .shards import is_sharded_model
