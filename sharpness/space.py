@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import at_least_float32, own_precision
+from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
@@ -250,7 +250,6 @@ class WeightSpace:
             finally:
                 self.copies, self._at = {}, None
 
-    @own_precision
     @torch.no_grad()
     def move_to(self, xi: Tensor | None) -> None:
         """Move the model, which must be attached, to the retraction of a tangent vector.
@@ -263,8 +262,9 @@ class WeightSpace:
         """
         self._at = xi
         parts = [None] * len(self.blocks) if xi is None else xi.split(self._sizes)
-        for block, c in zip(self.blocks, parts, strict=True):
-            block.move_(self.copies, None if c is None else c.to(self.model_device))
+        with torch.autocast(self.model_device.type, enabled=False):
+            for block, c in zip(self.blocks, parts, strict=True):
+                block.move_(self.copies, None if c is None else c.to(self.model_device))
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
@@ -318,7 +318,6 @@ class WeightSpace:
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
         self.certification.see(gradient, tolerance=self.tolerance)
 
-    @own_precision
     @torch.no_grad()
     def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None) -> Tensor:
         """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
@@ -327,11 +326,12 @@ class WeightSpace:
         """
         out = self.empty()
         here = [None] * len(self.blocks) if at is None else at.split(self._sizes)
-        for block, part, c, last_used in zip(self.blocks, out.split(self._sizes), here, self._last_used, strict=True):
-            near = torch.empty_like(part, device=self.model_device) if self._offload else part
-            block.pull_back_(near, gradient, None if c is None else c.to(self.model_device))
-            if self._offload:
-                part.copy_(near)
-            for p in last_used:
-                gradient.pop(p, None)
+        with torch.autocast(self.model_device.type, enabled=False):
+            for block, part, c, last in zip(self.blocks, out.split(self._sizes), here, self._last_used, strict=True):
+                near = torch.empty_like(part, device=self.model_device) if self._offload else part
+                block.pull_back_(near, gradient, None if c is None else c.to(self.model_device))
+                if self._offload:
+                    part.copy_(near)
+                for p in last:
+                    gradient.pop(p, None)
         return out
