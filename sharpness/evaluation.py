@@ -311,15 +311,11 @@ class _Ball:
         **others: Any,
     ) -> BatchResult:  # fmt: skip
         loss = self.loss
-        values: dict[str, Any] = {
-            "fw_gap": None, "converged": None, "std_error": None, "random_start": False, "distance": 0.0,
-            "num_exited_pairs": 0, **others,
-        }  # fmt: skip
         return BatchResult(
             batch=loss.index, rho=rho, start=start, value=value, base_loss=loss.base, worst_loss=worst_loss,
             base_error=loss.base_error, worst_error=loss.worst_error, history=history,
             passes=loss.passes + 1,  # the pass at the weights is shared, but every job needs it
-            seconds=time.perf_counter() - began, **values,
+            seconds=time.perf_counter() - began, **others,
         )  # fmt: skip
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from statistics import fmean
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,105 +24,21 @@ from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
+from .ascent import Search
 from .batch_loss import BatchLoss, measured, without_gradient
 from .blocks import PairBlock
 from .distributed import World
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
 from .perturb import preserved
+from .results import BatchResult, SharpnessResult
 from .shards import is_sharded_model
 from .space import WeightSpace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["HessianOperator", "LocalResult", "gradient_norm", "hessian"]
-
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """Results at the weights on one batch.
-
-    Attributes
-    ----------
-    batch : int
-        Position of the batch.
-    base_loss : float
-    base_error : float or None
-        Fraction of the batch that is misclassified; None if labels or scores are not known.
-    gradient_norm : float
-        Length of the loss's gradient in the metric, the limit of sharpness/ρ for small ρ.
-    max_eigenvalue, trace, std_error : float or None
-        Largest eigenvalue and trace of the Hessian in the metric, and the standard error of the trace.
-    passes : int
-        Passes through the model; a product with the Hessian counts as one.
-    seconds : float
-        Wall time.
-    """
-
-    batch: int
-    base_loss: float
-    base_error: float | None
-    gradient_norm: float
-    max_eigenvalue: float | None
-    trace: float | None
-    std_error: float | None
-    passes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class LocalResult:
-    """Results at a model's weights, averaged over batches; ``print`` shows one line.
-
-    Attributes
-    ----------
-    measure : Measure
-        The measure whose metric is used.
-    model : str
-        Class of the model.
-    batches : tuple of LocalBatch
-    remarks : tuple of str
-        As in :class:`sharpness.SharpnessResult`.
-    gradient_norm : float
-        Length of the gradient in the metric.
-    max_eigenvalue, trace : float or None
-        Largest eigenvalue of the Hessian, and an estimate of its trace; None if they were not computed.
-    std_error : float or None
-        Standard error of the trace's estimate, at most: the batches share the random vectors; None without one.
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
-    >>> print(sharpness.hessian(model, [batch], lambda f, x: f(x).square().sum(), measure="euclidean"))
-    euclidean Hessian of Linear: largest eigenvalue 2, trace 2 ± 0, 1 batch
-    """
-
-    measure: Measure
-    model: str
-    batches: tuple[LocalBatch, ...]
-    remarks: tuple[str, ...]
-    gradient_norm: float
-    max_eigenvalue: float | None
-    trace: float | None
-    std_error: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain numbers, strings, lists and dicts."""
-        return {**asdict(self), "batches": [asdict(b) for b in self.batches], "remarks": list(self.remarks)}
-
-    def __str__(self) -> str:
-        batches = f"{len(self.batches)} batch{'es' * (len(self.batches) > 1)}"
-        if self.trace is None:
-            metric = f"in the metric of {self.measure.name}"
-            line = f"gradient norm of {self.model} {metric}: {self.gradient_norm:.6g}, {batches}"
-        else:
-            line = (
-                f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {self.max_eigenvalue:.6g}, "
-                f"trace {self.trace:.6g} ± {self.std_error or 0.0:.2g}, {batches}"
-            )
-        return "\n".join([line, *self.remarks])
+__all__ = ["HessianOperator", "gradient_norm", "hessian"]
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
@@ -285,7 +200,7 @@ def gradient_norm(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", pairs: Sequence[SymmetricPair] | None = None,
     normalize_logits: bool = False, micro_batch: int | None = None, group: ProcessGroup | None = None,
-) -> LocalResult:  # fmt: skip
+) -> SharpnessResult:  # fmt: skip
     """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
 
     Parameters
@@ -295,13 +210,14 @@ def gradient_norm(
 
     Returns
     -------
-    LocalResult
+    SharpnessResult
 
     Examples
     --------
     >>> import sharpness, torch
     >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
-    >>> sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean").gradient_norm
+    >>> result = sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean")
+    >>> float(result)
     5.0
     """
     objective = Objective(loss_fn, normalize_logits, micro_batch)
@@ -313,7 +229,7 @@ def hessian(
     measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, seed: int = 0,
     pairs: Sequence[SymmetricPair] | None = None, normalize_logits: bool = False, micro_batch: int | None = None,
     group: ProcessGroup | None = None,
-) -> LocalResult:  # fmt: skip
+) -> SharpnessResult:  # fmt: skip
     """Measure the largest eigenvalue and the trace of the Riemannian Hessian by Lanczos' method and Hutch++.
 
     With ``measure="euclidean"`` the results are those of the ordinary Hessian.
@@ -329,7 +245,7 @@ def hessian(
 
     Returns
     -------
-    LocalResult
+    SharpnessResult
 
     Raises
     ------
@@ -342,7 +258,7 @@ def hessian(
     >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
     >>> loss = lambda f, x: (f(x)[0] - 2 * f(x)[1]).square().sum() / 2
     >>> found = sharpness.hessian(model, [batch], loss, measure="euclidean")
-    >>> round(found.max_eigenvalue, 4), round(found.trace, 4)
+    >>> round(float(found), 4), round(found.trace, 4)
     (5.0, 5.0)
     """
     measure = get_measure(measure)
@@ -356,9 +272,9 @@ def hessian(
 def _at_the_weights(
     model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, num_matvecs: int = 0, seed: int = 0,
-) -> LocalResult:  # fmt: skip
+) -> SharpnessResult:  # fmt: skip
     """Measure every batch; the Hessian, if products with it are asked for."""
-    found: list[LocalBatch] = []
+    found: list[BatchResult] = []
     world, state = World(None if is_sharded_model(model) else group), preserved(model)
     with World(group).losing_others():
         with state, state, measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
@@ -366,27 +282,30 @@ def _at_the_weights(
                 if not world.owns(index):
                     continue
                 began, loss = time.perf_counter(), BatchLoss(space, objective, batch, index)
-                length, passes = space.norm(loss.base_gradient), loss.passes
-                top = trace = error = None
+                value, passes, trace, error = space.norm(loss.base_gradient), loss.passes, None, None
                 if num_matvecs:
                     operator = HessianOperator(space, loss.losses)
-                    top = float(operator.eigenvalues(seed=seed)[0])
+                    value = float(operator.eigenvalues(seed=seed)[0])
                     trace, error = operator.trace(num_matvecs, seed=seed)
-                    passes = loss.passes + operator.num_matvecs
+                    passes += operator.num_matvecs
                 seconds = time.perf_counter() - began
-                found.append(LocalBatch(index, loss.base, loss.base_error, length, top, trace, error, passes, seconds))
-        shares = world.gather([(found, space.unreached())])
-    found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
-    remarks = without_gradient(space, set.intersection(*(unreached for _, unreached in shares)))
-    means: dict[str, Any] = {}
-    for name in ("gradient_norm", "max_eigenvalue", "trace", "std_error"):
-        values = [getattr(b, name) for b in found]
-        means[name] = None if None in values else fmean(values)
-    return LocalResult(measure, plain_class(model).__name__, tuple(found), (*space.remarks, *remarks), **means)
+                found.append(
+                    BatchResult(
+                        index, 0.0, value, loss.base, loss.base_error, passes, seconds, trace=trace, std_error=error
+                    )
+                )
+        shares = world.gather([(found, space.uncertified(), space.unreached())])
+    results = sorted((r for mine, _, _ in shares for r in mine), key=lambda r: r.batch)
+    uncertified = set.intersection(*(names for _, names, _ in shares))
+    remarks = (*space.remarks, *without_gradient(space, set.intersection(*(names for *_, names in shares))))
+    return SharpnessResult(
+        measure, "Hessian" if num_matvecs else "gradient norm", (0.0,), Search(seed=seed), plain_class(model).__name__,
+        *space.spectrum(), len(uncertified), tuple(results), remarks,
+    )  # fmt: skip
 
 
 #: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.
-LOCAL: dict[str, tuple[Callable[..., LocalResult], str]] = {
+LOCAL: dict[str, tuple[Callable[..., SharpnessResult], str]] = {
     "gradient-norm": (gradient_norm, "geodesic-inv"),
     "riemannian-hessian": (hessian, "geodesic-inv"),
     "euclidean-hessian": (hessian, "euclidean"),

@@ -31,6 +31,8 @@ from .results import read_record
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ..results import SharpnessResult
+
 __all__ = ["distance", "read_failures", "read_rows", "run_sweep"]
 
 #: Returns the batches of a choice of data for the current model.
@@ -171,8 +173,7 @@ def _sharpness(
         function = LOCAL[job["measure"]][0]
         own = ("micro_batch", "normalize_logits", *(["seed"] if function is hessian else []))
         local = function(model, batches, measure=measure, group=group, **{k: settings[k] for k in own})
-        values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in local.batches]
-        return [{"rho": 0.0, "trace": local.trace, **_row(local, values)}], local.remarks, {}
+        return [{"rho": 0.0, "trace": local.trace, **_row(local)}], local.remarks, {}
     radii, too_large = sorted(job["rho"]), dict[str, str]()
     while True:
         try:
@@ -189,7 +190,7 @@ def _sharpness(
     rows = [
         {
             "rho": rho,
-            **_row(result[rho], [b.value for b in result[rho].batches]),
+            **_row(result[rho]),
             "error_increase": result[rho].error_increase,
             "unconverged": sum(b.converged is False for b in result[rho].batches),
             **about,
@@ -199,10 +200,10 @@ def _sharpness(
     return rows, result.remarks, too_large
 
 
-def _row(result: Any, values: list[float]) -> dict[str, Any]:
+def _row(result: SharpnessResult) -> dict[str, Any]:
     return {
-        "sharpness": fmean(values),
-        "per_batch": values,
+        "sharpness": float(result),
+        "per_batch": [b.value for b in result.batches],
         "base_loss": fmean(b.base_loss for b in result.batches),
         "passes": sum(b.passes for b in result.batches),
     }

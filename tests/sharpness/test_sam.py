@@ -123,7 +123,7 @@ def test_the_perturbation_is_the_gradient_on_the_manifold(metric, refresh):
 def test_the_first_ascent_step_is_that_of_the_measure(measure):
     """The rise after the inner step approaches ρ times the gradient's norm in the metric, as ``evaluate`` gives it."""
     model, batch = small(), batch_of(Encoder)
-    norm = sharpness.gradient_norm(model, [(batch, LABELS)], measure=measure).gradient_norm
+    norm = float(sharpness.gradient_norm(model, [(batch, LABELS)], measure=measure))
     sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=1e-5, measure=measure)
     base = loss_of(model, batch)
     base.backward()
