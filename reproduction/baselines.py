@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.batches import default_forward
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
 from sharpness.building import trainable
-from sharpness.losses import IGNORED, Objective, scores_and_labels, to_float32
+from sharpness.losses import IGNORED, Objective, labels_of, to_float32
 from sharpness.perturb import becomes_float32, pointing_to
 
 __all__ = [
@@ -22,6 +23,18 @@ __all__ = [
 
 #: Examples at a time.
 _PIECE = 32
+
+
+def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Run a classifier: scores (examples, classes), with their graph, and labels; None if it is not a classification.
+
+    The output is the scores, or has them as ``.logits``.
+    """
+    output, labels = default_forward(model, batch), labels_of(batch)
+    scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(scores, Tensor) or labels is None or labels.is_floating_point():
+        return None
+    return (scores, labels) if (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2 else None
 
 
 def baselines(

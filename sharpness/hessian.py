@@ -25,11 +25,11 @@ from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
 from .ascent import Search
-from .batch_loss import BatchLoss, measured, without_gradient
 from .blocks import PairBlock
 from .distributed import World
 from .losses import LossFunction, Objective
 from .measures import MEASURES, Measure, get_measure
+from .measuring import BatchLoss, collected, measured
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
 from .shards import is_sharded_model
@@ -274,7 +274,7 @@ def _at_the_weights(
     pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, num_matvecs: int = 0, seed: int = 0,
 ) -> SharpnessResult:  # fmt: skip
     """Measure every batch; the Hessian, if products with it are asked for."""
-    found: list[BatchResult] = []
+    results: list[BatchResult] = []
     world, state = World(None if is_sharded_model(model) else group), preserved(model)
     with World(group).losing_others():
         with state, state, measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
@@ -289,18 +289,17 @@ def _at_the_weights(
                     trace, error = operator.trace(num_matvecs, seed=seed)
                     passes += operator.num_matvecs
                 seconds = time.perf_counter() - began
-                found.append(
+                results.append(
                     BatchResult(
-                        index, 0.0, value, loss.base, loss.base_error, passes, seconds, trace=trace, std_error=error
+                        batch=index, rho=0.0, value=value, base_loss=loss.base, base_error=loss.base_error,
+                        passes=passes, seconds=seconds, trace=trace, std_error=error,
                     )
-                )
-        shares = world.gather([(found, space.uncertified(), space.unreached())])
-    results = sorted((r for mine, _, _ in shares for r in mine), key=lambda r: r.batch)
-    uncertified = set.intersection(*(names for _, names, _ in shares))
-    remarks = (*space.remarks, *without_gradient(space, set.intersection(*(names for *_, names in shares))))
+                )  # fmt: skip
+        results, uncertified, remarks = collected(space, world, results)
+    results.sort(key=lambda r: r.batch)
     return SharpnessResult(
         measure, "Hessian" if num_matvecs else "gradient norm", (0.0,), Search(seed=seed), plain_class(model).__name__,
-        *space.spectrum(), len(uncertified), tuple(results), remarks,
+        *space.spectrum(), uncertified, tuple(results), remarks,
     )  # fmt: skip
 
 

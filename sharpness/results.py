@@ -20,7 +20,7 @@ __all__ = ["LEAVES", "BatchResult", "SharpnessResult"]
 LEAVES = 2**-0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchResult:
     """The result on one batch at one radius, or at the weights themselves (radius 0).
 
@@ -82,8 +82,8 @@ class BatchResult:
     value: float
     base_loss: float
     base_error: float | None
-    passes: int
-    seconds: float
+    passes: int = 1
+    seconds: float = 0.0
     start: int = 0
     worst_loss: float | None = None
     worst_error: float | None = None

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..batch_loss import RadiusError
 from ..building import trainable
 from ..data import Batches, DataChoice, check_source
 from ..distributed import World, counter, everybody, shard_
 from ..errors import imported, naming, words_of
-from ..evaluation import evaluate
+from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
 from ..hessian import LOCAL, hessian
 from ..losses import Objective, count_examples
+from ..measuring import RadiusError
 from ..models import LoadedModel, load, load_state_dict
-from ..progress import bar
 from .plan import Checkpoint, Job, Sweep, as_data, job_key, of_model, shard_of, switched, versions
 from .results import read_record
 
@@ -93,7 +92,7 @@ def run_sweep(
         torch.zeros((), device=sweep.device)
     reader, group = _Reader(sweep.device), everybody() if sweep.sharded else None
     failed: list[dict[str, Any]] = []
-    with bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
+    with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
         for position in range(len(mine)) if sweep.sharded else counter(len(mine)):
             jobs, unread = _jobs(sweep, mine[position])
             failed += unread
@@ -231,10 +230,10 @@ def _loss_and_error(model: nn.Module, batches: Iterable[Any], objective: Objecti
     loss, wrong, counted, total = 0.0, 0, 0, 0
     for batch in batches:
         parts = [(weight, objective(model, part)) for weight, part in objective.pieces(model, batch)]
-        labels = sum(outcome.counted or 0 for _, outcome in parts)
+        labels = sum(outcome.counted for _, outcome in parts)
         size = labels or count_examples(batch)
         loss += size * sum(weight * float(outcome.loss) for weight, outcome in parts)
-        wrong, counted = wrong + sum(outcome.wrong or 0 for _, outcome in parts), counted + labels
+        wrong, counted = wrong + sum(outcome.wrong for _, outcome in parts), counted + labels
         total += size
     return {"loss": loss / total, "error": wrong / counted if counted else None}
 
