@@ -2,8 +2,8 @@
 
 from .ascent import Search
 from .direction import Direction, Profile, perturbed, profile
-from .evaluation import evaluate
-from .hessian import HessianOperator, gradient_norm, hessian
+from .evaluation import evaluate, gradient_norm, hessian
+from .hessian import HessianOperator
 from .measures import MEASURES, Measure, get_measure
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM

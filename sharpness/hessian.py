@@ -1,4 +1,4 @@
-r"""Measures at the weights themselves, without a radius: the gradient's length, and the Riemannian Hessian.
+r"""The Riemannian Hessian of the loss.
 
 .. math:: \langle H ξ, ξ \rangle = \frac{d^2}{dt^2} \ell(γ_ξ(t))\big|_{t=0}
 
@@ -9,36 +9,19 @@ acceleration. Without that term it would depend on the representative wherever t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import scipy.sparse.linalg
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quotient_manifolds.checks import as_count
-from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import plain_class
-
-from .ascent import Search
 from .blocks import PairBlock
-from .distributed import World
-from .losses import LossFunction, Objective
-from .measures import MEASURES, Measure, get_measure
-from .measuring import BatchLoss, collected, measured
-from .perturb import preserved
-from .results import BatchResult, SharpnessResult
-from .shards import is_sharded_model
 from .space import WeightSpace
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["HessianOperator", "gradient_norm", "hessian"]
+__all__ = ["HessianOperator"]
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
@@ -194,125 +177,3 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             outside.append(float(g @ self.product(g)))
         std_error = float(np.std(outside, ddof=1) / np.sqrt(each)) if each > 1 else None
         return inside + float(np.mean(outside)), std_error
-
-
-def gradient_norm(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", pairs: Sequence[SymmetricPair] | None = None,
-    normalize_logits: bool = False, micro_batch: int | None = None, group: ProcessGroup | None = None,
-) -> SharpnessResult:  # fmt: skip
-    """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
-
-    Parameters
-    ----------
-    model, batches, loss_fn, measure, pairs, normalize_logits, micro_batch, group
-        As :func:`sharpness.evaluate` takes them.
-
-    Returns
-    -------
-    SharpnessResult
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
-    >>> result = sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean")
-    >>> float(result)
-    5.0
-    """
-    objective = Objective(loss_fn, normalize_logits, micro_batch)
-    return _at_the_weights(model, batches, objective, get_measure(measure), pairs, group)
-
-
-def hessian(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, seed: int = 0,
-    pairs: Sequence[SymmetricPair] | None = None, normalize_logits: bool = False, micro_batch: int | None = None,
-    group: ProcessGroup | None = None,
-) -> SharpnessResult:  # fmt: skip
-    """Measure the largest eigenvalue and the trace of the Riemannian Hessian by Lanczos' method and Hutch++.
-
-    With ``measure="euclidean"`` the results are those of the ordinary Hessian.
-
-    Parameters
-    ----------
-    model, batches, loss_fn, measure, pairs, normalize_logits, micro_batch, group
-        As :func:`sharpness.evaluate` takes them.
-    num_matvecs : int
-        Products with the Hessian for its trace, rounded down to a multiple of 3.
-    seed : int
-        Seed of the random vectors.
-
-    Returns
-    -------
-    SharpnessResult
-
-    Raises
-    ------
-    ValueError
-        As for :func:`sharpness.evaluate`; or ``num_matvecs`` is below 1, or the seed is negative.
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
-    >>> loss = lambda f, x: (f(x)[0] - 2 * f(x)[1]).square().sum() / 2
-    >>> found = sharpness.hessian(model, [batch], loss, measure="euclidean")
-    >>> round(float(found), 4), round(found.trace, 4)
-    (5.0, 5.0)
-    """
-    measure = get_measure(measure)
-    num_matvecs, seed = as_count("num_matvecs", num_matvecs), as_count("seed", seed, least=0, most=2**63)
-    if measure.divides and measure.geodesic == "exact":  # the same Hessian
-        measure = replace(measure, geodesic="second-order")
-    objective = Objective(loss_fn, normalize_logits, micro_batch)
-    return _at_the_weights(model, batches, objective, measure, pairs, group, num_matvecs, seed)
-
-
-def _at_the_weights(
-    model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
-    pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, num_matvecs: int = 0, seed: int = 0,
-) -> SharpnessResult:  # fmt: skip
-    """Measure every batch; the Hessian, if products with it are asked for."""
-    results: list[BatchResult] = []
-    world, state = World(None if is_sharded_model(model) else group), preserved(model)
-    with World(group).losing_others():
-        with state, state, measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
-            for index, batch in each:
-                if not world.owns(index):
-                    continue
-                began, loss = time.perf_counter(), BatchLoss(space, objective, batch, index)
-                value, passes, trace, error = space.norm(loss.base_gradient), loss.passes, None, None
-                if num_matvecs:
-                    operator = HessianOperator(space, loss.losses)
-                    value = float(operator.eigenvalues(seed=seed)[0])
-                    trace, error = operator.trace(num_matvecs, seed=seed)
-                    passes += operator.num_matvecs
-                seconds = time.perf_counter() - began
-                results.append(
-                    BatchResult(
-                        batch=index, rho=0.0, value=value, base_loss=loss.base, base_error=loss.base_error,
-                        passes=passes, seconds=seconds, trace=trace, std_error=error,
-                    )
-                )  # fmt: skip
-        results, uncertified, remarks = collected(space, world, results)
-    results.sort(key=lambda r: r.batch)
-    return SharpnessResult(
-        measure, "Hessian" if num_matvecs else "gradient norm", (0.0,), Search(seed=seed), plain_class(model).__name__,
-        *space.spectrum(), uncertified, tuple(results), remarks,
-    )  # fmt: skip
-
-
-#: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.
-LOCAL: dict[str, tuple[Callable[..., SharpnessResult], str]] = {
-    "gradient-norm": (gradient_norm, "geodesic-inv"),
-    "riemannian-hessian": (hessian, "geodesic-inv"),
-    "euclidean-hessian": (hessian, "euclidean"),
-}
-
-
-def measure_of(name: str, **changes: Any) -> Measure:
-    """Return the measure with a name in MEASURES or LOCAL, with some fields changed."""
-    if name not in MEASURES and name not in LOCAL:
-        raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
-    return get_measure(LOCAL[name][1] if name in LOCAL else name, **changes)

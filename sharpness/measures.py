@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, ClassVar
 
-__all__ = ["MEASURES", "Measure", "get_measure"]
+__all__ = ["LOCAL", "MEASURES", "Measure", "checked_radii", "get_measure", "measure_of"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,13 @@ MEASURES: dict[str, Measure] = {
     "euclidean": Measure("euclidean", elementwise="euclidean", rho=0.05),
 }
 
+#: Quantities at the weights by their names in ``sharpness run`` and sweeps: the measure, and the statistic.
+LOCAL: dict[str, tuple[str, str]] = {
+    "gradient-norm": ("geodesic-inv", "gradient norm"),
+    "riemannian-hessian": ("geodesic-inv", "Hessian"),
+    "euclidean-hessian": ("euclidean", "Hessian"),
+}
+
 #: Fields that concern only pairs.
 _OF_PAIRS = ("geodesic", "symmetry", "relaxation")
 
@@ -144,3 +154,30 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
         if key not in known:
             raise ValueError(f"a measure has no {key!r}; its fields are {', '.join(known)}")
     return replace(measure, **changes)
+
+
+def measure_of(name: str, **changes: Any) -> Measure:
+    """Return the measure with a name in MEASURES or LOCAL, with some fields changed."""
+    if name not in MEASURES and name not in LOCAL:
+        raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
+    return get_measure(LOCAL[name][0] if name in LOCAL else name, **changes)
+
+
+def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:
+    """Return the radii of a measure; raise a ValueError for invalid ones."""
+    if rho is None:
+        if measure.rho is None:
+            raise ValueError(f"pass a radius rho: the measure {measure.name!r} has no default")
+        rho = measure.rho
+    scalar = isinstance(rho, Real) or getattr(rho, "ndim", None) == 0
+    try:
+        if isinstance(rho, (str, bool, Mapping)):
+            raise TypeError
+        radii = tuple(float(r) for r in ([rho] if scalar else rho))  # type: ignore[union-attr, arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}") from None
+    if not radii or any(not (math.isfinite(r) and r > 0) for r in radii):
+        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}")
+    if len(set(radii)) < len(radii):
+        raise ValueError(f"rho names a radius twice: {rho!r}")
+    return radii

@@ -33,10 +33,11 @@ class BatchResult:
     value : float
         The sharpness: the worst or the mean perturbed loss, minus the base loss; or the gradient norm, or the largest
         eigenvalue of the Hessian.
-    base_loss : float
-        Loss at the weights.
-    base_error : float or None
-        Fraction of the batch that is misclassified at the weights; None if labels or scores are not known.
+    base_loss, worst_loss : float
+        Loss at the weights, and the largest loss found.
+    base_error, worst_error : float or None
+        Fraction of the batch that is misclassified: at the weights, and the largest at any point evaluated. None if
+        labels or scores are not known.
     passes : int
         Passes through the model for the batch and radius, including the one at the weights; a product with the Hessian
         counts as one.
@@ -44,8 +45,6 @@ class BatchResult:
         Wall time.
     start : int
         0 for the ascent from the weights, else the number of the random start with the best result.
-    worst_loss, worst_error : float or None
-        The largest loss found, and the largest error at any point evaluated; None at the weights.
     random_start : bool
         The gradient at the weights was zero to within rounding, so the ascent began in a random direction.
     fw_gap : float or None
@@ -81,11 +80,11 @@ class BatchResult:
     rho: float
     value: float
     base_loss: float
+    worst_loss: float
     base_error: float | None
     passes: int = 1
     seconds: float = 0.0
     start: int = 0
-    worst_loss: float | None = None
     worst_error: float | None = None
     random_start: bool = False
     fw_gap: float | None = None

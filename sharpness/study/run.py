@@ -20,8 +20,8 @@ from ..distributed import World, counter, everybody, shard_
 from ..errors import imported, naming, words_of
 from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
-from ..hessian import LOCAL, hessian
 from ..losses import Objective, count_examples
+from ..measures import LOCAL
 from ..measuring import RadiusError
 from ..models import LoadedModel, load, load_state_dict
 from .plan import Checkpoint, Job, Sweep, as_data, job_key, of_model, shard_of, switched, versions
@@ -169,9 +169,9 @@ def _sharpness(
 ) -> tuple[list[dict[str, Any]], tuple[str, ...], dict[str, str]]:
     measure, settings, ablation = switched(job["measure"], job["ablation"]), job["settings"], job["ablation"]
     if job["measure"] in LOCAL:
-        function = LOCAL[job["measure"]][0]
-        own = ("micro_batch", "normalize_logits", *(["seed"] if function is hessian else []))
-        local = function(model, batches, measure=measure, group=group, **{k: settings[k] for k in own})
+        statistic = LOCAL[job["measure"]][1]
+        own = {k: settings[k] for k in ("micro_batch", "normalize_logits", "seed")}
+        local = evaluate(model, batches, measure=measure, statistic=statistic, progress=False, group=group, **own)
         return [{"rho": 0.0, "trace": local.trace, **_row(local)}], local.remarks, {}
     radii, too_large = sorted(job["rho"]), dict[str, str]()
     while True:
