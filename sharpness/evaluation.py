@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, replace
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
 from .ascent import ASCENTS, Search
 from .direction import Direction
 from .distributed import World
+from .hessian import HessianOperator
 from .losses import LossFunction, Objective
-from .measures import Measure, get_measure
+from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, collected, measured
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
@@ -33,7 +34,7 @@ from .shards import is_sharded_model
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["checked_radii", "evaluate", "progress_bar"]
+__all__ = ["evaluate", "gradient_norm", "hessian", "progress_bar"]
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
@@ -66,8 +67,9 @@ def evaluate(
         A name in :data:`MEASURES`: ``"geodesic-inv"``, ``"complete-inv"``, ``"adaptive"``, …; see :func:`get_measure`.
     rho : float or iterable of float, optional
         Radii in the measure's metric, by default its own. A point found in a smaller ball also counts for larger ones.
-    statistic : {"worst", "average"}
-        The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
+    statistic : {"worst", "average", "gradient norm", "Hessian"}
+        The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate; the others are
+        those of :func:`gradient_norm` and :func:`hessian`.
     pairs : sequence of SymmetricPair, optional
         The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
         attention of an unknown class, which outside of given pairs is a warning and a remark.
@@ -117,10 +119,77 @@ def evaluate(
     True
     """
     measure, objective = get_measure(measure), Objective(loss_fn, normalize_logits, micro_batch)
+    options = _search(search, statistic)
+    if statistic in ("worst", "average"):
+        radii = checked_radii(measure, rho)
+    elif rho is not None:
+        raise ValueError(f"the {statistic} is that at the weights, without a radius; leave rho out")
+    else:
+        radii = (0.0,)
+        if measure.divides and measure.geodesic == "exact":  # the same Hessian
+            measure = replace(measure, geodesic="second-order")
     return _evaluate(
-        model, batches, measure, checked_radii(measure, rho), statistic, _search(search, statistic), objective,
-        keep_directions, progress, group, pairs=pairs, only=only, offload=offload,
+        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
+        only=only, offload=offload,
     )  # fmt: skip
+
+
+def gradient_norm(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", **options: Any,
+) -> SharpnessResult:  # fmt: skip
+    """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
+
+    Parameters
+    ----------
+    model, batches, loss_fn, measure, **options
+        As :func:`evaluate` takes them: pairs, micro_batch, group and so on.
+
+    Returns
+    -------
+    SharpnessResult
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
+    >>> float(sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean"))
+    5.0
+    """
+    return evaluate(model, batches, loss_fn, measure=measure, statistic="gradient norm", **options)
+
+
+def hessian(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, **options: Any,
+) -> SharpnessResult:  # fmt: skip
+    """Measure the largest eigenvalue and the trace of the Riemannian Hessian by Lanczos' method and Hutch++.
+
+    With ``measure="euclidean"`` the results are those of the ordinary Hessian.
+
+    Parameters
+    ----------
+    model, batches, loss_fn, measure, **options
+        As :func:`evaluate` takes them: pairs, micro_batch, group, the seed of the random vectors and so on.
+    num_matvecs : int
+        Products with the Hessian for its trace, rounded down to a multiple of 3.
+
+    Returns
+    -------
+    SharpnessResult
+        ``float(result)`` is the eigenvalue, ``result.trace`` the trace with ``result.std_error``.
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
+    >>> loss = lambda f, x: (f(x)[0] - 2 * f(x)[1]).square().sum() / 2
+    >>> result = sharpness.hessian(model, [batch], loss, measure="euclidean")
+    >>> round(float(result), 4), round(result.trace, 4)
+    (5.0, 5.0)
+    """
+    options["num_samples"] = as_count("num_matvecs", num_matvecs)
+    return evaluate(model, batches, loss_fn, measure=measure, statistic="Hessian", **options)
 
 
 def _evaluate(
@@ -131,7 +200,7 @@ def _evaluate(
     everybody, sharded = World(group), is_sharded_model(model)
     world = World() if sharded else everybody  # the processes of a sharded model work on every batch together
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
-    total *= search.steps * (search.restarts + 1) if statistic == "worst" else search.num_samples
+    total *= {"worst": search.steps * (search.restarts + 1), "average": search.num_samples}.get(statistic, 1)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
     state = preserved(model)
@@ -153,6 +222,8 @@ def _evaluate(
                     began, loss.passes = time.perf_counter(), 0
                     if statistic == "average":
                         best = climb.average(rho)
+                    elif statistic != "worst":
+                        best = climb.at_weights(hessian=statistic == "Hessian")
                     for start in range(search.restarts + 1) if statistic == "worst" else ():
                         last = (rho, start) == (max(radii), search.restarts)
                         result, point = climb.worst(rho, start, last=last)
@@ -176,8 +247,8 @@ def _evaluate(
 
 
 def _search(options: Mapping[str, Any], statistic: str) -> Search:
-    if statistic not in ("worst", "average"):
-        raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
+    if statistic not in ("worst", "average", "gradient norm", "Hessian"):
+        raise ValueError(f"statistic must be 'worst', 'average', 'gradient norm' or 'Hessian', got {statistic!r}")
     known = [f.name for f in fields(Search)]
     for name in options:
         if name not in known:
@@ -191,31 +262,26 @@ def _search(options: Mapping[str, Any], statistic: str) -> Search:
     return found
 
 
-def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:
-    """Return the radii of a measure; raise a ValueError for invalid ones."""
-    if rho is None:
-        if measure.rho is None:
-            raise ValueError(f"pass a radius rho: the measure {measure.name!r} has no default")
-        rho = measure.rho
-    scalar = isinstance(rho, Real) or (isinstance(rho, Tensor) and rho.dim() == 0)
-    try:
-        if isinstance(rho, (str, bool, Mapping)):
-            raise TypeError
-        radii = tuple(float(r) for r in ([rho] if scalar else rho))  # type: ignore[union-attr, arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}") from None
-    if not radii or any(not (math.isfinite(r) and r > 0) for r in radii):
-        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}")
-    if len(set(radii)) < len(radii):
-        raise ValueError(f"rho names a radius twice: {rho!r}")
-    return radii
-
-
 class _Climb:
     """The search for the largest loss of a batch, or for its mean, in balls around the weights."""
 
     def __init__(self, loss: BatchLoss, search: Search, bar: Any) -> None:
         self.loss, self.space, self.search, self.bar = loss, loss.space, search, bar
+
+    def at_weights(self, *, hessian: bool) -> BatchResult:
+        """Measure the gradient's length, or the Hessian."""
+        loss, trace, error = self.loss, None, None
+        value = self.space.norm(loss.base_gradient)
+        if hessian:
+            operator = HessianOperator(self.space, loss.losses)
+            value = float(operator.eigenvalues(seed=self.search.seed)[0])
+            trace, error = operator.trace(self.search.num_samples, seed=self.search.seed)
+            loss.passes += operator.num_matvecs
+        self.bar.update()
+        return BatchResult(
+            batch=loss.index, rho=0.0, value=value, base_loss=loss.base, worst_loss=loss.base,
+            base_error=loss.base_error, trace=trace, std_error=error,
+        )  # fmt: skip
 
     def average(self, rho: float) -> BatchResult:
         """Average the loss over Gaussian directions."""
@@ -297,9 +363,6 @@ class _Climb:
     def _show(self, rho: float, value: float, top: float) -> None:
         self.bar.update()
         self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
-
-
-# -- what is shown meanwhile -----------------------------------------------------------------------------------------
 
 
 class _Lines:

@@ -9,8 +9,7 @@ import sys
 from statistics import stdev
 from typing import Any
 
-from ..hessian import LOCAL
-from ..measures import MEASURES
+from ..measures import LOCAL, MEASURES
 from . import add_command, add_data_options, add_json, as_json, checked_device, data_choice, place, seed
 
 __all__ = ["add_canonicalize", "add_run", "add_symmetries"]
@@ -216,9 +215,8 @@ def _run(options: argparse.Namespace) -> int:
 def _check_before(options: argparse.Namespace) -> None:
     """Raise for what can be known to be wrong before anything is measured."""
     from ..errors import require_extra
-    from ..evaluation import checked_radii
     from ..files import check_apart, check_file, check_folder
-    from ..hessian import measure_of
+    from ..measures import checked_radii, measure_of
     from ..study.plan import places
 
     for measure in options.measure:
@@ -244,17 +242,15 @@ def _check_before(options: argparse.Namespace) -> None:
 
 def _measured(measure: str, options: argparse.Namespace, model: Any, batches: Any, group: Any) -> Any:
     from ..evaluation import evaluate
-    from ..hessian import hessian, measure_of
+    from ..measures import measure_of
 
-    common: Any = {"measure": measure_of(measure), "micro_batch": options.micro_batch, "group": group}
-    if measure in LOCAL:
-        function = LOCAL[measure][0]
-        return function(model, batches, **common, **({"seed": options.seed} if function is hessian else {}))
+    statistic = LOCAL[measure][1] if measure in LOCAL else "worst"
     quiet = options.quiet or (group is not None and int(os.environ["RANK"]) > 0)
     return evaluate(
-        model, batches, rho=options.rho, steps=options.steps, relative_tol=options.relative_tol,
-        ascent=options.ascent, restarts=options.restarts, seed=options.seed, progress=not quiet,
-        keep_directions=options.figures is not None, **common,
+        model, batches, measure=measure_of(measure), rho=options.rho, statistic=statistic, steps=options.steps,
+        relative_tol=options.relative_tol, ascent=options.ascent, restarts=0 if measure in LOCAL else options.restarts,
+        seed=options.seed, progress=not quiet, keep_directions=options.figures is not None,
+        micro_batch=options.micro_batch, group=group,
     )  # fmt: skip
 
 

@@ -16,8 +16,7 @@ from msgspec import Struct, field
 
 from ..data import DataChoice, TextColumns, is_function
 from ..errors import naming, require_extra
-from ..hessian import measure_of
-from ..measures import Measure
+from ..measures import Measure, measure_of
 from .plan import Checkpoint, Common, Sweep, applies
 
 __all__ = ["read_config"]

@@ -19,10 +19,8 @@ from msgspec import Meta, Struct, field
 
 from ..data import DataChoice, divided, is_function, source_files
 from ..errors import naming
-from ..evaluation import checked_radii
-from ..hessian import LOCAL, measure_of
 from ..huggingface import INPUTS, files_of
-from ..measures import Measure
+from ..measures import LOCAL, Measure, checked_radii, measure_of
 from ..texts import read_table
 
 __all__ = ["Accuracies", "Checkpoint", "Sweep", "as_data", "job_key", "of_model", "places", "switched", "versions"]
@@ -171,7 +169,7 @@ class Sweep(Common, kw_only=True):
     initial : Checkpoint or None
         The model from which all were fine-tuned, for the distance from it.
     measures : tuple of str
-        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.hessian.LOCAL``.
+        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.measures.LOCAL``.
     rho : dict of str to tuple of float
         Radii by measure; by default the measure's own.
     ablations : tuple of dict

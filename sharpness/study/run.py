@@ -20,8 +20,8 @@ from ..distributed import World, counter, everybody, shard_
 from ..errors import imported, naming, words_of
 from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
-from ..hessian import LOCAL, hessian
 from ..losses import Objective, count_examples
+from ..measures import LOCAL
 from ..measuring import RadiusError
 from ..models import LoadedModel, load, load_state_dict
 from .plan import Checkpoint, Job, Sweep, as_data, job_key, of_model, shard_of, switched, versions
@@ -29,6 +29,8 @@ from .results import read_record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ..results import SharpnessResult
 
 __all__ = ["distance", "read_failures", "read_rows", "run_sweep"]
 
@@ -167,11 +169,10 @@ def _sharpness(
 ) -> tuple[list[dict[str, Any]], tuple[str, ...], dict[str, str]]:
     measure, settings, ablation = switched(job["measure"], job["ablation"]), job["settings"], job["ablation"]
     if job["measure"] in LOCAL:
-        function = LOCAL[job["measure"]][0]
-        own = ("micro_batch", "normalize_logits", *(["seed"] if function is hessian else []))
-        local = function(model, batches, measure=measure, group=group, **{k: settings[k] for k in own})
-        values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in local.batches]
-        return [{"rho": 0.0, "trace": local.trace, **_row(local, values)}], local.remarks, {}
+        statistic = LOCAL[job["measure"]][1]
+        own = {k: settings[k] for k in ("micro_batch", "normalize_logits", "seed")}
+        local = evaluate(model, batches, measure=measure, statistic=statistic, progress=False, group=group, **own)
+        return [{"rho": 0.0, "trace": local.trace, **_row(local)}], local.remarks, {}
     radii, too_large = sorted(job["rho"]), dict[str, str]()
     while True:
         try:
@@ -188,7 +189,7 @@ def _sharpness(
     rows = [
         {
             "rho": rho,
-            **_row(result[rho], [b.value for b in result[rho].batches]),
+            **_row(result[rho]),
             "error_increase": result[rho].error_increase,
             "unconverged": sum(b.converged is False for b in result[rho].batches),
             **about,
@@ -198,10 +199,10 @@ def _sharpness(
     return rows, result.remarks, too_large
 
 
-def _row(result: Any, values: list[float]) -> dict[str, Any]:
+def _row(result: SharpnessResult) -> dict[str, Any]:
     return {
-        "sharpness": fmean(values),
-        "per_batch": values,
+        "sharpness": float(result),
+        "per_batch": [b.value for b in result.batches],
         "base_loss": fmean(b.base_loss for b in result.batches),
         "passes": sum(b.passes for b in result.batches),
     }
