@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from quotient_manifolds.symmetries.whole import State
 
 from .distributed import World
 
-__all__ = ["ShardedState", "Shards", "is_sharded_model", "reshard", "resharded"]
+__all__ = ["ShardedState", "Shards", "is_sharded_model", "reshard"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -25,15 +24,6 @@ def reshard(model: nn.Module) -> None:
     for m in model.modules():
         if hasattr(m, "reshard"):
             m.reshard()  # type: ignore[operator]
-
-
-@contextmanager
-def resharded(model: nn.Module) -> Iterator[None]:
-    """Free the whole weights that FSDP2 has gathered when the block ends."""
-    try:
-        yield
-    finally:
-        reshard(model)
 
 
 def is_sharded_model(model: nn.Module) -> bool:
