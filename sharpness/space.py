@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .blocks import Block, PairBlock
 from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
-from .losses import Objective
+from .losses import Objective, count_examples
 from .measures import Measure
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .shares import Places
@@ -136,22 +137,23 @@ class BlockSpace:
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
         blocks = self._pair_blocks
-        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
-        absent = sum(int((~b.present).sum()) for b in blocks)
+        values = self.world.gather([float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())])
+        absent = sum(self.world.gather([int((~b.present).sum()) for b in blocks]))
         return min(values, default=None), absent
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose exact geodesic along xi is shortened."""
-        return sum(b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock))
+        exited = [b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock)]
+        return sum(self.world.gather(exited))
 
     def residuals(self) -> dict[SymmetricPair, float]:
         """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""
         return {} if self.certification.last is None else dict(self.certification.last.residuals)
 
     def uncertified(self) -> set[str]:
-        """Name the pairs that had no gradient yet."""
-        return {p.name for p in self.certification.open}
+        """Name the pairs of all processes that had no gradient yet."""
+        return set(self.world.gather(sorted(p.name for p in self.certification.open)))
 
 
 class WeightSpace(BlockSpace):
@@ -223,6 +225,8 @@ class WeightSpace(BlockSpace):
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
         self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
+        self.examples = World()
+        self._home = model  # whose parameters move: a sharded model has a twin for that
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         self.model_device = next(iter(self._parameters.values())).device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
@@ -250,7 +254,7 @@ class WeightSpace(BlockSpace):
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
-        found = self._copies_like(torch.zeros_like)
+        found = {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
         for block, c in self.each(xi):
             block.vector_(found, c, at_model=True)
         tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
@@ -261,9 +265,11 @@ class WeightSpace(BlockSpace):
     def _places(self) -> Places:  # finding pairs takes seconds, and there are many directions
         return Places(self.model, self._parameters)
 
-    def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
-        make = functools.partial(make, memory_format=torch.contiguous_format)
-        return {p: make(p.data, dtype=at_least_float32(p.dtype)) for p in self._parameters.values()}
+    def _copies(self) -> dict[Tensor, Tensor]:
+        """Copy the moving weights at the base point: entries that belong to no block keep these values."""
+        make = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        empty = {p: make(p.data, dtype=at_least_float32(p.dtype)) for p in self._parameters.values()}
+        return {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
 
     def sizes(self) -> dict[str, int]:
         """Return the number of entries of every weight that moves."""
@@ -289,10 +295,8 @@ class WeightSpace(BlockSpace):
         the moving weights, see :func:`sharpness.perturb.pointing_to`.
         Yields the space itself, with the model at the base point.
         """
-        # Start from the base point: entries that belong to no block keep these values.
-        empty = self._copies_like(torch.empty_like)
-        copies = {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
-        with pointing_to(self.model, {**self._base, **copies}):
+        copies = self._copies()
+        with pointing_to(self._home, {**self._base, **copies}):
             self.copies = copies
             try:
                 self.move_to(None)
@@ -314,15 +318,29 @@ class WeightSpace(BlockSpace):
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
-        apply_random_symmetry_(self.model, pairs=[pair])
+        apply_random_symmetry_(self._home, pairs=[pair])
 
     def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-        """Return the pieces of a batch that this process passes through the model, with their weights: all of them."""
-        return objective.pieces(self.model, batch)
+        """Return the pieces of a batch that this process passes through the model; each process has equally many.
+
+        FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied
+        by the number of processes.
+        """
+        size, rank = self.examples.size, self.examples.rank
+        if size > 1 and objective.micro_batch is None:
+            objective = replace(objective, micro_batch=-(-count_examples(batch) // size))
+            objective.check_pieces(self.model, batch, all_of_them=False)
+        pieces = objective.pieces(self.model, batch)
+        if size == 1:
+            return pieces
+        mine = [(weight * size, piece) for weight, piece in pieces[rank::size]]
+        return mine if len(mine) == -(-len(pieces) // size) else [*mine, (0.0, pieces[0][1])]
 
     def together(self, value: float, wrong: int, counted: int) -> tuple[float, int, int]:
-        """Combine the results of all processes for their pieces: loss, number of errors, and number of labels."""
-        return value, wrong, counted
+        """Take the mean of the losses and the sums of the counts, to the same bits on every process."""
+        found = torch.tensor([value, wrong, counted], dtype=torch.float64)
+        value, wrong, counted = self.world.sum(found).tolist()
+        return value / self.world.size, int(wrong), int(counted)
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         return self.gradients.sum_over(losses)
