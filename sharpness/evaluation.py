@@ -80,15 +80,14 @@ def evaluate(
     micro_batch : int, optional
         Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
     offload : bool
-        Keep the vectors of the search in main memory, to which parts of them go and from which they come at every step.
-        A GPU then holds one copy of the trainable weights besides what a pass needs, instead of four or five.
+        Keep the vectors of the search in main memory: besides what a pass needs, a GPU then holds one copy of the
+        trainable weights instead of four or five.
     keep_directions : bool, optional
         Keep the worst directions, each as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
         Show a progress bar or, without a terminal, one line per minute.
     group : ProcessGroup, optional
-        Spread the work over these processes of ``torch.distributed``; each of them returns the whole result, but for
-        the worst directions, which stay with the process that found them.
+        Spread the work over these processes; each returns the whole result, but the worst directions that it found.
     **search
         Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
 
@@ -120,14 +119,13 @@ def evaluate(
     """
     measure, objective = get_measure(measure), Objective(loss_fn, normalize_logits, micro_batch)
     options = _search(search, statistic)
+    radii: tuple[float, ...] = (0.0,)
     if statistic in ("worst", "average"):
         radii = checked_radii(measure, rho)
     elif rho is not None:
         raise ValueError(f"the {statistic} is that at the weights, without a radius; leave rho out")
-    else:
-        radii = (0.0,)
-        if measure.divides and measure.geodesic == "exact":  # the same Hessian
-            measure = replace(measure, geodesic="second-order")
+    elif measure.divides and measure.geodesic == "exact":  # the same Hessian
+        measure = replace(measure, geodesic="second-order")
     return _evaluate(
         model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
         only=only, offload=offload,
@@ -163,9 +161,7 @@ def hessian(
     model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
     measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, **options: Any,
 ) -> SharpnessResult:  # fmt: skip
-    """Measure the largest eigenvalue and the trace of the Riemannian Hessian by Lanczos' method and Hutch++.
-
-    With ``measure="euclidean"`` the results are those of the ordinary Hessian.
+    """Measure the largest eigenvalue and the trace of the Riemannian Hessian (``"euclidean"``: of the ordinary one).
 
     Parameters
     ----------
@@ -197,48 +193,49 @@ def _evaluate(
     search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None, **which: Any,
 ) -> SharpnessResult:  # fmt: skip
     """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
-    everybody, sharded = World(group), is_sharded_model(model)
-    world = World() if sharded else everybody  # the processes of a sharded model work on every batch together
+    sharded = is_sharded_model(model)
+    world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
     total *= {"worst": search.steps * (search.restarts + 1), "average": search.num_samples}.get(statistic, 1)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
     state = preserved(model)
-    with everybody.losing_others():
-        with (
-            state,
-            state,
-            progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-            measured(model, batches, measure, objective, group=group, **which) as (space, numbered),
-        ):
-            for index, batch in numbered:
-                if not world.owns(index):
-                    continue
-                loss = BatchLoss(space, objective, batch, index)
-                climb = _Climb(loss, search, bar)
-                best: BatchResult | None = None
-                direction: Direction | None = None
-                for rho in sorted(radii):  # what was found in a smaller ball stays until there is a larger loss
-                    began, loss.passes = time.perf_counter(), 0
-                    if statistic == "average":
-                        best = climb.average(rho)
-                    elif statistic != "worst":
-                        best = climb.at_weights(hessian=statistic == "Hessian")
-                    for start in range(search.restarts + 1) if statistic == "worst" else ():
-                        last = (rho, start) == (max(radii), search.restarts)
-                        result, point = climb.worst(rho, start, last=last)
-                        if best is None or result.value > best.value:
-                            room = not sharded and len(directions) * space.dim * space.dtype.itemsize < _DIRECTIONS
-                            best = result
-                            direction = space.direction(point) if (room if keep is None else keep) else None
-                        del point  # as large as the model
-                    assert best is not None
-                    seconds = time.perf_counter() - began
-                    best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
-                    results.append(best)
-                    if direction is not None:
-                        directions[index, rho] = direction
-        results, uncertified, remarks = collected(space, world, results)
+    with (
+        world.together() as shares,
+        state,
+        state,
+        progress_bar(total or None, measure.name, "step", progress=progress) as bar,
+        measured(model, batches, measure, objective, group=group, **which) as (space, numbered),
+    ):
+        for index, batch in numbered:
+            if not world.owns(index):
+                continue
+            loss = BatchLoss(space, objective, batch, index)
+            climb = _Climb(loss, search, bar)
+            best: BatchResult | None = None
+            direction: Direction | None = None
+            for rho in sorted(radii):  # what was found in a smaller ball stays until there is a larger loss
+                began, loss.passes = time.perf_counter(), 0
+                if statistic == "average":
+                    best = climb.average(rho)
+                elif statistic != "worst":
+                    best = climb.at_weights(hessian=statistic == "Hessian")
+                for start in range(search.restarts + 1) if statistic == "worst" else ():
+                    last = (rho, start) == (max(radii), search.restarts)
+                    result, point = climb.worst(rho, start, last=last)
+                    if best is None or result.value > best.value:
+                        room = not sharded and len(directions) * space.dim * space.dtype.itemsize < _DIRECTIONS
+                        best = result
+                        direction = space.direction(point) if (room if keep is None else keep) else None
+                    del point  # as large as the model
+                assert best is not None
+                seconds = time.perf_counter() - began
+                best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
+                results.append(best)
+                if direction is not None:
+                    directions[index, rho] = direction
+        shares.append((results, space.uncertified(), space.unreached()))
+    results, uncertified, remarks = collected(space, shares)
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
         measure, statistic, radii, search, plain_class(model).__name__, *space.spectrum(), uncertified, tuple(results),

@@ -26,7 +26,7 @@ from .distributed import World
 from .losses import Objective, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
-from .shards import is_sharded_model, resharded
+from .shards import is_sharded_model
 from .space import WeightSpace
 
 if TYPE_CHECKING:
@@ -176,8 +176,7 @@ def measured(
     sharded = is_sharded_model(model)
     kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
     make = partial(kind, model, only=only, offload=offload)
-    together = World(None if sharded else group).failing_together()
-    with together, resharded(model), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         try:
             first = next(stream)
@@ -290,11 +289,11 @@ def _warn(text: str, remarks: list[str]) -> None:
     remarks.append(text)
 
 
-def collected(space: WeightSpace, world: World, results: list[T]) -> tuple[list[T], int, tuple[str, ...]]:
-    """Collect the results of all processes, the number of pairs that nothing certifies, and all remarks."""
-    everything, uncertified, unreached = zip(
-        *world.gather([(results, space.uncertified(), space.unreached())]), strict=True
-    )
+def collected(
+    space: WeightSpace, shares: list[tuple[list[T], set[str], set[str]]]
+) -> tuple[list[T], int, tuple[str, ...]]:
+    """Join the processes' results, pairs that nothing certifies, and weights without a gradient; say all remarks."""
+    everything, uncertified, unreached = zip(*shares, strict=True)
     lost, remarks = set.intersection(*unreached), list(space.remarks)
     if lost:
         sizes = space.sizes()

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .ascent import norm
 from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
-from .losses import Objective
+from .losses import Objective, count_examples
 from .measures import Block, Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .shares import Places
@@ -107,7 +108,9 @@ class WeightSpace:
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure, self.classes, self.given, self.world = model, measure, classes, pairs, World()
+        self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
+        self.world = self.examples = World()
+        self._home = model  # whose parameters move: a sharded model has a twin for that
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
         moving = list(self._parameters.values())
         self._offload, self.model_device = offload, moving[0].device
@@ -179,9 +182,7 @@ class WeightSpace:
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
-        out = {
-            p: torch.zeros(p.shape, dtype=at_least_float32(p.dtype), device=p.device) for p in self._parameters.values()
-        }
+        out = {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
         for block, c in self.each(xi):
             block.vector_(out, c, at_model=True)
         tensors = {name: out[p].cpu() for name, p in self._parameters.items()}
@@ -198,12 +199,14 @@ class WeightSpace:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
         blocks = self._pair_blocks
         values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
-        return min(values, default=None), sum(int((~b.present).sum()) for b in blocks)
+        absent = sum(self.world.gather([int((~b.present).sum()) for b in blocks]))
+        return min(self.world.gather(values), default=None), absent
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose exact geodesic along xi is shortened."""
-        return sum(b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock))
+        exited = [b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock)]
+        return sum(self.world.gather(exited))
 
     def residuals(self) -> dict[SymmetricPair, float]:
         """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""
@@ -216,8 +219,8 @@ class WeightSpace:
         return HALF_PRECISION / 3 if rough else 1e-4
 
     def uncertified(self) -> set[str]:
-        """Name the pairs that had no gradient yet."""
-        return {p.name for p in self.certification.open}
+        """Name the pairs of all processes that had no gradient yet."""
+        return set(self.world.gather(sorted(p.name for p in self.certification.open)))
 
     def unreached(self) -> set[str]:
         """Name the weights that had no gradient on any process yet."""
@@ -229,6 +232,12 @@ class WeightSpace:
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
+    def _copies(self) -> dict[Tensor, Tensor]:
+        """Copy the moving weights at the base point: entries that belong to no block keep these values."""
+        make = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        empty = {p: make(p.data, dtype=at_least_float32(p.dtype)) for p in self._parameters.values()}
+        return {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
+
     @contextmanager
     def attached(self) -> Iterator[WeightSpace]:
         """Let the model's parameters point to copies that :meth:`move_to` writes; this is undone even after an error.
@@ -237,12 +246,8 @@ class WeightSpace:
         the moving weights, see :func:`sharpness.perturb.pointing_to`.
         Yields the space itself, with the model at the base point.
         """
-        # Start from the base point: entries that belong to no block keep these values.
-        copies = {
-            p: self._base.get(p, p.data).to(at_least_float32(p.dtype), copy=True, memory_format=torch.contiguous_format)
-            for p in self._parameters.values()
-        }
-        with pointing_to(self.model, {**self._base, **copies}):
+        copies = self._copies()
+        with pointing_to(self._home, {**self._base, **copies}):
             self.copies = copies
             try:
                 self.move_to(None)
@@ -268,15 +273,29 @@ class WeightSpace:
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
-        apply_random_symmetry_(self.model, pairs=[pair])
+        apply_random_symmetry_(self._home, pairs=[pair])
 
     def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-        """Return the pieces of a batch that this process passes through the model, with their weights: all of them."""
-        return objective.pieces(self.model, batch)
+        """Return the pieces of a batch that this process passes through the model; each process has equally many.
+
+        FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied
+        by the number of processes.
+        """
+        size, rank = self.examples.size, self.examples.rank
+        if size > 1 and objective.micro_batch is None:
+            objective = replace(objective, micro_batch=-(-count_examples(batch) // size))
+            objective.check_pieces(self.model, batch, all_of_them=False)
+        pieces = objective.pieces(self.model, batch)
+        if size == 1:
+            return pieces
+        mine = [(weight * size, piece) for weight, piece in pieces[rank::size]]
+        return mine if len(mine) == -(-len(pieces) // size) else [*mine, (0.0, pieces[0][1])]
 
     def together(self, value: float, wrong: int, counted: int) -> tuple[float, int, int]:
-        """Combine the results of all processes for their pieces: loss, number of errors, and number of labels."""
-        return value, wrong, counted
+        """Take the mean of the losses and the sums of the counts, to the same bits on every process."""
+        found = torch.tensor([value, wrong, counted], dtype=torch.float64)
+        value, wrong, counted = self.world.sum(found).tolist()
+        return value / self.world.size, int(wrong), int(counted)
 
     def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         return self.gradients.sum_over(losses)

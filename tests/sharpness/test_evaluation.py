@@ -246,7 +246,7 @@ def with_dropout(model, batch):
         ({"steps": 0}, "steps must be a whole number of at least 1"),
         ({"restarts": -1}, "restarts must be a whole number of at least 0"),
         ({"measure": "flatness"}, "unknown measure 'flatness'; choose one of geodesic-inv"),
-        ({"statistic": "third"}, "statistic must be 'worst' or 'average'"),
+        ({"statistic": "third"}, "statistic must be 'worst', 'average'"),
         ({"batches": []}, "batches is empty"),
         ({"batches": [torch.ones(3)]}, "a batch is a dict .* pass loss_fn"),
         ({"batches": {"pixel_values": 1}}, "batches is a single dict; wrap it in a list"),
