@@ -80,10 +80,9 @@ def evaluate(
     micro_batch : int, optional
         Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
     offload : bool
-        Keep the vectors of the search in main memory: besides what a pass needs, a GPU then holds one copy of the
-        trainable weights instead of four or five.
+        Keep the vectors of the search in main memory: a GPU holds one copy of the weights instead of four or five.
     keep_directions : bool, optional
-        Keep the worst directions, each as large as the model, in main memory; by default the first ones, up to 2 GiB.
+        Keep the worst directions, as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
         Show a progress bar or, without a terminal, one line per minute.
     group : ProcessGroup, optional
@@ -117,15 +116,8 @@ def evaluate(
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    measure, objective = get_measure(measure), Objective(loss_fn, normalize_logits, micro_batch)
-    options = _search(search, statistic)
-    radii: tuple[float, ...] = (0.0,)
-    if statistic in ("worst", "average"):
-        radii = checked_radii(measure, rho)
-    elif rho is not None:
-        raise ValueError(f"the {statistic} is that at the weights, without a radius; leave rho out")
-    elif measure.divides and measure.geodesic == "exact":  # the same Hessian
-        measure = replace(measure, geodesic="second-order")
+    objective = Objective(loss_fn, normalize_logits, micro_batch)
+    measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
     return _evaluate(
         model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
         only=only, offload=offload,
@@ -195,8 +187,9 @@ def _evaluate(
     """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
     sharded = is_sharded_model(model)
     world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
+    starts = search.restarts + 1 if statistic == "worst" else 0
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
-    total *= {"worst": search.steps * (search.restarts + 1), "average": search.num_samples}.get(statistic, 1)
+    total *= {"worst": search.steps * starts, "average": search.num_samples}.get(statistic, 1)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
     state = preserved(model)
@@ -220,9 +213,8 @@ def _evaluate(
                     best = climb.average(rho)
                 elif statistic != "worst":
                     best = climb.at_weights(hessian=statistic == "Hessian")
-                for start in range(search.restarts + 1) if statistic == "worst" else ():
-                    last = (rho, start) == (max(radii), search.restarts)
-                    result, point = climb.worst(rho, start, last=last)
+                for start in range(starts):
+                    result, point = climb.worst(rho, start, last=(rho, start + 1) == (max(radii), starts))
                     if best is None or result.value > best.value:
                         room = not sharded and len(directions) * space.dim * space.dtype.itemsize < _DIRECTIONS
                         best = result
@@ -234,7 +226,7 @@ def _evaluate(
                 results.append(best)
                 if direction is not None:
                     directions[index, rho] = direction
-        shares.append((results, space.uncertified(), space.unreached()))
+        shares.append((results, space.evidence.uncertified(), space.evidence.unreached()))
     results, uncertified, remarks = collected(space, shares)
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
@@ -243,7 +235,10 @@ def _evaluate(
     )  # fmt: skip
 
 
-def _search(options: Mapping[str, Any], statistic: str) -> Search:
+def _checked(
+    measure: Measure, rho: float | Iterable[float] | None, statistic: str, options: Mapping[str, Any]
+) -> tuple[Measure, tuple[float, ...], Search]:
+    """Return the measure, its radii, 0 at the weights themselves, and the options of the search."""
     if statistic not in ("worst", "average", "gradient norm", "Hessian"):
         raise ValueError(f"statistic must be 'worst', 'average', 'gradient norm' or 'Hessian', got {statistic!r}")
     known = [f.name for f in fields(Search)]
@@ -253,10 +248,16 @@ def _search(options: Mapping[str, Any], statistic: str) -> Search:
                 f"evaluate() has no argument {name!r}; those of the search are {', '.join(known)}; options of the "
                 "measure belong to it, as in get_measure('geodesic-inv', geodesic='exact')"
             )
-    found = Search(**options)
-    if found.restarts and statistic != "worst":
+    search = Search(**options)
+    if search.restarts and statistic != "worst":
         raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
-    return found
+    if statistic in ("worst", "average"):
+        return measure, checked_radii(measure, rho), search
+    if rho is not None:
+        raise ValueError(f"the {statistic} is that at the weights, without a radius; leave rho out")
+    if measure.divides and measure.geodesic == "exact":  # the same Hessian
+        measure = replace(measure, geodesic="second-order")
+    return measure, (0.0,), search
 
 
 class _Climb:

@@ -22,16 +22,7 @@ from quotient_manifolds.base import standard_normal
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack
 
-__all__ = [
-    "LOCAL",
-    "MEASURES",
-    "ElementwiseBlock",
-    "Measure",
-    "PairBlock",
-    "checked_radii",
-    "get_measure",
-    "measure_of",
-]
+__all__ = ["MEASURES", "ElementwiseBlock", "Measure", "PairBlock", "checked_radii", "get_measure"]
 
 #: Tensors by the parameter that they belong to.
 Tensors = Mapping[Tensor, Tensor]

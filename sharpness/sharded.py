@@ -13,7 +13,7 @@ from quotient_manifolds.base import standard_normal
 from quotient_manifolds.symmetries import PairStack, SymmetricPair, stacks
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
-from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
+from quotient_manifolds.symmetries.whole import canonical_form
 from quotient_manifolds.tangent import draw_gaussians
 
 from .building import build_blocks, divide, with_constants
@@ -65,21 +65,19 @@ class ShardedSpace(WeightSpace):
         super().__init__(shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
         self.model, self.world, self.examples, self.given = model, shards.world, examples, pairs
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
-        moving, trained = self._parameters.values(), (p for p in model.parameters() if p.requires_grad)
+        moving, trained = self.parameters.values(), (p for p in model.parameters() if p.requires_grad)
         self.gradients = Gradients([shards.of[p] for p in moving], trained, backward=True)
 
-    def _build(
-        self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
-    ) -> tuple[CanonicalForm | None, list[Block]]:
+    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[Block]:
         shards, form, state = self._shards, None, ShardedState(self._shards)
         if self.measure.form == "canonical":
-            form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
+            self.form = form = canonical_form(self.model, classes=self.classes, pairs=pairs, state=state)
         division = divide(
-            self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some,
+            self.model, self.measure, pairs, self.parameters, form=form, only_some=only_some,
             read=lambda p: state.of(p).to(p.dtype), cover=False,
         )  # fmt: skip
         self._all_stacks, constant = division.stacks, division.covered
-        single = {p: division.leaves_some_of(p) for p in self._parameters.values()}
+        single = {p: division.leaves_some_of(p) for p in self.parameters.values()}
         for pairs_of_set in shards.place(division.stacks, {} if form is None else form.values):
             # The masks of one set at a time: all together they are as large as the weights of all pairs.
             division.covered = with_constants(coverage(stacks(pairs_of_set)), constant)
@@ -90,8 +88,8 @@ class ShardedSpace(WeightSpace):
         division.stacks = [PairStack(pairs) for pairs in own if pairs]
         division.covered = {p: shards.cut(p, mask) for p, mask in constant.items()}
         division.lengths = {p: shards.cut(p, length) for p, length in division.lengths.items()}
-        here = {name: p for name, p in self._parameters.items() if p not in shards.owner or shards.is_mine(p)}
-        return form, build_blocks(self.measure, here, self.dtype, division)  # the twin was moved to the base point
+        here = {name: p for name, p in self.parameters.items() if p not in shards.owner or shards.is_mine(p)}
+        return build_blocks(self.measure, here, self.dtype, division)  # the twin was moved to the base point
 
     # -- vectors -----------------------------------------------------------------------------------------------
 
@@ -126,10 +124,10 @@ class ShardedSpace(WeightSpace):
         shards, found = self._shards, {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
         for block, c in self.each(xi):
             block.vector_(found, c, at_model=True)
-        rows = {p: torch.zeros_like(shards.local(p)) for p in self._parameters.values()}
+        rows = {p: torch.zeros_like(shards.local(p)) for p in self.parameters.values()}
         shards.spread(found, rows)
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
-        tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self._parameters.items()}
+        tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self.parameters.items()}
         of_model = {twin: module for module, twin in shards.modules.items()}
         pairs = tuple(in_copy(p, of_model) for p in self.pairs)
         squares = self._places.squares(self.each(xi), self.world)
@@ -138,17 +136,11 @@ class ShardedSpace(WeightSpace):
     @functools.cached_property
     def _places(self) -> Places:
         with pointing_to(self._home, {p: hollow(q) for p, q in self._shards.of.items()}):
-            found = Places(self._home, self._parameters)
+            found = Places(self._home, self.parameters)
         empty = torch.zeros((), dtype=torch.bool)
         elsewhere = {p for p in self._shards.owner if not self._shards.is_mine(p)}
         found.cut(lambda p, mask: empty if p in elsewhere else self._shards.cut(p, mask))
         return found
-
-    def residuals(self) -> dict[SymmetricPair, float]:
-        """Collect the residuals of the pairs of all processes, see :meth:`WeightSpace.residuals`."""
-        by_name = {p.name: p for p in self.pairs}
-        own = [(p.name, r) for p, r in super().residuals().items()]
-        return {by_name[name]: r for name, r in self.world.gather(own)}
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -156,7 +148,7 @@ class ShardedSpace(WeightSpace):
     def attached(self) -> Iterator[WeightSpace]:
         """Let :meth:`move_to` write the shards; they are restored even after an error."""
         shards = self._shards
-        self._rows = {p: shards.local(p) for p in [*self._parameters.values(), *self._base]}
+        self._rows = {p: shards.local(p) for p in [*self.parameters.values(), *self._base]}
         # Parameters that are processed by rows have a copy already.
         copied = {p for p in self._rows if p.requires_grad and p not in self._base and p not in shards.owner}
         before = {t: p.data if p in copied else t.clone() for p, t in self._rows.items()}
@@ -192,15 +184,16 @@ class ShardedSpace(WeightSpace):
 
     def _show_model(self) -> None:
         reshard(self.model)
-        moving = self._parameters.values()
+        moving = self.parameters.values()
         self._shards.spread(self.copies, {p: self._rows[p] for p in moving if p in self._shards.owner})
 
-    def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Return the gradient of the rows that lie here, and of the pairs that this process owns."""
         found = self.gradients.sum_over(losses)
         if not found:
             raise ValueError(
                 "no gradient reached the shards: FSDP2 is told not to exchange them; call "
                 "model.set_requires_gradient_sync(True)"
             )
-        rows = {p: found[q] for p in self._parameters.values() if (q := self._shards.of[p]) in found}
+        rows = {p: found[q] for p in self.parameters.values() if (q := self._shards.of[p]) in found}
         return {**rows, **self._shards.collect(rows)}

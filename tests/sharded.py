@@ -118,7 +118,7 @@ def residuals(model, batches, measure, group):
     ):
         for index, batch in each:
             BatchLoss(space, objective, batch, index)
-            found.update({pair.name: residual for pair, residual in space.residuals().items()})
+            found.update({pair.name: residual for pair, residual in space.evidence.residuals.items()})
     return found
 
 
