@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
-from .ascent import ASCENTS, Ascent, Search
+from .ascent import ASCENTS, Search
 from .direction import Direction
 from .distributed import World
 from .hessian import HessianOperator
@@ -295,67 +296,52 @@ class _Climb:
     def worst(self, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor]:
         """Look for the largest loss, and return also where it is.
 
-        ``last`` says that no other ascent of the batch follows, so that the gradient at the weights may be freed.
+        If the loss rises nowhere on the sphere, or falls outwards at the best point, the search goes on inside the
+        ball, on spheres of half the radius each time, since a bounded loss may oscillate. ``last`` says that no other
+        ascent of the batch follows, so that the gradient at the weights may be freed.
         """
-        loss, space, info = self.loss, self.space, torch.finfo(self.space.dtype)
+        loss, space, search, info = self.loss, self.space, self.search, torch.finfo(self.space.dtype)
         if rho > 0.1 * info.max:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
         flat = rho * space.norm(loss.base_gradient) <= 10 * info.eps * abs(loss.base)
         at_weights = start == 0 and not flat
-        first = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
-        found = self._inwards(self._ascend(first, rho, at_weights=at_weights, last=last), rho)
-        point, value = found.point, found.value
+        known = [(loss.base, loss.base_gradient)] if at_weights else []  # the pass at the weights was made before
+        if last:
+            del loss.base_gradient
+        values: list[float] = []
+
+        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
+            value, gradient = known.pop() if known else loss.with_gradient(x) if wanted else (loss(x), None)
+            values.append(value)
+            if len(values) > 1:  # the start is no step
+                self._show(rho, value, max(values))
+            return value, gradient
+
+        climb, best = partial(ASCENTS[search.ascent], f, base=loss.base, world=space.world), None
+        point = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
+        for halving in range(_HALVINGS + 1):
+            if best is not None:
+                point = self._to_sphere(best.point.clone(), rho / 2**halving)
+                self.bar.total = self.bar.total and self.bar.total + search.steps
+            found = climb(point, rho / 2**halving, search.steps, relative_tol=search.relative_tol)
+            self.bar.update(search.steps + 1 - len(values))
+            values.clear()
+            if best is not None and found.value <= best.value and best.value > loss.base:
+                break
+            best = found if best is None or found.value > best.value else best
+            rises = best.value > loss.base and not (best.slope is not None and best.slope < 0)
+            if rises or space.norm(best.point) == 0:
+                break
+        assert best is not None
+        point, value = best.point, best.value
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), loss.base
         result = BatchResult(
             batch=loss.index, rho=rho, start=start, value=value - loss.base, base_loss=loss.base, worst_loss=value,
-            base_error=loss.base_error, history=found.history, fw_gap=found.fw_gap, converged=found.converged,
+            base_error=loss.base_error, history=best.history, fw_gap=best.fw_gap, converged=best.converged,
             random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
         )  # fmt: skip
         return result, point
-
-    def _ascend(self, start: Tensor, rho: float, *, at_weights: bool = False, last: bool = False) -> Ascent:
-        """Climb from a point; the pass at the weights was made before."""
-        loss, top, begun = self.loss, -math.inf, False
-        known = [(loss.base, loss.base_gradient)] if at_weights else []
-        if last:
-            del loss.base_gradient
-
-        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
-            nonlocal top, begun
-            value, gradient = known.pop() if known else loss.with_gradient(x) if wanted else (loss(x), None)
-            top = max(top, value)
-            if begun:  # the start is no step
-                self._show(rho, value, top)
-            begun = True
-            return value, gradient
-
-        found = ASCENTS[self.search.ascent](
-            f, start, rho, self.search.steps, relative_tol=self.search.relative_tol, base=loss.base,
-            world=self.space.world,
-        )  # fmt: skip
-        self.bar.update(self.search.steps + 1 - len(found.history))
-        return found
-
-    def _inwards(self, found: Ascent, rho: float) -> Ascent:
-        """Look for a larger loss inside the ball, on spheres whose radius is halved each time.
-
-        This is done if the loss rose nowhere on the sphere, or falls outwards at the best point: a bounded loss may
-        oscillate.
-        """
-        if self.space.norm(found.point) == 0:
-            return found
-        for _ in range(_HALVINGS):
-            if found.value > self.loss.base and not (found.slope is not None and found.slope < 0):
-                break
-            rho /= 2
-            if self.bar.total is not None:
-                self.bar.total += self.search.steps
-            inner = self._ascend(self._to_sphere(found.point.clone(), rho), rho)
-            if inner.value <= found.value and found.value > self.loss.base:
-                break
-            found = inner if inner.value > found.value else found
-        return found
 
     def _to_sphere(self, x: Tensor, rho: float) -> Tensor:
         return x.mul_(rho / self.space.norm(x))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .blocks import PairBlock
+from .measures import PairBlock
 from .space import WeightSpace
 
 __all__ = ["HessianOperator"]

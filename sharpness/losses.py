@@ -20,7 +20,7 @@ from quotient_manifolds.symmetries.modules import plain_class
 
 from .errors import why_it_failed
 
-__all__ = ["LossFunction", "Objective", "normalized_logits"]
+__all__ = ["LossFunction", "normalized_logits"]
 
 #: ``loss_fn(model, batch) -> scalar tensor``
 LossFunction = Callable[[nn.Module, Any], Tensor]

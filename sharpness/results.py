@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
@@ -318,8 +318,8 @@ def _table(result: SharpnessResult, batches: str) -> list[str]:
         effort = f"{search.ascent} ascent of {search.steps} steps{stop}{starts}"
     lines = [f"{measure.name} sharpness of {result.model}: {batches}, {effort}, seed {search.seed}"]
     switches = [f"{measure.geodesic} geodesics"] if measure.divides else []
-    for name in ("symmetry", "relaxation"):
-        if getattr(measure, name) != getattr(Measure, name):
+    for name in ("symmetry", *[f.name for f in fields(measure)][len(fields(Measure)) :]):
+        if getattr(measure, name) != getattr(type(measure), name):
             switches.append(f"{name}={getattr(measure, name)}")
     if measure.pair_block is not None:
         switches.append(type(measure).__name__)

@@ -18,9 +18,8 @@ from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification
 
-from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, trainable, warn_of_unknown
-from .measures import Measure, get_measure
+from .measures import Block, ElementwiseBlock, Measure, PairBlock, get_measure
 
 __all__ = ["GeodesicSAM"]
 
@@ -69,7 +68,7 @@ def _build(
         warn_of_unknown(model)
     division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
     blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype, division)
-    if not all(b.closed_form for b in blocks if isinstance(b, PairBlock)):
+    if measure.pair_block is not None:
         raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
     return list(parameters.values()), blocks
 

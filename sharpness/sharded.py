@@ -16,11 +16,10 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 from quotient_manifolds.tangent import draw_gaussians
 
-from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, with_constants
 from .direction import Direction
 from .distributed import World
-from .measures import Measure
+from .measures import Block, ElementwiseBlock, Measure
 from .perturb import Gradients, pointing_to
 from .shards import ShardedState, Shards, hollow, reshard
 from .shares import Places
@@ -103,22 +102,22 @@ class ShardedSpace(WeightSpace):
         Every process therefore draws as many numbers as the model has weights.
         """
         xi = self.empty()
-        parts = list(zip(self.blocks, self.parts(xi), strict=True))
-        single = {b.parameter: (b, part) for b, part in parts if isinstance(b, ElementwiseBlock)}
+        parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
+        single = {b.parameter: b for b in parts if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.of[p].shape
             drawn = standard_normal((shape.numel(),), xi, generator)
             if p in single:
-                block, part = single[p]
-                part.copy_(block.project(self._shards.cut(p, drawn.view(shape)).flatten().to(self.model_device)))
-        stacked = ((b, part) for b, part in parts if isinstance(b, PairBlock))
+                rows = self._shards.cut(p, drawn.view(shape)).flatten()
+                parts[single[p]].copy_(single[p].project(rows.to(self.model_device)))
+        pair_blocks = iter(self._pair_blocks)
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
             size, like = s.point_like(self.dtype)
             gaussians = draw_gaussians(size, s.n, like, generator)
             if mine:
-                pairs, part = next(stacked)
-                part.copy_(pairs.from_gaussians([e[mine] for e in gaussians]))
+                block = next(pair_blocks)
+                parts[block].copy_(block.from_gaussians([e[mine] for e in gaussians]))
         return xi
 
     @torch.no_grad()

@@ -622,7 +622,7 @@ def calls(rng, world):
         (study.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",), "level": 0.95}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
-        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk", "relaxation": 0.1}),
+        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk"}),
     ]
     special = {
         "batches": [[], [[]], [()], [(x,)], [(x, y, y)], [(x, y.float())], [(x, y + 99)], [(x, y - 9)],
