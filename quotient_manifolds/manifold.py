@@ -169,10 +169,10 @@ class GLQuotient(QuotientManifold):
         return space.geodesic(u, t, relative_tol=relative_tol)
 
     @_scaled(ScalingInfo.NotCompatible)
-    def exit_time(self, x: Tensor, u: Tensor, until: float = 1.0) -> Tensor:
-        """Return the time in (0, until] at which each geodesic leaves the manifold, inf where it stays; (…)."""
+    def exit_time(self, x: Tensor, u: Tensor) -> Tensor:
+        """Return the time in (0, 1] at which each geodesic leaves the manifold, inf where it stays; (…)."""
         space, u = self._horizontal(x, u)
-        return space.exit_time(u, until)
+        return space.exit_time(u)
 
     @_scaled(ScalingInfo(1))
     def logmap(self, x: Tensor, y: Tensor, *, n_starts: int | None = None, on_error: str = "raise") -> Tensor:
