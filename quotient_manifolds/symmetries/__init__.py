@@ -5,8 +5,8 @@ from .attention import Projection, attention_pairs
 from .blocks import GL, block
 from .certificate import Certificate, NotASymmetryError, certify
 from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
-from .distance import ModelDistance, PairDistance, model_distance
-from .lora import adapter_pairs, average_lora_
+from .distance import ModelDistance, PairDistance, average_lora_, model_distance
+from .lora import adapter_pairs
 from .pairs import SymmetricPair, factor_pair, pair
 from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 from .stacks import PairStack, spectra, stacks

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..gauge import canonical_gauge
-from ..linalg import at_least_float32, in_double
+from ..linalg import in_double
 from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import GL, Block, BlockStack
 from .modules import is_sharded
 from .pairs import MANIFOLDS, SHARED, SymmetricPair, check_pairs, refused
 
-__all__ = ["PairList", "PairStack", "coverage", "scaled_points", "sharing", "stacks", "without_sharing"]
+__all__ = ["PairList", "PairStack", "coverage", "sharing", "stacks", "without_sharing"]
 
 
 class PairStack:
@@ -139,15 +139,6 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
             like = p.G[0].tensor
             alike.setdefault((p.group, p.layout, like.dtype, like.device), []).append(p)
     return [PairStack(found) for found in alike.values()]
-
-
-def scaled_points(pairs: Sequence[SymmetricPair]) -> Tensor:
-    """Stack points, half precision as float32; first factors are multiplied by the scale of their product."""
-    found = torch.stack([p.gather().detach() for p in pairs])
-    found = found.to(at_least_float32(found.dtype))
-    for x, p in zip(found, pairs, strict=True):
-        x[..., : p.n, :] *= p.scale
-    return found
 
 
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
