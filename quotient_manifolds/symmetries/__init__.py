@@ -1,7 +1,7 @@
 """Find the weights of a network that it sees only through products: from a model to its pairs (G, H)."""
 
 from ..batches import default_forward
-from .attention import Projection, attention_pairs
+from .attention import Heads, Projection, attention_pairs
 from .blocks import GL, block
 from .certificate import Certificate, NotASymmetryError, certify
 from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
@@ -14,6 +14,7 @@ from .stacks import PairStack, spectra, stacks
 __all__ = [
     "GL",
     "Certificate",
+    "Heads",
     "ModelDistance",
     "NotASymmetryError",
     "PairDistance",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..batches import tensors, tree_map
+from ..batches import floats, tensors, tree_map
 
 __all__ = [
     "ByClass",
@@ -33,8 +33,8 @@ __all__ = [
     "plain_class",
     "plain_names",
     "preserve_model_state",
-    "random_state_kept",
     "record",
+    "running_copy",
     "widened",
 ]
 
@@ -233,11 +233,6 @@ def drop_caches(module: nn.Module, *_: Any) -> None:
             m.training = training
 
 
-def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Restore the random state afterwards: passes that each run within this draw the same numbers."""
-    return torch.random.fork_rng(sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
-
-
 def copied(model: Any) -> Any:
     """Copy a model, without the graphs of tensors that it has kept from a pass (pruning, weight norm, caches)."""
     kept = (t for m in model.modules() for t in tensors(vars(m)) if not t.is_leaf)
@@ -326,9 +321,29 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def widened(batch: Any) -> Any:
-    """Copy a batch, with every floating-point tensor in float64; autograd may keep copies of inference tensors."""
-    return tree_map(lambda t: t.detach().to(torch.float64 if t.is_floating_point() else t.dtype, copy=True), batch)
+def widened(batch: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Copy a batch, with floating-point tensors in another dtype; autograd may keep copies of inference tensors."""
+    return tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
+
+
+@contextmanager
+def running_copy(
+    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[nn.Module, Callable[..., list[Tensor]]]]:
+    """Yield a copy of a model, in evaluation mode and another dtype, and what returns its outputs.
+
+    All passes draw the same random numbers. What changes their batch may be given to them.
+    """
+    twin = copied(model).double() if dtype == torch.float64 else copied(model).float()
+    batch = widened(batch, dtype)
+    devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
+
+    def run(change: Callable[[Any], Any] | None = None) -> list[Tensor]:
+        with torch.random.fork_rng(devices):
+            return [t.to(dtype) for t in floats(forward(twin, batch if change is None else change(batch)))]
+
+    with preserve_model_state(twin), Wide() if dtype == torch.float64 else nullcontext():
+        yield twin, run
 
 
 class Wide(TorchFunctionMode):

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import PLANES, Place
+from .attention import PLANES, Heads
 from .lora import is_lora
 from .modules import ByClass, Watch, plain_names
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
-from .roles import layout_pairs, places, proposals, roles_of
+from .roles import places, proposals, roles_of
 
 __all__ = [
     "KNOWN",
@@ -49,7 +49,8 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import Projection, attention_pairs, find_symmetric_pairs, register_attention
+    >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, register_attention
     >>> class MyAttention(nn.Module):
     ...     def __init__(self, dim, heads):
     ...         super().__init__()
@@ -59,7 +60,7 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     >>> @register_attention(MyAttention)
     ... def my_attention(module, name):
     ...     q, k, v, o = map(Projection, (module.to_q, module.to_k, module.to_v, module.to_out))
-    ...     return attention_pairs(name, heads=module.heads, q=q, k=k, v=v, o=o)
+    ...     return attention_pairs(name, Heads(module.heads), q=q, k=k, v=v, o=o)
     >>> print(find_symmetric_pairs(nn.Sequential(MyAttention(8, 2))))
     0 qk    2 × GL(4), 9+9 rows
     0 vo    2 × GL(4), 9+8 rows
@@ -297,9 +298,9 @@ def _of_known_class(cls: str, group: str, words: Sequence[str], module: nn.Modul
         return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
     owners = (module, *module.children(), getattr(module, "config", None))
     heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
-    fits: list[Place] = []
+    fits: list[Heads] = []
     for kind in ("qk", "vo"):
-        found = [p for p in places(roles, kind, heads) if p.blocks == (p.kv_heads if "head" in words else 1)]
+        found = [p for p in places(roles, kind, heads) if p.blocks == (p.kv_number if "head" in words else 1)]
         if not found:
             return no_pair(path, f"the projections of {kind} do not divide into {heads} heads")
         fits.append(found[0])
@@ -308,14 +309,14 @@ def _of_known_class(cls: str, group: str, words: Sequence[str], module: nn.Modul
         qk = replace(qk, rotary_size=_rotary_size(module, qk.size, "partial" in words))
     # The key bias also multiplies the queries of positions; appended keys do not receive it.
     null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
-    qk = replace(qk, group=_QK_NORM if _has(module, *_QK_NORMS) else group, key_bias_null=null)
+    qk = replace(qk, group=group, reason=_QK_NORM * _has(module, *_QK_NORMS), key_bias_null=null)
     if _has(module, "norm", "ln_inner"):
-        vo = replace(vo, group=_INNER_NORM)
+        vo = replace(vo, reason=_INNER_NORM)
     elif _has(module, "gate"):  # a separate number for every dimension
         vo = replace(vo, group="diagonal")
     if isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj):
-        qk, vo = (replace(place, group=_WRAPPED) for place in (qk, vo))
-    return layout_pairs(path, roles, qk, vo)
+        qk, vo = (replace(heads, reason=_WRAPPED) for heads in (qk, vo))
+    return roles.pairs(path, qk, vo)
 
 
 for _line in KNOWN.split("\n")[1:-1]:

@@ -17,6 +17,7 @@ from torch.nn.utils import prune
 import sharpness
 from quotient_manifolds.symmetries import (
     GL,
+    Heads,
     Projection,
     UnknownAttentionError,
     apply_random_symmetry_,
@@ -117,13 +118,13 @@ def test_deberta_and_bert_wrong_as_they_would_be(forgotten, monkeypatch):
     def no_positions(module, name):
         inner = module.self
         q, k, v = map(Projection, (inner.query_proj, inner.key_proj, inner.value_proj))
-        return attention_pairs(name, heads=2, q=q, k=k, v=v, o=Projection(module.output.dense))
+        return attention_pairs(name, Heads(2), q=q, k=k, v=v, o=Projection(module.output.dense))
 
     def square(module, name):
         """W_o transposed: raises no shape error."""
         inner = module.self
         q, k, v = map(Projection, (inner.query, inner.key, inner.value))
-        return attention_pairs(name, heads=2, q=q, k=k, v=v, o=Projection(module.output.dense, conv1d=True))
+        return attention_pairs(name, Heads(2), q=q, k=k, v=v, o=Projection(module.output.dense, conv1d=True))
 
     name, handler = ("deberta_v2", no_positions) if forgotten == "positions" else ("bert", square)
     cls = {
