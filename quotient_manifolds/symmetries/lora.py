@@ -13,17 +13,7 @@ from .modules import check_model, plain_names
 from .pairs import SymmetricPair, merged, usable
 from .stacks import PairList, without_sharing
 
-__all__ = [
-    "adapter_names",
-    "adapter_pairs",
-    "adapter_tensors",
-    "is_lora",
-    "lora_factors",
-    "lora_layers",
-    "lora_obstacle",
-    "lora_pairs",
-    "prefix_tuned",
-]
+__all__ = ["adapter_pairs"]
 
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")

@@ -20,23 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batches import floats, tensors, tree_map
 
-__all__ = [
-    "ByClass",
-    "Call",
-    "Watch",
-    "Wide",
-    "caching",
-    "check_model",
-    "copied",
-    "drop_caches",
-    "is_sharded",
-    "plain_class",
-    "plain_names",
-    "preserve_model_state",
-    "record",
-    "running_copy",
-    "widened",
-]
+__all__ = ["preserve_model_state"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Functions whose call makes a module an attention layer, if no handler covers it.
