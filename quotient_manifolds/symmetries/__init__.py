@@ -3,17 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..batches import default_forward
+from .blocks import GL, block
+from .certificate import Certificate, NotASymmetryError, certify
+from .lora import adapter_pairs
+from .pairs import SymmetricPair, factor_pair, pair
+from .stacks import PairStack, spectra, stacks
+
 if TYPE_CHECKING:
-    from ..batches import default_forward
     from .attention import Heads, Projection, attention_pairs
-    from .blocks import GL, block
-    from .certificate import Certificate, NotASymmetryError, certify
     from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
     from .distance import ModelDistance, PairDistance, model_distance
-    from .lora import adapter_pairs
-    from .pairs import SymmetricPair, factor_pair, pair
     from .registry import UnknownAttentionError, check_coverage, register_attention, skip
-    from .stacks import PairStack, spectra, stacks
 
     average_lora_: Any
 
@@ -47,17 +48,11 @@ __all__ = [
     "verify",
 ]
 
-#: Where the names come from, each importing no more than those before it.
-_FILES = (
-    *("..batches", ".blocks", ".pairs", ".stacks", ".lora", ".certificate", ".attention", ".registry", ".discovery"),
-    *(".distance", "..adapters"),
-)
-
 
 def __getattr__(name: str) -> Any:
-    """Import the file that a name comes from, and no others: most programs need few of them."""
-    for file in _FILES if name in __all__ else ():
+    """Import what only some programs use: optimisers of adapters do without the classes of attention."""
+    for file in (".attention", ".registry", ".discovery", ".distance", "..adapters") if name in __all__ else ():
         module = import_module(file, __name__)
-        if name in vars(module):
-            return vars(module)[name]
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ def test_rotary_blocks_read_planes_as_complex_numbers():
     layer = nn.Linear(3, 8, bias=False)
     for pairing, planes in (("half", [(0, 2), (1, 3)]), ("interleaved", [(0, 1), (2, 3)])):
         q = Projection(layer).input_blocks(Dimensions(1, 4, 0, 4, pairing))
-        k = Projection(layer).input_blocks(0, 4, 0, 4, pairing)
+        k = Projection(layer).input_blocks(Dimensions(0, 4, 0, 4, pairing))
         pair = SymmetricPair("p", "qk", GL(2, diagonal=True, field="complex"), q, k)
         x = pair.gather()
         assert x.shape == (2, 6, 1)
