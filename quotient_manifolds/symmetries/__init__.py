@@ -13,10 +13,8 @@ from .stacks import PairStack, spectra, stacks
 if TYPE_CHECKING:
     from .attention import Heads, Projection, attention_pairs
     from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
-    from .distance import ModelDistance, PairDistance, model_distance
     from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 
-    average_lora_: Any
 
 __all__ = [
     "GL",
@@ -51,7 +49,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what only some programs use: optimisers of adapters do without the classes of attention."""
-    for file in (".attention", ".registry", ".discovery", ".distance", "..adapters") if name in __all__ else ():
+    for file in (".attention", ".registry", ".discovery", "..compare") if name in __all__ else ():
         module = import_module(file, __name__)
         if hasattr(module, name):
             return getattr(module, name)

@@ -192,7 +192,10 @@ class Projection:
 
 
 def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Projection) -> Iterator[SymmetricPair]:
-    """Yield the pairs of one kind, head by head: on the planes that RoPE rotates, and on the other dimensions."""
+    """Yield the pairs of one kind, head by head: on the planes that RoPE rotates, and on the other dimensions.
+
+    Of values and outputs (``"vo"``) the second projection leads out of head space.
+    """
     size, turned = heads.size, heads.rotary_size if heads.group in PLANES else 0
     reason = heads.reason or one.obstacle(heads.examined) or two.obstacle(heads.examined)
     parts: list[tuple[str, GL, Dimensions]] = []
@@ -210,8 +213,8 @@ def head_pairs(name: str, kind: str, heads: Heads, one: Projection, two: Project
             continue
         for part, group, dims in parts:
             mine, shared = replace(dims, head=i), replace(dims, head=j)
-            G = one.input_blocks(mine if kind == "qk" else shared)
-            H = two.input_blocks(shared) if kind == "qk" else two.output_blocks(mine)
+            G = one.input_blocks(shared if kind == "vo" else mine)
+            H = two.output_blocks(mine) if kind == "vo" else two.input_blocks(shared)
             if {b.key for b in G} & {b.key for b in H}:
                 yield SymmetricPair(name, kind, None, head=i, part=part, reason=TIED)
             else:

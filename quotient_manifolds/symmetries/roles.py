@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from .attention import PLANES, Heads, Projection, Rows, attention_pairs, head_pairs
-from .blocks import GL, block
+from .blocks import block
 from .pairs import SymmetricPair, merged
 
 __all__ = ["Roles", "holds_keys", "places", "proposals", "roles_of"]
@@ -229,37 +229,32 @@ def _latent(m: Any, name: str) -> Iterator[list[list[SymmetricPair]]]:
 def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[list[list[SymmetricPair]]]:
     """Propose to scale the channels of a projection against the convolution that each channel passes separately."""
 
-    def scaled(projection: nn.Linear, row: int, channel: int, count: int, part: str) -> list[SymmetricPair]:
-        rows = slice(row, row + count)
-        bias = () if projection.bias is None else (block(projection, "bias", rows),)
-        G = (block(projection, "weight", rows, transpose=True), *bias)
-        H = block(conv, "weight", slice(channel, channel + count), transpose=True)
-        return [SymmetricPair(name, "conv", GL(count, diagonal=True), G, (H,), part=part)]
+    def scaled(part: str, heads: Heads, rows: Projection, channel: int) -> list[SymmetricPair]:
+        pairs = head_pairs(name, "conv", heads, rows, Projection(conv, bias="", start=channel))
+        return [replace(p, part=part) for p in pairs]
 
     grouped = getattr(m, "in_proj_qkvz", None)
     if isinstance(grouped, nn.Linear):  # rows [head][q, k, v, z], channels [q; k; v]
-        keys, values = m.head_k_dim, m.head_v_dim * m.num_v_heads // m.num_k_heads
-        for i in range(m.num_k_heads):
-            row, all_keys = i * (2 * keys + 2 * values), m.num_k_heads * keys
-            yield [scaled(grouped, row, i * keys, keys, f"q {i}")]
-            yield [scaled(grouped, row + keys, all_keys + i * keys, keys, f"k {i}")]
-            yield [scaled(grouped, row + 2 * keys, 2 * all_keys + i * values, values, f"v {i}")]
+        number, keys, values = m.num_k_heads, m.head_k_dim, m.head_v_dim * m.num_v_heads // m.num_k_heads
+        for i, (part, size) in enumerate((("q", keys), ("k", keys), ("v", values))):
+            rows = Projection(grouped, start=i * keys, stride=2 * (keys + values))
+            yield [scaled(part, Heads(number, number, size, "diagonal", examined=True), rows, i * keys * number)]
     source = getattr(m, "in_proj", None)
     if isinstance(source, nn.Linear):
-        count, rest = conv.out_channels, source.out_features - conv.out_channels
+        heads, rest = Heads(1, 1, conv.out_channels, "diagonal", examined=True), source.out_features - conv.out_channels
         inner = getattr(getattr(m, "out_proj", None), "in_features", 0)
         starts = sorted(s for s in {0, inner, rest} if 0 <= s <= rest)
-        yield [scaled(source, s, 0, count, "channels") for s in starts]
+        yield [scaled("channels", heads, Projection(source, start=s), 0) for s in starts]
 
 
 def _states(m: Any, name: str) -> Iterator[list[list[SymmetricPair]]]:
     """Propose to scale the input of each Mamba state against its output, since states are independent of each other."""
-    if not isinstance(getattr(m, "x_proj", None), nn.Linear):
-        return
-    rank, group = m.time_step_rank, GL(m.ssm_state_size, diagonal=True)
-    B, C = (block(m.x_proj, "weight", slice(s, s + group.h), transpose=True) for s in (rank, rank + group.h))
-    pairs = [SymmetricPair(name, "state", group, (B,), (C,), part="states")]
-    if hasattr(m, "b_layernorm"):  # Jamba normalises both, with gains
-        G, H = (block(norm, "weight") for norm in (m.b_layernorm, m.c_layernorm))
-        pairs.append(replace(pairs[0], G=(G,), H=(H,)))
-    yield [[p] for p in pairs]
+    if isinstance(getattr(m, "x_proj", None), nn.Linear):
+        rank, states = m.time_step_rank, Heads(1, 1, m.ssm_state_size, "diagonal", examined=True)
+        B, C = (Projection(m.x_proj, start=s) for s in (rank, rank + states.size))
+        (plain,) = head_pairs(name, "state", states, B, C)
+        alternatives = [plain]
+        if hasattr(m, "b_layernorm"):  # Jamba normalises both, with gains
+            G, H = (block(norm, "weight") for norm in (m.b_layernorm, m.c_layernorm))
+            alternatives.append(replace(plain, G=(G,), H=(H,)))
+        yield [[p] for p in alternatives]

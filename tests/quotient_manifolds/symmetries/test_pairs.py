@@ -69,8 +69,8 @@ def test_rotary_blocks_read_planes_as_complex_numbers():
 
 def test_a_block_follows_a_replaced_parameter_and_notices_another_shape():
     layer = nn.Linear(4, 4)
-    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_blocks(0, 2, 0, 2),
-                         Projection(layer).input_blocks(1, 2, 0, 2))  # fmt: skip
+    pair = SymmetricPair("p", "qk", GL(2), Projection(layer).input_blocks(Dimensions(0, 2, 0, 2)),
+                         Projection(layer).input_blocks(Dimensions(1, 2, 0, 2)))  # fmt: skip
     layer.weight = nn.Parameter(torch.ones(4, 4))
     assert pair.gather()[:4].eq(1).all()
     layer.weight = nn.Parameter(torch.ones(6, 4))
