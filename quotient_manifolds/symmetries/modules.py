@@ -128,15 +128,15 @@ class preserve_model_state:
     """
 
     def __init__(self, model: nn.Module, off: Mapping[str, tuple[type, ...]] = MappingProxyType({})) -> None:
-        self.modes = {m: m.training for m in model.modules()}
-        self.switches = [
-            (m, name, vars(m)[name])
-            for name, classes in off.items()
-            for m in self.modes
-            if isinstance(m, classes) and name in vars(m)
+        modules = list(model.modules())
+        self.attributes = [
+            (m, name, getattr(m, name))
+            for name, classes in {"training": (nn.Module,), **off}.items()  # not model.eval(): some merge weights then
+            for m in modules
+            if isinstance(m, classes) and hasattr(m, name)
         ]
         self.data = [(p, p.data, p.grad) for p in model.parameters()]
-        self.buffers = [(m, dict(m._buffers)) for m in self.modes if not isinstance(m, torch.jit.ScriptModule)]
+        self.buffers = [(m, dict(m._buffers)) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self.contents = [(b, b.detach().clone()) for b in model.buffers()]
         self.random = torch.get_rng_state()
         devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
@@ -149,26 +149,19 @@ class preserve_model_state:
 
     def __enter__(self) -> None:
         try:
-            self.prepare()
+            _fast_path.switch(id(self), off=True)  # it reads weights without autograd, or without adapters
+            torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
+            parametrize._cache_enabled = 0
+            for module, name, _ in self.attributes:
+                setattr(module, name, False)
+            if not self.hooks:
+                self.hooks += [m.register_forward_pre_hook(drop_caches) for m in self.caching]
         except BaseException:
             self.restore()
             raise
 
     def __exit__(self, *error: object) -> None:
         self.restore()
-
-    def prepare(self) -> None:
-        """Switch off code that reads weights without autograd (or adapters), and go to evaluation mode."""
-        _fast_path.switch(id(self), off=True)
-        torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
-        parametrize._cache_enabled = 0
-        # Not model.eval(): some layers merge weights when they are told to.
-        for module in self.modes:
-            module.training = False
-        for module, name, _ in self.switches:
-            setattr(module, name, False)
-        if not self.hooks:
-            self.hooks += [m.register_forward_pre_hook(drop_caches) for m in self.caching]
 
     def restore(self) -> None:
         """Restore everything; a second call is harmless."""
@@ -178,9 +171,7 @@ class preserve_model_state:
             drop_caches(module)
         for p, data, grad in self.data:
             p.data, p.grad = data, grad
-        for module, training in self.modes.items():
-            module.training = training
-        for module, name, value in self.switches:
+        for module, name, value in self.attributes:
             setattr(module, name, value)
         for module, found in self.buffers:
             for name in set(module._buffers) - set(found):

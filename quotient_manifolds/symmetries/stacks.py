@@ -63,7 +63,6 @@ class PairStack:
                 raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape or group; see stacks()")
         self.n, self.m = first.n, first.m
         self._rows = BlockStack([p.G + p.H for p in self.pairs])
-        self._dropped = BlockStack([[b] for p in self.pairs for b in p.dropped])
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -82,8 +81,8 @@ class PairStack:
 
     def parameters(self) -> list[Tensor]:
         """List the parameters involved, each once, including those of dropped blocks."""
-        runs = self._rows.runs + self._dropped.runs
-        return list({id(r.first.tensor): r.first.tensor for r in runs}.values())
+        blocks = [*(run.first for run in self._rows.runs), *(b for p in self.pairs for b in p.null)]
+        return list({id(b.tensor): b.tensor for b in blocks}.values())
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Copy the blocks into one point, differentiably.
@@ -105,11 +104,6 @@ class PairStack:
             if p in tensors:
                 x, y = (self.group.to_point(run.view(t.contiguous())) for t in (p, tensors[p]))
                 yield run.points, run.rows.start < self.n, x, y
-
-    def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set the entry of ``tensors`` for each parameter to True wherever a block lies, including dropped ones."""
-        for blocks in (self._rows, self._dropped):
-            blocks.scatter_(torch.ones((), dtype=torch.bool, device=self._device()).expand(blocks.shape), tensors)
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
@@ -144,10 +138,10 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
     """Return, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
     masks: dict[Tensor, Tensor] = {}
-    for s in found:
-        for p in s.parameters():
-            masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-        s.mark_(masks)
+    for b in (b for s in found for p in s.pairs for b in p.G + p.H + p.null):
+        if (t := b.tensor) not in masks:
+            masks[t] = torch.zeros(t.shape, dtype=torch.bool, device=t.device)
+        b.of(masks[t]).fill_(True)
     return masks
 
 
