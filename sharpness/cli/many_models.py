@@ -19,7 +19,7 @@ def add_sweep(commands: Any) -> None:
         "sweep",
         help="measure many checkpoints; an interrupted sweep resumes when it is called again",
         description="Measure many checkpoints under several measures, radii and ablations. A YAML or JSON file says "
-        "which; its keys are checkpoints, data, train, test or accuracies, measures, rho, ablations, "
+        "which; its keys are checkpoints, data, train, test, measures, rho, ablations, "
         "baselines, initial, steps, relative_tol, device and sharded (docs/guides/sweeps.md). A sweep may be "
         "interrupted; the same command resumes it from the folder OUT. Under torchrun, processes draw "
         "checkpoints from a common counter; --shard splits them among independent processes that share OUT. "
@@ -43,7 +43,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
     from ..distributed import World, torchrun
     from ..files import check_folder
-    from ..study.config import read_config
+    from ..study.plan import read_config
     from ..study.results import write_results
     from ..study.run import read_rows, run_sweep
 
@@ -51,6 +51,7 @@ def _sweep(options: argparse.Namespace) -> int:
     check_folder(options.out, create=False)
     sweep = read_config(options.config)
     _refuse_results(results, options.config, sweep)
+    results.unlink(missing_ok=True)  # of the sweep before: an interrupted one has none
     device = checked_device(sweep.device)
     with torchrun(device if sweep.sharded else torch.device("cpu")) as group:
         leader = group is None or int(os.environ["RANK"]) == 0
@@ -63,7 +64,6 @@ def _sweep(options: argparse.Namespace) -> int:
         write_results(results, rows)
     if not leader:
         return 1 if failed else 0
-    _tell_of_others(results, rows or [])
     for job in failed:
         what = job.get("measure", job["kind"])
         if isinstance(job.get("rho"), float):  # this radius is too large; the results at other radii are kept
@@ -82,30 +82,11 @@ def _refuse_results(results: Path, config: Path, sweep: Any) -> None:
     from ..study.plan import places
 
     data = [path for d in (sweep.data, sweep.train, sweep.test) if d is not None for path in places(d.source)]
-    read = [path for c in (*sweep.checkpoints, sweep.initial) if c for path in (*places(c.model), c.weights)]
-    table = [] if sweep.accuracies is None else [sweep.accuracies.file]
-    files = [path for path in (config, *read, *table, *data) if path is not None and not Path(path).is_dir()]
+    read = [path for c in sweep.checkpoints for path in (*places(c.model), c.weights)]
+    files = [path for path in (config, *read, sweep.initial, *data) if path is not None and not Path(path).is_dir()]
     check_apart(results, files, [path for path in data if path.is_dir()])
     if results.exists() and not (results.parent / "jobs").is_dir():
         raise ValueError(f"{results} is not from a sweep into this folder; choose another --out, or move it")
-
-
-def _tell_of_others(results: Path, rows: list[dict[str, Any]]) -> None:
-    """Say on the error stream if finished jobs have rows of other checkpoints, measures or radii than the results."""
-    from ..study.results import place_of
-    from ..study.run import read_rows
-
-    jobs = results.parent / "jobs"
-    if results.suffix == ".csv" or not jobs.is_dir() or not all("job" in row for row in rows):
-        return
-    others = {place_of(row) for row in read_rows(results.parent)} - {place_of(row) for row in rows}
-    if others:
-        print(
-            f"sharpness: {jobs} has {len(others)} further rows than {results.name}: of another configuration (give "
-            "each a folder of its own), or of a sweep that goes on or was interrupted; `sharpness sweep` takes in what "
-            "belongs to it",
-            file=sys.stderr,
-        )
 
 
 def _add_results(commands: Any, name: str, words: str, description: str, *shown_as: str) -> argparse.ArgumentParser:
@@ -157,25 +138,16 @@ def add_table(commands: Any) -> None:
     shown.set_defaults(run=_table)
 
 
-def _rows(results: Path) -> list[dict[str, Any]]:
-    """Read results, and say on the error stream what is not among them."""
-    from ..study.results import read_results
-
-    rows = read_results(results)
-    _tell_of_others(results / "results.jsonl" if results.is_dir() else results, rows)
-    return rows
-
-
 def _table(options: argparse.Namespace) -> int:
     from ..files import check_apart, check_file, write_text
     from ..study.ranking import CONTROLS, FEWEST_MODELS, compare, formatted
-    from ..study.results import one_radius, per_model, remarks, targets
+    from ..study.results import one_radius, per_model, read_results, remarks, targets
 
     if options.out is not None:
         check_file(options.out)
         folder = options.results if options.results.is_dir() else options.results.parent
         check_apart(options.out, {folder / "results.jsonl", options.results} - {folder}, [folder / "jobs"])
-    rows = _rows(options.results)
+    rows = read_results(options.results)
     count, notes = len(targets(rows, options.target)), []
     if options.per_model or count < FEWEST_MODELS:
         table = per_model(rows, short=options.short)
@@ -183,7 +155,7 @@ def _table(options: argparse.Namespace) -> int:
         if options.given:
             notes.append("--given is for a ranking; here models are listed one by one.")
         if count < FEWEST_MODELS:
-            fix = "" if count else " Give the sweep test data or accuracies, or choose another --target."
+            fix = "" if count else " Give the sweep test data, or choose another --target."
             notes.append(f"{count} models with a {options.target}: too few to correlate, which needs 10.{fix}")
     else:
         given = tuple(dict.fromkeys([*CONTROLS, *(name.replace("-", "_") for name in options.given)]))
@@ -223,8 +195,9 @@ def add_plot(commands: Any) -> None:
 def _plot(options: argparse.Namespace) -> int:
     from ..files import check_folder
     from ..study.ranking import plot_sweep
+    from ..study.results import read_results
 
-    rows = _rows(options.results)
+    rows = read_results(options.results)
     check_folder(options.out)
     print(*plot_sweep(rows, options.target, options.out, suffix=options.format), sep="\n")
     return 0

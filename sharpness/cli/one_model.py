@@ -260,7 +260,8 @@ def _measured(measure: str, options: argparse.Namespace, model: Any, batches: An
 
 def _source(options: argparse.Namespace) -> dict[str, Any]:
     """Describe the inputs and versions behind the numbers, so that they can be cited."""
-    from ..study.plan import as_data, of_model, versions
+    from ..study.plan import as_data, of_model
+    from ..study.run import versions
 
     digest = of_model(options.model, options.checkpoint)
     model = {"name": options.model, "checkpoint": options.checkpoint, "digest": digest}
