@@ -29,6 +29,7 @@ __all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config"
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=1, le=2**53)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
 _MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
@@ -58,19 +59,37 @@ class Checkpoint(Struct, frozen=True):
     weights: str | None = None
 
 
-class _Settings(Struct, kw_only=True):
-    """Settings of :func:`sharpness.evaluate`."""
+class Settings(Struct, kw_only=True):
+    """Settings of :func:`sharpness.evaluate`, the same for all measures of a run or sweep.
+
+    Attributes
+    ----------
+    steps : int
+        Largest number of steps of an ascent.
+    relative_tol : float
+        Stop when a step can gain less than this share.
+    ascent : {"power", "apgd"}
+        Generalised power method, or Auto-PGD.
+    restarts : int
+        Number of further ascents, from random directions.
+    seed : int
+        Seed of the random directions.
+    micro_batch : int or None
+        Pass so many examples at a time, to save memory.
+    normalize_logits : bool
+        Scale the logits of every example to unit length.
+    """
 
     steps: Count = 20
     relative_tol: Annotated[float, Meta(ge=0)] = 3e-4
     ascent: Literal["power", "apgd"] = "power"
     restarts: Annotated[int, Meta(ge=0)] = 0
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    seed: Seed = 0
     micro_batch: Count | None = None
     normalize_logits: bool = False
 
 
-class Sweep(_Settings, kw_only=True, forbid_unknown_fields=True):
+class Sweep(Settings, kw_only=True, forbid_unknown_fields=True):
     """The checkpoints of a sweep and what to measure.
 
     Attributes
@@ -151,7 +170,7 @@ class Sweep(_Settings, kw_only=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`sharpness.evaluate`."""
-        return {name: getattr(self, name) for name in _Settings.__struct_fields__}
+        return {name: getattr(self, name) for name in Settings.__struct_fields__}
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results."""
@@ -271,7 +290,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
             file["checkpoints"] = _checkpoints(file["checkpoints"], path.parent)
         for name in ("data", "train", "test"):
             if file.get(name) is not None:
-                file[name] = _choice(file[name], path.parent, name)
+                file[name] = read_choice(file[name], path.parent, name)
         if file.get("initial") is not None:
             file["initial"] = str(path.parent / _converted(file["initial"], str, "initial"))
         return _converted(file, Sweep)
@@ -310,7 +329,8 @@ def _converted(tree: Any, kind: Any, entry: str = "") -> Any:
         raise ValueError(f"{f'entry {entry}: ' if entry else ''}{what}{known}") from error
 
 
-def _choice(entry: Any, base: Path, name: str) -> DataChoice:
+def read_choice(entry: Any, base: Path = Path(), name: str = "data") -> DataChoice:
+    """Read a source, or a dict of the attributes of DataChoice and TextColumns, with paths below a folder."""
     given = {"source": entry} if isinstance(entry, str) else dict(_converted(entry, dict[str, Any], name))
     columns = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
     # Columns without a header are numbers.
