@@ -19,9 +19,9 @@ from quotient_manifolds.symmetries.blocks import Block, block
 from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.roles import proposals
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
+from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
 from sharpness.building import named_weights, trainable, vector_lengths
-from sharpness.study.run import distance
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
