@@ -77,9 +77,13 @@ class DataChoice:
         - ``module:function``, a function without arguments that returns an iterable of batches.
     batch_size : int
         Examples per batch at most. Batches are as equal as possible, since each counts as much as the others.
-    batches, num_examples, subset_seed : int or None
-        Number of batches; number of examples, the first ones or, with ``subset_seed``, as many at random. Examples that
-        stand class by class, as in folders of classes, are always read in random order, by default with the seed 0.
+    batches : int or None
+        Number of batches at most.
+    num_examples : int or None
+        Number of examples: the first ones, but at random if they stand class by class, as in folders of classes.
+    subset_seed : int or None
+        Choose the examples at random, with this seed; examples that stand class by class always are, by default with
+        the seed 0.
     columns : TextColumns
         Columns of a table of text.
 

@@ -27,13 +27,17 @@ class TextColumns:
 
     Attributes
     ----------
-    text, pair, label : str
-        Names from the header, or numbers from 0 where there is none; ``pair`` is the second text of a pair, if any.
-        Models that predict the next or masked tokens need no label; of those from text to text it is the text.
+    text : str
+        Column of the text: its name in the header, or its number from 0 where there is none.
+    pair : str or None
+        Column of the second text, for pairs of texts.
+    label : str
+        Column of the label. Models that predict the next or masked tokens need none; of those from text to text it is
+        the text.
     label_map : mapping of str to int
         The class number of each label; if empty, labels are numbers or names in the model's configuration.
     header : bool
-        The first line of a .tsv or .csv file names the columns.
+        Whether the first line of a .tsv or .csv file names the columns; else it is already data.
     max_length : int
         Longest input in tokens, unless the tokenizer's limit is lower.
 
