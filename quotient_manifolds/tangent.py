@@ -64,9 +64,8 @@ class GLTangentSpace(TangentSpace):
         # What maps vectors at x to the canonical representative, and back; None: x is canonical.
         self._maps: tuple[Pair | None, Pair | None] = (None, None) if x is None else _maps(gauge, None)
         # The same for the representative of x/unit, and up to a number that makes it an isometry.
-        self._to_gauge, self._from_gauge = self._isometry, self._inverse_isometry = (
-            self._maps if unit is None else _maps(gauge, unit)
-        )
+        scaled: tuple[Pair | None, Pair | None] = self._maps if unit is None else _maps(gauge, unit)
+        (self._to_gauge, self._from_gauge), (self._isometry, self._inverse_isometry) = scaled, scaled
         self._speed: Any = 1.0  # of a velocity's image, where that of its isometric image is 1
         if unit is not None and metric.scale_exponent < 0:
             self._isometry, self._inverse_isometry = _maps(gauge, 1 / unit)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base import standard_normal
 from ..linalg import hermitian_power, weighted_sylvester
 from ..metrics import Pair
-from .paths import Bent, Path, energy, flat, hermitian, inner, unflat, weights
+from .paths import Bent, Path, energy, flat, hermitian, unflat, weights
 
 __all__ = ["Minimiser", "Preconditioner"]
 
@@ -33,6 +33,7 @@ class Preconditioner:
     """
 
     def __init__(self, path: Path) -> None:
+        path = path.in_single()
         w = path.rule()[0]
         averages = [torch.einsum("q,bqij->bij", w.to(X.dtype), X.mH @ X) for X in path.points()]
         inverse = weights(path.metric, averages[0], averages[1], inverse=True)
@@ -99,7 +100,9 @@ class Minimiser:
         self.path = path
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._known: tuple[Tensor, Tensor] | None = None
-        self._least = 1e-6 * inner(path, path.x)
+        M, N = (X.mH @ X for X in path.split(path.x))
+        W_G, W_H = weights(path.metric, M, N, inverse=False)
+        self._least = 1e-6 * (W_G.mT * M + W_H.mT * N).real.sum((-2, -1))
         self.value = self.error = torch.full_like(self._least, torch.inf)
         self.renew()
 

@@ -33,12 +33,15 @@ __all__ = [
     "first_path",
     "flat",
     "hermitian",
-    "inner",
     "moved_end",
     "polar",
     "unflat",
     "weights",
 ]
+
+
+#: Condition number of Gram matrices up to which single precision is accurate enough.
+_WELL_CONDITIONED = 1e4
 
 
 @functools.cache
@@ -99,6 +102,18 @@ class Path:
         more = count - 1 - self.c.shape[1]
         return replace(self, c=torch.nn.functional.pad(self.c, (0, 0, 0, 0, 0, more))) if more > 0 else self
 
+    def in_single(self) -> Path:
+        """Return the same paths in single precision, which takes half the time, if they are well conditioned."""
+        dtype = torch.complex64 if self.x.is_complex() else torch.float32
+        if self.x.dtype == dtype:
+            return self
+        ends = self.split(torch.stack([self.x, self.y], 1))
+        for X in (torch.cat(Xs, 1) for Xs in zip(self.points(), ends, strict=True)):
+            values = torch.linalg.eigvalsh((X.mH @ X).nan_to_num(0, 0, 0))
+            if not bool((values[..., -1] < _WELL_CONDITIONED * values[..., 0]).all()):
+                return self
+        return replace(self, x=self.x.to(dtype), y=self.y.to(dtype), c=self.c.to(dtype))
+
     def __getitem__(self, index: Tensor) -> Path:
         return replace(self, x=self.x[index], y=self.y[index], c=self.c[index])
 
@@ -136,13 +151,6 @@ def weights(metric: Metric, M: Tensor, N: Tensor, inverse: bool) -> Pair:
     G, H = (Gram(K, torch.linalg.inv_ex(K)[0]) for K in (M, N))
     function = metric.inverse_weight if inverse else metric.weight
     return function(G, H), function(H, G)
-
-
-def inner(path: Path, u: Tensor) -> Tensor:
-    """Compute the square of a vector at the start of paths, (b)."""
-    M, N = (X.mH @ X for X in path.split(path.x))
-    (W_G, W_H), (P, R) = weights(path.metric, M, N, inverse=False), path.split(u)
-    return (W_G.mT * (P.mH @ P) + W_H.mT * (R.mH @ R)).real.sum((-2, -1))
 
 
 def energy(path: Path) -> tuple[Tensor, Tensor]:
