@@ -173,11 +173,10 @@ def _value(kind: Any, text: str) -> Any:
 
 def _label_map(text: str) -> dict[str, int]:
     names: dict[str, int] = {}
-    for entry in filter(None, text.split(",")):
-        name, _, number = entry.rpartition("=")
+    for name, _, number in (entry.rpartition("=") for entry in text.split(",") if entry):
         if not name or not number.isdecimal():
             raise argparse.ArgumentTypeError(
-                f"labels are mapped by NAME=NUMBER,…, but {entry!r} does not have this form"
+                f"labels are mapped by NAME=NUMBER,…, but {text!r} does not have this form"
             )
         if name in names:
             raise argparse.ArgumentTypeError(f"the label {name!r} is mapped twice")

@@ -242,15 +242,10 @@ def _baselines(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
 
 def _start(initial: str, model: nn.Module) -> Mapping[str, Tensor]:
     """Read the initial weights, a transformers folder or a plain state dict, by the names of the model."""
-    if Path(initial).is_dir():
-        first = load(initial).model
-        # The parameters of a bare body have no prefix.
-        body = str(getattr(first, "base_model_prefix", ""))
-        bare = body and first is getattr(first, "base_model", None) and hasattr(model, body)
-        return {f"{body}.{k}" if bare else k: v for k, v in first.state_dict().items()}
-    start = load_state_dict(initial)
-    # Fine-tuned image towers of CLIP are stored with two prefixes.
-    return {**start, **{k.removeprefix("model."): v for k, v in start.items()}}
+    found = load(initial).model.state_dict() if Path(initial).is_dir() else load_state_dict(initial)
+    # A bare body has no prefix, and fine-tuned image towers of CLIP are stored with one more.
+    body, names = getattr(model, "base_model_prefix", ""), model.state_dict().keys()
+    return {own: v for k, v in found.items() for own in {k, f"{body}.{k}", k.removeprefix("model.")} & names}
 
 
 def versions() -> dict[str, str]:
