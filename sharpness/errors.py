@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RemoteError", "failed_call", "imported", "naming", "require_extra", "words_of", "wrong_cast"]
+__all__ = ["RemoteError", "called", "failed_call", "naming", "require_extra", "words_of", "wrong_cast"]
 
 
 def words_of(error: BaseException) -> str:
@@ -62,26 +62,29 @@ def wrong_cast(error: BaseException, read: Iterable[torch.Tensor]) -> str | None
     return None
 
 
-def imported(name: str, what: str) -> Any:
-    """Import ``module:object``, also from the current folder; errors become one sentence that begins with ``what``."""
+def called(name: str, *arguments: Any) -> Any:
+    """Call the function named ``module:function``, also from the current folder; turn its errors into ValueErrors."""
+    what = f"{name!r} is not an importable module:function"
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     try:
         with naming(what):
-            return pkgutil.resolve_name(name)
+            function = pkgutil.resolve_name(name)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name!r} is not a function")
+    with naming(f"{name} failed"):
+        return function(*arguments)
 
 
 @contextmanager
 def require_extra(what: str, extra: str) -> Iterator[None]:
-    """Turn a failing import in the block into one line: the feature, the library, and the extra that installs it.
+    """Turn a failing import in the block into one line: the feature, the extra that installs its library, and why.
 
-    For example ``figures need matplotlib: pip install 'quotient-manifolds[plot]'``.
+    For example ``figures need matplotlib: pip install 'quotient-manifolds[plot]' (No module named 'matplotlib')``.
     """
     try:
         yield
     except ImportError as error:
-        # A library that is installed but lacks something is too old or broken.
-        why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
-        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]'{why}") from error
+        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]' ({error})") from error

@@ -162,13 +162,11 @@ def add_data_options(command: argparse.ArgumentParser) -> None:
 
 def data_choice(options: argparse.Namespace) -> DataChoice:
     """Read the options of :func:`add_data_options`."""
-    from ..data import DataChoice, TextColumns
+    from ..data import DataChoice
 
-    columns = TextColumns(
-        options.text, options.pair, options.label, options.label_map, not options.no_header, options.max_length
-    )
-    chosen = options.batch_size, options.batches, options.num_examples, options.subset_seed
-    return DataChoice(options.data, *chosen, columns)
+    names = ("batch_size", "batches", "num_examples", "subset_seed", "text", "pair", "label", "label_map", "max_length")
+    chosen = {name: getattr(options, name) for name in names}
+    return DataChoice(options.data, header=not options.no_header, **chosen)
 
 
 def _label_map(text: str) -> dict[str, int]:

@@ -142,7 +142,7 @@ def add_run(commands: Any) -> None:
         "data",
         metavar="DATA",
         help="images: a folder with a folder for each class; text: a .tsv, .csv, .jsonl or .parquet table; a folder "
-        "saved by datasets (FOLDER:SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels "
+        "saved by datasets (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels "
         "of a model of transformers; or module:function, a function of yours that returns batches",
     )
     run.add_argument("--checkpoint", help=_WEIGHTS)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, field
 
-from ..data import DataChoice, TextColumns, is_function
+from ..data import DataChoice, is_function
 from ..errors import naming, require_extra
 from ..hessian import measure_of
 from ..measures import Measure
@@ -52,7 +52,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     path
         File, ``.json`` or else YAML, with the attributes of :class:`Sweep` as entries. ``checkpoints`` is a pattern, or
         a list of ``{path, model}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
-        :class:`sharpness.data.DataChoice` and :class:`sharpness.data.TextColumns`; ``rho`` is a list for all measures,
+        :class:`sharpness.data.DataChoice`; ``rho`` is a list for all measures,
         or has lists by measure; ``initial`` is a checkpoint file or a transformers folder. Paths are relative to the
         file.
 
@@ -150,13 +150,12 @@ def _sweep(file: _File, base: Path) -> Sweep:
 
 def _choice(entry: str | dict[str, Any], base: Path, name: str) -> DataChoice:
     given: dict[str, Any] = {"source": entry} if isinstance(entry, str) else {**entry}
-    columns = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
     # Columns without a header are numbers.
-    columns.update({k: str(columns[k]) for k in ("text", "pair", "label") if isinstance(columns.get(k), int)})
-    unknown = given.keys() - DataChoice.__dataclass_fields__.keys() | given.keys() & {"columns"}
+    given.update({k: str(given[k]) for k in ("text", "pair", "label") if isinstance(given.get(k), int)})
+    unknown = given.keys() - DataChoice.__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"entry {name}: contains unknown entry `{min(unknown)}`")
-    choice = _converted({**given, "columns": _converted(columns, TextColumns, name)}, DataChoice, name)
+    choice = _converted(given, DataChoice, name)
     if not is_function(choice.source, base):
         choice = replace(choice, source=str(base / choice.source))
     return choice

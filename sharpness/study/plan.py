@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
-from ..data import DataChoice, divided, is_function, source_files
+from ..data import DataChoice, is_function
 from ..errors import naming
 from ..evaluation import checked_radii
 from ..hessian import LOCAL, measure_of
@@ -297,14 +297,17 @@ def versions() -> dict[str, str]:
 
 def places(name: str) -> list[Path]:
     """List what is read of a model or a source of data: a folder, files, or the code of ``module:function``."""
-    return _code(name) if is_function(name) else [divided(name)[0]]
+    return _code(name) if is_function(name) else [Path(name)]
 
 
 def of_data(source: str) -> str:
     """Digest the contents of a source of data; for ``module:function`` the module's code."""
     if is_function(source):
         return _of_files([("", path) for path in _code(source)])
-    return _of_files(source_files(source))
+    path = Path(source)
+    if path.is_file():
+        return _of_files([(path.suffix, path)])
+    return _of_files((p.relative_to(path).as_posix(), p) for p in sorted(path.rglob("*")) if p.is_file())
 
 
 def of_model(model: str, weights: str | None) -> str:

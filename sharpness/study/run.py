@@ -18,7 +18,7 @@ from ..batch_loss import RadiusError
 from ..building import trainable
 from ..data import Batches, DataChoice, check_source
 from ..distributed import World, counter, everybody, shard_
-from ..errors import imported, naming, words_of
+from ..errors import called, naming, words_of
 from ..evaluation import evaluate
 from ..files import check_folder, write_json
 from ..hessian import LOCAL, hessian
@@ -246,11 +246,9 @@ def _baselines(job: Job, sweep: Sweep, model: nn.Module, read: Read) -> dict[str
         start = _start(sweep.initial, model)
         row["distance"] = distance(model, start)
     if sweep.baselines is not None:
-        function = imported(sweep.baselines, f"{sweep.baselines!r} is not an importable module:function")
+        values = called(sweep.baselines, model, read(sweep.data), start)
         with naming(f"{sweep.baselines} failed"):
-            row |= {
-                str(k): None if v is None else float(v) for k, v in function(model, read(sweep.data), start).items()
-            }
+            row |= {str(k): None if v is None else float(v) for k, v in values.items()}
     return row
 
 

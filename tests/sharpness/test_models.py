@@ -62,7 +62,7 @@ def test_mistakes_are_one_line_and_no_code_runs(tmp_path, monkeypatch, capsys):
         ([vit, "--checkpoint", "broken.safetensors"], "not a readable safetensors file"),
         ([vit, "--checkpoint", "absent.pt"], "there is no checkpoint file absent.pt"),
         (["empty"], "has no config.json"),
-        (["bad"], "not valid JSON"),
+        (["bad"], "is not a configuration"),
         (["odd"], "'NoSuchModel', which transformers does not have"),
         (["nonsense"], "not the name of an open_clip or timm model"),
     ]:
@@ -210,9 +210,12 @@ def test_weights_that_do_not_match_the_configuration_are_refused_by_name(bert, c
     for entries, words in (
         ({"num_hidden_layers": 1}, "they have besides bert.encoder.layer.1.attention.output.LayerNorm.bias"),
         ({"num_hidden_layers": 3}, "they lack bert.encoder.layer.2.attention.output.LayerNorm.bias"),
-        ({"architectures": ["BertForTokenClassification"], "num_labels": 7}, "do not have the shapes of config.json"),
+        (
+            {"architectures": ["BertForTokenClassification"], "num_labels": 7},
+            "they have another shape of classifier.bias",
+        ),
         ({"architectures": ["BertForMaskedLM"]}, "they lack cls.predictions"),
-        ({"hidden_size": 32}, "do not have the shapes of config.json"),
+        ({"hidden_size": 32}, "they have another shape of bert.embeddings"),
         ({"hidden_size": "x"}, "cannot be loaded as BertForSequenceClassification"),
         ({"num_hidden_layers": 10**12}, "asks for num_hidden_layers = 1000000000000, which is too large to build"),
         ({"architectures": [3]}, "names the architecture 3, which transformers does not have"),
