@@ -20,9 +20,10 @@ from tests.small_clip import name_small_models
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_timm_and_open_clip_names(tmp_path, capsys):
+def test_timm_and_open_clip_names(tmp_path, monkeypatch, capsys):
     import timm
 
+    name_small_models(tmp_path / "configs", monkeypatch)
     model = networks.shake(timm.create_model("vit_tiny_patch16_224", pretrained=False).float(), 0.01)
     path = tmp_path / "weights.pt"
     torch.save({"state_dict": {"module." + k: v for k, v in model.state_dict().items()}}, path)
@@ -33,8 +34,8 @@ def test_timm_and_open_clip_names(tmp_path, capsys):
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     found = load_state_dict(tmp_path / "weights.safetensors")
     assert torch.equal(found["head.weight"], model.head.weight)
-    assert cli.main(["symmetries", "ViT-B-32"]) == 0
-    assert "visual.transformer.resblocks.11.attn qk   12 × GL(64), 769+769 rows" in capsys.readouterr().out
+    assert cli.main(["symmetries", "small"]) == 0
+    assert "visual.transformer.resblocks.1.attn qk    2 × GL(16), 33+33 rows" in capsys.readouterr().out
 
 
 class Trap:
