@@ -13,12 +13,10 @@ import geoopt
 import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
-from torch.autograd import forward_ad
+from torch._C import _DisableAutocast
 
-from .batches import tensors
 from .checks import as_shape, check_finite, check_same, check_tensors, check_vector, fault
-from .linalg import AUTOCAST_DEVICES, C, exposed, finite, holds, in_own_precision, is_differentiated, root
+from .linalg import C, exposed, finite, holds, in_own_precision, is_differentiated, root
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
@@ -32,33 +30,28 @@ _OPERATIONS = {
 def with_finite_results(cls: C) -> C:
     """Let the operations that a manifold's class defines compute in their own precision, and return no NaN or inf."""
     for name in _OPERATIONS & vars(cls).keys():
-        if not getattr(vars(cls)[name], "__isabstractmethod__", False):
-            setattr(cls, name, _with_finite_result(vars(cls)[name]))
+        setattr(cls, name, _with_finite_result(vars(cls)[name]))
     return in_own_precision(cls)
 
 
 def _with_finite_result(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: QuotientManifold, *args: Any, **kwargs: Any) -> Any:
-        for device in AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
-                    return wrapped(self, *args, **kwargs)
-        result = method(self, *args, **kwargs)
-        if all(map(finite, result if isinstance(result, tuple) else (result,))) or kwargs.get("on_error") == "nan":
-            return result
-        # A vector with NaN makes every result NaN: only now is it worth waiting for the answer of another look.
-        given = inspect.signature(method).bind(self, *args, **kwargs).arguments
-        for name in given.keys() & {"u", "v"}:
-            check_finite(self, given[name], name)
-        if not all(map(finite, tensors(list(given.values())))):
-            return result
+        with _DisableAutocast():
+            result = method(self, *args, **kwargs)
+            if all(map(finite, result if isinstance(result, tuple) else (result,))) or kwargs.get("on_error") == "nan":
+                return result
+            # A vector with NaN makes every result NaN: only now is it worth waiting for the answer of another look.
+            given = inspect.signature(method).bind(self, *args, **kwargs).arguments
+            for name in given.keys() & {"u", "v"}:
+                check_finite(self, given[name], name)
+            if not all(finite(a) for a in given.values() if isinstance(a, Tensor)):
+                return result
         raise ValueError(
             f"{self}: {method.__name__} gives numbers that its dtype does not hold, or a decomposition has failed; "
             "rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
         )
 
-    wrapped.in_own_precision = True  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -225,9 +218,7 @@ class QuotientManifold(geoopt.Manifold):
         its factorisation, as long as the tensor itself lives.
         """
         check_vector(self, x, u, name)
-        if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
-            return self._checked_space(x, is_differentiated(x))
-        if x.requires_grad and torch.is_grad_enabled():
+        if is_differentiated(x):
             return self._checked_space(x, True)
         last = self._last  # another thread may replace it
         if last is not None:

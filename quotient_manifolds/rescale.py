@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .base import QuotientManifold, TangentSpace, standard_normal, with_finite_results
 from .checks import as_shape, check_dtype, check_finite, check_tensors, check_vector, fault
-from .geodesic_ode import as_times, column
-from .geodesics import raise_on_exit
+from .geodesics import as_times, column, raise_on_exit
 from .linalg import holds, in_double, in_own_precision, largest, power_of_two, root
 from .means import checked_weights
 from .metrics import METRICS, Metric, Motion
@@ -157,15 +156,13 @@ class RescaleQuotient(QuotientManifold):
         self._vector_space(x, u)  # the checks
         check_finite(self, u)
         B = (u / x).mean(dim=-2, keepdim=True)
-        t = column(as_times(t, x), B)
+        t = as_times(t, x)
         if self.metric == "inv":
-            point = x * (B * t).exp()
+            point = x * (B * column(t, B)).exp()
             return point, point * B
-        square = 1 + 2 * B * t
-        if not holds(square > 0):
-            times = torch.where(square > 0, torch.inf, -1 / (2 * B)).reshape(-1, *B.shape[:-2], B.shape[-1])
-            times = times.movedim(0, -1).flatten(-2)  # of an item: its coordinates at all requested times
-            raise_on_exit(times.gather(-1, times.abs().argmin(-1, keepdim=True))[..., 0], t.abs().max().item())
+        square = 1 + 2 * B * column(t, B)
+        times = torch.where(square > 0, torch.inf, -1 / (2 * B))
+        raise_on_exit(times.gather(-1, times.abs().argmin(-1, keepdim=True))[..., 0, 0], t)
         root = square.sqrt()
         return x * root, x * B / root
 

@@ -207,9 +207,9 @@ class GLTangentSpace(TangentSpace):
         point, _ = geodesics.geodesic(self._whitened(u), 1.0, relative_tol)
         return _packed(point, self._back)
 
-    def exit_time(self, u: Tensor, until: float = 1.0) -> Tensor:
-        """Return the time in (0, until] at which the geodesic leaves the manifold, inf where it does not; (…)."""
-        return geodesics.exit_time(self._whitened(u), until)
+    def exit_time(self, u: Tensor) -> Tensor:
+        """Return the time in (0, 1] at which the geodesic leaves the manifold, inf where it does not; (…)."""
+        return geodesics.exit_time(self._whitened(u))
 
     def _whitened(self, u: Tensor) -> geodesics.Whitened:
         return geodesics.Whitened.of(self._local, self._carry(u, self._to), self._gauge.sigma, self.present)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from sharpness.data import DataChoice, load_examples
 from sharpness.errors import naming
+from sharpness.evaluation import progress_bar
 from sharpness.files import atomic_write, check_folder, write_json
 from sharpness.huggingface import quiet
 from sharpness.models import LoadedModel, load
-from sharpness.progress import bar
 from sharpness.study.plan import shard_of
 
 from .finetune import TrainingImages, TrainingTexts, finetune, scores_of
@@ -120,7 +120,7 @@ def train_collection(
     folder.mkdir(parents=True, exist_ok=True)
     if not config.is_file():
         write_json(config, _config(loaded, model, checkpoint, data, test, min(points, len(training.labels))))
-    with bar(len(todo), "models", "model", progress=progress) as shown:
+    with progress_bar(len(todo), "models", "model", progress=progress) as shown:
         for i in todo:
             start = time.perf_counter()
             torch.manual_seed(recipes[i].seed)

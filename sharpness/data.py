@@ -48,17 +48,24 @@ class DataChoice:
         - ``module:function``, a function without arguments that returns an iterable of batches.
     batch_size : int
         Examples per batch at most. Batches are as equal as possible, since each counts as much as the others.
-    batches, num_examples, subset_seed : int or None
-        Number of batches; number of examples, the first ones or, with ``subset_seed``, as many at random. Examples that
-        stand class by class, as in folders of classes, are always read in random order, by default with the seed 0.
-    text, pair, label : str
-        Columns of a table: names from the header, or numbers from 0 where there is none; ``pair`` is the second text of
-        a pair, if any. Models that predict the next or masked tokens need no label; of those from text to text it is
+    batches : int or None
+        Number of batches at most.
+    num_examples : int or None
+        Number of examples: the first ones, but at random if they stand class by class, as in folders of classes.
+    subset_seed : int or None
+        Choose the examples at random, with this seed; examples that stand class by class always are, by default with
+        the seed 0.
+    text : str
+        Column of the text: its name in the header, or its number from 0 where there is none.
+    pair : str or None
+        Column of the second text, for pairs of texts.
+    label : str
+        Column of the label. Models that predict the next or masked tokens need none; of those from text to text it is
         the text.
     label_map : mapping of str to int
         The class number of each label; if empty, labels are numbers or names in the model's configuration.
     header : bool
-        The first line of a .tsv or .csv file names the columns.
+        Whether the first line of a .tsv or .csv file names the columns; else it is already data.
     max_length : int
         Longest input in tokens, unless the tokenizer's limit is lower.
 

@@ -19,10 +19,9 @@ from quotient_manifolds.symmetries.whole import apply_random_moves_
 
 from .direction import Profile, profile
 from .errors import require_extra
-from .evaluation import evaluate
+from .evaluation import evaluate, progress_bar
 from .files import check_file, write_json
 from .plots import COLOURS, MARKERS, check_figure, figure, plain_ticks
-from .progress import bar
 
 __all__ = ["digits", "moved", "run", "train", "vision_transformer"]
 
@@ -88,7 +87,7 @@ def train(
     steps = epochs * -(-len(labels) // 64)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=3e-3, total_steps=steps)
     model.train()
-    with bar(steps, "training", "step", progress=progress) as shown:
+    with progress_bar(steps, "training", "step", progress=progress) as shown:
         for _ in range(epochs):
             for chosen in torch.randperm(len(labels), generator=generator).split(64):
                 dx, dy = torch.randint(-1, 2, (2,), generator=generator).tolist()
@@ -134,7 +133,7 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     batch, before, change = (x_train[:128], y_train[:128]), _log_probabilities(model, x_test), 0.0
     rows: list[dict[str, Any]] = []
     lines: dict[str, Profile] = {}
-    with bar(1 + len(MOVES), "equivalent networks", "network", progress=progress) as shown:
+    with progress_bar(1 + len(MOVES), "equivalent networks", "network", progress=progress) as shown:
         for kind in ("the network", *MOVES):
             twin = moved(model, kind, seed=seed) if kind in MOVES else model
             change = max(change, float((_log_probabilities(twin, x_test) - before).abs().max()))

@@ -18,12 +18,11 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 from quotient_manifolds.tangent import draw_gaussians
 
-from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, with_constants
 from .direction import Direction
 from .distributed import World
 from .losses import Objective, count_examples
-from .measures import Measure
+from .measures import Block, ElementwiseBlock, Measure
 from .perturb import Gradients, pointing_to
 from .shards import ShardedState, Shards, reshard
 from .shares import Places
@@ -109,7 +108,7 @@ class ShardedSpace(WeightSpace):
         Every process therefore draws as many numbers as the model has weights.
         """
         xi = self.empty()
-        parts = dict(zip(self.blocks, self.parts(xi), strict=True))
+        parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
         single = {b.parameter: b for b in parts if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.parameter(p).shape
@@ -117,7 +116,7 @@ class ShardedSpace(WeightSpace):
             if p in single:
                 rows = self._shards.cut(p, drawn.view(shape)).flatten()
                 parts[single[p]].copy_(single[p].project(rows.to(self.model_device)))
-        stacks = iter(b for b in parts if isinstance(b, PairBlock))
+        stacks = iter(self._pair_blocks)
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
             size, like = s.point_like(self.dtype)

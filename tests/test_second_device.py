@@ -30,7 +30,6 @@ from reproduction.tests.test_zoo import write_pictures
 from reproduction.zoo_data import LABELS
 from sharpness.data import DataChoice
 from sharpness.study import read_config, read_rows, run_sweep
-from sharpness.study.run import distance
 
 from . import networks
 from .architectures import adapted
@@ -140,7 +139,7 @@ def at_the_weights(device):
     start = {k: v + 0.01 for k, v in model.state_dict().items()}
     return [
         found.max_eigenvalue, found.trace, sharpness.gradient_norm(model, batches).gradient_norm,
-        *baselines.norms(model).values(), distance(model, start), baselines.relative_flatness(model, moved),
+        *baselines.norms(model).values(), baselines.distance(model, start), baselines.relative_flatness(model, moved),
         baselines.margin(model, moved), baselines.fisher_trace(model, moved),
         baselines.critical_sharpness(model, moved[0]),
     ]  # fmt: skip

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..linalg import trace_product
 from ..metrics import Gram, Metric, Pair
 
 __all__ = [
@@ -158,7 +157,7 @@ def inner(path: Path, u: Tensor) -> Tensor:
     """Compute the square of a vector at the start of paths, (b)."""
     M, N = (X.mH @ X for X in path.split(path.x))
     (W_G, W_H), (P, R) = weights(path.metric, M, N, inverse=False), path.split(u)
-    return trace_product(W_G, P, P) + trace_product(W_H, R, R)
+    return (W_G.mT * (P.mH @ P) + W_H.mT * (R.mH @ R)).real.sum((-2, -1))
 
 
 def energy(path: Path) -> tuple[Tensor, Tensor]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base import standard_normal
-from ..batches import default_forward, floats, tree_map
-from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved
+from ..batches import default_forward
+from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
 from .examination import examine_model
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import Wide, check_model, copied, plain_names, preserve_model_state, random_state_kept
+from .modules import check_model, plain_names, running_copy
 from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
 from .registry import handler_of
-from .stacks import PairList, PairStack, stacks, without_sharing
+from .stacks import PairList, stacks, without_sharing
 
 __all__ = ["Verification", "apply_random_symmetry_", "find_symmetric_pairs", "verify"]
 
@@ -121,22 +120,6 @@ def _claimed(
     return PairList(replace(p, model=model) for p in found)
 
 
-@contextmanager
-def _twin(
-    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
-) -> Iterator[tuple[nn.Module, Callable[[], list[Tensor]]]]:
-    """Yield a copy of a model in another precision and evaluation mode, and a function for passes that draw alike."""
-    twin = copied(model).to(dtype)
-    batch = tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
-
-    def run() -> list[Tensor]:
-        with random_state_kept(twin):
-            return [t.to(dtype) for t in floats(forward(twin, batch))]
-
-    with preserve_model_state(twin), Wide() if dtype == torch.float64 else nullcontext():
-        yield twin, run
-
-
 @torch.no_grad()
 def _certified(
     model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
@@ -144,7 +127,7 @@ def _certified(
     """Refuse the pairs of which moves change the outputs of a model."""
 
     def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
-        with _twin(model, batch, forward, dtype) as (twin, run):
+        with running_copy(model, batch, forward, dtype) as (twin, run):
             modules = dict(zip(model.modules(), twin.modules(), strict=True))
             return {p.name for p in broken([in_copy(p, modules) for p in pairs if p.group is not None], run, tolerance)}
 
@@ -346,35 +329,22 @@ def verify(
     """
     check_model(model)
     extra = check_pairs(extra)
-    with _twin(model, batch, forward) as (twin, run):
+    with running_copy(model, batch, forward) as (twin, run):
         modules = dict(zip(model.modules(), twin.modules(), strict=True))
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
         claimed = _claimed(twin, [in_copy(p, modules) for p in extra], run)
         pairs = [p for p in claimed if p.group is not None]
-        certificate = _certificate(stacks(pairs), run, seed)
+        found = stacks(pairs)
+        gradients: dict[Tensor, Tensor] = {}
+        with suppress(RuntimeError):  # outputs that cannot be differentiated certify nothing; moves decide
+            parameters = [p for s in found for p in s.parameters()]
+            generator = torch.Generator().manual_seed(seed)
+            gradients = output_gradients(lambda: [t[t.isfinite()] for t in run()], parameters, generator)
+        certificate = certify(found, gradients, tolerance=1e-8)
         changes = {}
         for p in pairs if moves else ():
             with moved([p], condition, seed):
                 changes[p.name] = change(before, run())
     return Verification(certificate, changes)
-
-
-def _certificate(found: Sequence[PairStack], run: Callable[[], list[Tensor]], seed: int) -> Certificate:
-    """Certify pairs by the gradient of the outputs along a random cotangent."""
-    parameters = [p for s in found for p in s.parameters()]
-    for p in parameters:
-        p.requires_grad_()
-        p.grad = None
-    generator = torch.Generator().manual_seed(seed)
-    with torch.enable_grad():
-        outputs = [t[t.isfinite()] for t in run() if t.requires_grad]
-        draws = [standard_normal(tuple(t.shape), t, generator) for t in outputs]
-        try:
-            for t, draw in zip(outputs, draws, strict=True):
-                (t * draw).sum().backward(retain_graph=True)
-        except RuntimeError:  # outputs that cannot be differentiated certify nothing; moves decide
-            pass
-    gradients: dict[Tensor, Tensor] = {p: p.grad for p in parameters if p.grad is not None}
-    return certify(found, gradients, tolerance=1e-8)

@@ -180,8 +180,7 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
     goal, frame = targets(rows, target), measurements(rows)
     if len(goal) < 3:
         raise ValueError(
-            f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data or "
-            "accuracies"
+            f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data"
         )
     frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].isin(["test_loss", "test_error"])]
     columns = {place: part.set_index("checkpoint")["value"] for place, part in frame.groupby(_PLACE, sort=False)}
