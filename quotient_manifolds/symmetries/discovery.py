@@ -240,10 +240,14 @@ class Verification:
     tolerance: float = 1e-9
 
     @property
+    def moving(self) -> list[str]:
+        """Names of the pairs of which moves change the outputs."""
+        return [name for name, change in self.changes.items() if not change <= self.tolerance]
+
+    @property
     def failures(self) -> list[str]:
         """Names of the pairs that are not symmetries."""
-        moved = [name for name, change in self.changes.items() if not change <= self.tolerance]
-        return list(dict.fromkeys([*moved, *(p.name for p in self.certificate.failures)]))
+        return list(dict.fromkeys([*self.moving, *(p.name for p in self.certificate.failures)]))
 
     @property
     def ok(self) -> bool:
@@ -251,15 +255,13 @@ class Verification:
         return not self.failures
 
     def __str__(self) -> str:
-        lines = str(self.certificate).splitlines()
+        lines = [str(self.certificate)]
         if self.changes:
-            worst = max(self.changes.values())
             lines.append(
-                f"{len(self.changes)} pairs moved, largest relative change of an output {worst:.1e} "
-                f"(rounding is up to {self.tolerance:.0e})"
+                f"{len(self.changes)} pairs moved, largest relative change of an output "
+                f"{max(self.changes.values()):.1e} (rounding is up to {self.tolerance:.0e})"
             )
-            moved = [n for n, change in self.changes.items() if not change <= self.tolerance]
-            lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in moved]
+        lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in self.moving]
         return "\n".join(lines)
 
 
