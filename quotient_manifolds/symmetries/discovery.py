@@ -15,7 +15,7 @@ from ..batches import default_forward
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
 from .examination import examine_model
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import check_model, plain_names, running_copy
+from .modules import Wide, check_model, plain_names, running_copy
 from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
 from .registry import handler_of
 from .stacks import PairList, stacks, without_sharing
@@ -337,7 +337,7 @@ def verify(
         pairs = [p for p in claimed if p.group is not None]
         found = stacks(pairs)
         gradients: dict[Tensor, Tensor] = {}
-        with suppress(RuntimeError):  # outputs that cannot be differentiated certify nothing; moves decide
+        with suppress(RuntimeError), Wide():  # outputs that cannot be differentiated certify nothing; moves decide
             parameters = [p for s in found for p in s.parameters()]
             generator = torch.Generator().manual_seed(seed)
             gradients = output_gradients(lambda: [t[t.isfinite()] for t in run()], parameters, generator)

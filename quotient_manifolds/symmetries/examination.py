@@ -200,10 +200,11 @@ class Examination:
                 return replace(none, reason=UNCERTIFIED)
             doubt = sizes.index(heads.size) if heads.size in sizes else len(sizes)
             for algebra in _algebras(heads.size):
-                found = replace(heads, dimension=algebra.dimension, **algebra.acting)
-                options.append(((-len(pairs) * algebra.dimension, doubt, heads.size), found, algebra, one, two))
-        options.sort(key=lambda option: option[0])
-        return next((found for _, found, *tested in options if _holds(*tested)), none)
+                options.append(((-len(pairs) * algebra.dimension, doubt, heads.size), heads, algebra, one, two))
+        for _, heads, algebra, one, two in sorted(options, key=lambda option: option[0]):
+            if _holds(algebra, one, two):
+                return replace(heads, dimension=algebra.dimension, **algebra.acting)
+        return none
 
     def _key_bias_is_null(self, pairs: Sequence[SymmetricPair]) -> bool:
         """Return whether the outputs do not depend on the key bias, on the dimensions that are not rotated."""
