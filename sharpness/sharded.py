@@ -61,7 +61,7 @@ class ShardedSpace(WeightSpace):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
-        of_twin = None if pairs is None else [in_copy(p, shards.modules) for p in pairs]
+        of_twin = None if pairs is None else in_copy(pairs, model, shards.twin)
         super().__init__(shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
         self.model, self.world, self.examples, self.given = model, shards.world, examples, pairs
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
@@ -101,21 +101,21 @@ class ShardedSpace(WeightSpace):
         """
         xi = self.empty()
         parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
-        single = {b.parameter: (b, part) for b, part in parts.items() if isinstance(b, ElementwiseBlock)}
+        single = {b.parameter: b for b in parts if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.of[p].shape
             drawn = standard_normal((shape.numel(),), xi, generator)
             if p in single:
-                block, part = single[p]
-                part.copy_(block.project(self._shards.cut(p, drawn.view(shape)).flatten().to(self.model_device)))
-        stacked = ((b, parts[b]) for b in self._pair_blocks)
+                rows = self._shards.cut(p, drawn.view(shape)).flatten()
+                parts[single[p]].copy_(single[p].project(rows.to(self.model_device)))
+        pair_blocks = iter(self._pair_blocks)
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
             size, like = s.point_like(self.dtype)
             gaussians = draw_gaussians(size, s.n, like, generator)
             if mine:
-                pairs, part = next(stacked)
-                part.copy_(pairs.from_gaussians([e[mine] for e in gaussians]))
+                block = next(pair_blocks)
+                parts[block].copy_(block.from_gaussians([e[mine] for e in gaussians]))
         return xi
 
     @torch.no_grad()
@@ -128,8 +128,7 @@ class ShardedSpace(WeightSpace):
         shards.spread(found, rows)
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self.parameters.items()}
-        of_model = {twin: module for module, twin in shards.modules.items()}
-        pairs = tuple(in_copy(p, of_model) for p in self.pairs)
+        pairs = tuple(in_copy(self.pairs, self._home, self.model))
         squares = self._places.squares(self.each(xi), self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
 

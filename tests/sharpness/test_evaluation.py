@@ -400,7 +400,7 @@ def test_registered_attention_is_measured(monkeypatch):
     def mystery(module, name):
         q, k, v = (symmetries.Projection(module.qkv, start=8 * i) for i in range(3))
         return symmetries.attention_pairs(
-            name, heads=1, head_size=8, q=q, k=k, v=v, o=symmetries.Projection(module.out)
+            name, symmetries.Heads(1, size=8), q=q, k=k, v=v, o=symmetries.Projection(module.out)
         )
 
     model, batch = networks.shake(Mystery()), networks.tokens()
