@@ -232,8 +232,8 @@ class ElementwiseBlock:
         out[self.parameter].copy_(self._scale * c.view(self._scale.shape))
 
     def project(self, c: Tensor) -> Tensor:
-        """Return the horizontal part of a vector: remove what belongs to pairs."""
-        return c if self._covered is None else c.masked_fill(self._scale.flatten() == 0, 0)
+        """Return the horizontal part of a vector: remove what belongs to pairs, and what does not move, as zeros."""
+        return c.masked_fill(self._scale.flatten() == 0, 0)
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, the same on all devices and at all representatives."""

@@ -129,17 +129,16 @@ class ShardedSpace(WeightSpace):
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self.parameters.items()}
         pairs = tuple(in_copy(self.pairs, self._home, self.model))
-        squares = self._places.squares(self.each(xi), self.world)
+        each = (
+            (b, shards.among_zeros(b.parameter, c) if isinstance(b, ElementwiseBlock) else c) for b, c in self.each(xi)
+        )
+        squares = self._places.squares(each, self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
 
     @functools.cached_property
     def _places(self) -> Places:
         with pointing_to(self._home, {p: hollow(q) for p, q in self._shards.of.items()}):
-            found = Places(self._home, self.parameters)
-        empty = torch.zeros((), dtype=torch.bool)
-        elsewhere = {p for p in self._shards.owner if not self._shards.is_mine(p)}
-        found.cut(lambda p, mask: empty if p in elsewhere else self._shards.cut(p, mask))
-        return found
+            return Places(self._home, self.parameters)
 
     # -- the model -----------------------------------------------------------------------------------------------
 

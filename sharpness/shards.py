@@ -133,6 +133,13 @@ class Shards:
             return t
         return t[self.rows(p)].clone()  # a view would keep the whole
 
+    def among_zeros(self, p: Tensor, rows: Tensor) -> Tensor:
+        """Return the flat numbers of this process in a tensor of a parameter's whole shape, which is zero elsewhere."""
+        found = rows.new_zeros(self.of[p].shape)
+        here = found if p in self.owner else found[self.rows(p)]
+        here.copy_(rows.view(here.shape))
+        return found
+
     def whole(self, p: Tensor, rows: Tensor) -> Tensor:
         """Gather the rows of all processes on each of them."""
         padded = rows.new_zeros((self._step(p), *rows.shape[1:]))

@@ -222,3 +222,14 @@ def test_offloaded_vectors_are_near_the_blocks_one_part_at_a_time(coordinates, m
     gradient = {p: torch.randn(p.shape) for p in model.parameters()}
     assert torch.equal(away.pull_back(dict(gradient), xi), space.pull_back(dict(gradient), xi))
     assert 0 < max(most) <= 2 * max(b.dim for b in blocks)
+
+
+@pytest.mark.parametrize("measure", ["adaptive", "geodesic-inv"])
+def test_zero_weights_have_no_part_in_a_random_direction(measure):
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.bias)
+    space = sharpness.WeightSpace(model, sharpness.MEASURES[measure])
+    with space.attached():
+        found = space.direction(xi := space.random(torch.Generator().manual_seed(0))).tensors
+    assert not found["bias"].any()
+    assert (found["weight"] / model.weight).norm().detach() == pytest.approx(space.norm(xi))
