@@ -111,12 +111,14 @@ class BatchLoss:
     def _total(self, xi: Tensor | None) -> float:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
-        value = sum(weight * loss for weight, loss, _, _ in self._seen)
-        wrong = sum(wrong for weight, _, wrong, _ in self._seen if weight)
-        counted = sum(counted for weight, _, _, counted in self._seen if weight)
-        world = self.space.world
-        value, wrong, counted = world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64)).tolist()
-        value /= world.size
+        value, wrong, counted = 0.0, 0, 0
+        for weight, loss, wrong_here, counted_here in self._seen:
+            value += weight * loss
+            if weight:
+                wrong, counted = wrong + wrong_here, counted + counted_here
+        totals = self.space.world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64))
+        value, wrong, counted = totals.tolist()
+        value /= self.space.world.size
         if math.isfinite(value):
             self.worst_error = max(wrong / counted, self.worst_error or 0.0) if counted else self.worst_error
             return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.base import standard_normal
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, stacks
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
 from quotient_manifolds.symmetries.pairs import in_copy
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import canonical_form
@@ -129,16 +128,15 @@ class ShardedSpace(WeightSpace):
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self.parameters.items()}
         pairs = tuple(in_copy(self.pairs, self._home, self.model))
+        if self._places is None:
+            with pointing_to(self._home, {p: hollow(q) for p, q in shards.of.items()}):
+                all_pairs = find_symmetric_pairs(self._home, include_frozen=True)
+                self._places = Places(self._home, self.parameters, all_pairs)
         each = (
             (b, shards.among_zeros(b.parameter, c) if isinstance(b, ElementwiseBlock) else c) for b, c in self.each(xi)
         )
         squares = self._places.squares(each, self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
-
-    @functools.cached_property
-    def _places(self) -> Places:
-        with pointing_to(self._home, {p: hollow(q) for p, q in self._shards.of.items()}):
-            return Places(self._home, self.parameters)
 
     # -- the model -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
+from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.blocks import Block as Part
 from quotient_manifolds.symmetries.whole import wiring_of
 
@@ -106,10 +106,12 @@ class Places:
     model : nn.Module
     names : mapping of str to Tensor
         Its parameters that move, by name.
+    pairs : iterable of SymmetricPair
+        All its pairs, frozen ones too.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[str, Tensor]) -> None:
-        pairs = [p for p in find_symmetric_pairs(model, include_frozen=True) if p.group is not None]
+    def __init__(self, model: nn.Module, names: Mapping[str, Tensor], pairs: Iterable[SymmetricPair]) -> None:
+        pairs = [p for p in pairs if p.group is not None]
         self._inside: dict[Tensor, list[tuple[str, Part]]] = {}
         for pair in pairs:
             for part in pair.G + pair.H + pair.null:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quotient_manifolds.linalg import at_least_float32
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
@@ -167,6 +167,7 @@ class WeightSpace:
         self.gradients = Gradients(moving, (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
+        self._places: Places | None = None
         self.remarks: list[str] = []
 
     def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[Block]:
@@ -214,12 +215,11 @@ class WeightSpace:
         for block, c in self.each(xi):
             block.vector_(out, c, at_model=True)
         tensors = {name: out[p].cpu() for name, p in self.parameters.items()}
+        if self._places is None:  # finding pairs takes seconds, and there are many directions
+            pairs = find_symmetric_pairs(self.model, include_frozen=True)
+            self._places = Places(self.model, self.parameters, pairs)
         squares = self._places.squares(self.each(xi), self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
-
-    @functools.cached_property
-    def _places(self) -> Places:  # finding pairs takes seconds, and there are many directions
-        return Places(self.model, self.parameters)
 
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""

@@ -197,7 +197,8 @@ def test_every_entry_belongs_to_one_part():
     model = build("vit")
     space = sharpness.WeightSpace(model, sharpness.MEASURES["adaptive"])
     found = dict.fromkeys(PARTS, 0)
-    places = Places(model, dict(model.named_parameters()))
+    pairs = find_symmetric_pairs(model, include_frozen=True)
+    places = Places(model, dict(model.named_parameters()), pairs)
     for (_, part, _), square in places.squares(space.each(torch.ones(space.dim)), World()).items():
         found[part] += square
     assert {part: square for part, square in found.items() if square} == {
