@@ -21,7 +21,6 @@ from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
-from .errors import naming
 from .measures import Block, ElementwiseBlock, Measure, PairBlock
 
 __all__ = [
@@ -58,8 +57,10 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    with naming(f"only={only!r} is not a regular expression"):
+    try:
         pattern = re.compile(only or "")
+    except (re.error, TypeError) as error:
+        raise ValueError(f"only={only!r} is not a regular expression: {error}") from error
     found = {name: p for name, p in found.items() if pattern.search(name)}
     if not found:
         raise ValueError(f"only={only!r} matches no trainable parameter's name")
