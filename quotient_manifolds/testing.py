@@ -126,8 +126,8 @@ def check_manifold(
     .. math:: \langle a, v \rangle = \tfrac12 D_v \langle u, u \rangle - D_u \langle u, v \rangle
               \quad\text{for all } v,
 
-    and the errors of retraction and exponential against the integrated geodesic fall as t to their order + 1 (if they do
-    not, the acceleration may be wrong away from x); transport; distance.
+    and the errors of retraction and exponential against the integrated geodesic fall as t to their order + 1 (if not,
+    the acceleration may be wrong away from x); transport; distance.
 
     Parameters
     ----------
