@@ -18,9 +18,9 @@ from torch import nn
 
 from quotient_manifolds.symmetries.whole import Wiring, register_wiring, wiring_of
 from sharpness.ascent import ASCENTS
-from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
+from sharpness.measuring import BatchLoss
 from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
 

@@ -16,9 +16,9 @@ import torch
 from _common import write
 
 from sharpness.ascent import ASCENTS
-from sharpness.batch_loss import BatchLoss
 from sharpness.losses import Objective
 from sharpness.measures import MEASURES
+from sharpness.measuring import BatchLoss
 from sharpness.perturb import preserved
 from sharpness.space import WeightSpace
 

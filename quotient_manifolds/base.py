@@ -13,12 +13,10 @@ import geoopt
 import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
-from torch.autograd import forward_ad
+from torch._C import _DisableAutocast
 
-from .batches import tensors
-from .checks import as_shape, check_finite, check_same, check_tensors, check_vector, fault
-from .linalg import AUTOCAST_DEVICES, C, exposed, finite, holds, in_own_precision, is_differentiated, root
+from .checks import as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
+from .linalg import C, exposed, finite, holds, in_own_precision, is_differentiated, pack, root
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
@@ -32,33 +30,28 @@ _OPERATIONS = {
 def with_finite_results(cls: C) -> C:
     """Let the operations that a manifold's class defines compute in their own precision, and return no NaN or inf."""
     for name in _OPERATIONS & vars(cls).keys():
-        if not getattr(vars(cls)[name], "__isabstractmethod__", False):
-            setattr(cls, name, _with_finite_result(vars(cls)[name]))
+        setattr(cls, name, _with_finite_result(vars(cls)[name]))
     return in_own_precision(cls)
 
 
 def _with_finite_result(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: QuotientManifold, *args: Any, **kwargs: Any) -> Any:
-        for device in AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
-                    return wrapped(self, *args, **kwargs)
-        result = method(self, *args, **kwargs)
-        if all(map(finite, result if isinstance(result, tuple) else (result,))) or kwargs.get("on_error") == "nan":
-            return result
-        # A vector with NaN makes every result NaN: only now is it worth waiting for the answer of another look.
-        given = inspect.signature(method).bind(self, *args, **kwargs).arguments
-        for name in given.keys() & {"u", "v"}:
-            check_finite(self, given[name], name)
-        if not all(map(finite, tensors(list(given.values())))):
-            return result
+        with _DisableAutocast():
+            result = method(self, *args, **kwargs)
+            if all(map(finite, result if isinstance(result, tuple) else (result,))) or kwargs.get("on_error") == "nan":
+                return result
+            # A vector with NaN makes every result NaN: only now is it worth waiting for the answer of another look.
+            given = inspect.signature(method).bind(self, *args, **kwargs).arguments
+            for name in given.keys() & {"u", "v"}:
+                check_finite(self, given[name], name)
+            if not all(finite(a) for a in given.values() if isinstance(a, Tensor)):
+                return result
         raise ValueError(
             f"{self}: {method.__name__} gives numbers that its dtype does not hold, or a decomposition has failed; "
             "rescale the point or the vector, or use float64; in an optimisation the learning rate is too high"
         )
 
-    wrapped.in_own_precision = True  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -213,9 +206,7 @@ class QuotientManifold(geoopt.Manifold):
 
     def _checked_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
         self._assert_check_shape(x.shape, "x")
-        reason = fault(self, x, self._complex_allowed, entries=False)
-        if reason is not None:
-            raise ValueError(reason)
+        check_dtype(self, x, self._complex_allowed)
         return self._tangent_space(x, differentiable)
 
     def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
@@ -225,9 +216,7 @@ class QuotientManifold(geoopt.Manifold):
         its factorisation, as long as the tensor itself lives.
         """
         check_vector(self, x, u, name)
-        if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
-            return self._checked_space(x, is_differentiated(x))
-        if x.requires_grad and torch.is_grad_enabled():
+        if is_differentiated(x):
             return self._checked_space(x, True)
         last = self._last  # another thread may replace it
         if last is not None:
@@ -307,9 +296,7 @@ class QuotientManifold(geoopt.Manifold):
         """
         check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")
-        reason = fault(self, x, self._complex_allowed)
-        if reason is not None:
-            raise ValueError(reason)
+        QuotientManifold._check_point(self, x)
         return self._projx(x)
 
     @abstractmethod
@@ -335,8 +322,7 @@ class QuotientManifold(geoopt.Manifold):
             check_same(self, tensors[0], other, "first factor", "second factor")
         if len({s[-1] for s in shapes}) > 1:
             raise ValueError(f"{self}: the factors need the same number of columns, but have shapes {shapes}")
-        batch = torch.broadcast_shapes(*(s[:-2] for s in shapes))
-        return torch.cat([t.expand(*batch, *t.shape[-2:]) for t in tensors], dim=-2)
+        return pack(*tensors)
 
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a point (or vector) into its factors (G, H), views of it."""
@@ -357,6 +343,22 @@ class QuotientManifold(geoopt.Manifold):
         """Return a tensor that knows its manifold, as geoopt's own manifolds do."""
         return geoopt.ManifoldTensor(x, manifold=self, requires_grad=x.requires_grad)
 
+    def _check_point(self, x: Tensor) -> None:
+        """Raise a ValueError for a tensor of the right shape that is no point; a subclass adds what it demands."""
+        check_dtype(self, x, self._complex_allowed)
+        if not finite(x):
+            raise ValueError(
+                f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the "
+                "learning rate is too high"
+            )
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        try:
+            self._check_point(x.detach())
+        except ValueError as error:
+            return False, str(error)
+        return True, None
+
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
@@ -375,9 +377,7 @@ class QuotientManifold(geoopt.Manifold):
 
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussians of unit variance per real coordinate, on the generator's device, and move them to ``like``."""
+    size = (*shape, 2) if like.is_complex() else shape
     device = like.device if generator is None else generator.device
-    real = like.dtype.to_real()
-    if not like.is_complex():
-        return torch.randn(shape, dtype=real, device=device, generator=generator).to(like.device)
-    parts = torch.randn((*shape, 2), dtype=real, device=device, generator=generator)
-    return torch.view_as_complex(parts).to(like.device)
+    drawn = torch.randn(size, dtype=like.dtype.to_real(), device=device, generator=generator).to(like.device)
+    return torch.view_as_complex(drawn) if like.is_complex() else drawn

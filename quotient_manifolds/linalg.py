@@ -9,16 +9,16 @@ import functools
 import math
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _DisableAutocast, _functorch
 from torch.autograd import forward_ad
 
 __all__ = [
-    "AUTOCAST_DEVICES",
     "at_least_float32",
+    "choose",
     "column_rank_ratio",
     "exposed",
     "finite",
@@ -36,7 +36,6 @@ __all__ = [
     "row_power",
     "sylvester",
     "symmetric_part_doubled",
-    "trace_product",
     "weighted_sylvester",
 ]
 
@@ -46,60 +45,36 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 
-#: Devices on which autocast may be on.
-AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
-
-
 def own_precision(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function compute in the dtype of its arguments, because autocast would round products to half precision."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        for device in AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
-                    return wrapped(*args, **kwargs)
-        return function(*args, **kwargs)
+        with _DisableAutocast():
+            return function(*args, **kwargs)
 
     return wrapped
 
 
 def in_own_precision(cls: C) -> C:
-    """Apply :func:`own_precision` to the public methods that a class defines."""
+    """Apply :func:`own_precision` to the public methods that a class defines, unless they are wrapped already."""
     for name, method in list(vars(cls).items()):
-        guarded = hasattr(method, "in_own_precision") or getattr(method, "__isabstractmethod__", False)
-        if isinstance(method, FunctionType) and not name.startswith("_") and not guarded:
+        if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(method, "__wrapped__"):
             setattr(cls, name, own_precision(method))
     return cls
 
 
-class _Exposed(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, None]:
-        return _Exposed.apply(x.movedim(in_dims[0], 0)), None
-
-
 def exposed(x: Tensor) -> Tensor:
-    """Return values that decide what is computed, without derivatives; first the dimensions that ``vmap`` hides."""
-    return _Exposed.apply(x.detach())
+    """Return values that decide what is computed, without derivatives, and with the dimensions that ``vmap`` hides."""
+    x = x.detach()
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 def holds(condition: Tensor) -> bool:
     """Return whether a condition holds everywhere, also in what ``torch.vmap`` hides."""
-    try:
-        return bool(condition.all())
-    except RuntimeError as error:
-        if "vmap" not in str(error):
-            raise
-        return bool(exposed(condition).all())
+    return bool((exposed(condition) if _are_functorch_transforms_active() else condition).all())
 
 
 def finite(X: Tensor) -> bool:
@@ -132,12 +107,8 @@ def root(square: Tensor) -> Tensor:
 
 def is_differentiated(x: Tensor) -> bool:
     """Return whether derivatives with respect to x may be asked for, in reverse or forward mode."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return True
-    try:
-        return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-    except RuntimeError:  # torch.vmap hides what belongs to x
-        return True
+    by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+    return by_transform or (x.requires_grad and torch.is_grad_enabled())
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -150,10 +121,15 @@ def in_double(X: Tensor) -> Tensor:
     return X.to(torch.complex128 if X.is_complex() else torch.float64)
 
 
-def pack(G: Tensor, H: Tensor) -> Tensor:
-    """Stack the rows of two factors, broadcasting their batch dimensions."""
-    batch = torch.broadcast_shapes(G.shape[:-2], H.shape[:-2])
-    return torch.cat([G.expand(*batch, *G.shape[-2:]), H.expand(*batch, *H.shape[-2:])], dim=-2)
+def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Take a where a condition on the leading dimensions holds, else b."""
+    return torch.where(condition.reshape(condition.shape + (1,) * (a.dim() - condition.dim())), a, b)
+
+
+def pack(*factors: Tensor) -> Tensor:
+    """Stack the rows of factors, broadcasting their batch dimensions."""
+    batch = torch.broadcast_shapes(*(X.shape[:-2] for X in factors))
+    return torch.cat([X.expand(*batch, *X.shape[-2:]) for X in factors], dim=-2)
 
 
 def row_power(sigma: Tensor, present: Tensor, exponent: float) -> Tensor:
@@ -165,11 +141,6 @@ def row_power(sigma: Tensor, present: Tensor, exponent: float) -> Tensor:
 def symmetric_part_doubled(C: Tensor) -> Tensor:
     """Return C + Cᴴ."""
     return C + C.mH
-
-
-def trace_product(W: Tensor, X: Tensor, Y: Tensor) -> Tensor:
-    """Return Re Tr(W Xᴴ Y) for a Hermitian W of shape (…, h, h); X and Y are (…, n, h)."""
-    return ((X @ W).conj() * Y).real.sum(dim=(-2, -1))
 
 
 def column_rank_ratio(X: Tensor) -> Tensor:
@@ -189,51 +160,27 @@ def hermitian_power(S: Tensor, exponent: float) -> Tensor:
     return (vectors * values.clamp_min(0).pow(exponent).unsqueeze(-2)) @ vectors.mH
 
 
-class _NearDiagonalSylvester(torch.autograd.Function):
-    """The division that solves A₁X + XA₂ = B for diagonal A₁, A₂, with the derivatives of the general equation."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
-        d1 = A1.diagonal(dim1=-2, dim2=-1).real
-        d2 = A2.diagonal(dim1=-2, dim2=-1).real
-        denominator = d1.unsqueeze(-1) + d2.unsqueeze(-2)
-        # 0/0 := 0: an absent direction (σ_i = σ_j = 0) has no vertical part to remove.
-        present = denominator > 0
-        return torch.where(present, B / torch.where(present, denominator, 1), 0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        A1, A2, _ = inputs
-        ctx.save_for_backward(A1, A2, output)
-        ctx.save_for_forward(A1, A2, output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        A1, A2, X = ctx.saved_tensors
-        Y = sylvester(A1.mH, A2.mH, grad)
-        return -Y @ X.mH, -X.mH @ Y, Y
-
-    @staticmethod
-    def jvp(ctx: Any, dA1: Tensor, dA2: Tensor, dB: Tensor) -> Tensor:
-        A1, A2, X = ctx.saved_tensors
-        return sylvester(A1, A2, dB - dA1 @ X - X @ dA2)
-
-
 def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     r"""Solve a Sylvester equation whose coefficients are diagonal up to rounding, with non-negative entries.
 
     .. math:: A_1 X + X A_2 = B, \qquad X_{ij} = B_{ij} / (A_{1,ii} + A_{2,jj})
 
     The canonical gauge makes the coefficients diagonal in value, so the solve is one division, batched and on any
-    device; entries with a zero denominator give 0. The *derivatives* of the coefficients need not be diagonal:
-    differentiation (to any order, forward or reverse mode) is that of the general equation.
+    device; entries with a zero denominator give 0. The *derivatives* of the coefficients need not be diagonal: up to
+    the third, in forward and reverse mode, they are those of the general equation, from the Neumann series in the
+    difference between the coefficients and their values, which is zero.
     """
-    reverse = torch.is_grad_enabled() and (A1.requires_grad or A2.requires_grad or B.requires_grad)
-    if not reverse and forward_ad._current_level < 0:
-        return _NearDiagonalSylvester.forward(A1, A2, B)  # without the overhead, that of ten small products
-    return _NearDiagonalSylvester.apply(A1, A2, B)
+    values = A1.detach(), A2.detach()
+    d1, d2 = (A.diagonal(dim1=-2, dim2=-1).real for A in values)
+    denominator = d1.unsqueeze(-1) + d2.unsqueeze(-2)
+    # 0/0 := 0: an absent direction (σ_i = σ_j = 0) has no vertical part to remove.
+    present = denominator > 0
+    denominator = torch.where(present, denominator, 1)
+    X = torch.where(present, B / denominator, 0)
+    if is_differentiated(A1) or is_differentiated(A2):
+        for _ in range(3):
+            X = torch.where(present, (B - (A1 - values[0]) @ X - X @ (A2 - values[1])) / denominator, 0)
+    return X
 
 
 def weighted_sylvester(M: Tensor, N: Tensor, R_H: Tensor, R_G: Tensor) -> Callable[[Tensor], Tensor]:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import as_count, check_tensors
-from .linalg import in_double
+from .checks import check_tensors
+from .linalg import choose, in_double
 
 __all__ = ["ConvergenceError", "FrechetMean", "frechet_mean"]
 
@@ -74,14 +74,14 @@ class FrechetMean(NamedTuple):
     variance: Tensor
 
 
-def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *, n_starts: int = 1) -> FrechetMean:
-    r"""Compute the weighted Fréchet mean over the first dimension, as the best result of several starts.
+def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None) -> FrechetMean:
+    r"""Compute the weighted Fréchet mean over the first dimension.
 
     .. math:: \min_m \sum_i w_i d(m, x_i)^2, \qquad m \leftarrow \exp_m\Big(s \sum_i w_i \log_m x_i\Big)
 
-    The step s is that of Barzilai and Borwein (1988), halved until the sum of squares falls. The starts do not depend
-    on order or representatives: they are the points whose products are nearest to the mean of the products. Points that
-    are far apart may have several local means.
+    The step s is that of Barzilai and Borwein (1988), halved until the sum of squares falls. The start does not depend
+    on order or representatives: it is the point whose product is nearest to the mean of the products. Points that are
+    far apart may have several local means.
 
     Parameters
     ----------
@@ -91,8 +91,6 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
         (k, …, rows, h).
     weights : Tensor, optional
         (k,), not negative; divided by their sum. Equal by default.
-    n_starts : int
-        Number of points to start from.
 
     Returns
     -------
@@ -118,29 +116,19 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None, *
     True
     """
     weights = checked_weights(manifold, points, weights)
-    wide, count = in_double(points), as_count("n_starts", n_starts, "frechet_mean")
+    wide = in_double(points)
     with torch.no_grad():
         tolerance = _TOLERANCE * torch.einsum("k,k...->...", weights, _size(manifold, wide).square()).sqrt()
-        far = _from_mean_product(manifold, wide, weights)
-        best: FrechetMean | None = None
-        for index in far.argsort(0)[:count]:
-            start = wide.gather(0, index[None, ..., None, None].expand(1, *wide.shape[1:]))[0]
-            found = _descend(manifold, start, wide, weights, tolerance)
-            if best is None:
-                best = found
-                continue
-            better = (found.certificate <= tolerance) & (
-                (best.certificate > tolerance) | (found.variance < best.variance * (1 - 1e-9))
-            )
-            best = FrechetMean(*(torch.where(_like(better, a), b, a) for a, b in zip(best, found, strict=True)))
-    assert best is not None
-    if not bool((best.certificate <= tolerance).all()):
+        nearest = _from_mean_product(manifold, wide, weights).argmin(0)
+        start = wide.gather(0, nearest[None, ..., None, None].expand(1, *wide.shape[1:]))[0]
+        mean = _descend(manifold, start, wide, weights, tolerance)
+    if not bool((mean.certificate <= tolerance).all()):
         raise ConvergenceError(
-            f"mean: the mean logarithm still has length {best.certificate.max().item():.1e} after {_STEPS} steps; "
-            "increase n_starts, or pass points that are closer together",
-            best.certificate,
+            f"mean: the mean logarithm still has length {mean.certificate.max().item():.1e} after {_STEPS} steps; pass "
+            "points that are closer together",
+            mean.certificate,
         )
-    return best._replace(point=best.point.to(points.dtype))
+    return mean._replace(point=mean.point.to(points.dtype))
 
 
 def checked_weights(manifold: Any, points: Tensor, weights: Tensor | None) -> Tensor:
@@ -174,10 +162,6 @@ def _size(manifold: Any, x: Tensor) -> Tensor:
     return manifold.norm(x, x) / (2 * x.shape[-1]) ** 0.5
 
 
-def _like(flags: Tensor, value: Tensor) -> Tensor:
-    return flags.reshape(flags.shape + (1,) * (value.dim() - flags.dim()))
-
-
 def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor, tolerance: Tensor) -> FrechetMean:
     """Go from one start to where the mean logarithm vanishes, or as close as the steps lead."""
     m, shape = start, points.shape[1:-2]
@@ -196,9 +180,9 @@ def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor, tole
         nearer = falls | flat | best.variance.isinf()
         turn = step * manifold.inner(m, way) / manifold.inner(m, way, way - direction)
         rule = torch.where(turn.isfinite() & (turn > 0), turn, 1).clamp(0.2, 5)
-        best = FrechetMean(*(torch.where(_like(nearer, a), a, b) for a, b in zip(now, best, strict=True)))
-        way, step = torch.where(_like(nearer, way), direction, way), torch.where(nearer, rule, step / 2)
+        best = FrechetMean(*(choose(nearer, a, b) for a, b in zip(now, best, strict=True)))
+        way, step = choose(nearer, direction, way), torch.where(nearer, rule, step / 2)
         if bool(((best.certificate <= tolerance) | (step < 1e-3)).all()):
             break
-        m = manifold.expmap(best.point, _like(step, way) * way)
+        m = manifold.expmap(best.point, step.reshape(shape + (1,) * (way.dim() - step.dim())) * way)
     return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import statistics
@@ -21,10 +22,35 @@ __all__ = ["ManifoldCheck", "ManifoldReport", "check_manifold"]
 
 #: Step sizes of the slope tests, from 2⁻⁴ to 2⁻⁹.
 _STEPS = tuple(2.0**-k for k in range(4, 10))
-_ORDER = (
-    "against the integrated geodesic the error must fall as t to the order + 1: it is not a retraction of this order, "
-    "or acceleration is wrong away from x"
-)
+_ORDER = "it must fall, against the integrated geodesic, as t to the order + 1; or acceleration is wrong away from x"
+#: The properties in the order in which they are checked: the largest error, and what a larger one means.
+_PROPERTIES = {
+    "act moves representatives": (0, "act(x, A) is x itself: nothing is divided out"),
+    "product is invariant": (1e-9, "to_matrix(act(x, A)) differs from to_matrix(x): the network sees what act does"),
+    "vertical vectors keep the product": (1e-9, "vertical(x, L) is not tangent to the orbit"),
+    "canonical is one of the orbit": (1e-9, "canonical(x) lies in another orbit"),
+    "canonical is the same for all": (1e-7, "canonical(act(x, A)) differs from canonical(x)"),
+    "projx leaves points alone": (0, "projx moves a point of the manifold, and optimisers call it at every step"),
+    "inner is symmetric and bilinear": (1e-9, "⟨u, v⟩ ≠ ⟨v, u⟩, or it does not agree with the norm"),
+    "inner is invariant": (1e-8, "⟨u, v⟩ changes when x, u and v are moved by one group element"),
+    "proju is a projection": (1e-9, "proju(proju(u)) differs from proju(u)"),
+    "proju removes vertical vectors": (1e-8, "a part of the vertical vectors remains"),
+    "horizontal ⟂ vertical": (1e-8, "proju(u) is not orthogonal to the orbit in the metric"),
+    "proju is equivariant": (1e-8, "projecting and moving along the orbit do not commute"),
+    "random vectors are horizontal": (1e-8, "the tangent space's random() has a vertical part, or is zero"),
+    "gradient represents the derivative": (1e-8, "⟨egrad2rgrad(e), u⟩ differs from the derivative along u"),
+    "gradient is equivariant": (1e-8, "equivalent points get different gradients"),
+    "gradient: slope of the remainder": (1.9, "f(retr(tu)) − f(x) − t⟨grad, u⟩ must fall as t²: retr does not fit"),
+    "acceleration follows from the metric": (1e-7, "acceleration(x, u) is not −Γ(u, u) of inner"),
+    "retraction is equivariant": (1e-8, "equivalent points move to different orbits"),
+    "retraction: slope of the error": (2.9, _ORDER),
+    "exponential: slope of the error": (2.9, _ORDER),
+    "transport arrives horizontal": (1e-8, "transp(x, y, v) has a vertical part at y"),
+    "transport to the same point": (1e-8, "transp(x, x, v) changes a horizontal v"),
+    "distance of orbits": (1e-4, "dist(x, y) differs from the length of a short geodesic to y's orbit"),
+    "a batch equals its single points": (1e-8, "proju, retr, egrad2rgrad or inner of a stack differ from its points'"),
+    "results are finite": (0, "a method gives NaN or infinite entries"),
+}
 
 
 @dataclass(frozen=True)
@@ -177,154 +203,125 @@ def check_manifold(
     if not x.numel():
         raise ValueError(f"{manifold}: a batch without points cannot be checked")
     manifold.assert_check_point_on_manifold(x)
-    worst: dict[str, ManifoldCheck] = {}
+    worst: dict[str, float] = {}
     with torch.enable_grad():
         points = [_RandomPoint(manifold, item, seed) for item in x.detach().reshape(-1, *x.shape[-manifold.ndim :])]
-        for check in itertools.chain(*(_checks(p, retraction_order) for p in points), _batch_check(manifold, points)):
-            before = worst.setdefault(check.name, check)
-            if not (check.value >= before.value if check.kind == "slope" else check.value <= before.value):  # NaN too
-                worst[check.name] = check
-    return ManifoldReport(str(manifold), tuple(x.shape), tuple(worst.values()))
+        for name, value in itertools.chain(*map(_values, points), _of_a_batch(manifold, points)):
+            before, value = worst.get(name, float(value)), float(value)
+            exceeds = not value >= before if "slope" in name else not value <= before  # NaN too
+            worst[name] = value if exceeds else before
+    checks = []
+    for name, value in worst.items():
+        bound, hint = _PROPERTIES[name]
+        bound += (retraction_order - 2) * name.endswith("slope of the error")
+        checks.append(ManifoldCheck(name, value, bound, "slope" if "slope" in name else "error", hint))
+    return ManifoldReport(str(manifold), tuple(x.shape), tuple(checks))
 
 
-def _checks(p: _RandomPoint, order: int) -> Iterator[ManifoldCheck]:
-    """Check one property after the other, until a result is NaN, which the manifold's methods refuse."""
+def _values(p: _RandomPoint) -> Iterator[tuple[str, float | Tensor]]:
+    """Measure one property after the other, until a result is NaN, which the manifold's methods refuse."""
     try:
-        yield from _checks_of_the_metric(p)
-        yield from _checks_of_the_gradient(p)
-        yield from _checks_of_geodesics(p, order)
+        yield from _of_the_metric(p)
+        yield from _of_the_gradient(p)
+        yield from _of_geodesics(p)
     except ValueError as error:
         if "NaN or infinite" not in str(error):
             raise
-        yield _error("results are finite", math.inf, 0.0, str(error))
+        yield "results are finite", math.inf
 
 
-def _error(name: str, value: float | Tensor, bound: float, hint: str) -> ManifoldCheck:
-    return ManifoldCheck(name, float(value), bound, "error", hint)
-
-
-def _checks_of_the_metric(p: _RandomPoint) -> Iterator[ManifoldCheck]:
-    """Check the group, the inner product and the projection."""
+def _of_the_metric(p: _RandomPoint) -> Iterator[tuple[str, float | Tensor]]:
+    """Measure the group, the inner product and the projection."""
     manifold, x, y, u, v = p.manifold, p.x, p.y, p.u, p.v
     inner, proju, product, canonical = manifold.inner, manifold.proju, manifold.to_matrix, manifold.canonical
-    moves = 0.0 if _difference(y, x) > 1e-6 else math.inf
-    yield _error("act moves representatives", moves, 0.0, "act(x, A) is x itself: nothing is divided out")
-    hint = "to_matrix(act(x, A)) differs from to_matrix(x): act is not a symmetry of what the network sees"
-    yield _error("product is invariant", _difference(product(y), product(x)), 1e-9, hint)
+    yield "act moves representatives", 0 if _difference(y, x) > 1e-6 else math.inf
+    yield "product is invariant", _difference(product(y), product(x))
     along, across = (jvp(product, (x,), (w,))[1].abs().max() for w in (p.vertical, u))
-    yield _error(
-        "vertical vectors keep the product", along / across, 1e-9, "vertical(x, L) is not tangent to the orbit"
-    )
-    value = _difference(product(canonical(x)), product(x))
-    yield _error("canonical is one of the orbit", value, 1e-9, "canonical(x) lies in another orbit")
-    value = _difference(canonical(y), canonical(x))
-    yield _error("canonical is the same for all", value, 1e-7, "canonical(act(x, A)) differs from canonical(x)")
-    hint = "projx moves a point of the manifold, and optimisers call it at every step"
-    yield _error("projx leaves points alone", _difference(manifold.projx(x), x), 0.0, hint)
-    odd = torch.stack([inner(x, u, v) - inner(x, v, u), inner(x, u, v) - (inner(x, u + v) - inner(x, u - v)) / 4])
-    hint = "⟨u, v⟩ ≠ ⟨v, u⟩, or it does not agree with the norm"
-    yield _error("inner is symmetric and bilinear", odd.abs().max(), 1e-9, hint)
-    change = inner(y, p.moved(u), p.moved(v)) - inner(x, u, v)
-    hint = "the metric depends on the representative: ⟨u, v⟩ changes when x, u and v are moved by one group element"
-    yield _error("inner is invariant", change.abs().max(), 1e-8, hint)
-    h = proju(x, u)
-    yield _error("proju is a projection", _difference(proju(x, h), h), 1e-9, "proju(proju(u)) differs from proju(u)")
-    rest = manifold.norm(x, proju(x, p.vertical)).max()
-    yield _error("proju removes vertical vectors", rest, 1e-8, "a part of the vertical vectors remains")
-    cosine = inner(x, proju(x, u), p.vertical).abs().max()
-    yield _error("horizontal ⟂ vertical", cosine, 1e-8, "proju(u) is not orthogonal to the orbit in the metric")
-    value = _difference(proju(y, p.moved(u)), p.moved(proju(x, u)))
-    yield _error("proju is equivariant", value, 1e-8, "projecting and moving along the orbit do not commute")
+    yield "vertical vectors keep the product", along / across
+    yield "canonical is one of the orbit", _difference(product(canonical(x)), product(x))
+    yield "canonical is the same for all", _difference(canonical(y), canonical(x))
+    yield "projx leaves points alone", _difference(manifold.projx(x), x)
+    odd = inner(x, u, v) - inner(x, v, u), inner(x, u, v) - (inner(x, u + v) - inner(x, u - v)) / 4
+    yield "inner is symmetric and bilinear", torch.stack(odd).abs().max()
+    yield "inner is invariant", (inner(y, p.moved(u), p.moved(v)) - inner(x, u, v)).abs().max()
+    yield "proju is a projection", _difference(proju(x, proju(x, u)), proju(x, u))
+    yield "proju removes vertical vectors", manifold.norm(x, proju(x, p.vertical)).max()
+    yield "horizontal ⟂ vertical", inner(x, proju(x, u), p.vertical).abs().max()
+    yield "proju is equivariant", _difference(proju(y, p.moved(u)), p.moved(proju(x, u)))
     drawn = manifold.tangent_space_at(x).random(torch.Generator().manual_seed(0))
-    value = _difference(proju(x, drawn), drawn) if bool(drawn.any()) else math.inf
-    hint = "the tangent space's random() has a vertical part, or is zero"
-    yield _error("random vectors are horizontal", value, 1e-8, hint)
+    yield "random vectors are horizontal", _difference(proju(x, drawn), drawn) if bool(drawn.any()) else math.inf
 
 
-def _checks_of_the_gradient(p: _RandomPoint) -> Iterator[ManifoldCheck]:
-    manifold, x, u = p.manifold, p.x, p.horizontal
-    gradient, value = manifold.egrad2rgrad(x, p.egrad(x)), p.function(x)
+def _of_the_gradient(p: _RandomPoint) -> Iterator[tuple[str, float | Tensor]]:
+    manifold, x, u, egrad = p.manifold, p.x, p.horizontal, p.egrad(p.x)
+    gradient, value = manifold.egrad2rgrad(x, egrad), p.function(x)
     length = float(manifold.norm(x, gradient).max() * manifold.norm(x, u).max())
     represented = manifold.inner(x, gradient, u).sum()
-    off = abs(float(represented - (p.egrad(x).conj() * u).real.sum())) / length
-    hint = "⟨egrad2rgrad(e), u⟩ differs from the derivative along u"
-    yield _error("gradient represents the derivative", off, 1e-8, hint)
-    off = _difference(manifold.egrad2rgrad(p.y, p.egrad(p.y)), p.moved(gradient))
-    yield _error("gradient is equivariant", off, 1e-8, "equivalent points get different gradients")
-    scale = max(length, abs(float(value)))
-    slope = _slope_of(lambda t: p.function(manifold.retr(x, t * u)) - value - t * represented, scale)
-    hint = "f(retr(tu)) − f(x) − t⟨grad, u⟩ must fall as t²: gradient and retraction do not fit"
-    yield ManifoldCheck("gradient: slope of the remainder", slope, 1.9, "slope", hint)
+    yield "gradient represents the derivative", (represented - (egrad.conj() * u).real.sum()).abs() / length
+    yield "gradient is equivariant", _difference(manifold.egrad2rgrad(p.y, p.egrad(p.y)), p.moved(gradient))
+    rest = {t: p.function(manifold.retr(x, t * u)) - value - t * represented for t in _STEPS}
+    yield "gradient: slope of the remainder", _slope(rest, max(length, abs(float(value))))
 
 
-def _checks_of_geodesics(p: _RandomPoint, order: int) -> Iterator[ManifoldCheck]:
-    """Check acceleration, retraction, exponential, transport and distance."""
-    manifold, x, u, v = p.manifold, p.x, p.horizontal, p.v
+def _of_geodesics(p: _RandomPoint) -> Iterator[tuple[str, float | Tensor]]:
+    """Measure acceleration, retraction, exponential, transport and distance."""
+    manifold, x, u, v, product = p.manifold, p.x, p.horizontal, p.v, p.manifold.to_matrix
     # ⟨a, v⟩ = ½ D_v⟨u, u⟩ − D_u⟨u, v⟩ for every v.
     change = jvp(lambda z: manifold.inner(z, u, u).sum(), (x,), (v,))[1]
-    turn = jvp(lambda z: manifold.inner(z, u, v).sum(), (x,), (u,))[1]
-    by_metric = float(0.5 * change - turn)
-    scale = max(float(manifold.norm(x, u).square().max()), abs(by_metric))
-    off = abs(float(manifold.inner(x, manifold.acceleration(x, u), v).sum()) - by_metric) / scale
-    yield _error("acceleration follows from the metric", off, 1e-7, "acceleration(x, u) is not −Γ(u, u) of inner")
+    by_metric = 0.5 * change - jvp(lambda z: manifold.inner(z, u, v).sum(), (x,), (u,))[1]
+    off = (manifold.inner(x, manifold.acceleration(x, u), v).sum() - by_metric).abs()
+    yield "acceleration follows from the metric", off / torch.maximum(manifold.inner(x, u).max(), by_metric.abs())
     there = manifold.retr(x, 0.1 * u)
     off = _difference(manifold.retr(p.y, p.moved(0.1 * u)), manifold.act(there, p.A))
-    yield _error("retraction is equivariant", off, 1e-8, "equivalent points move to different orbits")
+    yield "retraction is equivariant", off
+    exact, z, w, before = {}, x, u, 0.0
+    for t in reversed(_STEPS):
+        z, w = integrate_geodesic(manifold.acceleration, z, w, 4, t - before)
+        exact[t], before = product(z), t
     for name, step in (("retraction", manifold.retr), ("exponential", manifold.expmap)):
-        yield ManifoldCheck(f"{name}: slope of the error", p.slope_of(step), order + 0.9, "slope", _ORDER)
+        off = {t: product(step(x, t * u)) - exact[t] for t in _STEPS}
+        yield f"{name}: slope of the error", _slope(off, float(product(x).abs().max()))
     if bool(there.isfinite().all()):  # else the retraction has failed already
-        carried = manifold.transp(x, there, v)
-        off = _difference(manifold.proju(there, carried), carried)
-        yield _error("transport arrives horizontal", off, 1e-8, "transp(x, y, v) has a vertical part at y")
-    off = _difference(manifold.transp(x, x, u), u)
-    yield _error("transport to the same point", off, 1e-8, "transp(x, x, v) changes a horizontal v")
-    step = _STEPS[-1] * u
-    try:
-        length = manifold.dist(x, manifold.act(manifold.expmap(x, step), p.A))
-    except NotImplementedError:
-        return
-    hint = "dist(x, y) differs from the length of a short geodesic to y's orbit"
-    yield _error("distance of orbits", _difference(length, manifold.norm(x, step)), 1e-4, hint)
+        transported = manifold.transp(x, there, v)
+        yield "transport arrives horizontal", _difference(manifold.proju(there, transported), transported)
+    yield "transport to the same point", _difference(manifold.transp(x, x, u), u)
+    short = _STEPS[-1] * u
+    with contextlib.suppress(NotImplementedError):
+        length = manifold.dist(x, manifold.act(manifold.expmap(x, short), p.A))
+        yield "distance of orbits", _difference(length, manifold.norm(x, short))
 
 
-def _batch_check(manifold: QuotientManifold, points: list[_RandomPoint]) -> Iterator[ManifoldCheck]:
+def _of_a_batch(manifold: QuotientManifold, points: list[_RandomPoint]) -> Iterator[tuple[str, float | Tensor]]:
     """Compare a stack of points with its single points."""
     if len(points) > 1:
         x, u = torch.stack([p.x for p in points]), torch.stack([p.u for p in points])
         maps = (manifold.proju, manifold.retr, manifold.egrad2rgrad, manifold.inner)
         off = max(_difference(f(x, u), torch.stack([f(p.x, p.u) for p in points])) for f in maps)
-        hint = "proju, retr, egrad2rgrad or inner of a stack differ from those of its points"
-        yield _error("a batch equals its single points", off, 1e-8, hint)
+        yield "a batch equals its single points", off
 
 
 class _RandomPoint:
     """A point with random vectors, and a random group element that moves all of them."""
 
     def __init__(self, manifold: QuotientManifold, x: Tensor, seed: int) -> None:
-        self.manifold, self.x = manifold, x
-        self._generator = torch.Generator().manual_seed(seed)
+        self.manifold, self.x, self._generator = manifold, x, torch.Generator().manual_seed(seed)
         self.A = manifold.random_element(x, self._generator)
         self.y = manifold.act(x, self.A)
-        like = manifold.to_matrix(x)
-        self.unit = float(like.abs().max())
-        self._slope, self._bend = self._gaussian(like), self._gaussian(like)
-        vertical = manifold.vertical(x, manifold.random_algebra(x, self._generator))
-        self.vertical = vertical / manifold.norm(x, vertical, keepdim=True)
-        self.u, self.v = self._unit_vector(), self._unit_vector()
-
-    def _unit_vector(self) -> Tensor:
-        v = self._gaussian(self.x)
-        return v / self.manifold.norm(self.x, v, keepdim=True)
+        self._slope, self._bend = (self._gaussian(manifold.to_matrix(x)) for _ in range(2))
+        self.vertical = self._of_length_1(manifold.vertical(x, manifold.random_algebra(x, self._generator)))
+        self.u, self.v = (self._of_length_1(self._gaussian(x)) for _ in range(2))
 
     def _gaussian(self, like: Tensor) -> Tensor:
         return standard_normal(tuple(like.shape), like, self._generator)
+
+    def _of_length_1(self, u: Tensor) -> Tensor:
+        return u / self.manifold.norm(self.x, u, keepdim=True)
 
     @cached_property
     def horizontal(self) -> Tensor:
         """A horizontal vector along which a geodesic bends by about a fifth and does not end."""
         manifold, x = self.manifold, self.x
-        u = manifold.proju(x, self._unit_vector())
-        u = u / manifold.norm(x, u, keepdim=True)
+        u = self._of_length_1(manifold.proju(x, self._of_length_1(self._gaussian(x))))
         if not bool(u.isfinite().all()):
             raise ValueError(f"{manifold}: no finite horizontal vector at the point; check proju, inner and norm")
         bend, size = (manifold.norm(x, v, keepdim=True) for v in (manifold.acceleration(x, u), x))
@@ -352,20 +349,6 @@ class _RandomPoint:
         z = z.detach().requires_grad_()
         return torch.autograd.grad(self.function(z), z)[0]
 
-    def slope_of(self, step: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """Return the order to which the orbits that a step reaches agree with those of the integrated geodesic."""
-        exact, product = self._integrated, self.manifold.to_matrix
-        return _slope_of(lambda t: product(step(self.x, t * self.horizontal)) - exact[t], self.unit)
-
-    @cached_property
-    def _integrated(self) -> dict[float, Tensor]:
-        """Products along the integrated geodesic, by time."""
-        x, u, before, found = self.x, self.horizontal, 0.0, {}
-        for t in reversed(_STEPS):
-            x, u = integrate_geodesic(self.manifold.acceleration, x, u, 4, t - before)
-            found[t], before = self.manifold.to_matrix(x), t
-        return found
-
 
 def _difference(a: Tensor, b: Tensor) -> float:
     """Return the largest difference relative to the size of both; inf where something is not finite."""
@@ -374,16 +357,15 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def _slope_of(error: Callable[[float], Tensor], scale: float) -> float:
-    """Return the order to which an error falls with the step; inf for one at rounding level throughout."""
-    errors = [float(error(t).abs().max()) / (scale or 1.0) for t in _STEPS]
-    if not all(math.isfinite(e) for e in errors):
+def _slope(errors: dict[float, Tensor], scale: float) -> float:
+    """Return the order to which errors fall with the step; inf for those at rounding level throughout."""
+    sizes = {t: float(error.abs().max()) / (scale or 1.0) for t, error in errors.items()}
+    if not all(map(math.isfinite, sizes.values())):
         return -math.inf
-    known = [(math.log2(t), math.log2(e)) for t, e in zip(_STEPS, errors, strict=True) if e > 1e-11]
-    if len(known) < 2:
-        return math.inf
+    known = [(math.log2(t), math.log2(size)) for t, size in sizes.items() if size > 1e-11]
     # Terms of two orders may nearly cancel at some step size, so take the median of the slopes.
-    return statistics.median((e0 - e1) / (t0 - t1) for (t0, e0), (t1, e1) in itertools.pairwise(known))
+    slopes = [(e0 - e1) / (t0 - t1) for (t0, e0), (t1, e1) in itertools.pairwise(known)]
+    return statistics.median(slopes) if slopes else math.inf
 
 
 def integrate_geodesic(

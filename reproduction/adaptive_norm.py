@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quotient_manifolds import GLTangentSpace
-from sharpness import Measure
-from sharpness.blocks import PairBlock
+from quotient_manifolds import Gauge, GLTangentSpace
+from sharpness.measures import Measure, PairBlock
 
 __all__ = ["AdaptiveNorm", "AdaptiveNormBlock", "AdaptiveNormMeasure"]
 
@@ -22,13 +21,14 @@ __all__ = ["AdaptiveNorm", "AdaptiveNormBlock", "AdaptiveNormMeasure"]
 class AdaptiveNormBlock(PairBlock):
     """Pairs at the model's own representative, in the coordinates ξ/w."""
 
-    closed_form = False
-
     def __init__(self, *arguments: Any, at_model: bool = True) -> None:
         super().__init__(*arguments, at_model=True)
         if self.measure.elementwise != "adaptive":
             raise ValueError('the adaptive norm of pairs needs elementwise="adaptive"')
-        self.chart: Any = AdaptiveNorm(self.tangent)
+
+    def horizontal_space(self, gauge: Gauge, x: Tensor | None) -> AdaptiveNorm:
+        """Return the horizontal space in the coordinates ξ/w."""
+        return AdaptiveNorm(super().horizontal_space(gauge, x))
 
 
 class AdaptiveNormMeasure(Measure):
@@ -52,6 +52,10 @@ class AdaptiveNorm:
 
     def __init__(self, space: GLTangentSpace) -> None:
         self.space, self.x = space, space.x
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what does not depend on coordinates, such as the retraction."""
+        return getattr(self.space, name)
 
     def _times(self, c: Tensor) -> Tensor:
         """Multiply by the weights; real and imaginary parts are separate weights."""

@@ -6,17 +6,17 @@ the representative, so nothing here is invariant along orbits.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from quotient_manifolds import GLQuotientInv, GLQuotientMix, TangentSpace
+from quotient_manifolds import Gauge, GLQuotientInv, GLQuotientMix, TangentSpace
 from quotient_manifolds.base import standard_normal
 from quotient_manifolds.linalg import hermitian_power, in_double, pack, weighted_sylvester
 from quotient_manifolds.metrics import Gram, LocalMetric, Pair
-from sharpness import Measure
-from sharpness.blocks import PairBlock
+from sharpness.measures import Measure, PairBlock
 
 __all__ = ["AdditiveBlock", "AdditiveMeasure", "AdditiveTangentSpace"]
 
@@ -138,18 +138,21 @@ class AdditiveBlock(PairBlock):
     Their geodesics are of second order.
     """
 
-    closed_form = False
-
     def __init__(self, *arguments: Any, at_model: bool = True) -> None:
         super().__init__(*arguments, at_model=True)
+
+    def horizontal_space(self, gauge: Gauge, x: Tensor | None) -> AdditiveTangentSpace:
+        """Return the horizontal space in the relaxed metric."""
         if self.measure.geodesic == "exact":
             raise ValueError("the additive relaxation has no geodesic equation; use second-order")
-        x = in_double(self.stack.gather().detach())
-        self.tangent: Any = AdditiveTangentSpace(self.manifold, x, self.measure.relaxation)
-        self.chart: Any = self.tangent
+        assert x is not None
+        assert isinstance(self.measure, AdditiveMeasure)
+        return AdditiveTangentSpace(self.manifold, x, self.measure.relaxation)
 
 
+@dataclass(frozen=True)
 class AdditiveMeasure(Measure):
-    """A measure whose pairs are such blocks."""
+    """A measure whose pairs are such blocks, with ε > 0."""
 
-    pair_block = AdditiveBlock
+    relaxation: float = 0.0
+    pair_block: ClassVar[Any] = AdditiveBlock

@@ -10,18 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quotient_manifolds.batches import default_forward
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries import find_symmetric_pairs, model_distance
 from sharpness.building import trainable
-from sharpness.losses import IGNORED, Objective, scores_and_labels, to_float32
+from sharpness.losses import IGNORED, Objective, labels_of, to_float32
 from sharpness.perturb import becomes_float32, pointing_to
 
 __all__ = [
-    "baselines", "critical_sharpness", "fisher_trace", "geodesic_distance", "margin", "norms", "relative_flatness",
+    "baselines", "critical_sharpness", "distance", "fisher_trace", "geodesic_distance", "margin", "norms",
+    "relative_flatness",
 ]  # fmt: skip
 
 #: Examples at a time.
 _PIECE = 32
+
+
+def scores_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Run a classifier: scores (examples, classes), with their graph, and labels; None if it is not a classification.
+
+    The output is the scores, or has them as ``.logits``.
+    """
+    output, labels = default_forward(model, batch), labels_of(batch)
+    scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(scores, Tensor) or labels is None or labels.is_floating_point():
+        return None
+    return (scores, labels) if (scores.dim(), labels.dim()) == (2, 1) and scores.shape[1] >= 2 else None
 
 
 def baselines(
@@ -29,7 +43,7 @@ def baselines(
 ) -> dict[str, float | None]:
     """Compute all baselines, which a sweep asks for by ``baselines: reproduction.baselines:baselines``.
 
-    The geodesic distance is that from the initial weights, a state dict. Weights in half precision are taken in
+    The distances are those from the initial weights, a state dict. Weights in half precision are taken in
     float32, since small steps would be rounded away.
     """
     moving = [p for p in model.parameters() if p.requires_grad and p.dtype != at_least_float32(p.dtype)]
@@ -42,7 +56,9 @@ def baselines(
             "fisher_trace": fisher_trace(model, parts),
             "critical_sharpness": critical_sharpness(model, batches[0], micro_batch=_PIECE),
         }  # fmt: skip
-    return found if start is None else {**found, "geodesic_distance": geodesic_distance(model, start)}
+    if start is None:
+        return found
+    return {**found, "distance": distance(model, start), "geodesic_distance": geodesic_distance(model, start)}
 
 
 @torch.no_grad()
@@ -61,6 +77,25 @@ def norms(model: nn.Module) -> dict[str, float]:
             top = torch.linalg.matrix_norm(p.flatten(1).float(), 2)
             spectral += float(top.clamp_min(torch.finfo(torch.float32).tiny).log())
     return {"weight_norm": square**0.5, "log_spectral": spectral}
+
+
+@torch.no_grad()
+def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
+    r"""Compute the distance from the initial weights, :math:`\|θ - θ_0\|_2` (Jiang et al. 2020, App. C).
+
+    Trainable weights that the state dict θ₀ has too, by name and shape, are compared, in double precision. It is not
+    invariant.
+    """
+    trained = trainable(model)
+    common = {name: p for name, p in trained.items() if name in start and start[name].shape == p.shape}
+    known, total = (sum(p.numel() for p in named.values()) for named in (common, trained))
+    if known < 0.5 * total:
+        raise ValueError(
+            f"the initial weights have {known:,} of the {total:,} weights of {type(model).__name__}; name the model "
+            "that it was fine-tuned from, or leave initial out"
+        )
+    squares = ((p.double() - start[name].to(p.device, torch.float64)).square().sum() for name, p in common.items())
+    return sum(map(float, squares)) ** 0.5
 
 
 @torch.no_grad()

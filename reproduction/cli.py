@@ -5,23 +5,55 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from sharpness.cli import (
-    Parser,
-    add_data_options,
-    checked_device,
-    count,
-    data_choice,
-    place,
-    run_parser,
-    seed,
-    shard,
-)
+from sharpness.cli import Parser, add_arguments, checked_device, place, run_parser
+from sharpness.data import DataChoice
+from sharpness.study.plan import read_choice
 
 __all__ = ["main", "parser"]
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """A help text with the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if not action.default or action.default == argparse.SUPPRESS or "(default" in (action.help or ""):
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
+        return super()._get_help_string(action)
+
+
+class _Parser(Parser):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": _Formatter, **options})
+
+
+def seed(text: str) -> int:
+    """Read the seed of a random generator."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"a seed is a whole number from 0 to 2**63 - 1, not {text}")
+    return number
+
+
+def count(text: str) -> int:
+    """Read a whole number of at least one."""
+    number = int(text)
+    if not 1 <= number < 2**53:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text}")
+    return number
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Read i/n."""
+    first, _, last = text.partition("/")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} does not have this form")
+    return int(first), int(last)
 
 
 def add_finetune(commands: Any) -> None:
@@ -37,7 +69,7 @@ def add_finetune(commands: Any) -> None:
     finetune.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
     finetune.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
     finetune.add_argument("--test", help="test data, for the configuration")
-    add_data_options(finetune)
+    add_arguments(finetune, DataChoice, skip=("source", "batch_size", "batches"))
     finetune.add_argument("--models", type=count, default=24, help="how many")
     finetune.add_argument(
         "--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models"
@@ -58,7 +90,7 @@ def add_finetune(commands: Any) -> None:
     finetune.add_argument("--out", type=place, required=True, help="folder for the models")
     finetune.add_argument("--quiet", action="store_true", help="no progress bar")
     # Images are ordered by class, so a part of them is chosen at random.
-    finetune.set_defaults(run=_finetune, batch_size=256, batches=None, subset_seed=0)
+    finetune.set_defaults(run=_finetune, subset_seed=0)
 
 
 def _finetune(options: argparse.Namespace) -> int:
@@ -69,7 +101,8 @@ def _finetune(options: argparse.Namespace) -> int:
     from sharpness.study.plan import places
 
     checked_device(options.device)
-    data = data_choice(options)
+    names = {f.name for f in fields(DataChoice)}
+    data = read_choice({"source": options.data, **{k: v for k, v in vars(options).items() if k in names}})
     for source in filter(None, (options.data, options.test)):
         check_source(source)
         check_apart(options.out, (), [path for path in places(source) if path.is_dir()])
@@ -245,7 +278,7 @@ def _power(options: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    top = Parser(
+    top = _Parser(
         prog="reproduction",
         description="The paper's studies and ours: analytic networks, fine-tuned models.",
     )

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from sharpness.ascent import auto_pgd
+from sharpness.evaluation import progress_bar
 from sharpness.files import check_folder, write_json, write_text
-from sharpness.progress import bar
 
 from .statistics import Correlation, kendall
 from .trust_region import maximise_quadratic
@@ -268,7 +268,7 @@ def run(
     rows: list[dict[str, Any]] = []
     tasks = [(n, d, models, s, alpha_min, alpha_max, tuple(rhos)) for s in range(seed, seed + seeds)]
     workers = min(seeds, os.cpu_count() or 1) if workers is None else workers
-    with bar(seeds, "diagonal networks", "seed", progress=progress) as shown:
+    with progress_bar(seeds, "diagonal networks", "seed", progress=progress) as shown:
         if workers == 1:
             for task in tasks:
                 rows.extend(_one_seed(task))

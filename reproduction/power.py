@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.stats
 
-from sharpness.progress import bar
+from sharpness.evaluation import progress_bar
 
 from .statistics import kendall, kendall_family
 
@@ -136,7 +136,7 @@ def power(
     1.0
     """
     rows = []
-    with bar(len(models) * len(effects) * studies, "zoos", "zoo", progress=progress) as shown:
+    with progress_bar(len(models) * len(effects) * studies, "zoos", "zoo", progress=progress) as shown:
         for count in models:
             for effect in effects:
                 rng = np.random.default_rng([seed, count, round(100 * effect)])

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 import sharpness
-from sharpness.batch_loss import RadiusError
 from sharpness.data import load_examples
+from sharpness.evaluation import progress_bar
 from sharpness.files import write_json
+from sharpness.measuring import RadiusError
 from sharpness.models import load
-from sharpness.progress import bar
 from sharpness.results import LEAVES
 from sharpness.study import Checkpoint, Sweep, read_config, read_failures, read_rows
 from sharpness.study.results import Row
@@ -85,7 +85,7 @@ def tested(zoo: Path) -> tuple[list[Row], dict[str, str]]:
 def guess_error(sweep: Sweep) -> float:
     """Compute the training error of always naming the most frequent class of a sweep's training data."""
     first, data = sweep.checkpoints[0], sweep.train or sweep.data
-    examples = load_examples(data.source, load(first.model, first.weights), data.columns)
+    examples = load_examples(data, load(first.model, first.weights))
     batch = examples.batch(examples.choose(data.num_examples, data.subset_seed))
     labels = batch["labels"] if isinstance(batch, dict) else batch[1]
     return 1 - float(labels.bincount().max()) / len(labels)
@@ -217,7 +217,7 @@ def choose_radii(zoo: Path, *, measures: Sequence[str] = PRIMARY, device: str = 
             f"{len(missing)} of {len(sweep.checkpoints)} models of {zoo} have no training loss yet ({missing[0]}, …); "
             "finish `python -m reproduction zoo` first, because the radii depend on the whole zoo"
         )
-    with bar(len(measures), "radii", "measure", progress=progress) as shown:
+    with progress_bar(len(measures), "radii", "measure", progress=progress) as shown:
         for measure in measures:
             if measure not in radii:
                 models = [c for c in sweep.checkpoints if c.name in median_models(fits)]

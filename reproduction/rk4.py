@@ -7,8 +7,7 @@ from torch import Tensor
 
 from quotient_manifolds import Gauge, GLTangentSpace
 from quotient_manifolds.testing import integrate_geodesic
-from sharpness import Measure
-from sharpness.blocks import PairBlock
+from sharpness.measures import Measure, PairBlock
 
 __all__ = ["RungeKuttaBlock", "RungeKuttaMeasure", "rk4"]
 
@@ -55,7 +54,6 @@ def rk4(space: GLTangentSpace, u: Tensor, steps: int) -> Tensor:
 class RungeKuttaBlock(PairBlock):
     """Pairs whose retraction takes ``substeps`` steps."""
 
-    closed_form, quadratic = False, False
     substeps = 4
 
     def retract(self, u: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ from sharpness.plots import COLOURS, MARKERS, figure, plain_ticks
 from sharpness.results import LEAVES
 from sharpness.study import TARGETS, Checkpoint, Sweep, read_config, read_failures, read_rows, run_sweep, targets
 from sharpness.study.results import Row
-from sharpness.study.run import distance
 
-from .baselines import geodesic_distance
+from .baselines import distance, geodesic_distance
 from .comparison import CONTROLS, Ranking, compare, curves
 from .power import LEVEL
 from .radii import LEVELS, PRIMARY, tested
@@ -165,9 +164,9 @@ def account(zoo: Path) -> dict[str, Any]:
 def fit_of_start(zoo: Path) -> dict[str, float] | None:
     """Test the model that a zoo started from; None where there is none, or where it has no head for the classes."""
     sweep = read_config(zoo / "models" / "sweep.json")
-    if sweep.initial is None or Path(sweep.initial.model).is_dir():
+    if sweep.initial is None or Path(sweep.initial).is_dir():
         return None
-    start = structs.replace(sweep.checkpoints[0], name="start", weights=sweep.initial.model)
+    start = structs.replace(sweep.checkpoints[0], name="start", weights=sweep.initial)
     alone = structs.replace(sweep, checkpoints=(start,), measures=(), baselines=None, initial=None)
     failed = run_sweep(alone, zoo / "start", progress=False)
     if failed:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from quotient_manifolds import GLQuotientInv, QuotientManifold, RescaleQuotient
 from quotient_manifolds.symmetries import GL, SymmetricPair, block, pair
-from sharpness.evaluation import evaluate
+from sharpness.evaluation import evaluate, progress_bar
 from sharpness.files import check_folder, write_json
-from sharpness.progress import bar
 
 __all__ = [
     "POINTS", "Toy", "closed_forms", "euclidean_gradient_norm", "euclidean_hessian_trace", "riemannian_gradient_norm",
@@ -219,7 +218,7 @@ def _sharpness(
 ) -> dict[str, list[float]]:
     """Measure the sharpness over ρ, beside its closed forms."""
     measured: dict[str, list[float]] = {"rho": list(rhos), "measured (second-order geodesic)": []}
-    with bar(len(rhos), "sharpness of the toy network", "radius", progress=progress) as shown:
+    with progress_bar(len(rhos), "sharpness of the toy network", "radius", progress=progress) as shown:
         for rho in rhos:
             for label, value in closed_forms(*point, x, y, rho).items():
                 measured.setdefault(f"closed form, {label}", []).append(value)

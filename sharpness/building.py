@@ -19,9 +19,8 @@ from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
-from .blocks import Block, ElementwiseBlock, PairBlock
 from .errors import naming
-from .measures import Measure
+from .measures import Block, ElementwiseBlock, Measure, PairBlock
 
 __all__ = [
     "Division",
@@ -287,39 +286,16 @@ def vector_lengths(
 
 
 def build_blocks(
-    measure: Measure,
-    parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    division: Division,
-    *,
-    at_model: bool = False,
+    measure: Measure, parameters: Mapping[str, Tensor], dtype: torch.dtype, division: Division
 ) -> list[Block]:
-    """Return the blocks of some parameters: single ones first, then stacks of pairs.
-
-    Parameters
-    ----------
-    measure : Measure
-        The metrics.
-    parameters : mapping of str to Tensor
-        Those that move, by name.
-    dtype : torch.dtype
-        Dtype of the coordinates.
-    division : Division
-        See :func:`divide`.
-    at_model : bool
-        See :class:`PairBlock`.
-
-    Returns
-    -------
-    list of Block
-    """
+    """Return the blocks of some parameters, with coordinates of a dtype: single ones first, then stacks of pairs."""
     single: list[Block] = [
-        ElementwiseBlock(name, p, measure, dtype, division.covered.get(p), division.lengths.get(p))
-        for name, p in parameters.items()
+        ElementwiseBlock(p, measure, dtype, division.covered.get(p), division.lengths.get(p))
+        for p in parameters.values()
         if division.leaves_some_of(p)
     ]
     kind = measure.pair_block or PairBlock
-    return single + [kind(s, measure, dtype, at_model=at_model) for s in division.stacks]
+    return single + [kind(s, measure, dtype) for s in division.stacks]
 
 
 def warn_of_unknown(model: nn.Module) -> None:

@@ -6,7 +6,6 @@ Needs the extra ``demo``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from torch.nn import functional as F
 from quotient_manifolds.symmetries import apply_random_symmetry_
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 
-from .direction import Profile, profile
 from .errors import require_extra
-from .evaluation import evaluate
+from .evaluation import evaluate, progress_bar
 from .files import check_file, write_json
 from .plots import COLOURS, MARKERS, check_figure, figure, plain_ticks
-from .progress import bar
 
 __all__ = ["digits", "moved", "run", "train", "vision_transformer"]
 
@@ -88,7 +85,7 @@ def train(
     steps = epochs * -(-len(labels) // 64)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=3e-3, total_steps=steps)
     model.train()
-    with bar(steps, "training", "step", progress=progress) as shown:
+    with progress_bar(steps, "training", "step", progress=progress) as shown:
         for _ in range(epochs):
             for chosen in torch.randperm(len(labels), generator=generator).split(64):
                 dx, dy = torch.randint(-1, 2, (2,), generator=generator).tolist()
@@ -133,17 +130,13 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     )
     batch, before, change = (x_train[:128], y_train[:128]), _log_probabilities(model, x_test), 0.0
     rows: list[dict[str, Any]] = []
-    lines: dict[str, Profile] = {}
-    with bar(1 + len(MOVES), "equivalent networks", "network", progress=progress) as shown:
+    with progress_bar(1 + len(MOVES), "equivalent networks", "network", progress=progress) as shown:
         for kind in ("the network", *MOVES):
             twin = moved(model, kind, seed=seed) if kind in MOVES else model
             change = max(change, float((_log_probabilities(twin, x_test) - before).abs().max()))
             rows.append({"move": kind})
             for name, rho in RADII.items():
-                result = evaluate(twin, [batch], measure=name, rho=rho, seed=seed, progress=False)
-                rows[-1][name] = float(result)
-                if kind not in MOVES:
-                    lines[name] = profile(model, batch, result.direction(0), reach=1)
+                rows[-1][name] = float(evaluate(twin, [batch], measure=name, rho=rho, seed=seed, progress=False))
             shown.update()
     table = pd.DataFrame(rows).set_index("move")
     factors = (table / table.iloc[0])[1:].rename({kind: label for kind, (_, label) in MOVES.items()})
@@ -151,26 +144,25 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     print("\ntimes as sharp, with the same probabilities, after a move of")
     print(factors.to_string(index_names=False, float_format="{:.4f}".format))
     print(f"\nlargest change of a log-probability {change:.0e}")
-    _draw(factors, lines, out)
+    _draw(factors, out)
     found = {"train_accuracy": right, "test_accuracy": right_in_test, "output_change": change, "rows": rows}
     write_json(numbers, found)
     print(f"the picture is in {out}, the numbers in {numbers}")
     return found
 
 
-def _draw(factors: Any, lines: Mapping[str, Profile], path: Path) -> None:
-    """Draw the loss along the worst direction of each measure, and what equivalent choices of the weights do to it."""
-    with figure(path, (12.5, 5.2), 1, 2, width_ratios=(1, 1.3)) as (_, ((left, right),)):
-        for name, line in lines.items():
-            look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name], "label": name}
-            left.plot(line.lengths, next(iter(line.losses.values())), markevery=8, **look)
-            right.plot(factors[name], factors.index, linestyle="", markersize=9, **look)
-        left.set(xlabel="distance from the weights", ylabel="loss", title="Loss along the worst direction")
-        left.legend()
-        right.set(
+def _draw(factors: Any, path: Path) -> None:
+    """Draw what equivalent choices of the weights do to each measure."""
+    with figure(path, (8.5, 5.2)) as (_, ((axes,),)):
+        for name, values in factors.items():
+            axes.plot(
+                values, factors.index, linestyle="", color=COLOURS[name], marker=MARKERS[name], markersize=9, label=name
+            )
+        axes.set(
             xscale="log", xlabel="sharpness, relative to the network itself", title="The same function, other weights"
         )
-        right.tick_params(axis="y", labelsize="small")
-        right.invert_yaxis()
-        right.axvline(1, color="0.7", linewidth=1, zorder=0)
-        plain_ticks(right, [0.5, 1, 2, 5, 10, 20])
+        axes.tick_params(axis="y", labelsize="small")
+        axes.invert_yaxis()
+        axes.axvline(1, color="0.7", linewidth=1, zorder=0)
+        axes.legend()
+        plain_ticks(axes, [0.5, 1, 2, 5, 10, 20])

@@ -18,9 +18,9 @@ from quotient_manifolds.symmetries import SymmetricPair, find_symmetric_pairs
 from quotient_manifolds.symmetries.modules import is_sharded
 from quotient_manifolds.symmetries.whole import canonical_form
 
-from .building import build_blocks, divide, named_weights
+from .building import divide, named_weights
 from .losses import LossFunction, Objective, to_float32
-from .measures import Measure
+from .measures import Measure, PairBlock
 from .perturb import becomes_float32, pointing_to, preserved
 
 __all__ = ["Direction", "Profile", "perturbed", "profile"]
@@ -149,12 +149,16 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
         pairs = None if pairs is None else _same_pairs(model, pairs)
         form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
-        moved: dict[Tensor, Tensor] = {p: torch.empty_like(v).copy_(base.get(p, p)) for p, v in vector.items()}
+        moved: dict[Tensor, Tensor] = {
+            p: (base.get(p, p).double() + t * v.double()).to(v.dtype) for p, v in vector.items()
+        }
         with pointing_to(model, base):
             division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
-            blocks = build_blocks(measure, moving, torch.float64, division, at_model=True)
+            kind = measure.pair_block or PairBlock
+            blocks = [kind(s, measure, torch.float64, at_model=True) for s in division.stacks]
         for block in blocks:
-            block.move_(moved, t * block.coordinates(vector))
+            u = block.stack.gather(vector)
+            block.stack.scatter_(block.retract(t * u.to(block.tangent.x.dtype)), moved)
     with pointing_to(model, {**base, **moved}):
         yield model
 

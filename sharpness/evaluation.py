@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 import statistics
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
 from .ascent import ASCENTS, Ascent, Search
-from .batch_loss import BatchLoss, RadiusError, measured, without_gradient
 from .direction import Direction
 from .distributed import World
 from .losses import LossFunction, Objective
 from .measures import Measure, get_measure
+from .measuring import BatchLoss, RadiusError, collected, measured
 from .perturb import preserved
-from .progress import bar as progress_bar
 from .results import BatchResult, SharpnessResult
 from .shards import is_sharded_model
-from .space import WeightSpace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["checked_radii", "evaluate"]
+__all__ = ["checked_radii", "evaluate", "progress_bar"]
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
@@ -127,51 +126,58 @@ def _evaluate(
     model: nn.Module, batches: Iterable[Any], measure: Measure, radii: tuple[float, ...], statistic: str,
     search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None, **which: Any,
 ) -> SharpnessResult:  # fmt: skip
-    """Do all jobs, (batch, radius, start) each, and combine their results."""
-    jobs = [(radius, start) for radius in radii for start in range(search.restarts + 1)]
+    """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
     everybody, sharded = World(group), is_sharded_model(model)
-    world = World() if sharded else everybody  # the processes of a sharded model work on every job together
-    kept = _Directions(False if keep is None and sharded else keep)
-    total = -(-len(batches) * len(jobs) // world.size) if isinstance(batches, Sized) else None
-    effort = search.steps if statistic == "worst" else search.num_samples
-    found: list[BatchResult] = []
+    world = World() if sharded else everybody  # the processes of a sharded model work on every batch together
+    total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
+    total *= search.steps * (search.restarts + 1) if statistic == "worst" else search.num_samples
+    results: list[BatchResult] = []
+    directions: dict[tuple[int, float], Direction] = {}
     state = preserved(model)
     with everybody.losing_others():
         with (
             state,
             state,
-            progress_bar(total and total * effort, measure.name, "step", progress=progress) as bar,
-            measured(model, batches, measure, objective, group=group, **which) as (space, each),
+            progress_bar(total or None, measure.name, "step", progress=progress) as bar,
+            measured(model, batches, measure, objective, group=group, **which) as (space, numbered),
         ):
-            for index, batch in each:
-                mine = [job for number, job in enumerate(jobs) if world.owns(index * len(jobs) + number)]
-                if not mine:
+            for index, batch in numbered:
+                if not world.owns(index):
                     continue
-                ball = _Ball(BatchLoss(space, objective, batch, index), search, bar)
-                for radius, start in mine:
+                loss = BatchLoss(space, objective, batch, index)
+                climb = _Climb(loss, search, bar)
+                best: BatchResult | None = None
+                direction: Direction | None = None
+                for rho in sorted(radii):  # what was found in a smaller ball stays until there is a larger loss
+                    began, loss.passes = time.perf_counter(), 0
                     if statistic == "average":
-                        found.append(ball.average(radius, start))
-                    else:
-                        result, point = ball.worst(radius, start, last=(radius, start) == mine[-1])
-                        found.append(result)
-                        kept.keep(result, space, point)
+                        best = climb.average(rho)
+                    for start in range(search.restarts + 1) if statistic == "worst" else ():
+                        last = (rho, start) == (max(radii), search.restarts)
+                        result, point = climb.worst(rho, start, last=last)
+                        if best is None or result.value > best.value:
+                            room = not sharded and len(directions) * space.dim * space.dtype.itemsize < _DIRECTIONS
+                            best = result
+                            direction = space.direction(point) if (room if keep is None else keep) else None
                         del point  # as large as the model
-        shares = world.gather([(found, space.uncertified(), space.unreached())])
-    of_starts = _best(r for results, _, _ in shares for r in results)
-    best = list(_nested(of_starts) if statistic == "worst" else ((r, r.rho) for r in of_starts))
-    best.sort(key=lambda pair: (pair[0].batch, radii.index(pair[0].rho)))
-    uncertified = set.intersection(*(names for _, names, _ in shares))
-    remarks = (*space.remarks, *without_gradient(space, set.intersection(*(names for _, _, names in shares))))
+                    assert best is not None
+                    seconds = time.perf_counter() - began
+                    best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
+                    results.append(best)
+                    if direction is not None:
+                        directions[index, rho] = direction
+        results, uncertified, remarks = collected(space, world, results)
+    results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
-        measure, statistic, radii, search, plain_class(model).__name__, *space.spectrum(), len(uncertified),
-        tuple(r for r, _ in best), remarks, kept.of(best),
+        measure, statistic, radii, search, plain_class(model).__name__, *space.spectrum(), uncertified, tuple(results),
+        remarks, directions,
     )  # fmt: skip
 
 
 def _search(options: Mapping[str, Any], statistic: str) -> Search:
     if statistic not in ("worst", "average"):
         raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
-    known = [f.name for f in dataclasses.fields(Search)]
+    known = [f.name for f in fields(Search)]
     for name in options:
         if name not in known:
             raise TypeError(
@@ -204,43 +210,43 @@ def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tupl
     return radii
 
 
-class _Ball:
+class _Climb:
     """The search for the largest loss of a batch, or for its mean, in balls around the weights."""
 
     def __init__(self, loss: BatchLoss, search: Search, bar: Any) -> None:
         self.loss, self.space, self.search, self.bar = loss, loss.space, search, bar
 
-    def average(self, rho: float, start: int) -> BatchResult:
+    def average(self, rho: float) -> BatchResult:
         """Average the loss over Gaussian directions."""
-        began, losses = time.perf_counter(), list[float]()
-        self.loss.reset()
+        loss, losses = self.loss, list[float]()
+        loss.worst_error = loss.base_error
         for sample in range(self.search.num_samples):
-            losses.append(self.loss(self._random(sample).mul_(rho)))
+            losses.append(loss(self._random(sample).mul_(rho)))
             self._show(rho, losses[-1], max(losses))
-        error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
-        value = statistics.fmean(losses) - self.loss.base
-        return self._result(rho, start, began, value, max(losses), tuple(losses), std_error=error)
+        return BatchResult(
+            batch=loss.index, rho=rho, value=statistics.fmean(losses) - loss.base, base_loss=loss.base,
+            worst_loss=max(losses), base_error=loss.base_error, history=tuple(losses),
+            std_error=statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None,
+        )  # fmt: skip
 
     def worst(self, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor]:
         """Look for the largest loss, and return also where it is.
 
-        ``last`` says that no other job of the batch follows, so that the gradient at the weights may be freed.
+        ``last`` says that no other ascent of the batch follows, so that the gradient at the weights may be freed.
         """
-        began, loss, space = time.perf_counter(), self.loss, self.space
-        loss.reset()
-        info = torch.finfo(space.dtype)
+        loss, space, info = self.loss, self.space, torch.finfo(self.space.dtype)
         if rho > 0.1 * info.max:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
         flat = rho * space.norm(loss.base_gradient) <= 10 * info.eps * abs(loss.base)
         at_weights = start == 0 and not flat
         first = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
-        found = self._ascend(first, rho, at_weights=at_weights, last=last)
-        found = self._inwards(found, rho)
+        found = self._inwards(self._ascend(first, rho, at_weights=at_weights, last=last), rho)
         point, value = found.point, found.value
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), loss.base
-        result = self._result(
-            rho, start, began, value - loss.base, value, found.history, fw_gap=found.fw_gap, converged=found.converged,
+        result = BatchResult(
+            batch=loss.index, rho=rho, start=start, value=value - loss.base, base_loss=loss.base, worst_loss=value,
+            base_error=loss.base_error, history=found.history, fw_gap=found.fw_gap, converged=found.converged,
             random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
         )  # fmt: skip
         return result, point
@@ -306,72 +312,29 @@ class _Ball:
         self.bar.update()
         self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
 
-    def _result(
-        self, rho: float, start: int, began: float, value: float, worst_loss: float, history: tuple[float, ...],
-        **others: Any,
-    ) -> BatchResult:  # fmt: skip
-        loss = self.loss
-        values: dict[str, Any] = {
-            "fw_gap": None, "converged": None, "std_error": None, "random_start": False, "distance": 0.0,
-            "num_exited_pairs": 0, **others,
-        }  # fmt: skip
-        return BatchResult(
-            batch=loss.index, rho=rho, start=start, value=value, base_loss=loss.base, worst_loss=worst_loss,
-            base_error=loss.base_error, worst_error=loss.worst_error, history=history,
-            passes=loss.passes + 1,  # the pass at the weights is shared, but every job needs it
-            seconds=time.perf_counter() - began, **values,
-        )  # fmt: skip
+
+# -- what is shown meanwhile -----------------------------------------------------------------------------------------
 
 
-# -- from the jobs to the result ---------------------------------------------------------------------------------------
+class _Lines:
+    """A stream on which every state of a bar becomes a line."""
+
+    def write(self, text: str) -> None:
+        """Write everything but bare carriage returns."""
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Do nothing, because every line was flushed when it was written."""
 
 
-class _Directions(dict[tuple[int, float], tuple[float, Direction]]):
-    """The worst directions by batch and radius, with their values; by default the first ones, up to 2 GiB."""
-
-    def __init__(self, wanted: bool | None) -> None:
-        super().__init__()
-        self.wanted = wanted
-
-    def keep(self, result: BatchResult, space: WeightSpace, point: Tensor) -> None:
-        """Keep the direction to a point, unless there is a worse one or no memory for it."""
-        key = (result.batch, result.rho)
-        room = key in self or len(self) * space.dim * point.element_size() < _DIRECTIONS
-        if (room if self.wanted is None else self.wanted) and (key not in self or result.value > self[key][0]):
-            self[key] = (result.value, space.direction(point))
-
-    def of(self, best: Sequence[tuple[BatchResult, float]]) -> dict[tuple[int, float], Direction]:
-        """Return those of results, each with the radius it was found at; only the process that found one has it."""
-        found = [(r, self.get((r.batch, origin))) for r, origin in best]
-        return {(r.batch, r.rho): kept[1] for r, kept in found if kept is not None and kept[0] == r.value}
-
-
-def _best(found: Iterable[BatchResult]) -> Iterator[BatchResult]:
-    """Take the best start of every batch and radius, with passes and seconds of all starts and the worst error."""
-    found = sorted(found, key=lambda r: (r.batch, r.rho, r.start))
-    for _, same in itertools.groupby(found, key=lambda r: (r.batch, r.rho)):
-        starts = list(same)
-        yield dataclasses.replace(
-            max(starts, key=lambda r: r.value),
-            passes=1 + sum(r.passes - 1 for r in starts),
-            seconds=sum(r.seconds for r in starts),
-            worst_error=_largest(r.worst_error for r in starts),
-        )
-
-
-def _nested(found: Iterable[BatchResult]) -> Iterator[tuple[BatchResult, float]]:
-    """Replace each result by that of a smaller ball, with its radius, where that is worse: the ball contains it."""
-    for _, same in itertools.groupby(found, key=lambda r: r.batch):
-        inner, origin = None, 0.0
-        for outer in same:
-            error = _largest(r.worst_error for r in (inner, outer) if r is not None)
-            if inner is None or outer.value >= inner.value:
-                inner, origin = outer, outer.rho
-            inner = dataclasses.replace(
-                inner, rho=outer.rho, passes=outer.passes, seconds=outer.seconds, worst_error=error
-            )
-            yield inner, origin
-
-
-def _largest(errors: Iterable[float | None]) -> float | None:
-    return max((e for e in errors if e is not None), default=None)
+def progress_bar(total: int | None, what: str, unit: str, *, progress: bool = True) -> Any:
+    """Return tqdm's bar for a terminal, and for a file or pipe one that writes a line per minute, after the first."""
+    if not progress or (sys.stderr is not None and sys.stderr.isatty()):
+        return tqdm(total=total, desc=what, unit=unit, disable=not progress)
+    form = "{desc}: {n_fmt}" + ("" if total is None else " of {total_fmt}") + " {unit}s in {elapsed}"
+    form += ("" if total is None else ", {remaining} left") + "{postfix}"
+    return tqdm(
+        total=total, desc=what, unit=unit, file=_Lines(), delay=60, mininterval=60, miniters=1, leave=False,
+        bar_format=form, ascii=True, disable=sys.stderr is None,
+    )  # fmt: skip

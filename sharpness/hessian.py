@@ -25,11 +25,10 @@ from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
-from .batch_loss import BatchLoss, measured, without_gradient
-from .blocks import PairBlock
 from .distributed import World
 from .losses import LossFunction, Objective
-from .measures import MEASURES, Measure, get_measure
+from .measures import MEASURES, Measure, PairBlock, get_measure
+from .measuring import BatchLoss, collected, measured
 from .perturb import preserved
 from .shards import is_sharded_model
 from .space import WeightSpace
@@ -375,14 +374,13 @@ def _at_the_weights(
                     passes = loss.passes + operator.num_matvecs
                 seconds = time.perf_counter() - began
                 found.append(LocalBatch(index, loss.base, loss.base_error, length, top, trace, error, passes, seconds))
-        shares = world.gather([(found, space.unreached())])
-    found = sorted((b for mine, _ in shares for b in mine), key=lambda b: b.batch)
-    remarks = without_gradient(space, set.intersection(*(unreached for _, unreached in shares)))
+        found, _, remarks = collected(space, world, found)
+    found.sort(key=lambda b: b.batch)
     means: dict[str, Any] = {}
     for name in ("gradient_norm", "max_eigenvalue", "trace", "std_error"):
         values = [getattr(b, name) for b in found]
         means[name] = None if None in values else fmean(values)
-    return LocalResult(measure, plain_class(model).__name__, tuple(found), (*space.remarks, *remarks), **means)
+    return LocalResult(measure, plain_class(model).__name__, tuple(found), remarks, **means)
 
 
 #: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.

@@ -6,27 +6,20 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import nn
 
+from quotient_manifolds.compare import ModelDistance
 from quotient_manifolds.symmetries import find_symmetric_pairs, spectra
+from quotient_manifolds.symmetries.stacks import PairSpectrum
 
-from .direction import profile
+from .direction import Profile, profile
 from .errors import require_extra
 from .files import atomic_write, check_file
-from .shares import PARTS
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from quotient_manifolds.symmetries import ModelDistance
-    from quotient_manifolds.symmetries.stacks import PairSpectrum
-
-    from .direction import Profile
-    from .losses import LossFunction
-    from .results import SharpnessResult
-    from .shares import LayerShares
+from .results import SharpnessResult
+from .shares import LayerShare, LayerShares
 
 __all__ = ["plot_distances", "plot_layers", "plot_model", "plot_profile", "plot_spectra"]
 
@@ -41,11 +34,9 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": "medium",
-    "figure.dpi": 120,
     "font.size": 13,
     "legend.fontsize": "small",
     "legend.frameon": False,
-    "savefig.dpi": 120,
 }
 _WAYS = {"second-order": "geodesic (second order)", "exact": "geodesic (exact)", "first-order": "straight line"}
 _KINDS = {"qk": "Q–K", "vo": "V–O", "lora": "LoRA"}
@@ -122,7 +113,7 @@ def figure(
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     with rc_context(_STYLE | {"axes.prop_cycle": cycler(color=COLOURS.values())}):
-        drawn = Figure(figsize=size, layout="constrained")
+        drawn = Figure(figsize=size, dpi=120, layout="constrained")
         yield drawn, drawn.subplots(rows, columns, squeeze=False, **options)
         if path is not None:
             with atomic_write(path) as own:
@@ -206,20 +197,16 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
     """
     if not found:
         raise ValueError("there are no shares to draw")
+    cells: dict[tuple[str, str], float] = {}
+    for s in found:
+        cells[s.layer, _column(s)] = cells.get((s.layer, _column(s)), 0.0) + s.share
     layers = list(dict.fromkeys(s.layer for s in found))
-    parts = [*PARTS, "weights"]
-    pairs = ("LoRA", "other pairs")
-    kinds = [s.part if s.head is not None or s.part in pairs else "weights" for s in found]
-    columns = sorted({(parts.index(kind), s.head or 0) for kind, s in zip(kinds, found, strict=True)})
-    table = np.full((len(layers), len(columns)), np.nan)
-    for kind, s in zip(kinds, found, strict=True):
-        cell = layers.index(s.layer), columns.index((parts.index(kind), s.head or 0))
-        table[cell] = s.share + np.nan_to_num(table[cell])
+    columns = sorted(dict.fromkeys(map(_column, found)), key=lambda name: name == "weights")  # which come last
+    table = np.array([[cells.get((layer, name), np.nan) for name in columns] for layer in layers])
     size = (min(14.0, 4.2 + 0.42 * len(columns)), min(24.0, 1.8 + 0.42 * len(layers)))
-    names = ["weights" if parts[part] == "weights" else f"{parts[part]} {head}" for part, head in columns]
     with figure(path, size) as (drawn, ((axes,),)):
         shown = axes.imshow(100 * table, aspect="auto", vmin=0, interpolation="none")
-        axes.set_xticks(range(len(columns)), names, fontsize="x-small", rotation=90)
+        axes.set_xticks(range(len(columns)), columns, fontsize="x-small", rotation=90)
         step = 1 + len(layers) // 54
         axes.set_yticks(range(0, len(layers), step), layers[::step], fontsize="small")
         axes.tick_params(length=0)
@@ -227,6 +214,12 @@ def plot_layers(found: LayerShares, path: str | os.PathLike[str] | None = None) 
         axes.set_title("Share of the worst direction, in the metric")
         drawn.colorbar(shown, ax=axes, label="% of the squared length", pad=0.02)
     return drawn
+
+
+def _column(share: LayerShare) -> str:
+    """Name the column of the map: a pair with its head, or the other weights."""
+    of_pair = share.head is not None or share.part in ("LoRA", "other pairs")
+    return f"{share.part} {share.head or 0}" if of_pair else "weights"
 
 
 def plot_spectra(found: Sequence[PairSpectrum], path: str | os.PathLike[str] | None = None) -> Any:
@@ -307,15 +300,7 @@ def plot_distances(found: ModelDistance, path: str | os.PathLike[str] | None = N
 
 
 def plot_model(
-    model: nn.Module,
-    batch: Any,
-    result: SharpnessResult,
-    folder: str | os.PathLike[str],
-    loss_fn: LossFunction | None = None,
-    *,
-    micro_batch: int | None = None,
-    normalize_logits: bool = False,
-    suffix: str = "png",
+    model: nn.Module, batch: Any, result: SharpnessResult, folder: str | os.PathLike[str], **options: Any
 ) -> list[Path]:
     """Draw all figures of a measurement: ``profile``, ``layers`` and, for a network with pairs, ``spectra``.
 
@@ -328,10 +313,8 @@ def plot_model(
         The result with its directions; the largest radius is drawn.
     folder : str or path
         Folder for the figures, whose names begin with the measure's. It is created if necessary.
-    loss_fn, micro_batch, normalize_logits
-        As passed to ``evaluate``.
-    suffix : str
-        File format: png, pdf or svg.
+    **options
+        ``loss_fn``, ``micro_batch`` and ``normalize_logits``, as passed to ``evaluate``.
 
     Returns
     -------
@@ -356,9 +339,8 @@ def plot_model(
     direction, shares = result[rho].direction(0), result[rho].by_layer()
     Path(folder).mkdir(parents=True, exist_ok=True)
     names = (f"{result.measure.name}-profile", f"{result.measure.name}-layers", "spectra")
-    drawn = [Path(folder) / f"{name}.{suffix}" for name in names]
-    options: Any = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
-    plot_profile(profile(model, batch, direction, loss_fn, **options), drawn[0])
+    drawn = [Path(folder) / f"{name}.png" for name in names]
+    plot_profile(profile(model, batch, direction, **options), drawn[0])
     plot_layers(shares, drawn[1])
     pairs = direction.pairs or tuple(p for p in find_symmetric_pairs(model, include_frozen=True) if p.group is not None)
     if not pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +20,7 @@ __all__ = ["LEAVES", "BatchResult", "SharpnessResult"]
 LEAVES = 2**-0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchResult:
     """The result on one batch at one radius.
 
@@ -74,21 +74,21 @@ class BatchResult:
 
     batch: int
     rho: float
-    start: int
+    start: int = 0
     value: float
     base_loss: float
     worst_loss: float
     base_error: float | None
-    worst_error: float | None
-    random_start: bool
-    passes: int
-    fw_gap: float | None
-    converged: bool | None
-    std_error: float | None
-    distance: float
-    num_exited_pairs: int
+    worst_error: float | None = None
+    random_start: bool = False
+    passes: int = 1
+    fw_gap: float | None = None
+    converged: bool | None = None
+    std_error: float | None = None
+    distance: float = 0.0
+    num_exited_pairs: int = 0
     history: tuple[float, ...]
-    seconds: float
+    seconds: float = 0.0
 
     @property
     def error_increase(self) -> float | None:
@@ -289,8 +289,8 @@ def _table(result: SharpnessResult) -> str:
     batches = f"{count} batch{'es' * (count > 1)}"
     lines = [f"{measure.name} sharpness of {result.model}: {batches}, {effort}, seed {search.seed}"]
     switches = [f"{measure.geodesic} geodesics"] if measure.divides else []
-    for name in ("symmetry", "relaxation"):
-        if getattr(measure, name) != getattr(Measure, name):
+    for name in ("symmetry", *[f.name for f in fields(measure)][len(fields(Measure)) :]):
+        if getattr(measure, name) != getattr(type(measure), name):
             switches.append(f"{name}={getattr(measure, name)}")
     if measure.pair_block is not None:
         switches.append(type(measure).__name__)

@@ -19,9 +19,8 @@ from quotient_manifolds.optim.base import QuotientOptimizer
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.certificate import Certification
 
-from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, trainable, warn_of_unknown
-from .measures import Measure, get_measure
+from .measures import Block, ElementwiseBlock, Measure, PairBlock, get_measure
 
 __all__ = ["GeodesicSAM"]
 
@@ -55,6 +54,8 @@ def _check(measure: Measure, rho: Any, refresh: Any) -> None:
         raise ValueError(
             f"rho must be positive and at most 1e30, got {rho}; without a perturbation, use the base optimiser itself"
         )
+    if measure.pair_block is not None:
+        raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
     as_count("refresh", refresh)
 
 
@@ -82,8 +83,6 @@ class _InnerStep:
 
     def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
         self.parameters, self.blocks = parameters, blocks
-        if not all(b.closed_form for b in blocks if isinstance(b, PairBlock)):
-            raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
         self.count, self.stale = 0, False
         found = [b.stack for b in blocks if isinstance(b, PairBlock)]
         self.certification = Certification(found)

@@ -18,12 +18,11 @@ from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 from quotient_manifolds.tangent import draw_gaussians
 
-from .blocks import Block, ElementwiseBlock, PairBlock
 from .building import build_blocks, divide, with_constants
 from .direction import Direction
 from .distributed import World
 from .losses import Objective, count_examples
-from .measures import Measure
+from .measures import Block, ElementwiseBlock, Measure
 from .perturb import Gradients, pointing_to
 from .shards import ShardedState, Shards, reshard
 from .shares import Places
@@ -66,7 +65,7 @@ class ShardedSpace(WeightSpace):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
-        of_twin = None if pairs is None else [in_copy(p, self._shards.modules) for p in pairs]
+        of_twin = None if pairs is None else in_copy(pairs, model, self._shards.twin)
         super().__init__(self._shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
         self.model, self.world, self.given = model, self._shards.world, pairs
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
@@ -109,7 +108,7 @@ class ShardedSpace(WeightSpace):
         Every process therefore draws as many numbers as the model has weights.
         """
         xi = self.empty()
-        parts = dict(zip(self.blocks, self.parts(xi), strict=True))
+        parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
         single = {b.parameter: b for b in parts if isinstance(b, ElementwiseBlock)}
         for p in self._drawn:
             shape = self._shards.parameter(p).shape
@@ -117,7 +116,7 @@ class ShardedSpace(WeightSpace):
             if p in single:
                 rows = self._shards.cut(p, drawn.view(shape)).flatten()
                 parts[single[p]].copy_(single[p].project(rows.to(self.model_device)))
-        stacks = iter(b for b in parts if isinstance(b, PairBlock))
+        stacks = iter(self._pair_blocks)
         for s in self._all_stacks:
             mine = [i for i, p in enumerate(s.pairs) if self._shards.is_mine(p.G[0].tensor)]
             size, like = s.point_like(self.dtype)
@@ -137,8 +136,7 @@ class ShardedSpace(WeightSpace):
         shards.spread(found, rows)
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self._parameters.items()}
-        of_model = {twin: module for module, twin in shards.modules.items()}
-        pairs = tuple(in_copy(p, of_model) for p in self.pairs)
+        pairs = tuple(in_copy(self.pairs, shards.twin, self.model))
         squares = self._places.squares(self.each(xi), self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
 

@@ -12,8 +12,8 @@ from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetr
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import wiring_of
 
-from .blocks import Block, ElementwiseBlock, PairBlock
 from .distributed import World
+from .measures import Block, PairBlock
 
 __all__ = ["PARTS", "LayerShare", "LayerShares", "Places"]
 
@@ -146,7 +146,7 @@ class Places:
         if isinstance(block, PairBlock):
             for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
                 yield (self._layers[pair.G[0].tensor], _part_of_pair(pair), pair.head), square
-        elif isinstance(block, ElementwiseBlock):
+        else:
             p = block.parameter
             layer, left = self._layers[p], c.view(p.shape).square()
             for part, masks in self._masks.items():

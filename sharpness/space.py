@@ -1,10 +1,10 @@
-"""All trainable weights of a model as one Riemannian space, made of blocks; squared norms add up."""
+"""All trainable weights of a model as one Riemannian space, and the model's point in it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,147 +17,22 @@ from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certificat
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
 from .ascent import norm
-from .blocks import Block, PairBlock
 from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
 from .losses import Objective
-from .measures import Measure
+from .measures import Block, Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .shares import Places
 
-__all__ = ["BlockSpace", "WeightSpace"]
+__all__ = ["WeightSpace"]
 
 
-class BlockSpace:
-    """The product of some blocks: a tangent vector is one flat tensor of coordinates, (dim,); squared norms add up.
-
-    Parameters
-    ----------
-    blocks : sequence of Block
-    dtype, device
-        Of the blocks.
-    offload : bool
-        Keep the vectors in main memory; blocks see their parts on the device one after the other.
-
-    Attributes
-    ----------
-    dtype, device
-        Of the vectors.
-    dim : int
-        Number of coordinates.
-    pairs : tuple of SymmetricPair
-        Those that are divided out.
-    certification : Certification
-        What gradients at the base point say of their symmetry.
-    world : World
-        The processes over which vectors are spread: by default this one alone.
-    """
-
-    def __init__(
-        self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device, *, offload: bool = False
-    ) -> None:
-        self.blocks, self.dtype, self.world, self._offload, self._near = list(blocks), dtype, World(), offload, device
-        self.device = torch.device("cpu") if offload else device
-        order = sorted(range(len(self.blocks)), key=lambda i: self.blocks[i].dim % 2)
-        self._sizes = [self.blocks[i].dim for i in order]  # complex numbers begin at even places
-        self._position = [order.index(i) for i in range(len(order))]
-        self.dim = sum(self._sizes)
-        self._pair_blocks = [b for b in blocks if isinstance(b, PairBlock)]
-        self._last_used = _last_used(blocks)
-        self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
-        self.certification = Certification([b.stack for b in self._pair_blocks])
-
-    def empty(self) -> Tensor:
-        """Return a vector with any content, (dim,)."""
-        return torch.empty(self.dim, dtype=self.dtype, device=self.device)
-
-    def parts(self, v: Tensor) -> list[Tensor]:
-        """Return views of the blocks' parts of a vector, (dim,)."""
-        found = v.split(self._sizes)
-        return [found[i] for i in self._position]
-
-    def each(self, v: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block with its part of a vector, (dim,), on the block's device."""
-        for block, part in zip(self.blocks, self.parts(v), strict=True):
-            yield block, part.to(self._near)
-
-    @torch.no_grad()
-    def random(self, generator: torch.Generator) -> Tensor:
-        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit.
-
-        The generator is one of the CPU, so that all devices draw alike.
-        """
-        xi = self.empty()
-        for block, part in zip(self.blocks, self.parts(xi), strict=True):
-            part.copy_(block.random(generator))
-        return xi
-
-    def norm(self, v: Tensor) -> float:
-        """Measure the length of a vector, (dim,)."""
-        return norm(v, self.world)
-
-    @torch.no_grad()
-    def project(self, v: Tensor) -> Tensor:
-        """Return the horizontal part of a vector, (dim,)."""
-        found = self.empty()
-        for (block, c), part in zip(self.each(v), self.parts(found), strict=True):
-            part.copy_(block.project(c))
-        return found
-
-    @own_precision
-    @torch.no_grad()
-    def move_(self, out: Mapping[Tensor, Tensor], xi: Tensor | None) -> None:
-        """Write the weights R(xi), for None those at which the blocks are, to a tensor for each parameter."""
-        parts = itertools.repeat(None) if xi is None else self.parts(xi)
-        for block, c in zip(self.blocks, parts, strict=False):
-            block.move_(out, None if c is None else c.to(self._near))
-
-    @own_precision
-    @torch.no_grad()
-    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None) -> Tensor:
-        """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
-
-        Each tensor of the gradient is freed after its last block.
-        """
-        out = self.empty()
-        here = [None] * len(self.blocks) if at is None else self.parts(at)
-        for block, part, c, last_used in zip(self.blocks, self.parts(out), here, self._last_used, strict=True):
-            near = torch.empty_like(part, device=self._near) if self._offload else part
-            block.pull_back_(near, gradient, None if c is None else c.to(self._near))
-            if self._offload:
-                part.copy_(near)
-            for p in last_used:
-                gradient.pop(p, None)
-        return out
-
-    # -- what the metric meets -----------------------------------------------------------------------------------
-
-    def spectrum(self) -> tuple[float | None, int]:
-        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
-        blocks = self._pair_blocks
-        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
-        absent = sum(int((~b.present).sum()) for b in blocks)
-        return min(values, default=None), absent
-
-    @torch.no_grad()
-    def num_exited_pairs(self, xi: Tensor) -> int:
-        """Count the pairs whose exact geodesic along xi is shortened."""
-        return sum(b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock))
-
-    def residuals(self) -> dict[SymmetricPair, float]:
-        """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""
-        return {} if self.certification.last is None else dict(self.certification.last.residuals)
-
-    def uncertified(self) -> set[str]:
-        """Name the pairs that had no gradient yet."""
-        return {p.name for p in self.certification.open}
-
-
-class WeightSpace(BlockSpace):
+class WeightSpace:
     """The space of a model's trainable weights under a measure, and the model's current point in it.
 
-    A tangent vector is one flat vector of coordinates in which the metric is the identity, see :mod:`sharpness.blocks`.
+    A tangent vector is one flat vector of coordinates in which the metric is the identity, see
+    :mod:`sharpness.measures`.
 
     Parameters
     ----------
@@ -178,12 +53,22 @@ class WeightSpace(BlockSpace):
     ----------
     dtype, device
         Of the coordinate vectors: the widest dtype among the weights, at least float32.
+    dim : int
+        Number of coordinates.
+    blocks : list of ElementwiseBlock or PairBlock
+        Squared norms add up over them.
     model_device : torch.device
         That of the weights, to which batches belong.
     copies : dict of Tensor to Tensor
         While attached, the moving weights by the parameters that point to them.
     gradients : Gradients
         How the loss is differentiated with respect to them.
+    pairs : tuple of SymmetricPair
+        Those that are divided out.
+    certification : Certification
+        What gradients at the base point say of their symmetry.
+    world : World
+        The processes over which vectors are spread: by default this one alone.
     remarks : list of str
         What a reader of the result has to know, in sentences.
 
@@ -222,17 +107,26 @@ class WeightSpace(BlockSpace):
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
+        self.model, self.measure, self.classes, self.given, self.world = model, measure, classes, pairs, World()
         self._parameters: dict[str, Tensor] = dict(trainable(model, only))
-        self.model_device = next(iter(self._parameters.values())).device
-        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters.values()), torch.float32)
-        self._above_base = stands_on_narrow_base(model, list(self._parameters.values()))
+        moving = list(self._parameters.values())
+        self._offload, self.model_device = offload, moving[0].device
+        self.device = torch.device("cpu") if offload else self.model_device
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in moving), torch.float32)
+        self._above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
-        self.in_float32 = becomes_float32(model, list(self._parameters.values()))
-        self.form, blocks = self._build(pairs, only_some=bool(only))
+        self.in_float32 = becomes_float32(model, moving)
+        self.form, self._in_order = self._build(pairs, only_some=bool(only))
         self._base = {} if self.form is None else self.form.values
-        super().__init__(blocks, self.dtype, self.model_device, offload=offload)
-        self.gradients = Gradients(list(self._parameters.values()), (p for p in model.parameters() if p.requires_grad))
+        self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
+        self._sizes = [b.dim for b in self.blocks]
+        self.dim = sum(self._sizes)
+        last = {p: b for b in self.blocks for p in b.parameters()}
+        self._last_used = [[p for p in b.parameters() if last[p] is b] for b in self.blocks]
+        self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
+        self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
+        self.certification = Certification([b.stack for b in self._pair_blocks])
+        self.gradients = Gradients(moving, (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
         self._unreached = set(self._parameters)
@@ -247,13 +141,50 @@ class WeightSpace(BlockSpace):
             division = divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
             return form, build_blocks(self.measure, self._parameters, self.dtype, division)
 
+    # -- vectors -------------------------------------------------------------------------------------------------------
+
+    def empty(self) -> Tensor:
+        """Return a vector with any content, (dim,)."""
+        return torch.empty(self.dim, dtype=self.dtype, device=self.device)
+
+    def each(self, v: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """Yield each block with its part of a vector, (dim,), on the model's device."""
+        for block, part in zip(self.blocks, v.split(self._sizes), strict=True):
+            yield block, part.to(self.model_device)
+
+    @torch.no_grad()
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit.
+
+        The generator is one of the CPU, so that all devices draw alike.
+        """
+        xi = self.empty()
+        parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
+        for block in self._in_order:
+            parts[block].copy_(block.random(generator))
+        return xi
+
+    def norm(self, v: Tensor) -> float:
+        """Measure the length of a vector, (dim,)."""
+        return norm(v, self.world)
+
+    @torch.no_grad()
+    def project(self, v: Tensor) -> Tensor:
+        """Return the horizontal part of a vector, (dim,)."""
+        out = self.empty()
+        for (block, c), part in zip(self.each(v), out.split(self._sizes), strict=True):
+            part.copy_(block.project(c))
+        return out
+
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
-        found = self._copies_like(torch.zeros_like)
+        out = {
+            p: torch.zeros(p.shape, dtype=at_least_float32(p.dtype), device=p.device) for p in self._parameters.values()
+        }
         for block, c in self.each(xi):
-            block.vector_(found, c, at_model=True)
-        tensors = {name: found[p].cpu() for name, p in self._parameters.items()}
+            block.vector_(out, c, at_model=True)
+        tensors = {name: out[p].cpu() for name, p in self._parameters.items()}
         squares = self._places.squares(self.each(xi), self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
 
@@ -261,17 +192,22 @@ class WeightSpace(BlockSpace):
     def _places(self) -> Places:  # finding pairs takes seconds, and there are many directions
         return Places(self.model, self._parameters)
 
-    def _copies_like(self, make: Callable[..., Tensor]) -> dict[Tensor, Tensor]:
-        make = functools.partial(make, memory_format=torch.contiguous_format)
-        return {p: make(p.data, dtype=at_least_float32(p.dtype)) for p in self._parameters.values()}
+    # -- what the metric meets, and what gradients have reached --------------------------------------------------------
 
-    def sizes(self) -> dict[str, int]:
-        """Return the number of entries of every weight that moves."""
-        return {name: p.numel() for name, p in self._parameters.items()}
+    def spectrum(self) -> tuple[float | None, int]:
+        """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
+        blocks = self._pair_blocks
+        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
+        return min(values, default=None), sum(int((~b.present).sum()) for b in blocks)
 
-    def unreached(self) -> set[str]:
-        """Name the weights that had no gradient on any process yet."""
-        return set.intersection(*self.world.gather([self._unreached]))
+    @torch.no_grad()
+    def num_exited_pairs(self, xi: Tensor) -> int:
+        """Count the pairs whose exact geodesic along xi is shortened."""
+        return sum(b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock))
+
+    def residuals(self) -> dict[SymmetricPair, float]:
+        """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""
+        return {} if self.certification.last is None else dict(self.certification.last.residuals)
 
     @property
     def tolerance(self) -> float:
@@ -279,7 +215,19 @@ class WeightSpace(BlockSpace):
         rough = self._above_base or torch.is_autocast_enabled(self.model_device.type)
         return HALF_PRECISION / 3 if rough else 1e-4
 
-    # -- the model -----------------------------------------------------------------------------------------------
+    def uncertified(self) -> set[str]:
+        """Name the pairs that had no gradient yet."""
+        return {p.name for p in self.certification.open}
+
+    def unreached(self) -> set[str]:
+        """Name the weights that had no gradient on any process yet."""
+        return set.intersection(*self.world.gather([self._unreached]))
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of entries of every weight that moves."""
+        return {name: p.numel() for name, p in self._parameters.items()}
+
+    # -- the model -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def attached(self) -> Iterator[WeightSpace]:
@@ -290,8 +238,10 @@ class WeightSpace(BlockSpace):
         Yields the space itself, with the model at the base point.
         """
         # Start from the base point: entries that belong to no block keep these values.
-        empty = self._copies_like(torch.empty_like)
-        copies = {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
+        copies = {
+            p: self._base.get(p, p.data).to(at_least_float32(p.dtype), copy=True, memory_format=torch.contiguous_format)
+            for p in self._parameters.values()
+        }
         with pointing_to(self.model, {**self._base, **copies}):
             self.copies = copies
             try:
@@ -300,6 +250,8 @@ class WeightSpace(BlockSpace):
             finally:
                 self.copies, self._at = {}, None
 
+    @own_precision
+    @torch.no_grad()
     def move_to(self, xi: Tensor | None) -> None:
         """Move the model, which must be attached, to the retraction of a tangent vector.
 
@@ -310,7 +262,9 @@ class WeightSpace(BlockSpace):
             base point.
         """
         self._at = xi
-        self.move_(self.copies, xi)
+        parts = [None] * len(self.blocks) if xi is None else xi.split(self._sizes)
+        for block, c in zip(self.blocks, parts, strict=True):
+            block.move_(self.copies, None if c is None else c.to(self.model_device))
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
@@ -364,11 +318,20 @@ class WeightSpace(BlockSpace):
     def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
         self.certification.see(gradient, tolerance=self.tolerance)
 
+    @own_precision
+    @torch.no_grad()
+    def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None) -> Tensor:
+        """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
 
-def _last_used(blocks: Sequence[Block]) -> list[list[Tensor]]:
-    """List, for every block, the parameters that no later block has."""
-    last = {p: i for i, block in enumerate(blocks) for p in block.parameters()}
-    found: list[list[Tensor]] = [[] for _ in blocks]
-    for p, i in last.items():
-        found[i].append(p)
-    return found
+        Each tensor of the gradient is freed after its last block.
+        """
+        out = self.empty()
+        here = [None] * len(self.blocks) if at is None else at.split(self._sizes)
+        for block, part, c, last_used in zip(self.blocks, out.split(self._sizes), here, self._last_used, strict=True):
+            near = torch.empty_like(part, device=self.model_device) if self._offload else part
+            block.pull_back_(near, gradient, None if c is None else c.to(self.model_device))
+            if self._offload:
+                part.copy_(near)
+            for p in last_used:
+                gradient.pop(p, None)
+        return out

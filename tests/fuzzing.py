@@ -168,7 +168,6 @@ def build(base):
             base / "collection" / f"net{i}.pt", nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict()
         )
     (base / "sweep.json").write_text(json.dumps(SWEEP))
-    (base / "table.csv").write_text("run,accuracy\n" + "".join(f"net{i},0.{8 - i}\n" for i in range(4)))
     (base / "folder").mkdir()
     (base / "folder" / "keep.txt").write_text("a user's own")
     (base / "file").write_text("a user's own")
@@ -420,8 +419,7 @@ def datasets(rng, world):
 def sweeps(rng, world):
     tree, what = copy.deepcopy(SWEEP), []
     if rng.random() < 0.3:
-        del tree["test"]
-        tree["accuracies"] = {"file": "table.csv", "name": "run", "test": "accuracy"}
+        tree["train"] = tree.pop("test")
     for _ in range(int(rng.integers(1, 4))):
         if rng.random() < 0.5:
             key = pick(rng, tree)
@@ -622,7 +620,7 @@ def calls(rng, world):
         (study.read_results, {"path": "done"}), (optim.canonicalize_lora_, {"model": model, "adapter_names": None}),
         (study.compare, {"rows": study.read_results("done"), "target": "gap", "given": ("train_loss",), "level": 0.95}),
         (sharpness.WeightSpace, {"model": model, "measure": sharpness.MEASURES["geodesic-inv"], "pairs": None}),
-        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk", "relaxation": 0.1}),
+        (measures.get_measure, {"measure": "geodesic-inv", "geodesic": "exact", "symmetry": "qk"}),
     ]
     special = {
         "batches": [[], [[]], [()], [(x,)], [(x, y, y)], [(x, y.float())], [(x, y + 99)], [(x, y - 9)],

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import sharpness
-from sharpness.batch_loss import BatchLoss, measured
 from sharpness.losses import Objective
+from sharpness.measuring import BatchLoss, measured
 from sharpness.perturb import preserved
 from tests import networks
 from tests.extent import EXHAUSTIVE

@@ -25,17 +25,15 @@ __all__ = ["distance", "logmap"]
 Trio = tuple[Tensor, Tensor, Tensor]
 
 
-def logmap(metric: Metric, n: int, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Tensor:
+def logmap(metric: Metric, n: int, x: Tensor, y: Tensor, on_error: str) -> Tensor:
     r"""Return the horizontal u at x for which the exact geodesic reaches the orbit of y at time 1.
 
     The points are in double precision, of full rank and of ordinary size; n is the number of rows of G.
     """
-    return _logarithms(metric, n, x, y, n_starts, on_error)[0][0]
+    return _logarithms(metric, n, x, y, on_error)[0][0]
 
 
-def _logarithms(
-    metric: Metric, n: int, x: Tensor, y: Tensor, n_starts: int | None, on_error: str
-) -> tuple[Pair, list[GLTangentSpace]]:
+def _logarithms(metric: Metric, n: int, x: Tensor, y: Tensor, on_error: str) -> tuple[Pair, list[GLTangentSpace]]:
     r"""Return the logarithms of y at x and of x at y, of one geodesic followed either way, and the tangent spaces.
 
     The search starts at the point with the smaller :math:`\sum_i σ_i`, so that the distance is symmetric. With the
@@ -44,7 +42,7 @@ def _logarithms(
     """
     if torch.is_inference_mode_enabled() or x.is_inference() or y.is_inference():  # the search differentiates
         with torch.inference_mode(False), torch.no_grad():
-            return _logarithms(metric, n, x.clone(), y.clone(), n_starts, on_error)
+            return _logarithms(metric, n, x.clone(), y.clone(), on_error)
     x, y = torch.broadcast_tensors(x, y)
     gauges = [gauge_in_units(z[..., :n, :], z[..., n:, :]) for z in (x, y)]
     spaces = [GLTangentSpace(metric, g, z, unit=unit) for z, (g, unit) in zip((x, y), gauges, strict=True)]
@@ -63,7 +61,7 @@ def _logarithms(
     apart = _apart(here, there)
     b = torch.where(apart[:, None, None], a, b)
     start, end = torch.where(turned, b, a), torch.where(turned, a, b)
-    found = shortest(metric, here.n, start, end, n_starts)
+    found = shortest(metric, here.n, start, end)
     found.residual[apart] = torch.inf
     lost = ~(found.residual <= SOLVED)
     if on_error == "raise" and bool(lost.any()):
@@ -104,18 +102,18 @@ def _reason(metric: Metric, found: Shortest, apart: Tensor) -> str:
             f"no path joins the points {count}: G Hᴴ is square, and determinants of different sign lie in "
             'different components; change the sign of a column of one factor, or pass on_error="nan"'
         )
-    lowest, exits = found.lowest[failed].min().item(), found.exit[failed].min().item()
-    if not metric.complete and (lowest < 0.5 or exits < 1):
+    if not metric.complete:
+        exits = found.exit[failed].min().item()
         when = f"; the geodesic reaches rank deficiency at t = {exits:.3g}, before its end at 1" if exits < 1 else ""
         return (
-            f"the shortest path leaves the manifold {count}: the smallest singular value of G Hᴴ falls to {lowest:.1e} "
-            f'of its value at the ends{when}; the mix metric is not complete: use inv, or pass on_error="nan"'
+            f"no geodesic was found that stays on the manifold {count}{when}; the mix metric is not complete: use inv, "
+            'or pass on_error="nan"'
         )
     worst = found.residual[failed].max().item()
     missing = f"{worst:.1e} of the length is missing" if worst < 1 else "no geodesic was found"
     return (
         f"logmap: {missing} {count}; where the singular values of G Hᴴ spread over 1e4 or more, points that are far "
-        'apart are out of reach; otherwise increase n_starts, or pass on_error="nan"'
+        'apart are out of reach; pass on_error="nan"'
     )
 
 
@@ -123,8 +121,8 @@ class _Distance(torch.autograd.Function):
     """The length of the logarithm, and covectors at both points: the derivatives that its definition implies."""
 
     @staticmethod
-    def forward(metric: Metric, n: int, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Trio:
-        logarithms, spaces = _logarithms(metric, n, x, y, n_starts, on_error)
+    def forward(metric: Metric, n: int, x: Tensor, y: Tensor, on_error: str) -> Trio:
+        logarithms, spaces = _logarithms(metric, n, x, y, on_error)
         d = spaces[0].norm(logarithms[0])
         apart = d > 1e-10 * spaces[0].norm(x)  # else a rounding error, whose direction means nothing; or NaN
         unit = torch.where(apart, -1 / d, 0)[..., None, None]
@@ -142,10 +140,10 @@ class _Distance(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[None, None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[None, None, Tensor, Tensor, None]:
         at_x, at_y = ctx.saved_tensors
         grad = grad[..., None, None]
-        return None, None, grad * at_x, grad * at_y, None, None
+        return None, None, grad * at_x, grad * at_y, None
 
     @staticmethod
     def jvp(ctx: Any, _metric: Any, _n: Any, dx: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Any, None, None]:
@@ -163,6 +161,6 @@ class _Distance(torch.autograd.Function):
         return _Distance.apply(metric, n, x, y, *options), (0, 0, 0)
 
 
-def distance(metric: Metric, n: int, x: Tensor, y: Tensor, n_starts: int | None, on_error: str) -> Tensor:
+def distance(metric: Metric, n: int, x: Tensor, y: Tensor, on_error: str) -> Tensor:
     """Compute the distance of two orbits, once differentiable; (…), in the precision of the points."""
-    return _Distance.apply(metric, n, *torch.broadcast_tensors(x, y), n_starts, on_error)[0]
+    return _Distance.apply(metric, n, *torch.broadcast_tensors(x, y), on_error)[0]

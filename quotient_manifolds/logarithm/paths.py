@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..linalg import trace_product
 from ..metrics import Gram, Metric, Pair
 
 __all__ = [
@@ -34,12 +33,12 @@ __all__ = [
     "first_path",
     "flat",
     "hermitian",
-    "inner",
     "moved_end",
     "polar",
     "unflat",
     "weights",
 ]
+
 
 #: Condition number of Gram matrices up to which single precision is accurate enough.
 _WELL_CONDITIONED = 1e4
@@ -152,13 +151,6 @@ def weights(metric: Metric, M: Tensor, N: Tensor, inverse: bool) -> Pair:
     G, H = (Gram(K, torch.linalg.inv_ex(K)[0]) for K in (M, N))
     function = metric.inverse_weight if inverse else metric.weight
     return function(G, H), function(H, G)
-
-
-def inner(path: Path, u: Tensor) -> Tensor:
-    """Compute the square of a vector at the start of paths, (b)."""
-    M, N = (X.mH @ X for X in path.split(path.x))
-    (W_G, W_H), (P, R) = weights(path.metric, M, N, inverse=False), path.split(u)
-    return trace_product(W_G, P, P) + trace_product(W_H, R, R)
 
 
 def energy(path: Path) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,18 @@
 r"""The shortest geodesic between two orbits at any distance.
 
-Starting from several representatives of the end point, the energy of a path with few coefficients is minimised; saddle
-points are left along their softest direction. The shortest path found is refined until the exact geodesic with its
-initial velocity ends at the orbit of y: the distance by which the geodesic misses is added to the end of the path, and
-coefficients are added where that does not help.
+Starting from two representatives of the end point, the energy of a path with few coefficients is minimised, with a
+small random step on the way, which leaves saddle points. The shortest path found is refined until the exact geodesic
+with its initial velocity ends at the orbit of y: the distance by which the geodesic misses is added to the end of the
+path, and coefficients are added where that does not help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..base import standard_normal
 from ..gauge import Gauge, canonical_gauge
 from ..geodesics import GeodesicExitError
 from ..metrics import Metric, Pair
@@ -29,12 +27,10 @@ _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
-#: Tolerances of geodesics, exact and rough: the latter while no residual is below a hundredth, and where the residual
-#: comes out above the third, so that the error does not matter.
-_EXACT, _ROUGH, _VISIBLE = 1e-11, 1e-6, 1e-4
-#: An eigenvalue below the first means a saddle point, one above the second none, even in single precision. If every
-#: cosine is above the third, other representatives of the end are not searched: they are farther away.
-_SADDLE, _SURE, _NEAR = -1e-3, 0.05, 0.3
+#: Tolerance of geodesics, and the random step as a share of the size of a point.
+_EXACT, _KICK = 1e-11, 0.03
+#: If every cosine is above it, another representative of the end is not searched: it is farther away.
+_NEAR = 0.3
 #: Columns up to which the mirror image is tried by default: it flips one of many, which hardly changes the length.
 _MIRRORED = 16
 
@@ -43,9 +39,8 @@ _MIRRORED = 16
 class Shortest:
     """What was found for a batch (b): geodesics with velocity u from x, their ends and the velocities there.
 
-    ``residual`` is the share of the length by which the end is missed, ``exit`` the time at which the last geodesic
-    tried leaves the manifold, ``softest`` an estimate of the lowest eigenvalue of the second variation, and ``lowest``
-    the minimum along the path of the products' smallest singular value, relative to its ends.
+    ``residual`` is the share of the length by which the end is missed, and ``exit`` the time at which the last geodesic
+    tried leaves the manifold.
     """
 
     u: Tensor
@@ -54,15 +49,13 @@ class Shortest:
     residual: Tensor
     length: Tensor
     exit: Tensor
-    softest: Tensor
-    lowest: Tensor
 
     @classmethod
     def nothing(cls, x: Tensor) -> Shortest:
         """Return a result without any geodesic yet."""
         unknown = torch.full(x.shape[:1], torch.inf, dtype=x.dtype.to_real(), device=x.device)
         nan = torch.full_like(x, torch.nan)
-        return cls(nan, nan.clone(), nan.clone(), unknown, *(unknown.clone() for _ in range(4)))
+        return cls(nan, nan.clone(), nan.clone(), unknown, unknown.clone(), unknown.clone())
 
     def put(self, index: Tensor, other: Shortest) -> None:
         """Write what was found for some items."""
@@ -82,29 +75,12 @@ class Shortest:
         return Shortest(**{name: value[index] for name, value in vars(self).items()})
 
 
-@dataclass
-class _Start:
-    """Paths with few coefficients, their energy (inf: none found), the lowest eigenvalue, the smallest cosine."""
-
-    path: Path
-    value: Tensor
-    softest: Tensor
-    cosine: Tensor
-
-    def put(self, index: Tensor, other: _Start) -> None:
-        """Replace some items."""
-        for mine, new in ((self.path.y, other.path.y), (self.path.c, other.path.c)):
-            mine[index] = new
-        for name in ("value", "softest", "cosine"):
-            getattr(self, name)[index] = getattr(other, name)
-
-
-def shortest(metric: Metric, n: int, x: Tensor, y: Tensor, n_starts: int | None) -> Shortest:
+def shortest(metric: Metric, n: int, x: Tensor, y: Tensor) -> Shortest:
     """Find the shortest geodesics between the orbits of x and y, (b, n + m, h); x is in canonical gauge."""
     found = Shortest.nothing(x)
     size = max(1, _CHUNK // (_FIRST * x[0].numel() if len(x) else 1))
     for index in torch.arange(len(x), device=x.device).split(size):
-        found.put(index, _Search(metric, n, x[index], y[index]).best(n_starts))
+        found.put(index, _Search(metric, n, x[index], y[index]).best())
     return found
 
 
@@ -128,11 +104,11 @@ class _Search:
     def _product(self, x: Tensor) -> Tensor:
         return x[..., : self.n, :] @ x[..., self.n :, :].mH
 
-    def best(self, n_starts: int | None) -> Shortest:
+    def best(self) -> Shortest:
         """Refine the paths of several starts, the shortest first."""
         if self.n == self.m == self.x.shape[-1] and not self.metric.complete:
             return self._straight()
-        starts = self._starts(n_starts)
+        starts = self._starts()
         values, order = torch.stack([s.value for s in starts]).sort(0)
         found = Shortest.nothing(self.x)
         for rank, value in enumerate(values):
@@ -144,7 +120,7 @@ class _Search:
             for k, start in enumerate(starts):
                 at = (todo & (order[rank] == k)).nonzero().squeeze(1)
                 if len(at):
-                    found.improve(at, self._refined(at, start.path[at], start.softest[at]))
+                    found.improve(at, self._refined(at, start.path[at]))
         return found
 
     def _straight(self) -> Shortest:
@@ -161,45 +137,31 @@ class _Search:
         z = torch.linalg.eigvals(torch.linalg.solve(self._product(self.x), D))
         real = z.imag.abs() <= 10 * torch.finfo(z.real.dtype).eps * z.abs()
         exits = torch.where(real & (z.real <= -1), -1 / z.real, torch.inf).amin(-1)
-        leaves, one = exits.isfinite(), torch.ones_like(exits)
-        length = GLTangentSpace(self.metric, self.gauge).norm(u)
-        residual, lowest = torch.where(leaves, torch.inf, 0 * one), torch.where(leaves, 0, one)
-        return Shortest(u, self.y, velocity, residual, length, exits, one, lowest)
+        residual = torch.where(exits.isfinite(), torch.inf, 0.0).to(exits)
+        return Shortest(u, self.y, velocity, residual, GLTangentSpace(self.metric, self.gauge).norm(u), exits)
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
-    def _starts(self, n_starts: int | None) -> list[_Start]:
-        """Minimise the energy of paths with few coefficients to several representatives of the end."""
-        found: list[_Start] = []
-        for turn in self._turns(n_starts):
-            found.append(self._start(self.y @ turn))
-            if n_starts is None:
-                # Where no column turns far, the paths to other representatives are longer.
-                near = found[0].cosine > _NEAR
-                if len(found) > 1:
-                    found[-1].value[near] = torch.inf
-                elif bool(near.all()):
-                    break
-        return found
+    def _starts(self) -> list[Minimiser]:
+        """Minimise the energy of paths with few coefficients to one or two representatives of the end.
 
-    def _turns(self, n_starts: int | None) -> Iterator[Tensor]:
-        """Return unitary changes of y's canonical gauge: the one that fits x best, its mirror image, random ones."""
-        G, H = self._split(self.x)
-        P, _, Qh = torch.linalg.svd(self._of_y.G.mH @ G + self._of_y.H.mH @ H)
-        yield self._in_component(P @ Qh)
-        real, h = not self.x.is_complex(), self.x.shape[-1]
-        count = n_starts or (2 if real and h <= _MIRRORED else 1)
-        mirror = torch.ones(h, dtype=P.dtype, device=P.device)
-        mirror[-1] = -1
-        generator = torch.Generator().manual_seed(0)
-        for k in range(1, count):
-            if k == 1 and real and min(self.n, self.m) > h:
-                yield (P * mirror) @ Qh
-            elif k == 1:
-                # A square factor determines the component: rotate the columns so that this factor fits best.
-                yield self._in_component(polar(self._of_y.G.mH @ G if self.n == h else self._of_y.H.mH @ H))
-            else:
-                yield self._in_component(polar(standard_normal(tuple(P.shape), P, generator)))
+        They are the one that fits x best and, for real points, its mirror image.
+        """
+        (G, H), h = self._split(self.x), self.x.shape[-1]
+        by_G, by_H = self._of_y.G.mH @ G, self._of_y.H.mH @ H
+        P, _, Qh = torch.linalg.svd(by_G + by_H)
+        starts = [self._start(self.y @ self._in_component(P @ Qh))]
+        near = starts[0].cosine > _NEAR
+        if self.x.is_complex() or h > _MIRRORED or bool(near.all()):
+            return starts
+        if min(self.n, self.m) > h:
+            starts.append(self._start(self.y @ (_mirrored(P) @ Qh)))
+        else:
+            # A square factor determines the component: rotate the columns so that this factor fits best.
+            starts.append(self._start(self.y @ self._in_component(polar(by_G if self.n == h else by_H))))
+        # Where no column turns far, the paths to other representatives are longer.
+        starts[1].value[near] = torch.inf
+        return starts
 
     def _in_component(self, R: Tensor) -> Tensor:
         """Mirror a column where a square real factor would change its orientation."""
@@ -208,56 +170,28 @@ class _Search:
             return R
         X, Y = (self._split(z)[0 if self.n == h else 1] for z in (self.x, self.y))
         wrong = torch.linalg.det(polar(X)) * torch.linalg.det(polar(Y) @ R) < 0
-        mirror = torch.ones(h, dtype=R.dtype, device=R.device)
-        mirror[-1] = -1
-        return torch.where(wrong[:, None, None], R * mirror, R)
+        return torch.where(wrong[:, None, None], _mirrored(R), R)
 
-    def _start(self, y: Tensor) -> _Start:
-        first = first_path(self.metric, self.n, self.x, y, _FIRST)
-        minimiser = Minimiser(first.in_single())
+    def _start(self, y: Tensor) -> Minimiser:
+        """Minimise the energy of paths to y; the value of those that fail is infinite."""
+        minimiser = Minimiser(first_path(self.metric, self.n, self.x, y, _FIRST))
         minimiser.run(6, 1e-2)
-        if bool((minimiser.error > 1e-3).any()):
-            minimiser.renew()  # the end has rotated a lot
-            minimiser.run(12, 1e-3)
-        start = self._as_start(minimiser, minimiser.softest()[0])
-        doubtful = (start.softest < _SURE) | ~(minimiser.error < 1e-3)
-        if bool(doubtful.any()):
-            at = doubtful.nonzero().squeeze(1)
-            start.put(at, self._minimum(start.path[at], at))
-        return start
-
-    def _minimum(self, path: Path, at: Tensor, turns: int = 4) -> _Start:
-        """Minimise in the precision of the points, and leave saddle points along their softest direction."""
-        minimiser = Minimiser(path)
+        minimiser = Minimiser(minimiser.disturbed(_KICK))
         minimiser.run(60, 1e-3)
-        least, direction = minimiser.softest()
-        start, saddle = self._as_start(minimiser, least, at), (least < _SADDLE).nonzero().squeeze(1)
-        if turns and len(saddle):
-            lower = minimiser.down(torch.where((least < _SADDLE).unsqueeze(-1), direction, 0))
-            if lower is not minimiser.path:
-                start.put(saddle, self._minimum(lower[saddle], at[saddle], turns - 1))
-        return start
-
-    def _as_start(self, minimiser: Minimiser, least: Tensor, at: Tensor | slice = slice(None)) -> _Start:
-        """Gather what was found, in the precision of the points."""
-        path, dtype = minimiser.path, self.x.dtype
-        if path.c.dtype != dtype:
-            path = replace(path, x=self.x[at], y=self._representative(at, path.y.to(dtype)), c=path.c.to(dtype))
-        value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
-        real = dtype.to_real()
-        return _Start(path, value.to(real), least.to(real), minimiser.cosine.to(real))
+        minimiser.value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
+        return minimiser
 
     # -- refinement ----------------------------------------------------------------------------------------------------
 
-    def _refined(self, at: Tensor, path: Path, least: Tensor) -> Shortest:
+    def _refined(self, at: Tensor, path: Path) -> Shortest:
         """Refine paths until the exact geodesic with their first velocity ends at the orbit of y."""
         found = Shortest.nothing(path.x)
         for count, tol in _REFINED:
             minimiser = Minimiser(replace(path, y=self._representative(at, path.y)).refined(count))
             path = minimiser.run(100, tol)
-            todo, last = torch.arange(len(at), device=at.device), torch.ones_like(least)
+            todo, last = torch.arange(len(at), device=at.device), torch.ones_like(found.length)
             for _ in range(8):
-                shot = self._shot(at[todo], minimiser.path, least[todo], far=bool((found.residual > 0.01).all()))
+                shot = self._followed(at[todo], minimiser.path)
                 found.improve(todo, shot)
                 going = (shot.residual > _AIM) & (shot.residual < 0.3 * last)
                 if not bool(going.any()):
@@ -271,46 +205,34 @@ class _Search:
                 break
         return found
 
-    def _shot(self, at: Tensor, path: Path, least: Tensor, far: bool) -> Shortest:
-        """Follow geodesics exactly, or roughly those that miss by far; inv's are closed, and exact at any rate."""
-        rough = far and not self.metric.complete
-        shot = self._followed(at, path, least, _ROUGH if rough else _EXACT)
-        near = (shot.residual < _VISIBLE).nonzero().squeeze(1)
-        if rough and len(near):
-            shot.put(near, self._followed(at[near], path[near], least[near], _EXACT))
-        return shot
-
-    def _followed(self, at: Tensor, path: Path, least: Tensor, tol: float) -> Shortest:
+    def _followed(self, at: Tensor, path: Path) -> Shortest:
         """Follow the geodesics with the first velocities of paths."""
         gauge = self.gauge
         space = GLTangentSpace(self.metric, Gauge(gauge.x[at], gauge.n, gauge.sigma[at], gauge.A[at], gauge.A_inv[at]))
         u = space.proju(path.start_velocity())
         u = torch.where(u.isfinite().all(-1).all(-1)[:, None, None], u, 0)
-        exits = torch.full_like(least, torch.inf)
+        exits = torch.full_like(space.norm(u), torch.inf)
         try:
-            end, velocity = space.geodesic(u, relative_tol=tol)
+            end, velocity = space.geodesic(u, relative_tol=_EXACT)
         except GeodesicExitError as error:
             exits = exits if error.times is None else error.times
-            end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u), relative_tol=tol)
+            end, velocity = space.geodesic(torch.where(exits.isfinite()[:, None, None], 0, u), relative_tol=_EXACT)
         except ArithmeticError:  # the equation cannot be solved for some: the others are followed one by one
             found = Shortest.nothing(u)
             for i in torch.arange(len(at), device=at.device).split(1) if len(at) > 1 else ():
-                found.put(i, self._followed(at[i], path[i], least[i], tol))
+                found.put(i, self._followed(at[i], path[i]))
             return found
         missing = torch.linalg.matrix_norm(self._product(end) - self.target[at]) / self.size[at]
         residual = torch.where(exits.isfinite(), torch.inf, missing)
-        return Shortest(u, end, velocity, residual, space.norm(u), exits, least, self._lowest(path))
-
-    def _lowest(self, path: Path) -> Tensor:
-        if self.metric.complete:
-            return torch.ones_like(path.x[:, 0, 0].real)
-        points = torch.cat([path.x.unsqueeze(1), torch.cat(path.points(), -2), path.y.unsqueeze(1)], 1)
-        grams = [torch.linalg.qr(X, mode="r").R for X in path.split(points.movedim(1, 0))]
-        least = torch.linalg.svdvals((grams[0] @ grams[1].mH).nan_to_num())[..., -1]
-        return least.amin(0) / torch.minimum(least[0], least[-1])
+        return Shortest(u, end, velocity, residual, space.norm(u), exits)
 
     def _representative(self, at: Tensor | slice, near: Tensor) -> Tensor:
         """Return the representatives of y whose first factor is nearest to that of other points."""
         (G, H), P = self._split(self.y[at]), self._split(near)[0]
         A = torch.linalg.lstsq(G, P.nan_to_num()).solution
         return torch.cat([G @ A, torch.linalg.solve_ex(A.mH, H, left=False)[0]], -2)
+
+
+def _mirrored(R: Tensor) -> Tensor:
+    """Change the sign of the last column."""
+    return torch.cat([R[..., :-1], -R[..., -1:]], -1)

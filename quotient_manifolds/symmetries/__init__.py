@@ -1,19 +1,25 @@
 """Find the weights of a network that it sees only through products: from a model to its pairs (G, H)."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ..batches import default_forward
-from .attention import Projection, attention_pairs
 from .blocks import GL, block
 from .certificate import Certificate, NotASymmetryError, certify
-from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
-from .distance import ModelDistance, PairDistance, model_distance
-from .lora import adapter_pairs, average_lora_
+from .lora import adapter_pairs
 from .pairs import SymmetricPair, factor_pair, pair
-from .registry import UnknownAttentionError, check_coverage, register_attention, skip
 from .stacks import PairStack, spectra, stacks
+
+if TYPE_CHECKING:
+    from .attention import Heads, Projection, attention_pairs
+    from .discovery import apply_random_symmetry_, find_symmetric_pairs, verify
+    from .registry import UnknownAttentionError, check_coverage, register_attention, skip
+
 
 __all__ = [
     "GL",
     "Certificate",
+    "Heads",
     "ModelDistance",
     "NotASymmetryError",
     "PairDistance",
@@ -39,3 +45,12 @@ __all__ = [
     "stacks",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only some programs use: optimisers of adapters do without the classes of attention."""
+    for file in (".attention", ".registry", ".discovery", "..compare") if name in __all__ else ():
+        module = import_module(file, __name__)
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -195,6 +195,21 @@ def certify(
     return Certificate({p: r for p, r in all_residuals if not math.isnan(r)}, unreached, tolerance)
 
 
+@torch.enable_grad()
+def output_gradients(
+    run: Callable[[], Iterable[Tensor]], parameters: Sequence[Tensor], generator: torch.Generator
+) -> dict[Tensor, Tensor]:
+    """Return the gradients, by parameter, of a random linear function of outputs; ``.grad`` holds them afterwards."""
+    for p in parameters:
+        p.requires_grad_()
+        p.grad = None
+    outputs = [t for t in run() if t.requires_grad]
+    draws = [standard_normal(tuple(t.shape), t, generator) for t in outputs]
+    for t, draw in zip(outputs, draws, strict=True):  # a model may keep a part of the graph that it has made once
+        (t * draw).sum().backward(retain_graph=True)
+    return {p: p.grad for p in parameters if p.grad is not None}
+
+
 def largest(numbers: Iterable[float]) -> float:
     """Return the maximum, or NaN if any value is NaN, which Python's max may ignore."""
     return float(torch.tensor([0.0, *numbers], dtype=torch.float64).max())

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base import standard_normal
-from ..batches import default_forward, floats, tree_map
-from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved
+from ..batches import default_forward
+from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
 from .examination import examine_model
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import Wide, check_model, copied, plain_names, preserve_model_state, random_state_kept
+from .modules import Wide, check_model, plain_names, running_copy
 from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
 from .registry import handler_of
-from .stacks import PairList, PairStack, stacks, without_sharing
+from .stacks import PairList, stacks, without_sharing
 
 __all__ = ["Verification", "apply_random_symmetry_", "find_symmetric_pairs", "verify"]
 
@@ -121,22 +120,6 @@ def _claimed(
     return PairList(replace(p, model=model) for p in found)
 
 
-@contextmanager
-def _twin(
-    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
-) -> Iterator[tuple[nn.Module, Callable[[], list[Tensor]]]]:
-    """Yield a copy of a model in another precision and evaluation mode, and a function for passes that draw alike."""
-    twin = copied(model).to(dtype)
-    batch = tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
-
-    def run() -> list[Tensor]:
-        with random_state_kept(twin):
-            return [t.to(dtype) for t in floats(forward(twin, batch))]
-
-    with preserve_model_state(twin), Wide() if dtype == torch.float64 else nullcontext():
-        yield twin, run
-
-
 @torch.no_grad()
 def _certified(
     model: nn.Module, pairs: Iterable[SymmetricPair], batch: Any, forward: Callable[[nn.Module, Any], Any]
@@ -144,18 +127,17 @@ def _certified(
     """Refuse the pairs of which moves change the outputs of a model."""
 
     def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
-        with _twin(model, batch, forward, dtype) as (twin, run):
-            modules = dict(zip(model.modules(), twin.modules(), strict=True))
-            return {p.name for p in broken([in_copy(p, modules) for p in pairs if p.group is not None], run, tolerance)}
+        with running_copy(model, batch, forward, dtype) as (twin, run):
+            return {p.name for p in broken(in_copy(used, model, twin), run, tolerance)}
 
-    reason = CHANGES
+    used, reason = [p for p in pairs if p.group is not None], CHANGES
     try:
         try:
             names = failing(torch.float64, ROUNDING)
         except Exception:  # such as that of a kernel that exists in single precision alone
             names = failing(torch.float32, 1e-2)
     except Exception as error:  # whatever third-party code raises
-        names = {p.name for p in pairs}
+        names = {p.name for p in used}
         reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
     return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
 
@@ -165,13 +147,12 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
 
     They belong to attention pairs that are trainable as a whole; otherwise they are pairs of their own.
     """
-    sides: dict[bool, set[int]] = {True: set(), False: set()}
+    used = [p for p in pairs if p.group is not None]
+    adapters = {t for p in used if p.kind == "lora" for t in p.parameters()}
+    whole = [p for p in used if p.kind != "lora" and all(t.requires_grad for t in p.parameters())]
+    trained = {t for p in whole for t in p.parameters()}
     for p in pairs:
-        if p.group is not None and (p.kind == "lora" or all(b.tensor.requires_grad for b in p.G + p.H)):
-            sides[p.kind == "lora"].update(id(b.tensor) for b in p.G + p.H)
-    trained, adapters = sides[False], sides[True]
-    for p in pairs:
-        tensors = {id(b.tensor) for b in p.G + p.H} if p.group is not None else set()
+        tensors = set(p.parameters()) if p.group is not None else set()
         if p.kind == "lora" and tensors & trained:
             yield refused(p, "its factors belong to the attention pairs of the trainable base weights")
         elif p.kind != "lora" and tensors & adapters and not tensors <= trained:
@@ -259,10 +240,14 @@ class Verification:
     tolerance: float = 1e-9
 
     @property
+    def moving(self) -> list[str]:
+        """Names of the pairs of which moves change the outputs."""
+        return [name for name, change in self.changes.items() if not change <= self.tolerance]
+
+    @property
     def failures(self) -> list[str]:
         """Names of the pairs that are not symmetries."""
-        moved = [name for name, change in self.changes.items() if not change <= self.tolerance]
-        return list(dict.fromkeys([*moved, *(p.name for p in self.certificate.failures)]))
+        return list(dict.fromkeys([*self.moving, *(p.name for p in self.certificate.failures)]))
 
     @property
     def ok(self) -> bool:
@@ -270,15 +255,13 @@ class Verification:
         return not self.failures
 
     def __str__(self) -> str:
-        lines = str(self.certificate).splitlines()
+        lines = [str(self.certificate)]
         if self.changes:
-            worst = max(self.changes.values())
             lines.append(
-                f"{len(self.changes)} pairs moved, largest relative change of an output {worst:.1e} "
-                f"(rounding is up to {self.tolerance:.0e})"
+                f"{len(self.changes)} pairs moved, largest relative change of an output "
+                f"{max(self.changes.values()):.1e} (rounding is up to {self.tolerance:.0e})"
             )
-            moved = [n for n, change in self.changes.items() if not change <= self.tolerance]
-            lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in moved]
+        lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in self.moving]
         return "\n".join(lines)
 
 
@@ -346,35 +329,21 @@ def verify(
     """
     check_model(model)
     extra = check_pairs(extra)
-    with _twin(model, batch, forward) as (twin, run):
-        modules = dict(zip(model.modules(), twin.modules(), strict=True))
+    with running_copy(model, batch, forward) as (twin, run):
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-        claimed = _claimed(twin, [in_copy(p, modules) for p in extra], run)
+        claimed = _claimed(twin, in_copy(extra, model, twin), run)
         pairs = [p for p in claimed if p.group is not None]
-        certificate = _certificate(stacks(pairs), run, seed)
+        found = stacks(pairs)
+        gradients: dict[Tensor, Tensor] = {}
+        with suppress(RuntimeError), Wide():  # outputs that cannot be differentiated certify nothing; moves decide
+            parameters = [p for s in found for p in s.parameters()]
+            generator = torch.Generator().manual_seed(seed)
+            gradients = output_gradients(lambda: [t[t.isfinite()] for t in run()], parameters, generator)
+        certificate = certify(found, gradients, tolerance=1e-8)
         changes = {}
         for p in pairs if moves else ():
             with moved([p], condition, seed):
                 changes[p.name] = change(before, run())
     return Verification(certificate, changes)
-
-
-def _certificate(found: Sequence[PairStack], run: Callable[[], list[Tensor]], seed: int) -> Certificate:
-    """Certify pairs by the gradient of the outputs along a random cotangent."""
-    parameters = [p for s in found for p in s.parameters()]
-    for p in parameters:
-        p.requires_grad_()
-        p.grad = None
-    generator = torch.Generator().manual_seed(seed)
-    with torch.enable_grad():
-        outputs = [t[t.isfinite()] for t in run() if t.requires_grad]
-        draws = [standard_normal(tuple(t.shape), t, generator) for t in outputs]
-        try:
-            for t, draw in zip(outputs, draws, strict=True):
-                (t * draw).sum().backward(retain_graph=True)
-        except RuntimeError:  # outputs that cannot be differentiated certify nothing; moves decide
-            pass
-    gradients: dict[Tensor, Tensor] = {p: p.grad for p in parameters if p.grad is not None}
-    return certify(found, gradients, tolerance=1e-8)

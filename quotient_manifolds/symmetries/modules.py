@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -18,25 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..batches import tensors, tree_map
+from ..batches import floats, tensors, tree_map
 
-__all__ = [
-    "ByClass",
-    "Call",
-    "Watch",
-    "Wide",
-    "caching",
-    "check_model",
-    "copied",
-    "drop_caches",
-    "is_sharded",
-    "plain_class",
-    "plain_names",
-    "preserve_model_state",
-    "random_state_kept",
-    "record",
-    "widened",
-]
+__all__ = ["preserve_model_state"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Functions whose call makes a module an attention layer, if no handler covers it.
@@ -144,15 +128,15 @@ class preserve_model_state:
     """
 
     def __init__(self, model: nn.Module, off: Mapping[str, tuple[type, ...]] = MappingProxyType({})) -> None:
-        self.modes = {m: m.training for m in model.modules()}
-        self.switches = [
-            (m, name, vars(m)[name])
-            for name, classes in off.items()
-            for m in self.modes
-            if isinstance(m, classes) and name in vars(m)
+        modules = list(model.modules())
+        self.attributes = [
+            (m, name, getattr(m, name))
+            for name, classes in {"training": (nn.Module,), **off}.items()  # not model.eval(): some merge weights then
+            for m in modules
+            if isinstance(m, classes) and hasattr(m, name)
         ]
         self.data = [(p, p.data, p.grad) for p in model.parameters()]
-        self.buffers = [(m, dict(m._buffers)) for m in self.modes if not isinstance(m, torch.jit.ScriptModule)]
+        self.buffers = [(m, dict(m._buffers)) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self.contents = [(b, b.detach().clone()) for b in model.buffers()]
         self.random = torch.get_rng_state()
         devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
@@ -165,26 +149,19 @@ class preserve_model_state:
 
     def __enter__(self) -> None:
         try:
-            self.prepare()
+            _fast_path.switch(id(self), off=True)  # it reads weights without autograd, or without adapters
+            torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
+            parametrize._cache_enabled = 0
+            for module, name, _ in self.attributes:
+                setattr(module, name, False)
+            if not self.hooks:
+                self.hooks += [m.register_forward_pre_hook(drop_caches) for m in self.caching]
         except BaseException:
             self.restore()
             raise
 
     def __exit__(self, *error: object) -> None:
         self.restore()
-
-    def prepare(self) -> None:
-        """Switch off code that reads weights without autograd (or adapters), and go to evaluation mode."""
-        _fast_path.switch(id(self), off=True)
-        torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
-        parametrize._cache_enabled = 0
-        # Not model.eval(): some layers merge weights when they are told to.
-        for module in self.modes:
-            module.training = False
-        for module, name, _ in self.switches:
-            setattr(module, name, False)
-        if not self.hooks:
-            self.hooks += [m.register_forward_pre_hook(drop_caches) for m in self.caching]
 
     def restore(self) -> None:
         """Restore everything; a second call is harmless."""
@@ -194,9 +171,7 @@ class preserve_model_state:
             drop_caches(module)
         for p, data, grad in self.data:
             p.data, p.grad = data, grad
-        for module, training in self.modes.items():
-            module.training = training
-        for module, name, value in self.switches:
+        for module, name, value in self.attributes:
             setattr(module, name, value)
         for module, found in self.buffers:
             for name in set(module._buffers) - set(found):
@@ -231,11 +206,6 @@ def drop_caches(module: nn.Module, *_: Any) -> None:
         module.train(False)
         for m, training in modes:
             m.training = training
-
-
-def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Restore the random state afterwards: passes that each run within this draw the same numbers."""
-    return torch.random.fork_rng(sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
 
 
 def copied(model: Any) -> Any:
@@ -326,9 +296,30 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def widened(batch: Any) -> Any:
-    """Copy a batch, with every floating-point tensor in float64; autograd may keep copies of inference tensors."""
-    return tree_map(lambda t: t.detach().to(torch.float64 if t.is_floating_point() else t.dtype, copy=True), batch)
+def widened(batch: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Copy a batch, with floating-point tensors in another dtype; autograd may keep copies of inference tensors."""
+    return tree_map(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True), batch)
+
+
+@contextmanager
+def running_copy(
+    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[nn.Module, Callable[..., list[Tensor]]]]:
+    """Yield a copy of a model, in evaluation mode and another dtype, and what returns its outputs.
+
+    All passes draw the same random numbers. What changes their batch may be given to them.
+    """
+    twin = copied(model).double() if dtype == torch.float64 else copied(model).float()
+    batch = widened(batch, dtype)
+    devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
+
+    def run(change: Callable[[Any], Any] | None = None) -> list[Tensor]:
+        inputs = batch if change is None else change(batch)
+        with torch.random.fork_rng(devices), Wide() if dtype == torch.float64 else nullcontext():
+            return [t.to(dtype) for t in floats(forward(twin, inputs))]
+
+    with preserve_model_state(twin):
+        yield twin, run
 
 
 class Wide(TorchFunctionMode):

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attention import PLANES, Place
+from .attention import PLANES, Heads
 from .lora import is_lora
 from .modules import ByClass, Watch, plain_names
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
-from .roles import layout_pairs, places, proposals, roles_of
+from .roles import places, proposals, roles_of
 
-__all__ = [
-    "KNOWN",
-    "UnknownAttentionError",
-    "candidates",
-    "check_coverage",
-    "handler_of",
-    "register_attention",
-    "skip",
-]
+__all__ = ["UnknownAttentionError", "check_coverage", "register_attention", "skip"]
 
 Handler = Callable[[nn.Module, str], Iterable[SymmetricPair]]
 _HANDLERS = ByClass[Handler]()
@@ -49,7 +43,8 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     Examples
     --------
     >>> from torch import nn
-    >>> from quotient_manifolds.symmetries import Projection, attention_pairs, find_symmetric_pairs, register_attention
+    >>> from quotient_manifolds.symmetries import Heads, Projection, attention_pairs
+    >>> from quotient_manifolds.symmetries import find_symmetric_pairs, register_attention
     >>> class MyAttention(nn.Module):
     ...     def __init__(self, dim, heads):
     ...         super().__init__()
@@ -59,7 +54,7 @@ def register_attention(*classes: type | str) -> Callable[[Handler], Handler]:
     >>> @register_attention(MyAttention)
     ... def my_attention(module, name):
     ...     q, k, v, o = map(Projection, (module.to_q, module.to_k, module.to_v, module.to_out))
-    ...     return attention_pairs(name, heads=module.heads, q=q, k=k, v=v, o=o)
+    ...     return attention_pairs(name, Heads(module.heads), q=q, k=k, v=v, o=o)
     >>> print(find_symmetric_pairs(nn.Sequential(MyAttention(8, 2))))
     0 qk    2 × GL(4), 9+9 rows
     0 vo    2 × GL(4), 9+8 rows
@@ -226,49 +221,6 @@ def check_coverage(model: nn.Module, run: Callable[[], Any], pairs: Iterable[Sym
     return result
 
 
-#: Class, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix go
-#: head by head: [head][q, k, v].
-KNOWN = """
-albert.AlbertAttention GL
-bart.BartAttention GL
-beit.BeitAttention GL
-bert.BertAttention GL
-bloom.BloomAttention GL by head
-camembert.CamembertAttention GL
-clip.CLIPAttention GL
-deberta_v2.DebertaV2Attention GL
-deit.DeiTAttention GL
-dinov2.Dinov2Attention GL
-distilbert.DistilBertSelfAttention GL
-electra.ElectraAttention GL
-gemma.GemmaAttention half
-gemma2.Gemma2Attention half
-gemma3.Gemma3Attention half
-gpt2.GPT2Attention GL
-gpt_neox.GPTNeoXAttention half partial by head
-gptj.GPTJAttention interleaved
-llama.LlamaAttention half
-mbart.MBartAttention GL
-mistral.MistralAttention half
-mpnet.MPNetSelfAttention GL
-opt.OPTAttention GL
-phi3.Phi3Attention half partial
-qwen2.Qwen2Attention half
-qwen3.Qwen3Attention half
-roberta.RobertaAttention GL
-siglip.SiglipAttention GL
-swin.SwinAttention GL
-t5.T5Attention GL
-vit.ViTAttention GL
-whisper.WhisperAttention GL
-xlm_roberta.XLMRobertaAttention GL
-open_clip.transformer.Attention GL
-timm.layers.attention.Attention GL
-timm.models.beit.Attention GL
-timm.models.swin_transformer.WindowAttention GL
-torch.nn.modules.activation.MultiheadAttention GL
-"""
-
 _APPENDED = ("bias_k", "add_zero_attn")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _QK_NORMS = ("q_norm", "k_norm", "ln_q", "scaled_cosine")
@@ -290,36 +242,38 @@ def _rotary_size(module: Any, size: int, partial: bool) -> int:
     return int(given or size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
 
 
-def _of_known_class(cls: str, group: str, words: Sequence[str], module: nn.Module, path: str) -> list[SymmetricPair]:
+def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[SymmetricPair]:
     """List the pairs of a module of a class of the table, with its number of heads."""
+    name, group, partly, by_head = row.values()
     roles = roles_of(module)
     if roles is None:
+        cls = name.rpartition(".")[2]
         return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
     owners = (module, *module.children(), getattr(module, "config", None))
     heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
-    fits: list[Place] = []
+    fits: list[Heads] = []
     for kind in ("qk", "vo"):
-        found = [p for p in places(roles, kind, heads) if p.blocks == (p.kv_heads if "head" in words else 1)]
+        found = [p for p in places(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]
         if not found:
             return no_pair(path, f"the projections of {kind} do not divide into {heads} heads")
         fits.append(found[0])
     qk, vo = fits
     if group in PLANES:
-        qk = replace(qk, rotary_size=_rotary_size(module, qk.size, "partial" in words))
+        qk = replace(qk, rotary_size=_rotary_size(module, qk.size, bool(partly)))
     # The key bias also multiplies the queries of positions; appended keys do not receive it.
     null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
-    qk = replace(qk, group=_QK_NORM if _has(module, *_QK_NORMS) else group, key_bias_null=null)
+    qk = replace(qk, group=group, reason=_QK_NORM * _has(module, *_QK_NORMS), key_bias_null=null)
     if _has(module, "norm", "ln_inner"):
-        vo = replace(vo, group=_INNER_NORM)
+        vo = replace(vo, reason=_INNER_NORM)
     elif _has(module, "gate"):  # a separate number for every dimension
         vo = replace(vo, group="diagonal")
     if isinstance(module, nn.MultiheadAttention) and is_lora(module.out_proj):
-        qk, vo = (replace(place, group=_WRAPPED) for place in (qk, vo))
-    return layout_pairs(path, roles, qk, vo)
+        qk, vo = (replace(heads, reason=_WRAPPED) for heads in (qk, vo))
+    return roles.pairs(path, qk, vo)
 
 
-for _line in KNOWN.split("\n")[1:-1]:
-    _name, _group, *_words = _line.split()
-    _family, _cls = _name.rsplit(".", 1)
-    _qualified = _name if "." in _family else f"transformers.models.{_family}.modeling_{_family}.{_cls}"
-    register_attention(_qualified)(partial(_of_known_class, _cls, _group, _words))
+#: Classes, what acts on queries and keys, whether RoPE may rotate a part of a head, and whether the rows of one matrix
+#: go head by head: [head][q, k, v].
+KNOWN = list(csv.DictReader(files(__package__).joinpath("known.csv").read_text().splitlines()))
+for _row in KNOWN:
+    register_attention(_row["class"])(partial(_of_known_class, _row))

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from .attention import PLANES, Place, Projection, Rows, head_pairs
-from .blocks import GL, block
-from .pairs import SymmetricPair
+from .attention import PLANES, Heads, Projection, Rows, attention_pairs, head_pairs
+from .blocks import block
+from .pairs import SymmetricPair, merged
 
-__all__ = ["Roles", "holds_keys", "layout_pairs", "places", "proposals", "roles_of"]
+__all__ = ["Roles", "holds_keys", "places", "proposals", "roles_of"]
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
@@ -58,15 +58,23 @@ class Roles:
         """Total number of head dimensions of all heads, in the matrix that contains a letter."""
         return self.projections[letter].dimensions(into=letter != "o")
 
-    def placed(self, letter: str, place: Place) -> Projection:
+    def placed(self, letter: str, heads: Heads) -> Projection:
         """Describe where a letter's heads lie."""
-        home, found = self.homes[letter], self.projections[letter]
+        home, whole = self.homes[letter], self.projections[letter]
         if home == letter:
-            return found
-        share = {c: (place.heads if c == "q" else place.kv_heads) // place.blocks * place.size for c in home}
-        before = place.order[: place.order.index(letter)]
-        start = found.start + sum(share[c] for c in before if c in home)
-        return replace(found, start=start, stride=sum(share.values()), per=share[letter] // place.size)
+            return whole
+        share = {c: (heads.number if c == "q" else heads.kv_number) // heads.blocks * heads.size for c in home}
+        start = whole.start + sum(share[c] for c in heads.order[: heads.order.index(letter)] if c in home)
+        return replace(whole, start=start, stride=sum(share.values()), per=share[letter] // heads.size)
+
+    def of_kind(self, kind: str, heads: Heads) -> list[SymmetricPair]:
+        """List the pairs of queries and keys, or of values and outputs."""
+        return list(head_pairs("", kind, heads, *(self.placed(c, heads) for c in kind)))
+
+    def pairs(self, name: str, qk: Heads, vo: Heads) -> list[SymmetricPair]:
+        """List all pairs of the layer, head by head."""
+        where = {c: self.placed(c, qk if c in "qk" else vo) for c in "qkvo"}
+        return attention_pairs(name, qk, values=vo, **where)
 
 
 def _words(name: str) -> set[str]:
@@ -77,12 +85,10 @@ def _words(name: str) -> set[str]:
 
 def _letters(words: set[str]) -> str | None:
     """Return the letters of a role, or None if it is not a projection."""
-    if not words:
-        return "o"
-    found = [_LETTERS.get(w) for w in words]
-    if None in found:
+    if not words <= _LETTERS.keys():
         return None
-    return "".join(c for c in "qkvo" if any(c in (letters or "") for letters in found))
+    letters = "".join(_LETTERS[w] for w in words)
+    return "".join(c for c in "qkvo" if c in letters) or "o"
 
 
 def _projects(module: nn.Module) -> bool:
@@ -171,34 +177,27 @@ def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> d
     return found
 
 
-def layout_pairs(name: str, roles: Roles, qk: Place | None, vo: Place | None) -> list[SymmetricPair]:
-    """List the pairs of a layer, head by head: those of queries and keys, and those of values and outputs."""
-    given = [(kind, place) for kind, place in (("qk", qk), ("vo", vo)) if place is not None]
-    found = [p for kind, place in given for p in head_pairs(name, kind, place, *(roles.placed(c, place) for c in kind))]
-    return sorted(found, key=lambda p: p.head or 0)
-
-
-def places(roles: Roles, kind: str, heads: int | None = None) -> Iterator[Place]:
+def places(roles: Roles, kind: str, number: int | None = None) -> Iterator[Heads]:
     """List where the heads may lie: so many, where their number is known."""
     apart = kind == "qk" and roles.homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
     queries = roles.width("q") // len(roles.homes["q"]) if apart else roles.width("o")
     letter = "k" if kind == "qk" else "v"
     keys, others = roles.homes[letter], len(roles.homes[letter].replace("q", ""))
     shared = roles.width(letter) - queries * ("q" in keys)
-    for h in range(1, LARGEST + 1) if heads is None else (queries // heads,):
+    for h in range(1, LARGEST + 1) if number is None else (queries // number,):
         if not h or queries % h or shared <= 0 or shared % (others * h):
             continue
-        found, kv_heads = queries // h, shared // (others * h)
-        if found % kv_heads or found != (heads or found):
+        found, kv_number = queries // h, shared // (others * h)
+        if found % kv_number or found != (number or found):
             continue
-        several = [kv_heads, *([4] if kv_heads % 4 == 0 else [])] if len(keys) > 1 else []
+        several = [kv_number, *([4] if kv_number % 4 == 0 else [])] if len(keys) > 1 else []
         for blocks in sorted({1, *several}):
             for order in ("qkv", "qvk") if len(keys) == 3 else ("qkv",):
-                yield Place(found, kv_heads, h, blocks, order)
+                yield Heads(found, kv_number, h, blocks=blocks, order=order, examined=number is None)
 
 
-def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
-    """List the possible pairs of a layer, each with its alternatives; empty for a layer of another kind."""
+def proposals(module: nn.Module, name: str) -> list[list[list[SymmetricPair]]]:
+    """List the possible symmetries of a layer, each by its alternatives in pairs; empty for a layer of another kind."""
     if all(hasattr(module, a) for a in (*_LATENT, *_LATENT_SIZES)) and any(hasattr(module, a) for a in _QUERIES):
         return list(_latent(module, name))
     conv = getattr(module, "conv1d", None)
@@ -207,66 +206,53 @@ def proposals(module: nn.Module, name: str) -> list[tuple[SymmetricPair, ...]]:
     return []
 
 
-def _latent(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
+def _latent(m: Any, name: str) -> Iterator[list[list[SymmetricPair]]]:
     """Propose pairs where keys and values of all heads come from one latent vector; RoPE acts on a shared key."""
     nope, rope, size = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
     source = next(found for a in _QUERIES if (found := getattr(m, a, None)) is not None)
     v, o = Projection(m.kv_b_proj, start=nope, stride=nope + size), Projection(m.o_proj)
-    heads = o.dimensions(into=False) // size
-    q, k = Projection(source, stride=Projection(source).dimensions() // heads), Projection(m.kv_b_proj, stride=v.stride)
-    for i in range(heads):
-        if nope:
-            G, H = q.input_blocks(i, nope, 0, nope), k.input_blocks(i, nope, 0, nope)
-            yield (SymmetricPair(name, "qk", GL(nope), G, H, head=i),)
-        G, H = v.input_blocks(i, size, 0, size), o.output_blocks(i, size, 0, size)
-        gated = GL(size, diagonal=True)  # what a gate leaves
-        yield tuple(SymmetricPair(name, "vo", group, G, H, head=i) for group in (GL(size), gated))
-    if not rope:
-        return
-    turned, shared = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
-    group = GL(rope // 2, diagonal=True, field="complex")
-    yield tuple(
-        SymmetricPair(
-            name, "qk", group, tuple(b for i in range(heads) for b in turned.input_blocks(i, rope, 0, rope, planes)),
-            shared.input_blocks(0, rope, 0, rope, planes), part="rotary",
-        ) for planes in PLANES
-    )  # fmt: skip
+    number = o.dimensions(into=False) // size
+    q, k = Projection(source, stride=Projection(source).dimensions() // number), replace(v, start=0)
+    if nope:
+        plain = Heads(number, number, nope, key_bias_null=False, examined=True)
+        yield [list(head_pairs(name, "qk", plain, q, k))]
+    groups = ("GL", "diagonal")  # the latter is what a gate leaves
+    yield [list(head_pairs(name, "vo", Heads(number, number, size, group, examined=True), v, o)) for group in groups]
+    if rope:
+        q, k = replace(q, start=nope), Projection(m.kv_a_proj_with_mqa, start=m.kv_lora_rank)
+        turned = [Heads(number, 1, rope, planes, rope, examined=True) for planes in PLANES]
+        yield [merged(head_pairs(name, "qk", heads, q, k)) for heads in turned]
 
 
-def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[tuple[SymmetricPair, ...]]:
+def _convolved(m: Any, name: str, conv: nn.Conv1d) -> Iterator[list[list[SymmetricPair]]]:
     """Propose to scale the channels of a projection against the convolution that each channel passes separately."""
 
-    def scaled(projection: nn.Linear, row: int, channel: int, count: int, part: str) -> SymmetricPair:
-        rows = slice(row, row + count)
-        bias = () if projection.bias is None else (block(projection, "bias", rows),)
-        G = (block(projection, "weight", rows, transpose=True), *bias)
-        H = block(conv, "weight", slice(channel, channel + count), transpose=True)
-        return SymmetricPair(name, "conv", GL(count, diagonal=True), G, (H,), part=part)
+    def scaled(part: str, heads: Heads, rows: Projection, channel: int) -> list[SymmetricPair]:
+        pairs = head_pairs(name, "conv", heads, rows, Projection(conv, bias="", start=channel))
+        return [replace(p, part=part) for p in pairs]
 
     grouped = getattr(m, "in_proj_qkvz", None)
     if isinstance(grouped, nn.Linear):  # rows [head][q, k, v, z], channels [q; k; v]
-        keys, values = m.head_k_dim, m.head_v_dim * m.num_v_heads // m.num_k_heads
-        for i in range(m.num_k_heads):
-            row, all_keys = i * (2 * keys + 2 * values), m.num_k_heads * keys
-            yield (scaled(grouped, row, i * keys, keys, f"q {i}"),)
-            yield (scaled(grouped, row + keys, all_keys + i * keys, keys, f"k {i}"),)
-            yield (scaled(grouped, row + 2 * keys, 2 * all_keys + i * values, values, f"v {i}"),)
+        number, keys, values = m.num_k_heads, m.head_k_dim, m.head_v_dim * m.num_v_heads // m.num_k_heads
+        for i, (part, size) in enumerate((("q", keys), ("k", keys), ("v", values))):
+            rows = Projection(grouped, start=i * keys, stride=2 * (keys + values))
+            yield [scaled(part, Heads(number, number, size, "diagonal", examined=True), rows, i * keys * number)]
     source = getattr(m, "in_proj", None)
     if isinstance(source, nn.Linear):
-        count, rest = conv.out_channels, source.out_features - conv.out_channels
+        heads, rest = Heads(1, 1, conv.out_channels, "diagonal", examined=True), source.out_features - conv.out_channels
         inner = getattr(getattr(m, "out_proj", None), "in_features", 0)
         starts = sorted(s for s in {0, inner, rest} if 0 <= s <= rest)
-        yield tuple(scaled(source, s, 0, count, "channels") for s in starts)
+        yield [scaled("channels", heads, Projection(source, start=s), 0) for s in starts]
 
 
-def _states(m: Any, name: str) -> Iterator[tuple[SymmetricPair, ...]]:
+def _states(m: Any, name: str) -> Iterator[list[list[SymmetricPair]]]:
     """Propose to scale the input of each Mamba state against its output, since states are independent of each other."""
-    if not isinstance(getattr(m, "x_proj", None), nn.Linear):
-        return
-    rank, count = m.time_step_rank, m.ssm_state_size
-    B, C = (block(m.x_proj, "weight", slice(s, s + count), transpose=True) for s in (rank, rank + count))
-    pairs = [SymmetricPair(name, "state", GL(count, diagonal=True), (B,), (C,), part="states")]
-    if hasattr(m, "b_layernorm"):  # Jamba normalises both, with gains
-        G, H = (block(norm, "weight") for norm in (m.b_layernorm, m.c_layernorm))
-        pairs.append(replace(pairs[0], G=(G,), H=(H,)))
-    yield tuple(pairs)
+    if isinstance(getattr(m, "x_proj", None), nn.Linear):
+        rank, states = m.time_step_rank, Heads(1, 1, m.ssm_state_size, "diagonal", examined=True)
+        B, C = (Projection(m.x_proj, start=s) for s in (rank, rank + states.size))
+        (plain,) = head_pairs(name, "state", states, B, C)
+        alternatives = [plain]
+        if hasattr(m, "b_layernorm"):  # Jamba normalises both, with gains
+            G, H = (block(norm, "weight") for norm in (m.b_layernorm, m.c_layernorm))
+            alternatives.append(replace(plain, G=(G,), H=(H,)))
+        yield [[p] for p in alternatives]

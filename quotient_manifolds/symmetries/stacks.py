@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..gauge import canonical_gauge
-from ..linalg import at_least_float32, in_double
+from ..linalg import in_double
 from ..manifold import GLQuotientInv, GLQuotientMix
 from .blocks import GL, Block, BlockStack
 from .modules import is_sharded
 from .pairs import MANIFOLDS, SHARED, SymmetricPair, check_pairs, refused
 
-__all__ = ["PairList", "PairStack", "coverage", "scaled_points", "sharing", "stacks", "without_sharing"]
+__all__ = ["PairList", "PairStack", "coverage", "sharing", "stacks", "without_sharing"]
 
 
 class PairStack:
@@ -63,7 +63,6 @@ class PairStack:
                 raise ValueError(f"pairs {first.name!r} and {p.name!r} differ in shape or group; see stacks()")
         self.n, self.m = first.n, first.m
         self._rows = BlockStack([p.G + p.H for p in self.pairs])
-        self._dropped = BlockStack([[b] for p in self.pairs for b in p.dropped])
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -82,8 +81,8 @@ class PairStack:
 
     def parameters(self) -> list[Tensor]:
         """List the parameters involved, each once, including those of dropped blocks."""
-        runs = self._rows.runs + self._dropped.runs
-        return list({id(r.first.tensor): r.first.tensor for r in runs}.values())
+        blocks = [*(run.first for run in self._rows.runs), *(b for p in self.pairs for b in p.null)]
+        return list({id(b.tensor): b.tensor for b in blocks}.values())
 
     def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Copy the blocks into one point, differentiably.
@@ -105,11 +104,6 @@ class PairStack:
             if p in tensors:
                 x, y = (self.group.to_point(run.view(t.contiguous())) for t in (p, tensors[p]))
                 yield run.points, run.rows.start < self.n, x, y
-
-    def mark_(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Set the entry of ``tensors`` for each parameter to True wherever a block lies, including dropped ones."""
-        for blocks in (self._rows, self._dropped):
-            blocks.scatter_(torch.ones((), dtype=torch.bool, device=self._device()).expand(blocks.shape), tensors)
 
 
 def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
@@ -141,22 +135,13 @@ def stacks(pairs: Iterable[SymmetricPair]) -> list[PairStack]:
     return [PairStack(found) for found in alike.values()]
 
 
-def scaled_points(pairs: Sequence[SymmetricPair]) -> Tensor:
-    """Stack points, half precision as float32; first factors are multiplied by the scale of their product."""
-    found = torch.stack([p.gather().detach() for p in pairs])
-    found = found.to(at_least_float32(found.dtype))
-    for x, p in zip(found, pairs, strict=True):
-        x[..., : p.n, :] *= p.scale
-    return found
-
-
 def coverage(found: Iterable[PairStack]) -> dict[Tensor, Tensor]:
     """Return, for every parameter of pairs, which of its entries belong to pairs or were dropped."""
     masks: dict[Tensor, Tensor] = {}
-    for s in found:
-        for p in s.parameters():
-            masks.setdefault(p, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-        s.mark_(masks)
+    for b in (b for s in found for p in s.pairs for b in p.G + p.H + p.null):
+        if (t := b.tensor) not in masks:
+            masks[t] = torch.zeros(t.shape, dtype=torch.bool, device=t.device)
+        b.of(masks[t]).fill_(True)
     return masks
 
 

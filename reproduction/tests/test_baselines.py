@@ -12,13 +12,13 @@ from quotient_manifolds.symmetries import apply_random_symmetry_, model_distance
 from reproduction.baselines import (
     baselines,
     critical_sharpness,
+    distance,
     fisher_trace,
     geodesic_distance,
     margin,
     norms,
     relative_flatness,
 )  # fmt: skip
-from sharpness.study.run import distance
 from tests import networks
 
 
@@ -189,3 +189,15 @@ def test_baselines_of_a_half_precision_model_are_those_of_its_weights_in_float32
     for name in ("critical_sharpness", "fisher_trace", "margin", "weight_norm", "relative_flatness"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4), name
     assert rounded != pytest.approx(expected["critical_sharpness"], rel=1e-3)
+
+
+def test_distance_counts_what_both_have():
+    net = networks.vit(layers=1)
+    start = {k: v.clone() for k, v in net.state_dict().items()}
+    with torch.no_grad():
+        net.classifier.weight.add_(100.0)
+        net.vit.embeddings.cls_token.add_(2.0)
+    start["classifier.weight"] = torch.zeros(9, 4)  # a new head
+    assert distance(net, start) == pytest.approx((4 * net.vit.embeddings.cls_token.numel()) ** 0.5)
+    with pytest.raises(ValueError, match=r"have 0 of the .* weights of ViTForImageClassification"):
+        distance(net, {"other": torch.zeros(2)})

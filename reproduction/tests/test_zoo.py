@@ -17,17 +17,17 @@ from safetensors.torch import load_file, save_file
 import sharpness
 from quotient_manifolds.symmetries import model_distance
 from reproduction import cli, radii, study, zoo
+from reproduction.baselines import distance
 from reproduction.collection import train_collection
 from reproduction.comparison import compare
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
 from reproduction.tables import formatted
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
 from sharpness import cli as measuring
-from sharpness.batch_loss import RadiusError
 from sharpness.data import DataChoice
+from sharpness.measuring import RadiusError
 from sharpness.models import load, load_state_dict
 from sharpness.study import Checkpoint, Sweep, read_config, read_results, read_rows, run_sweep
-from sharpness.study.run import distance
 from tests import networks
 from tests.sweeps import repeated
 

@@ -17,46 +17,33 @@ exit codes:
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import os
+import re
 import shlex
 import sys
 import traceback
+import typing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import UnionType
+from typing import Any, Literal, NoReturn
 
 import msgspec
+import torch
 
 from ..errors import RemoteError, naming, words_of
 
-if TYPE_CHECKING:
-    from ..data import DataChoice
-
-__all__ = ["Parser", "main", "parser", "run_parser"]
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """A help text with the default of every option that has one; its indented lines are not reformatted."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if not action.default or action.default == argparse.SUPPRESS or "(default" in (action.help or ""):
-            return action.help
-        if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(map(str, action.default))})"
-        return super()._get_help_string(action)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        fill = super()._fill_text
-        return "\n".join(v if v.startswith("  ") else fill(v, width, indent) for v in text.splitlines())
+__all__ = ["Parser", "add_arguments", "as_json", "checked_device", "main", "parser", "place", "run_parser"]
 
 
 class Parser(argparse.ArgumentParser):
     """A parser with one-line error messages; every command has ``--debug``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"formatter_class": _Formatter, **options})
+        super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         self.add_argument(  # before a command or after it
             "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
         )
@@ -76,16 +63,19 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    # They import this module.
-    from .demo import add_demo
-    from .many_models import add_plot, add_sweep, add_table
-    from .one_model import add_canonicalize, add_run, add_symmetries
+    from ..data import DataChoice
+    from ..study.plan import Settings
+    from . import many_models, one_model  # which import this module
 
     description, _, epilog = __doc__.partition("\n\nin a shell:")
     top = Parser("sharpness", description=description, epilog=f"in a shell:{epilog}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_demo, add_symmetries, add_canonicalize, add_run, add_sweep, add_table, add_plot):
-        add(commands)
+    add_command(commands, one_model.demo)
+    add_command(commands, one_model.symmetries, DataChoice)
+    add_command(commands, one_model.canonicalize)
+    add_command(commands, one_model.run, DataChoice, Settings)
+    for function in (many_models.sweep, many_models.table, many_models.plot):
+        add_command(commands, function)
     return top
 
 
@@ -118,66 +108,75 @@ def run_parser(top: argparse.ArgumentParser, arguments: Sequence[str] | None = N
         return 2
 
 
-# -- for several commands ----------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def examples(*commands: str) -> str:
-    """Write the end of a help text: commands that can be typed as shown."""
-    return "\n".join(["examples:" if len(commands) > 1 else "example:", *(f"  {command}" for command in commands)])
+def add_command(commands: Any, function: Callable[..., int], *more: Callable[..., Any]) -> None:
+    """Add a command: a function with the options of classes, which it takes as ``**`` too.
 
-
-def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """Add a command that a function runs, and whose help is its docstring: a line, a paragraph, and how to type it."""
-    words, text, shown = (inspect.getdoc(run) or "\n\n\n\n").split("\n\n")
-    name, text = run.__name__.strip("_"), text.replace("\n", " ")
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=words[0].lower() + words[1:-1], description=text, epilog=shown
+    Its help is the docstring: a line, a paragraph, how to type it, and the parameters.
+    """
+    words, text, shown = str(inspect.getdoc(function)).partition("\n\nParameters\n")[0].split("\n\n")
+    command = commands.add_parser(
+        function.__name__, help=words[0].lower() + words[1:-1], description=text, epilog=shown
     )
-    command.set_defaults(run=run)
-    return command
+    taken: set[str] = set()
+    for described in (function, *more):
+        add_arguments(command, described, skip=("source", "command", *taken))
+        taken |= inspect.signature(described).parameters.keys()
+    command.set_defaults(run=lambda options: function(**{k: v for k, v in vars(options).items() if k in taken}))
 
 
-def add_json(command: argparse.ArgumentParser) -> None:
-    """Let a command print JSON."""
-    command.add_argument("--json", action="store_true", help="print JSON instead of the table")
+def add_arguments(command: argparse.ArgumentParser, described: Callable[..., Any], skip: Collection[str] = ()) -> None:
+    """Add an argument for each parameter of a function or a class, with its type, default, and help by the docstring.
+
+    Parameters without a default are positional, unless the function takes them by keyword only.
+    """
+    entries = re.findall(r"^(\w[\w, ]*?)(?: : .*)?\n((?: {4}.*\n?)+)", inspect.getdoc(described) or "", re.MULTILINE)
+    helps = {name: " ".join(text.split()).replace("%", "%%") for names, text in entries for name in names.split(", ")}
+    kinds = typing.get_type_hints(described, include_extras=True)
+    for name, parameter in inspect.signature(described).parameters.items():
+        if name in skip or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        shown = parameter.default
+        if isinstance(shown, (int, float, str, Path, tuple)) and not isinstance(shown, bool) and shown != ():
+            helps[name] += f" (default: {' '.join(shown) if isinstance(shown, tuple) else shown})"
+        options = {"default": argparse.SUPPRESS, "help": helps[name], **_reading(kinds[name], parameter.default)}
+        required = parameter.default is inspect.Parameter.empty
+        if required and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            command.add_argument(name, metavar=name.upper(), **options)
+        else:
+            flag = "no-" * (options.get("action") == "store_false") + name.replace("_", "-")
+            command.add_argument(f"--{flag}", dest=name, required=required, **options)
 
 
-def as_json(found: Any) -> str:
-    """Write dicts, lists, dataclasses and numbers as JSON; a number that is not finite becomes null."""
-    return msgspec.json.format(msgspec.json.encode(found, enc_hook=float), indent=2).decode() + "\n"
+def _reading(kind: Any, default: Any) -> dict[str, Any]:
+    """Return how argparse reads a parameter of this type and default, which its function fills in by itself."""
+    if typing.get_origin(kind) in (UnionType, typing.Union):  # what may be None besides
+        kind = typing.get_args(kind)[0]
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is bool:
+        return {"action": "store_false" if default else "store_true"}
+    if origin is Literal:
+        return {"choices": inner}
+    if origin is tuple:
+        return {"nargs": "+", **_reading(inner[0], default)}
+    return {"type": _label_map if origin is Mapping else place if kind is Path else functools.partial(_value, kind)}
 
 
-def add_data_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that choose data."""
-    add = command.add_argument_group("data").add_argument
-    add("--num-examples", type=count, metavar="N", help="use the first N examples; at random if sorted by class")
-    add("--subset-seed", type=seed, metavar="SEED", help="choose these N examples at random, with this seed")
-    add("--text", default="text", help="column of the text, or its number if the table has no header")
-    add("--pair", help="column of the second text, for pairs of texts")
-    add("--label", default="label", help="column of the label")
-    add("--label-map", type=_label_map, default={}, metavar="NAME=NUMBER,…", help="class of each label")
-    add("--no-header", action="store_true", help="the first line of the table is already data")
-    add("--max-length", type=count, default=128, help="longest input in tokens")
-
-
-def data_choice(options: argparse.Namespace) -> DataChoice:
-    """Read the options of :func:`add_data_options`."""
-    from ..data import DataChoice, TextColumns
-
-    columns = TextColumns(
-        options.text, options.pair, options.label, options.label_map, not options.no_header, options.max_length
-    )
-    chosen = options.batch_size, options.batches, options.num_examples, options.subset_seed
-    return DataChoice(options.data, *chosen, columns)
+def _value(kind: Any, text: str) -> Any:
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise argparse.ArgumentTypeError(f"{error}: {text!r}") from error
 
 
 def _label_map(text: str) -> dict[str, int]:
     names: dict[str, int] = {}
-    for entry in filter(None, text.split(",")):
-        name, _, number = entry.rpartition("=")
+    for name, _, number in (entry.rpartition("=") for entry in text.split(",") if entry):
         if not name or not number.isdecimal():
             raise argparse.ArgumentTypeError(
-                f"labels are mapped by NAME=NUMBER,…, but {entry!r} does not have this form"
+                f"labels are mapped by NAME=NUMBER,…, but {text!r} does not have this form"
             )
         if name in names:
             raise argparse.ArgumentTypeError(f"the label {name!r} is mapped twice")
@@ -192,26 +191,8 @@ def place(text: str) -> Path:
     return Path(text)
 
 
-def seed(text: str) -> int:
-    """Read the seed of a random generator."""
-    number = int(text)
-    if not 0 <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"a seed is a whole number from 0 to 2**63 - 1, not {text}")
-    return number
-
-
-def count(text: str) -> int:
-    """Read a whole number of at least one."""
-    number = int(text)
-    if not 1 <= number < 2**53:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text}")
-    return number
-
-
 def checked_device(name: str) -> Any:
     """Return a device of torch, after checking that it exists."""
-    import torch
-
     with naming(f"the device {name!r} cannot be used"):
         device = torch.device(name)
         if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun gives every process a GPU of its own
@@ -223,9 +204,6 @@ def checked_device(name: str) -> Any:
     return device
 
 
-def shard(text: str) -> tuple[int, int]:
-    """Read i/n."""
-    first, _, last = text.partition("/")
-    if not (first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--shard takes i/n, such as 1/4, but {text!r} does not have this form")
-    return int(first), int(last)
+def as_json(found: Any) -> str:
+    """Write dicts, lists and numbers as JSON; a number that is not finite becomes null."""
+    return msgspec.json.format(msgspec.json.encode(found, enc_hook=float), indent=2).decode() + "\n"

@@ -6,15 +6,13 @@ results' folder, written completely or not at all, so any number of processes on
 folder, and may be killed.
 """
 
-from .config import read_config
-from .plan import Accuracies, Checkpoint, Sweep
+from .plan import Checkpoint, Sweep, read_config
 from .ranking import compare, formatted, kendall, plot_sweep
 from .results import TARGETS, measurements, per_model, read_results, remarks, targets
 from .run import read_failures, read_rows, run_sweep
 
 __all__ = [
     "TARGETS",
-    "Accuracies",
     "Checkpoint",
     "Sweep",
     "compare",

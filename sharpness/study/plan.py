@@ -1,8 +1,9 @@
-"""The plan of a sweep: its checkpoints, data and measures, and its jobs, told apart by contents, not by paths."""
+"""The plan of a sweep: its file, checkpoints, data and measures, and its jobs, told apart by contents, not by paths."""
 
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import importlib.util
 import json
@@ -10,97 +11,27 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import version
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct, field
 
-from ..data import DataChoice, divided, is_function, source_files
-from ..errors import naming
+from ..data import DataChoice, is_function
+from ..errors import naming, require_extra
 from ..evaluation import checked_radii
 from ..hessian import LOCAL, measure_of
 from ..huggingface import INPUTS, files_of
 from ..measures import Measure
-from ..texts import read_table
 
-__all__ = ["Accuracies", "Checkpoint", "Sweep", "as_data", "job_key", "of_model", "places", "switched", "versions"]
+__all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config", "shard_of", "switched"]
 
 T = TypeVar("T")
-#: A job as plain data: checkpoint, kind, and everything that its result depends on.
-Job = Mapping[str, Any]
 Count = Annotated[int, Meta(ge=1, le=2**53)]
-#: Suffixes of checkpoint files.
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
 _MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
-
-
-class Accuracies(Struct, frozen=True, forbid_unknown_fields=True):
-    r"""Known accuracies by model name, which replace a test set.
-
-    Attributes
-    ----------
-    file : str
-        ``.csv``, ``.tsv`` or ``.jsonl`` table.
-    name : str
-        Column of the models' names, which are those of the checkpoints with or without suffix.
-    test, train : str or None
-        Columns of accuracies, as fractions. Without ``train`` the training data are run through the model.
-    match : {"name", "number"}
-        Compare the names, or the only number in them (``Run 7`` matches ``bert_07``).
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     table = pathlib.Path(place, "accuracies.csv")
-    ...     _ = table.write_text("run,accuracy\nRun 0,0.84\nRun 1,0.83\n")
-    ...     Accuracies(str(table), name="run", test="accuracy", match="number").of("bert_01")
-    {'test': 0.83}
-    """
-
-    file: str
-    name: str
-    test: str
-    train: str | None = None
-    match: Literal["name", "number"] = "name"
-
-    def of(self, checkpoint: str) -> dict[str, float] | None:
-        """Return the accuracies of one checkpoint, or None; see :meth:`read`."""
-        return self.read().get(self._key(checkpoint))
-
-    def read(self) -> dict[str, dict[str, float]]:
-        """Return the accuracies (``test`` and possibly ``train``) by the compared name or number.
-
-        Raises
-        ------
-        ValueError, OSError
-            The file cannot be read, lacks a column, names a model twice, or holds values that are not fractions.
-        """
-        accuracies: dict[str, dict[str, float]] = {}
-        columns = {"test": self.test, **({} if self.train is None else {"train": self.train})}
-        for number, row in enumerate(read_table(self.file), 1):
-            missing = [c for c in (self.name, *columns.values()) if c not in row]
-            if missing:
-                raise ValueError(f"row {number} of {self.file} has no column {missing[0]!r}; it has {', '.join(row)}")
-            with naming(f"row {number} of {self.file} does not hold an accuracy"):
-                values = {k: float(row[c]) for k, c in columns.items()}
-            if not all(0 <= v <= 1 for v in values.values()):
-                raise ValueError(f"row {number} of {self.file}: accuracies are fractions from 0 to 1, got {values}")
-            if self._key(row[self.name]) in accuracies:
-                raise ValueError(f"row {number} of {self.file} names the model {row[self.name]!r} a second time")
-            accuracies[self._key(row[self.name])] = values
-        return accuracies
-
-    def _key(self, name: str) -> str:
-        if self.match == "name":
-            return Path(name).stem if Path(name).suffix in _SUFFIXES else name
-        numbers = re.findall(r"\d+", name)
-        if len(numbers) != 1:
-            raise ValueError(f"{name!r} does not hold exactly one number to match it by")
-        return str(int(numbers[0]))
 
 
 class Checkpoint(Struct, frozen=True):
@@ -128,30 +59,37 @@ class Checkpoint(Struct, frozen=True):
     weights: str | None = None
 
 
-class _Settings(Struct, kw_only=True):
-    """Settings of :func:`sharpness.evaluate`."""
+class Settings(Struct, kw_only=True):
+    """Settings of :func:`sharpness.evaluate`, the same for all measures of a run or sweep.
+
+    Attributes
+    ----------
+    steps : int
+        Largest number of steps of an ascent.
+    relative_tol : float
+        Stop when a step can gain less than this share.
+    ascent : {"power", "apgd"}
+        Generalised power method, or Auto-PGD.
+    restarts : int
+        Number of further ascents, from random directions.
+    seed : int
+        Seed of the random directions.
+    micro_batch : int or None
+        Pass so many examples at a time, to save memory.
+    normalize_logits : bool
+        Scale the logits of every example to unit length.
+    """
 
     steps: Count = 20
     relative_tol: Annotated[float, Meta(ge=0)] = 3e-4
     ascent: Literal["power", "apgd"] = "power"
     restarts: Annotated[int, Meta(ge=0)] = 0
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    seed: Seed = 0
     micro_batch: Count | None = None
     normalize_logits: bool = False
 
 
-class Common(_Settings, kw_only=True):
-    """What a sweep and its file have alike."""
-
-    accuracies: Accuracies | None = None
-    baselines: str | None = None
-    measures: tuple[str, ...] = ("geodesic-inv", "geodesic-mix", "adaptive")
-    ablations: tuple[dict[str, Any], ...] = ({},)
-    device: str = "cpu"
-    sharded: bool = False
-
-
-class Sweep(Common, kw_only=True):
+class Sweep(Settings, kw_only=True, forbid_unknown_fields=True):
     """The checkpoints of a sweep and what to measure.
 
     Attributes
@@ -161,19 +99,17 @@ class Sweep(Common, kw_only=True):
     data : DataChoice
         The data for the measures.
     train, test : DataChoice or None
-        Data for the generalisation gap; ``train`` is ``data`` by default. Without ``test`` or ``accuracies`` there is
-        no gap.
-    accuracies : Accuracies or None
-        Known accuracies instead of ``test``.
+        Data for the loss and error of every checkpoint, of which the generalisation gap consists; without both there
+        are none. ``train`` is ``data`` by default.
     baselines : str or None
         ``module:function`` of further quantities: from a model, the batches and the initial weights (a state dict, or
         None) to numbers by name.
-    initial : Checkpoint or None
-        The model from which all were fine-tuned, for the distance from it.
+    initial : str or None
+        For it, the model from which all were fine-tuned: a state dict's file or a transformers folder.
     measures : tuple of str
         Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.hessian.LOCAL``.
-    rho : dict of str to tuple of float
-        Radii by measure; by default the measure's own.
+    rho : float, tuple of float, or dict of these by measure
+        Radii; by default the measure's own.
     ablations : tuple of dict
         Fields of ``Measure`` (``geodesic``, ``symmetry``, …) and ``statistic``, changed in all measures
         for which they have a meaning, or in those listed under ``measures``. ``{}`` is the measure itself.
@@ -187,7 +123,7 @@ class Sweep(Common, kw_only=True):
     Raises
     ------
     ValueError
-        A radius or an ablation has no meaning.
+        A radius or an ablation has no meaning, a name is there twice, or entries exclude each other.
 
     Examples
     --------
@@ -206,45 +142,76 @@ class Sweep(Common, kw_only=True):
     data: DataChoice
     train: DataChoice | None = None
     test: DataChoice | None = None
-    initial: Checkpoint | None = None
-    rho: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    baselines: str | None = None
+    initial: str | None = None
+    measures: tuple[str, ...] = ("geodesic-inv", "geodesic-mix", "adaptive")
+    rho: float | tuple[float, ...] | dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    ablations: tuple[dict[str, Any], ...] = ({},)
+    device: str = "cpu"
+    sharded: bool = False
 
     def __post_init__(self) -> None:
+        if len(set(self.measures)) < len(self.measures):
+            raise ValueError("measures contains a name twice")
+        if self.restarts and any(ablation.get("statistic") == "average" for ablation in self.ablations):
+            raise ValueError(
+                "restarts belong to searches, but an ablation has statistic: average; give it a sweep of its own"
+            )
+        if self.sharded and (self.baselines or self.initial):
+            raise ValueError("baselines and initial are for whole models; leave them out with sharded: true")
+        if self.initial is not None and not Path(self.initial).exists():
+            raise ValueError(f"there are no initial weights at {self.initial}")
+        for name in (*self.measures, *(self.rho if isinstance(self.rho, dict) else ())):
+            measure_of(name)
+        for ablation in self.ablations:
+            _check_ablation(ablation, self.measures)
         self.measured()
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`sharpness.evaluate`."""
-        return {name: getattr(self, name) for name in _Settings.__struct_fields__}
+        return {name: getattr(self, name) for name in Settings.__struct_fields__}
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results."""
-        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": _digest(checkpoint)}
-        if self.test is not None:
-            yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "test": as_data(self.test)}
-        elif self.accuracies is not None:
-            known = self.accuracies.of(checkpoint.name)
-            yield {**where, "kind": "fit", "train": as_data(self.train or self.data), "known": known}
-        if self.baselines is not None or self.initial is not None:
-            function = None if self.baselines is None else [self.baselines, of_data(self.baselines)]
-            initial = None if self.initial is None else _digest(self.initial)
-            yield {**where, "kind": "baselines", "data": as_data(self.data), "initial": initial, "code": function}
+        digest = of_model(checkpoint.model, checkpoint.weights)
+        where = {"checkpoint": checkpoint.name, "model": checkpoint.model, "weights": digest}
+        data = as_data(self.data)
+        if self.train is not None or self.test is not None:
+            parts = {"train": self.train or self.data, "test": self.test}
+            yield {**where, "kind": "fit", **{k: as_data(v) for k, v in parts.items() if v is not None}}
+        if self.baselines is not None:
+            code = [self.baselines, of_data(self.baselines)]
+            initial = None if self.initial is None else of_model(self.initial, None)
+            yield {**where, "kind": "baselines", "data": data, "initial": initial, "code": code}
         for name, ablation, rho in self.measured():
-            yield {
-                **where, "kind": "sharpness", "measure": name, "rho": rho, "ablation": ablation,
-                "data": as_data(self.data), "settings": self.settings,
-            }  # fmt: skip
+            job = {"measure": name, "rho": rho, "ablation": ablation, "data": data, "settings": self.settings}
+            yield {**where, "kind": "sharpness", **job}
 
     def measured(self) -> list[tuple[str, dict[str, Any], list[float]]]:
         """List the measures with the fields that are changed, and their radii, each once."""
         plan: dict[str, tuple[str, dict[str, Any], list[float]]] = {}
         for name in self.measures:
-            rho = () if name in LOCAL else checked_radii(measure_of(name), self.rho.get(name))
+            given = self.rho.get(name) if isinstance(self.rho, dict) else self.rho
+            rho = () if name in LOCAL else checked_radii(measure_of(name), given)
             for ablation in self.ablations:
                 if name in ablation.get("measures", (name,)) and applies(name, ablation):
                     switches = {k: v for k, v in ablation.items() if k != "measures"}
                     plan[json.dumps([name, switches], sort_keys=True)] = name, switches, list(rho)
         return list(plan.values())
+
+
+def _check_ablation(ablation: Mapping[str, Any], measures: Sequence[str]) -> None:
+    known = {"statistic", "measures", *(f.name for f in fields(Measure))} - {"name", "rho"}
+    for key in ablation:
+        if key not in known:
+            raise ValueError(f"an ablation has an unknown switch {key!r}; known are {', '.join(sorted(known))}")
+    own = _converted(ablation.get("measures", measures), tuple[str, ...], "ablations")
+    strange = [name for name in own if name not in measures]
+    if strange:
+        raise ValueError(f"an ablation names the measure {strange[0]!r}, which is not among measures")
+    if measures and not any(applies(name, ablation) for name in own):
+        raise ValueError(f"the ablation {ablation} has no meaning for any of {', '.join(measures)}")
 
 
 def switched(name: str, ablation: Mapping[str, Any]) -> Measure:
@@ -272,39 +239,149 @@ def shard_of(items: Sequence[T], shard: tuple[int, int]) -> Sequence[T]:
     return items[i - 1 :: n]
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class _Entry(Struct, forbid_unknown_fields=True):
+    """A pattern of checkpoints in the file."""
+
+    path: str
+    model: str | None = None
+
+
+def read_config(path: str | os.PathLike[str]) -> Sweep:
+    """Read a sweep from a YAML or JSON file.
+
+    Parameters
+    ----------
+    path
+        File, ``.json`` or else YAML, with the attributes of :class:`Sweep` as entries. ``checkpoints`` is a pattern, or
+        a list of ``{path, model}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
+        :class:`sharpness.data.DataChoice`. Paths are relative to the file.
+
+    Returns
+    -------
+    Sweep
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        An entry is invalid, which one sentence names; or PyYAML is missing for a YAML file.
+
+    Examples
+    --------
+    >>> import json, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     pathlib.Path(place, "net.pt").touch()
+    ...     entry = {"path": "*.pt", "model": "torch.nn:PReLU"}
+    ...     config = {"checkpoints": [entry], "data": "train.pt", "rho": {"adaptive": [0.1, 0.5]}}
+    ...     _ = pathlib.Path(place, "sweep.json").write_text(json.dumps(config))
+    ...     sweep = read_config(f"{place}/sweep.json")
+    >>> sweep.checkpoints[0].name, sweep.measures, sweep.rho["adaptive"]
+    ('net.pt', ('geodesic-inv', 'geodesic-mix', 'adaptive'), (0.1, 0.5))
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no configuration {str(path)!r}")
+    tree = _parsed(path)
+    with naming(str(path)):
+        file: dict[str, Any] = _converted(tree, dict[str, Any])
+        if "checkpoints" in file:
+            file["checkpoints"] = _checkpoints(file["checkpoints"], path.parent)
+        for name in ("data", "train", "test"):
+            if file.get(name) is not None:
+                file[name] = read_choice(file[name], path.parent, name)
+        if file.get("initial") is not None:
+            file["initial"] = str(path.parent / _converted(file["initial"], str, "initial"))
+        return _converted(file, Sweep)
+
+
+def _parsed(path: Path) -> Any:
+    with naming(f"{path} cannot be parsed"):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return json.loads(text)
+        with require_extra("YAML needs PyYAML (.json does without)", "sweep"):
+            import yaml
+
+        class Loader(yaml.SafeLoader):
+            """YAML 1.2's numbers (1e-3 is one) and no aliases, a few of which can exceed the memory."""
+
+            def compose_node(self, parent: Any, index: Any) -> Any:
+                if self.check_event(yaml.AliasEvent):
+                    event = self.get_event()
+                    raise ValueError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write it out")
+                return super().compose_node(parent, index)
+
+        number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+        Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+        return yaml.load(text, Loader)
+
+
+def _converted(tree: Any, kind: Any, entry: str = "") -> Any:
+    """Convert plain data; raise a ValueError that names the entry, below one of the file."""
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).replace("Object ", "").replace("field", "entry").partition(" - at `$")
+        entry = (entry + where.strip("`").replace("[...]", "")).removeprefix(".")
+        known = f"; known are {', '.join(Sweep.__struct_fields__)}" if not entry and "unknown entry" in what else ""
+        raise ValueError(f"{f'entry {entry}: ' if entry else ''}{what}{known}") from error
+
+
+def read_choice(entry: Any, base: Path = Path(), name: str = "data") -> DataChoice:
+    """Read a source, or a dict of the attributes of DataChoice, with paths below a folder."""
+    given = {"source": entry} if isinstance(entry, str) else dict(_converted(entry, dict[str, Any], name))
+    # Columns without a header are numbers.
+    given.update({k: str(given[k]) for k in ("text", "pair", "label") if isinstance(given.get(k), int)})
+    unknown = given.keys() - DataChoice.__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(f"entry {name}: contains unknown entry `{min(unknown)}`")
+    choice: DataChoice = _converted(given, DataChoice, name)
+    return choice if is_function(choice.source, base) else replace(choice, source=str(base / choice.source))
+
+
+def _checkpoints(entries: Any, base: Path) -> list[Checkpoint]:
+    checkpoints: list[Checkpoint] = []
+    entries = _converted(entries, str | _Entry | list[str | _Entry], "checkpoints")
+    for entry in entries if isinstance(entries, list) else [entries]:
+        entry = _Entry(entry) if isinstance(entry, str) else entry
+        paths = sorted(str(base / place) for place in glob.glob(entry.path, root_dir=base))
+        if not paths:
+            raise ValueError(f"no checkpoint matches {entry.path!r} in {base}")
+        for path in paths:
+            model, weights = (path, None) if entry.model is None else (entry.model, path)
+            checkpoints.append(Checkpoint(Path(path).name, model, weights))
+    names = [c.name for c in checkpoints]
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ValueError(f"two checkpoints are called {twice[0]!r}; rename one of their files or folders")
+    if not names:
+        raise ValueError("there are no checkpoints")
+    return checkpoints
+
+
+# -- contents ----------------------------------------------------------------------------------------------------------
+
+
 def as_data(choice: DataChoice) -> dict[str, Any]:
     """Turn a choice of data into JSON data, with a digest of the contents of its source."""
-    return {**json.loads(json.dumps(asdict(choice))), "digest": of_data(choice.source)}
-
-
-def _digest(checkpoint: Checkpoint) -> str:
-    return of_model(checkpoint.model, checkpoint.weights)
-
-
-def job_key(job: Job) -> str:
-    """Hash a job for the name of its file, by contents and not by paths."""
-    known = {k: v for k, v in job.items() if k != "model" or not Path(v).exists()}
-    for name in ("data", "train", "test"):
-        if name in known and not is_function(known[name]["source"]):
-            known[name] = {k: v for k, v in known[name].items() if k != "source"}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that results depend on."""
-    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
+    return {**asdict(choice), "digest": of_data(choice.source)}
 
 
 def places(name: str) -> list[Path]:
     """List what is read of a model or a source of data: a folder, files, or the code of ``module:function``."""
-    return _code(name) if is_function(name) else [divided(name)[0]]
+    return _code(name) if is_function(name) else [Path(name)]
 
 
 def of_data(source: str) -> str:
     """Digest the contents of a source of data; for ``module:function`` the module's code."""
+    path = Path(source)
     if is_function(source):
-        return _of_files([("", path) for path in _code(source)])
-    return _of_files(source_files(source))
+        return _of_files([("", code) for code in _code(source)])
+    if path.is_file():
+        return _of_files([(path.suffix, path)])
+    return _of_files((p.relative_to(path).as_posix(), p) for p in sorted(path.rglob("*")) if p.is_file())
 
 
 def of_model(model: str, weights: str | None) -> str:

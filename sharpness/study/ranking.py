@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import scipy.stats
 
 from ..plots import COLOURS, MARKERS, dark_map, figure, plain_ticks
 from .results import TARGETS, Row, measurements, one_radius, targets
@@ -106,6 +105,8 @@ def kendall(
     >>> round(kendall(measure, gap).value, 2), round(kendall(measure, gap, [loss]).value, 2)
     (0.73, 0.07)
     """
+    import scipy.stats  # takes a second, for which no other command should wait
+
     table = np.array([x, y, *given], dtype=np.float64)
     if table.shape[1] < 3 or not np.isfinite(table).all():
         raise ValueError("a correlation needs at least 3 models, and finite numbers")
@@ -180,8 +181,7 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
     goal, frame = targets(rows, target), measurements(rows)
     if len(goal) < 3:
         raise ValueError(
-            f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data or "
-            "accuracies"
+            f"only {len(goal)} models have a {target}, and a ranking needs at least 3; give the sweep test data"
         )
     frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].isin(["test_loss", "test_error"])]
     columns = {place: part.set_index("checkpoint")["value"] for place, part in frame.groupby(_PLACE, sort=False)}

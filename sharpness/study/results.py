@@ -70,18 +70,21 @@ _FITS = _Fit.__struct_fields__[1:]
 class _Record(msgspec.Struct):
     job: dict[str, Any]
     versions: dict[str, str]
-    rows: list[AnyRow] | msgspec.UnsetType = msgspec.UNSET
-    too_large: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    error: str | msgspec.UnsetType = msgspec.UNSET
+    rows: list[AnyRow]
+    failed: list[dict[str, Any]]
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a job's record; return an empty one if it is missing or invalid."""
+#: What the file of a job holds: the attributes of _Record, as plain data.
+Record = dict[str, Any]
+
+
+def read_record(path: Path) -> Record | None:
+    """Read the file of a job; return None if it is missing or invalid."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record: Record = json.loads(path.read_text(encoding="utf-8"))
         msgspec.convert(record, _Record)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError):
-        return {}
+        return None
     return record
 
 
@@ -131,22 +134,15 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             rows = [{"ablation": {}, **row} if row.get("kind") == "sharpness" else row for row in rows]
         else:
             text = file.read()
-            _refuse_one_run(text)
+            if text.startswith("{\n"):
+                raise ValueError(
+                    "it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints"
+                )
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         if not rows:
             raise ValueError("there is no row in it")
         _check_rows(rows)
     return rows
-
-
-def _refuse_one_run(text: str) -> None:
-    """Raise for what ``sharpness run --out`` or ``to_json`` has written."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return
-    if isinstance(found, Mapping) and ("results" in found or "sharpness" in found) and "kind" not in found:
-        raise ValueError("it is the result of one run, not of a sweep; sharpness sweep measures many checkpoints")
 
 
 def _check_rows(rows: Sequence[Row]) -> None:
@@ -157,20 +153,12 @@ def _check_rows(rows: Sequence[Row]) -> None:
             msgspec.convert(row, AnyRow)
         except msgspec.ValidationError as error:
             raise ValueError(f"row {number}: {str(error).replace(' - at `$.', ': `')}") from error
-        for name, value in row.items() if row["kind"] == "baselines" else ():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"row {number}: {name} is {value}")
-        if place_of(row) in numbers:
+        place = json.dumps([row.get(k) for k in ("checkpoint", "kind", "measure", "ablation", "rho")], sort_keys=True)
+        if place in numbers:
             raise ValueError(
-                f"rows {numbers[place_of(row)]} and {number} are of the same checkpoint, measure and radius; keep one "
-                "of them"
+                f"rows {numbers[place]} and {number} are of the same checkpoint, measure and radius; keep one of them"
             )
-        numbers[place_of(row)] = number
-
-
-def place_of(row: Row) -> str:
-    """Tell what a row is about: checkpoint, measure and radius."""
-    return json.dumps([row.get(k) for k in ("checkpoint", "kind", "measure", "ablation", "rho")], sort_keys=True)
+        numbers[place] = number
 
 
 def targets(rows: Sequence[Row], target: str = "gap") -> dict[str, float]:

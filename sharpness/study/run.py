@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -14,27 +17,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..batch_loss import RadiusError
-from ..building import trainable
-from ..data import Batches, DataChoice, check_source
+from ..data import Batches, check_source, is_function
 from ..distributed import World, counter, everybody, shard_
-from ..errors import imported, naming, words_of
-from ..evaluation import evaluate
+from ..errors import called, naming, words_of
+from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
 from ..hessian import LOCAL, hessian
 from ..losses import Objective, count_examples
+from ..measuring import RadiusError
 from ..models import LoadedModel, load, load_state_dict
-from ..progress import bar
-from .plan import Checkpoint, Job, Sweep, as_data, job_key, of_model, shard_of, switched, versions
-from .results import read_record
+from .plan import Checkpoint, Sweep, of_model, shard_of, switched
+from .results import Record, read_record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["distance", "read_failures", "read_rows", "run_sweep"]
+__all__ = ["measured", "read_failures", "read_rows", "run_sweep", "versions"]
 
-#: Returns the batches of a choice of data for the current model.
-Read = Callable[[DataChoice], Batches]
+#: Reads the batches for the current model: "data", "train" or "test" of the sweep.
+Read = Callable[[str], Batches]
 
 
 def run_sweep(
@@ -64,7 +65,7 @@ def run_sweep(
     Raises
     ------
     ValueError, OSError
-        There is no such shard, no data at a source, or the table of accuracies cannot be used.
+        There is no such shard, or no data at a source.
 
     Examples
     --------
@@ -83,46 +84,38 @@ def run_sweep(
     mine = shard_of(sweep.checkpoints, shard)
     for choice in filter(None, (sweep.data, sweep.train, sweep.test)):
         check_source(choice.source)
-    if sweep.accuracies is not None:
-        for checkpoint in mine:
-            sweep.accuracies.of(checkpoint.name)
     place = check_folder(Path(folder) / "jobs")
     with naming(f"the device {sweep.device!r} cannot be used"):
         torch.zeros((), device=sweep.device)
-    reader, group = _Reader(sweep.device), everybody() if sweep.sharded else None
+    group = everybody() if sweep.sharded else None
     failed: list[dict[str, Any]] = []
-    with bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
+    with progress_bar(len(mine), "checkpoints", "checkpoint", progress=progress) as shown:
         for position in range(len(mine)) if sweep.sharded else counter(len(mine)):
-            jobs, unread = _jobs(sweep, mine[position])
-            failed += unread
-            loaded: LoadedModel | Exception | None = None
-            for job in jobs:
-                path = place / f"{job_key(job)}.json"
-                record = read_record(path)
-                if "rows" not in record or "error" in record:
-                    loaded = _loaded(mine[position], sweep.device, group) if loaded is None else loaded
-                    record = {"job": job, "versions": versions(), **_attempt(job, sweep, loaded, reader, group)}
-                    if World(group).rank == 0:
-                        write_json(path, record)
-                failed += _left_out(record)
+            failed += _run_missing(sweep, mine[position], place, group)
             shown.update()
     return failed
 
 
-class _Reader:
-    """Batches that several checkpoints share: reading thousands of images takes as long as running them."""
+def _run_missing(sweep: Sweep, checkpoint: Checkpoint, place: Path, group: ProcessGroup | None) -> list[dict[str, Any]]:
+    """Run the jobs of a checkpoint that have no result, and return those that failed."""
+    jobs, failed = _jobs(sweep, checkpoint)
+    loaded: LoadedModel | Exception | None = None
 
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        self._batches: dict[str, Batches] = {}
+    @functools.cache
+    def read(name: str) -> Batches:
+        found: Batches = getattr(sweep, name).load(loaded, sweep.device)
+        return found
 
-    def batches(self, choice: DataChoice, loaded: LoadedModel) -> Batches:
-        key = json.dumps([as_data(choice), loaded.input_key()], sort_keys=True)
-        if key not in self._batches:
-            if len(self._batches) > 2:  # training, test and measured examples of one kind of model
-                self._batches.clear()
-            self._batches[key] = choice.load(loaded, self.device)
-        return self._batches[key]
+    for job in jobs:
+        path = place / f"{job_key(job)}.json"
+        record = read_record(path)
+        if record is None or not record["rows"]:
+            loaded = _loaded(checkpoint, sweep.device, group) if loaded is None else loaded
+            record = {"job": job, "versions": versions(), **_attempt(job, sweep, loaded, read, group)}
+            if World(group).rank == 0:
+                write_json(path, record)
+        failed += _failures(record)
+    return failed
 
 
 def _loaded(checkpoint: Checkpoint, device: str, group: ProcessGroup | None) -> LoadedModel | Exception:
@@ -138,65 +131,71 @@ def _loaded(checkpoint: Checkpoint, device: str, group: ProcessGroup | None) -> 
 
 
 def _attempt(
-    job: Job, sweep: Sweep, loaded: LoadedModel | Exception, reader: _Reader, group: ProcessGroup | None
+    job: Mapping[str, Any], sweep: Sweep, loaded: LoadedModel | Exception, read: Read, group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return the rows of a job, and the radii at which the loss is not finite with the reasons; or its error."""
+    """Return the rows of a job, and what failed: all of it, or the radii at which the loss is not finite."""
     start = time.perf_counter()
-    too_large: dict[str, str] = {}
+    failed: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     try:
         if isinstance(loaded, Exception):
             raise loaded
         if job["kind"] == "sharpness":
-            batches = reader.batches(sweep.data, loaded)
-            rows, remarks, too_large = _sharpness(job, loaded.model, batches, group)
+            batches = read("data")
+            rows, failed, remarks = _sharpness(job, loaded.model, batches, group)
             about = {"remarks": [*loaded.remarks, *batches.remarks, *remarks]}
         else:
-            quantities = _fit if job["kind"] == "fit" else _baselines
-            rows = [quantities(job, sweep, loaded.model, lambda choice: reader.batches(choice, loaded))]
+            rows = [(_fit if job["kind"] == "fit" else _baselines)(sweep, loaded.model, read)]
             wrong = [k for k, v in rows[0].items() if isinstance(v, float) and not math.isfinite(v)]
             if wrong:
                 raise ValueError(f"{wrong[0]} is {rows[0][wrong[0]]}; the model has diverged, or does not fit the data")
     except Exception as error:
-        return {"error": words_of(error)}
-    about |= {"seconds": time.perf_counter() - start}
-    return {"rows": [{**job, **row, **about} for row in rows], "too_large": too_large}
+        return {"rows": [], "failed": [{"error": words_of(error)}]}
+    about["seconds"] = time.perf_counter() - start
+    return {"rows": [{**job, **row, **about} for row in rows], "failed": failed}
+
+
+def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str, Any], **settings: Any) -> Any:
+    """Measure a quantity by its name in ``MEASURES`` or ``LOCAL``, with the settings of a sweep."""
+    measure = switched(name, ablation)
+    if name in LOCAL:
+        function = LOCAL[name][0]
+        own = ("micro_batch", "normalize_logits", "group", *(["seed"] if function is hessian else []))
+        return function(model, batches, measure=measure, **{k: v for k, v in settings.items() if k in own})
+    return evaluate(model, batches, measure=measure, statistic=ablation.get("statistic", "worst"), **settings)
 
 
 def _sharpness(
-    job: Job, model: nn.Module, batches: list[Any], group: ProcessGroup | None
-) -> tuple[list[dict[str, Any]], tuple[str, ...], dict[str, str]]:
-    measure, settings, ablation = switched(job["measure"], job["ablation"]), job["settings"], job["ablation"]
-    if job["measure"] in LOCAL:
-        function = LOCAL[job["measure"]][0]
-        own = ("micro_batch", "normalize_logits", *(["seed"] if function is hessian else []))
-        local = function(model, batches, measure=measure, group=group, **{k: settings[k] for k in own})
-        values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in local.batches]
-        return [{"rho": 0.0, "trace": local.trace, **_row(local, values)}], local.remarks, {}
-    radii, too_large = sorted(job["rho"]), dict[str, str]()
+    job: Mapping[str, Any], model: nn.Module, batches: Batches, group: ProcessGroup | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], tuple[str, ...]]:
+    """Return a row for each radius, the radii that failed, and remarks."""
+    radii, failed = sorted(job["rho"]), list[dict[str, Any]]()
+    settings = {**job["settings"], "ablation": job["ablation"], "group": group}
     while True:
         try:
-            result = evaluate(
-                model, batches, measure=measure, rho=radii, statistic=ablation.get("statistic", "worst"),
-                keep_directions=False, progress=False, group=group, **settings,
-            )  # fmt: skip
+            result = measured(
+                job["measure"], model, batches, rho=radii, keep_directions=False, progress=False, **settings
+            )
             break
         except RadiusError as error:
             if len(radii) < 2:
                 raise
-            too_large[str(radii.pop())] = words_of(error)
-    about = {"min_singular_value": result.min_singular_value, "num_null": result.num_null}
+            failed.append({"rho": radii.pop(), "error": words_of(error)})
+    if job["measure"] in LOCAL:
+        values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in result.batches]
+        return [{"rho": 0.0, "trace": result.trace, **_row(result, values)}], [], result.remarks
     rows = [
         {
             "rho": rho,
             **_row(result[rho], [b.value for b in result[rho].batches]),
             "error_increase": result[rho].error_increase,
             "unconverged": sum(b.converged is False for b in result[rho].batches),
-            **about,
+            "min_singular_value": result.min_singular_value,
+            "num_null": result.num_null,
         }
         for rho in result.rhos
     ]
-    return rows, result.remarks, too_large
+    return rows, failed, result.remarks
 
 
 def _row(result: Any, values: list[float]) -> dict[str, Any]:
@@ -208,19 +207,13 @@ def _row(result: Any, values: list[float]) -> dict[str, Any]:
     }
 
 
-def _fit(job: Job, sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
+def _fit(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
+    """Compute loss and error on training and test data."""
     row: dict[str, Any] = {}
-    if sweep.accuracies is not None:
-        known = job["known"]
-        if known is None:
-            raise ValueError(f"{sweep.accuracies.file} has no accuracy for {job['checkpoint']!r}")
-        row = {f"{part}_error": 1 - value for part, value in known.items()}
-        if "train" in known:
-            return row
-    for part, choice in (("train", sweep.train or sweep.data), ("test", sweep.test)):
-        if choice is not None:
-            objective = Objective(micro_batch=sweep.micro_batch)
-            row |= {f"{part}_{k}": v for k, v in _loss_and_error(model, read(choice), objective).items()}
+    for part, name in (("train", "data" if sweep.train is None else "train"), ("test", "test")):
+        if getattr(sweep, name) is not None:
+            found = _loss_and_error(model, read(name), Objective(micro_batch=sweep.micro_batch))
+            row |= {f"{part}_{k}": v for k, v in found.items()}
     return row
 
 
@@ -230,60 +223,42 @@ def _loss_and_error(model: nn.Module, batches: Iterable[Any], objective: Objecti
     loss, wrong, counted, total = 0.0, 0, 0, 0
     for batch in batches:
         parts = [(weight, objective(model, part)) for weight, part in objective.pieces(model, batch)]
-        labels = sum(outcome.counted or 0 for _, outcome in parts)
+        labels = sum(outcome.counted for _, outcome in parts)
         size = labels or count_examples(batch)
         loss += size * sum(weight * float(outcome.loss) for weight, outcome in parts)
-        wrong, counted = wrong + sum(outcome.wrong or 0 for _, outcome in parts), counted + labels
+        wrong, counted = wrong + sum(outcome.wrong for _, outcome in parts), counted + labels
         total += size
     return {"loss": loss / total, "error": wrong / counted if counted else None}
 
 
-def _baselines(job: Job, sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
-    """Compute the distance from the initial weights, and what the function of the sweep returns."""
-    start: Mapping[str, Tensor] | None = None
-    row: dict[str, Any] = {}
-    if sweep.initial is not None:
-        start = _start(sweep.initial, model)
-        row["distance"] = distance(model, start)
-    if sweep.baselines is not None:
-        function = imported(sweep.baselines, f"{sweep.baselines!r} is not an importable module:function")
-        with naming(f"{sweep.baselines} failed"):
-            row |= {
-                str(k): None if v is None else float(v) for k, v in function(model, read(sweep.data), start).items()
-            }
-    return row
+def _baselines(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
+    """Compute what the function of the sweep returns."""
+    start = None if sweep.initial is None else _start(sweep.initial, model)
+    found = called(str(sweep.baselines), model, read("data"), start)
+    with naming(f"{sweep.baselines} failed"):
+        return {str(k): None if v is None else float(v) for k, v in found.items()}
 
 
-def _start(initial: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
+def _start(initial: str, model: nn.Module) -> Mapping[str, Tensor]:
     """Read the initial weights, a transformers folder or a plain state dict, by the names of the model."""
-    if Path(initial.model).is_dir():
-        first = load(initial.model).model
-        # The parameters of a bare body have no prefix.
-        body = str(getattr(first, "base_model_prefix", ""))
-        bare = body and first is getattr(first, "base_model", None) and hasattr(model, body)
-        return {f"{body}.{k}" if bare else k: v for k, v in first.state_dict().items()}
-    start = load_state_dict(initial.model)
-    # Fine-tuned image towers of CLIP are stored with two prefixes.
-    return {**start, **{k.removeprefix("model."): v for k, v in start.items()}}
+    found = load(initial).model.state_dict() if Path(initial).is_dir() else load_state_dict(initial)
+    # A bare body has no prefix, and fine-tuned image towers of CLIP are stored with one more.
+    body, names = getattr(model, "base_model_prefix", ""), model.state_dict().keys()
+    return {own: v for k, v in found.items() for own in {k, f"{body}.{k}", k.removeprefix("model.")} & names}
 
 
-@torch.no_grad()
-def distance(model: nn.Module, start: Mapping[str, Tensor]) -> float:
-    r"""Compute the distance from the initial weights, :math:`\|θ - θ_0\|_2` (Jiang et al. 2020, App. C).
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that results depend on."""
+    return {name: version(name) for name in ("torch", "geoopt", "quotient-manifolds")}
 
-    Trainable weights that the state dict θ₀ has too, by name and shape, are compared, in double precision. It is not
-    invariant.
-    """
-    trained = trainable(model)
-    common = {name: p for name, p in trained.items() if name in start and start[name].shape == p.shape}
-    known, total = (sum(p.numel() for p in named.values()) for named in (common, trained))
-    if known < 0.5 * total:
-        raise ValueError(
-            f"the initial weights have {known:,} of the {total:,} weights of {type(model).__name__}; name the model "
-            "that it was fine-tuned from, or leave initial out"
-        )
-    squares = ((p.double() - start[name].to(p.device, torch.float64)).square().sum() for name, p in common.items())
-    return sum(map(float, squares)) ** 0.5
+
+def job_key(job: Mapping[str, Any]) -> str:
+    """Hash a job for the name of its file, by contents and not by paths."""
+    known = {k: v for k, v in job.items() if k != "model" or not Path(v).exists()}
+    for name in ("data", "train", "test"):
+        if name in known and not is_function(known[name]["source"]):
+            known[name] = {k: v for k, v in known[name].items() if k != "source"}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> list[dict[str, Any]]:
@@ -332,7 +307,7 @@ def read_rows(folder: str | os.PathLike[str], sweep: Sweep | None = None) -> lis
     rows = [
         {**row, "job": name, **record["versions"]}
         for name, record in _records(Path(folder) / "jobs", sweep)
-        for row in record.get("rows", ())
+        for row in record["rows"]
     ]
     return sorted(rows, key=order)
 
@@ -370,10 +345,10 @@ def read_failures(folder: str | os.PathLike[str], sweep: Sweep) -> list[dict[str
     (1, 'net', 'the loss of batch 0 is nan; a sharpness needs a finite loss to start from')
     """
     unread = [failed for c in sweep.checkpoints for failed in _jobs(sweep, c)[1]]
-    return unread + [failed for _, record in _records(Path(folder) / "jobs", sweep) for failed in _left_out(record)]
+    return unread + [failed for _, record in _records(Path(folder) / "jobs", sweep) for failed in _failures(record)]
 
 
-def _records(place: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(place: Path, sweep: Sweep | None) -> Iterator[tuple[str, Record]]:
     """Read the records of jobs, by their keys."""
     if not place.is_dir():
         raise FileNotFoundError(f"{place.parent} holds no results of a sweep (a folder 'jobs')")
@@ -381,10 +356,12 @@ def _records(place: Path, sweep: Sweep | None) -> Iterator[tuple[str, dict[str, 
     if sweep is not None:
         keys = [job_key(job) for c in sweep.checkpoints for job in _jobs(sweep, c)[0]]
     for key in keys:
-        yield key, read_record(place / f"{key}.json")
+        record = read_record(place / f"{key}.json")
+        if record is not None:
+            yield key, record
 
 
-def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[Job], list[dict[str, Any]]]:
+def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the jobs of a checkpoint and what failed: if its own files cannot be read, it has no jobs."""
     try:
         of_model(checkpoint.model, checkpoint.weights)
@@ -393,8 +370,6 @@ def _jobs(sweep: Sweep, checkpoint: Checkpoint) -> tuple[list[Job], list[dict[st
     return list(sweep.jobs(checkpoint)), []
 
 
-def _left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _failures(record: Record) -> list[dict[str, Any]]:
     """List the failed parts of a job: all of it, or some radii."""
-    whole = [{**record["job"], "error": record["error"]}] if "error" in record else []
-    too_large = record.get("too_large", {})
-    return whole + [{**record["job"], "rho": float(rho), "error": why} for rho, why in too_large.items()]
+    return [{**record["job"], **failed} for failed in record["failed"]]

@@ -144,7 +144,7 @@ def test_square_matrices_of_mix_go_straight(dtype):
     (G, H), (P, R) = manifold.unpack_tensor(x[~leaves]), manifold.unpack_tensor(u)
     torch.testing.assert_close(P @ H.mH + G @ R.mH, (Y - X)[~leaves], rtol=1e-6, atol=1e-8)
     if leaves.any():
-        with pytest.raises(ConvergenceError, match=r"different components|leaves the manifold .* at t = "):
+        with pytest.raises(ConvergenceError, match=r"different components|stays on the manifold .* at t = "):
             manifold.logmap(x[leaves], y[leaves])
 
 
@@ -165,11 +165,10 @@ def test_what_has_no_logarithm_is_named_and_fails_alone():
     line = GLQuotientMix(2, 2)
     p = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
     q = torch.tensor([[-1.0], [1e-3], [1.0], [0.0]])
-    with pytest.raises(ConvergenceError, match=r"leaves the manifold for 1 of 1 pairs: .* falls to"):
+    with pytest.raises(ConvergenceError, match=r"no geodesic was found that stays on the manifold for 1 of 1 pairs"):
         line.logmap(p, q)
-    for wrong in ({"on_error": "ignore"}, {"n_starts": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            square.logmap(x, y, **wrong)
+    with pytest.raises(ValueError, match="on_error"):
+        square.logmap(x, y, on_error="ignore")
 
 
 def test_distances_in_inference_mode():
@@ -605,7 +604,7 @@ def test_an_end_that_would_move_far_stays():
     assert not torch.equal(after.y[1], before.y[1] + way[1])
 
 
-def test_a_saddle_is_seen_and_left():
+def test_a_saddle_is_left():
     """Beyond half a great circle a geodesic is none of the shortest: an angle of 4 in the plane of two columns."""
     manifold = GLQuotientInv(3, 3)
     x = torch.tensor([[1.0, 0, 0, 1.0, 0, 0]]).unsqueeze(-1)
@@ -617,12 +616,11 @@ def test_a_saddle_is_seen_and_left():
     long = Path(path.metric, 3, x, path.y, c)
     value, g = energy(long)
     assert g.abs().max() < 1e-4
-    least, direction = Minimiser(long).softest()
-    assert least < -0.05
-    minimiser = Minimiser(Minimiser(long).down(direction))
+    still, minimiser = Minimiser(long), Minimiser(Minimiser(long).disturbed(0.03))
+    still.run(200, 1e-6)
+    assert still.value > 0.99 * value
     minimiser.run(200, 1e-6)
     assert minimiser.value < 0.8 * value
-    assert minimiser.softest()[0] > 0
 
 
 # -- shortest ---------------------------------------------------------------------------------------------------------
@@ -633,19 +631,20 @@ def points(b=12):
     return manifold, *(manifold.canonical(manifold.random(b, 10, 2)) for _ in range(2))
 
 
-def test_more_starts_find_nothing_longer():
-    manifold, x, y = points(3)
-    one, usual, many = (shortest(manifold.metric, manifold.n, x, y, k) for k in (1, None, 3))
-    for found in (one, usual, many):
-        assert found.residual.max() <= SOLVED
-        assert found.softest.min() > 0  # no saddles: the second variation is positive
-    assert bool((many.length <= usual.length * (1 + 1e-8)).all())
-    torch.testing.assert_close(usual.length, many.length, rtol=1e-8, atol=0)
+def test_a_mirror_image_is_found_where_it_is_nearer(monkeypatch):
+    manifold = GLQuotientInv(5, 4)
+    x, y = (manifold.canonical(manifold.random(100, 9, 2)) for _ in range(2))
+    both = shortest(manifold.metric, 5, x, y)
+    monkeypatch.setattr(module, "_MIRRORED", 1)
+    one = shortest(manifold.metric, 5, x, y)
+    assert max(both.residual.max(), one.residual.max()) <= SOLVED
+    assert bool((both.length <= one.length * (1 + 1e-8)).all())
+    assert bool((both.length < 0.999 * one.length).any())
 
 
 def test_the_geodesics_end_where_they_say():
     manifold, x, y = points(4)
-    found = shortest(manifold.metric, manifold.n, x, y, None)
+    found = shortest(manifold.metric, manifold.n, x, y)
     end, velocity = manifold.geodesic(x, found.u, 1.0)
     torch.testing.assert_close(end, found.end)
     torch.testing.assert_close(velocity, found.end_velocity)
@@ -655,16 +654,16 @@ def test_the_geodesics_end_where_they_say():
 
 def test_items_do_not_depend_on_their_batch(monkeypatch):
     manifold, x, y = points(5)
-    together = shortest(manifold.metric, manifold.n, x, y, None).length
+    together = shortest(manifold.metric, manifold.n, x, y).length
     monkeypatch.setattr(module, "_CHUNK", 1)
-    torch.testing.assert_close(shortest(manifold.metric, manifold.n, x, y, None).length, together, rtol=1e-8, atol=0)
+    torch.testing.assert_close(shortest(manifold.metric, manifold.n, x, y).length, together, rtol=1e-8, atol=0)
 
 
 def test_only_what_is_better_is_kept():
     def made(length, residual):
         two = torch.ones(2, 10, 2)
         lengths, residuals, inf = torch.tensor(length), torch.tensor(residual), torch.full((2,), torch.inf)
-        return Shortest(two, two, two, residuals, lengths, inf, inf, inf)
+        return Shortest(two, two, two, residuals, lengths, inf)
 
     known = made([1.0, 1.0], [1e-12, 1e-3])
     known.improve(torch.arange(2), made([2.0, 2.0], [1e-13, 1e-12]))

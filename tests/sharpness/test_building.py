@@ -19,9 +19,9 @@ from quotient_manifolds.symmetries.blocks import Block, block
 from quotient_manifolds.symmetries.modules import Wide
 from quotient_manifolds.symmetries.roles import proposals
 from quotient_manifolds.symmetries.whole import apply_random_moves_, canonical_form, neuron_pairs, wiring_of
+from reproduction.baselines import distance
 from sharpness import MEASURES, evaluate, get_measure
 from sharpness.building import named_weights, trainable, vector_lengths
-from sharpness.study.run import distance
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.whole_networks import BACKBONES, build, headed, heads, inputs, loss
@@ -443,7 +443,9 @@ def test_moves_of_states_and_convolutions_change_nothing(monkeypatch):
     from transformers import MambaConfig, MambaModel
 
     mixer = "transformers.models.mamba.modeling_mamba.MambaMixer"
-    monkeypatch.setitem(registry._HANDLERS, mixer, lambda m, name: [first for first, *_ in proposals(m, name)])
+    monkeypatch.setitem(
+        registry._HANDLERS, mixer, lambda m, name: [p for first, *_ in proposals(m, name) for p in first]
+    )
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 20, "time_step_rank": 3}
     model = networks.shake(MambaModel(MambaConfig(**sizes)).double(), 0.2)
     assert {p.kind for p in find_symmetric_pairs(model)} == {"conv", "state"}

@@ -37,7 +37,6 @@ def test_symmetry_of_one_kind(trained):
     [
         ("adaptive", {"geodesic": "first-order"}, "geodesic says how symmetric pairs are treated"),
         ("adaptive", {"symmetry": "qk"}, "symmetry says how"),
-        ("adaptive", {"relaxation": 1e-3}, "relaxation says how"),
         ("geodesic-inv", {"geodesic": "third-order"}, "geodesic must be one of"),
     ],
 )
@@ -49,8 +48,6 @@ def test_combinations_without_meaning(name, switches, words):
 @pytest.mark.parametrize(
     ("name", "switches", "words"),
     [
-        ("geodesic-inv", {"relaxation": -1.0}, "relaxation must be 0 where the metric of pairs is exact"),
-        ("geodesic-inv", {"relaxation": "0.1"}, "relaxation must be 0 where the metric of pairs is exact"),
         ("adaptive", {"rho": 0.0}, "rho must be one or several positive numbers"),
         ("adaptive", {"rho": -1.0}, "rho must be one or several positive numbers"),
         ("adaptive", {"rho": math.nan}, "rho must be one or several positive numbers"),

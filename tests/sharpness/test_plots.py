@@ -98,14 +98,14 @@ def test_everything_of_a_model(tmp_path):
         seen.append(len(batch[1]))
         return nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
 
-    plots.plot_model(model, batch, result, tmp_path / "figures", loss_fn, micro_batch=5)
+    plots.plot_model(model, batch, result, tmp_path / "figures", loss_fn=loss_fn, micro_batch=5)
     assert set(seen) == {5, 2}
     gone = sharpness.evaluate(model, [batch], rho=0.05, keep_directions=False, progress=False)
     with pytest.raises(KeyError, match="keep_directions"):
         plots.plot_model(model, batch, gone, tmp_path)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     flat = sharpness.evaluate(plain, [batch], measure="adaptive", progress=False)
-    assert len(plots.plot_model(plain, batch, flat, tmp_path, suffix="svg")) == 2
+    assert len(plots.plot_model(plain, batch, flat, tmp_path)) == 2
 
 
 def test_the_largest_radius_is_drawn(tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from sharpness import cli, evaluate
-from sharpness.study import Accuracies, read_config, run_sweep, targets
+from sharpness.study import read_config, read_results, run_sweep, targets
 from sharpness.study.plan import of_model
-from sharpness.study.run import distance
 from tests import networks
 from tests.sweeps import MODULE, rows_of
 
@@ -45,9 +44,9 @@ def test_a_number_in_yaml_is_one(place):
     Path("good.yaml").write_text(base + "relative_tol: 1e-3\nrho: 1e-2")
     sweep = read_config("good.yaml")
     assert sweep.settings["relative_tol"] == 1e-3
-    assert set(sweep.rho.values()) == {(1e-2,)}
+    assert {tuple(rho) for _, _, rho in sweep.measured()} == {(1e-2,)}
     Path("good.yaml").write_text(base + "measures: [euclidean]\nrho: {euclidean: 0.1, adaptive: []}")
-    assert read_config("good.yaml").rho == {"euclidean": (0.1,), "adaptive": ()}  # of what is not measured
+    assert read_config("good.yaml").measured() == [("euclidean", {}, [0.1])]  # not what is not measured
 
 
 @pytest.mark.parametrize(
@@ -122,83 +121,45 @@ def test_an_ablation_with_measures_of_its_own(place):
         read_config("own.json")
 
 
-def test_a_second_configuration_in_one_folder_is_told_of(place, capsys):
-    config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive"], "rho": [0.1]}
-    Path("one.json").write_text(json.dumps(config))
-    Path("more.json").write_text(json.dumps({**config, "rho": [0.1, 0.2]}))
-    Path("other.json").write_text(json.dumps({**config, "measures": ["euclidean"]}))
-    for name, said in (("one", ""), ("more", ""), ("other", "out/jobs has 16 further rows than results.jsonl")):
-        assert cli.main(["sweep", f"{name}.json", "--out", "out", "--quiet"]) == 0
-        err = capsys.readouterr().err
-        assert said in err
-        assert bool(err) == bool(said)
-
-
-def test_jobs_that_are_not_in_the_results_are_told_of(place, capsys):
-    """After an interruption the results are those of the run before, perhaps of another configuration."""
+def test_an_interrupted_sweep_leaves_no_results_of_another(place, capsys, monkeypatch):
+    """They would be those of the run before, perhaps of another configuration."""
     config = json.loads(Path("sweep.json").read_text()) | {"measures": ["adaptive"], "rho": [0.1]}
     Path("one.json").write_text(json.dumps(config))
     Path("other.json").write_text(json.dumps({**config, "rho": [0.2]}))
     assert cli.main(["sweep", "one.json", "--out", "out", "--quiet"]) == 0
     assert cli.main(["table", "out"]) == 0
     assert capsys.readouterr().err == ""
-    run_sweep(read_config("other.json"), "out", progress=False)  # what a command does before it writes the results
-    assert cli.main(["table", "out"]) == 0
-    assert "out/jobs has 8 further rows than results.jsonl" in capsys.readouterr().err
-    Path("out/jobs/broken.json").write_bytes(b'{"rows": [\xff')
-    assert cli.main(["plot", "out", "--out", "figures"]) in (0, 2)
-    assert "8 further rows" in capsys.readouterr().err
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sharpness.study.run.evaluate", interrupted)
+        assert cli.main(["sweep", "other.json", "--out", "out", "--quiet"]) == 130
+    assert cli.main(["table", "out"]) == 2
+    assert "the sweep in out is not complete; run `sharpness sweep` again to resume it" in capsys.readouterr().err
     assert cli.main(["sweep", "other.json", "--out", "out", "--quiet"]) == 0
-    assert "out/jobs has 8 further rows than results.jsonl" in capsys.readouterr().err
+    assert {row.get("rho") for row in read_results("out")} == {None, 0.2}
 
 
-def test_known_accuracies_stand_in_for_a_test_set(place):
-    config = json.loads(Path("sweep.json").read_text())
-    del config["test"]
-    config["measures"] = ["gradient-norm"]
-    config["ablations"] = [{}]
-    config["accuracies"] = {"file": "acc.csv", "name": "model", "test": "dev"}
-    Path("acc.csv").write_text("model,dev,train\n" + "".join(f"net{i},0.{6 + i}5,0.9\n" for i in range(3)))
-    Path("known.json").write_text(json.dumps(config))
-    failed = run_sweep(read_config("known.json"), "out", progress=False)
-    assert [(f["checkpoint"], f["error"]) for f in failed] == [("net3.pt", "acc.csv has no accuracy for 'net3.pt'")]
-    fits = {r["checkpoint"]: r for r in rows_of("out", "known.json") if r["kind"] == "fit"}
-    assert [fits[f"net{i}.pt"]["test_error"] for i in range(3)] == pytest.approx([0.35, 0.25, 0.15])
-    measured = [r for r in rows_of("out", "known.json") if r["kind"] == "fit"]
-    assert all(r["train_loss"] > 0 and r["train_error"] <= 1 for r in measured)
-    # By number, with training accuracies of their own: nothing is run.
-    config["accuracies"] |= {"match": "number", "train": "train"}
-    Path("acc.csv").write_text("model,dev,train\n" + "".join(f"Run {i},0.8,0.9\n" for i in range(4)))
-    Path("known.json").write_text(json.dumps(config))
-    assert run_sweep(read_config("known.json"), "number", progress=False) == []
-    assert targets(rows_of("number", "known.json")) == pytest.approx({f"net{i}.pt": 0.1 for i in range(4)})
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("model,dev\nnet0,85\n", "accuracies are fractions"),
-        ("model,dev\nnet0,good\n", "does not hold an accuracy"),
-        ("model,other\nnet0,0.5\n", "has no column 'dev'"),
-        ("model,dev\nnet0,0.5\nnet0.pt,0.6\n", "a second time"),
-    ],
-)
-def test_accuracies_that_are_none(place, lines, message):
-    Path("acc.csv").write_text(lines)
-    with pytest.raises(ValueError, match=message):
-        Accuracies("acc.csv", "model", "dev").read()
-
-
-def test_a_sweep_has_test_data_or_accuracies(place):
-    config = json.loads(Path("sweep.json").read_text())
-    for wrong, message in (
-        ({"accuracies": {"file": "a.csv", "name": "n", "test": "t"}}, "both test and accuracies"),
-        ({"accuracies": {"file": "a.csv"}, "test": None}, "entry accuracies: missing required entry `name`"),
-        ({"initial": "nowhere.pt"}, "no initial weights at"),
-    ):
-        Path("wrong.json").write_text(json.dumps({**config, **wrong}))
-        with pytest.raises(ValueError, match=message):
-            read_config("wrong.json")
+def test_a_test_set_or_training_data_give_a_fit(place):
+    """Known accuracies can be written beside the training error by hand."""
+    config = json.loads(Path("sweep.json").read_text()) | {"measures": []}
+    for part, other in (("train", "test"), ("test", None)):
+        own = {k: v for k, v in config.items() if k != "test"} | {part: "test.pt"}
+        Path("fit.json").write_text(json.dumps(own))
+        assert run_sweep(read_config("fit.json"), part, progress=False) == []
+        rows = rows_of(part, "fit.json")
+        assert len(rows) == 4
+        assert all(("test_error" in row) == (other is None) and row["train_error"] <= 1 for row in rows)
+        written = targets([{**row, "test_error": row["train_error"] + 0.25} for row in rows])
+        assert written == pytest.approx({f"net{i}.pt": 0.25 for i in range(4)})
+    Path("none.json").write_text(json.dumps({k: v for k, v in config.items() if k != "test"}))
+    assert run_sweep(read_config("none.json"), "none", progress=False) == []
+    assert rows_of("none", "none.json") == []
+    Path("wrong.json").write_text(json.dumps({**config, "initial": "nowhere.pt"}))
+    with pytest.raises(ValueError, match="no initial weights at"):
+        read_config("wrong.json")
 
 
 def jobs_of(folder="out"):
@@ -300,11 +261,13 @@ def test_a_radius_that_is_too_large_loses_no_other(place, capsys):
 
 
 def test_baselines_of_a_sweep(place, capsys):
-    """The distance from the initial weights, and what a function of the user's returns."""
+    """What a function of the user's returns."""
     Path("largest_weight.py").write_text(
         "def largest(model, batches, start):\n"
         "    assert len(batches) == 2 and start.keys() == model.state_dict().keys()\n"
-        "    return {'largest': max(float(p.detach().abs().max()) for p in model.parameters()), 'nothing': None}\n"
+        "    far = sum(float((p.detach() - start[name]).square().sum()) for name, p in model.named_parameters())\n"
+        "    largest = max(float(p.detach().abs().max()) for p in model.parameters())\n"
+        "    return {'largest': largest, 'distance': far, 'nothing': None}\n"
         "def broken(model, batches, start):\n    return {'gap': 1 / 0}\n"
     )
     config = json.loads(Path("sweep.json").read_text())
@@ -320,15 +283,3 @@ def test_baselines_of_a_sweep(place, capsys):
     Path("base.json").write_text(json.dumps(config | {"baselines": "largest_weight:broken"}))
     assert cli.main(["sweep", "base.json", "--out", "broken", "--quiet"]) == 1
     assert "net0.pt, baselines: largest_weight:broken failed: ZeroDivisionError" in capsys.readouterr().err
-
-
-def test_distance_counts_what_both_have():
-    net = networks.vit(layers=1)
-    start = {k: v.clone() for k, v in net.state_dict().items()}
-    with torch.no_grad():
-        net.classifier.weight.add_(100.0)
-        net.vit.embeddings.cls_token.add_(2.0)
-    start["classifier.weight"] = torch.zeros(9, 4)  # a new head
-    assert distance(net, start) == pytest.approx((4 * net.vit.embeddings.cls_token.numel()) ** 0.5)
-    with pytest.raises(ValueError, match=r"have 0 of the .* weights of ViTForImageClassification"):
-        distance(net, {"other": torch.zeros(2)})

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from quotient_manifolds.symmetries import (
+    Heads,
     Projection,
     UnknownAttentionError,
     attention_pairs,
@@ -13,10 +14,9 @@ from quotient_manifolds.symmetries import (
     registry,
     verify,
 )
-from quotient_manifolds.symmetries.attention import Place
 from quotient_manifolds.symmetries.modules import ByClass, Wide, widened
 from quotient_manifolds.symmetries.registry import candidates
-from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, layout_pairs, places, proposals, roles_of
+from quotient_manifolds.symmetries.roles import _LATENT, _LATENT_SIZES, places, proposals, roles_of
 
 from ... import networks, zoo
 from .test_examination import changes
@@ -133,7 +133,7 @@ class Renamed(nn.Linear):
 def test_modules_that_are_no_linear_maps_are_refused_with_a_reason():
     def pairs(query):
         k, v, o = (Projection(nn.Linear(8, 8)) for _ in range(3))
-        return list(attention_pairs("layer", heads=2, q=Projection(query), k=k, v=v, o=o))
+        return list(attention_pairs("layer", Heads(2), q=Projection(query), k=k, v=v, o=o))
 
     for query, reason in (
         (OwnForward(8, 8), "OwnForward is a subclass of Linear with its own forward"),
@@ -206,9 +206,9 @@ def test_rows_of_one_matrix(blocks, order):
     share = {"q": heads // blocks, "k": kv_heads // blocks, "v": kv_heads // blocks}
     parts = layer.qkv.weight.unflatten(0, (blocks, -1)).split([share[c] * size for c in order], dim=1)
     split = {c: part.reshape(-1, size, 8) for c, part in zip(order, parts, strict=True)}
-    place = Place(heads, kv_heads, size, blocks, order)
+    place = Heads(heads, kv_heads, size, blocks=blocks, order=order)
     layer.o = nn.Linear(heads * size, 8)
-    for p in layout_pairs("", roles_of(layer), place, place):
+    for p in roles_of(layer).pairs("", place, place):
         x, g = p.gather(), p.head * kv_heads // heads
         first, second = ("q", "k") if p.kind == "qk" else ("v", None)
         assert torch.equal(x[:8].T, split[first][p.head if first == "q" else g])
@@ -219,7 +219,7 @@ def test_rows_of_one_matrix(blocks, order):
 def test_places_try_every_divisor():
     layer = Named(q_proj=12, k_proj=6, v_proj=6)
     layer.o_proj = nn.Linear(12, 8)
-    assert {(p.heads, p.kv_heads, p.size) for p in places(roles_of(layer), "qk")} == {
+    assert {(p.number, p.kv_number, p.size) for p in places(roles_of(layer), "qk")} == {
         (12, 6, 1), (6, 3, 2), (4, 2, 3), (2, 1, 6)
     }  # fmt: skip
 
@@ -248,8 +248,8 @@ def test_tensors_with_an_axis_of_heads():
     for name in ("q", "k", "v", "o", "r"):
         setattr(layer, name, nn.Parameter(torch.randn(6, 2, 3)))
     layer.r_w_bias = nn.Parameter(torch.randn(2, 3))
-    place = Place(2, 2, 3)
-    qk, vo, *_ = layout_pairs("", roles_of(layer), place, place)
+    place = Heads(2, 2, 3)
+    qk, vo, *_ = roles_of(layer).pairs("", place, place)
     x = qk.gather()
     assert torch.equal(x, torch.cat([layer.q[:, 0], layer.r_w_bias[:1], layer.k[:, 0], layer.r[:, 0]]))
     assert torch.equal(vo.gather(), torch.cat([layer.v[:, 0], layer.o[:, 0]]))

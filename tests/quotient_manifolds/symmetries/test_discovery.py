@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 import sharpness
 from quotient_manifolds.symmetries import (
     GL,
+    Heads,
     PairStack,
     Projection,
     SymmetricPair,
@@ -47,7 +48,7 @@ def test_pairs_that_share_a_block_are_merged():
     @register_attention(Grouped)
     def grouped(module, name):
         q, k, v, o = map(Projection, (module.q, module.k, module.v, module.o))
-        return attention_pairs(name, heads=4, kv_heads=2, q=q, k=k, v=v, o=o)
+        return attention_pairs(name, Heads(4, 2), q=q, k=k, v=v, o=o)
 
     model = nn.Sequential(Grouped(), Grouped())
     model[1] = model[0]  # shared: named once by named_modules
@@ -282,7 +283,7 @@ NETWORKS = {
 def wrong_heads(module, name):
     """Heads taken with stride, as a transposed layout would have them."""
     linear = networks.projections(module)
-    for p in attention_pairs(name, heads=2, **dict(zip("qkvo", map(Projection, linear), strict=True))):
+    for p in attention_pairs(name, Heads(2), **dict(zip("qkvo", map(Projection, linear), strict=True))):
         if p.kind == "qk":
             i = p.head
             rows = slice(i, None, 2)
@@ -294,7 +295,7 @@ def wrong_heads(module, name):
 
 def no_bias(module, name):
     projections = [Projection(linear, bias="absent") for linear in networks.projections(module)]
-    return attention_pairs(name, heads=2, **dict(zip("qkvo", projections, strict=True)))
+    return attention_pairs(name, Heads(2), **dict(zip("qkvo", projections, strict=True)))
 
 
 @pytest.mark.parametrize("handler", [wrong_heads, no_bias])

@@ -1,6 +1,5 @@
 """What is found of classes that nobody wrote down: groups, by null spaces; symmetries, by moves."""
 
-import copy
 import csv
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,8 @@ from quotient_manifolds.symmetries import (
     verify,
 )
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
-from quotient_manifolds.symmetries.modules import ByClass, Wide, record, widened
-from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED
+from quotient_manifolds.symmetries.modules import ByClass, Wide, record
+from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED, merged
 from quotient_manifolds.symmetries.roles import places, roles_of
 
 from ... import architectures, networks, zoo
@@ -61,14 +60,14 @@ def nobody(monkeypatch):
 
 def nullities(module, call, kinds):
     """Dimension of what leaves the outputs as they are, of all h × h matrices of a head: no list of groups."""
-    twin = copy.deepcopy(module).double().eval()
-    roles, call = examination._roles(twin), (widened(call[0]), widened(call[1]))
-    pairs = {kind: examination._pairs(kind, roles, replace(p, group="GL", rotary_size=0)) for kind, p in kinds.items()}
     rows = {kind: [] for kind in kinds}
-    for sample in examination._samples(twin, call, max(place.size for place in kinds.values()) ** 2 + 20):
-        for kind in kinds:
-            one, two = examination._moments(pairs[kind], [sample])
-            rows[kind].append(((one - two) / one.norm()).flatten(2)[:, :4])
+    with examination.examination(module, call) as alone:
+        plain = {kind: replace(p, group="GL", rotary_size=0, reason="") for kind, p in kinds.items()}
+        pairs = {kind: merged(alone.roles.of_kind(kind, p)) for kind, p in plain.items()}
+        for sample in alone.sample(max(place.size for place in kinds.values()) ** 2 + 20):
+            for kind in kinds:
+                one, two = examination.moments(pairs[kind], [sample])
+                rows[kind].append(((one - two) / one.norm()).flatten(2)[:, :4])
     for kind, place in kinds.items():
         C, found = torch.cat(rows[kind]), set()
         for head in range(C.shape[1]):
@@ -122,13 +121,14 @@ def check(model, batch):
         if roles_of(module) is not None:
             first.setdefault(examination._kind(module), name)
     for name, call in record(outputs, {name: modules[name] for name in first.values()}).items():
-        roles, sizes = roles_of(modules[name]), set(examination._known_sizes(modules[name]))
-        kinds = dict(zip(("qk", "vo"), examination.examine(modules[name], call), strict=True))
+        roles = roles_of(modules[name])
+        with examination.examination(modules[name], call) as alone:
+            sizes, kinds = set(alone.known_sizes()), dict(zip(("qk", "vo"), alone.heads(alone.roles), strict=True))
         expected = {kind: {place.dimension} for kind, place in kinds.items()}
         for kind, place in list(kinds.items()):
             if not place.dimension:  # nothing at all is left of heads of this size
                 one = next((p for p in places(roles, kind) if p.size in sizes | {kinds["vo"].size}), None)
-                kinds[kind] = one if place.group != UNCERTIFIED else None
+                kinds[kind] = one if place.reason != UNCERTIFIED else None
         kinds = {kind: place for kind, place in kinds.items() if place is not None}
         for kind, found in nullities(modules[name], call, kinds) if kinds else ():
             assert found == expected[kind], (name, kind, kinds[kind])
@@ -360,14 +360,14 @@ def test_modules_that_differ_are_not_taken_for_one(monkeypatch):
     masked = nn.Sequential(Plain(Bend(0.0)), Plain(Bend(1.0)))
     assert examination._kind(masked[0]) == examination._kind(masked[1])
     assert groups(masked) == [*sound, *bent]
-    monkeypatch.setattr(examination, "_agrees", lambda *_: True)
+    monkeypatch.setattr(examination.Examination, "keeps", lambda *_: True)
     # The move on its own inputs is what tells them apart; else the whole model does.
     assert groups(masked) == [*sound, "GL(4)", CHANGES]
 
 
 def test_modules_of_one_kind_are_examined_once(monkeypatch):
-    count, finding = [], examination._finding
-    monkeypatch.setattr(examination, "_finding", lambda *args: count.append(1) or finding(*args))
+    count, pairs = [], examination.Examination.pairs
+    monkeypatch.setattr(examination.Examination, "pairs", lambda alone: count.append(1) or pairs(alone))
     assert groups(nn.Sequential(*(Plain() for _ in range(4)))) == ["GL(4)"] * 8
     assert len(count) == 1
 
@@ -416,7 +416,7 @@ class Brittle(Plain):
 
 def test_what_is_not_finite_is_no_symmetry():
     nan = torch.full((2, 1, 3, 3), float("nan"))
-    assert not any(examination._holds(hypothesis, nan, nan) for hypothesis in examination._hypotheses(3))
+    assert not any(examination._holds(algebra, nan, nan) for algebra in examination._algebras(3))
     b = torch.tensor([1.0, 2.0, -float("inf"), float("nan")])
     assert change([b], [b]) == 0
     assert change([b], [b + torch.tensor([0.5, 0.0, 0.0, 0.0])]) == 0.25

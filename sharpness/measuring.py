@@ -1,0 +1,314 @@
+"""The loop of every measurement: the space that the first batch helps to find, and the loss of each batch in it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quotient_manifolds import symmetries
+from quotient_manifolds.batches import to_device
+from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.modules import plain_class, plain_names
+from quotient_manifolds.symmetries.pairs import CHANGES
+from quotient_manifolds.symmetries.registry import candidates, handler_of
+from quotient_manifolds.symmetries.stacks import PairList
+
+from .building import trainable
+from .distributed import World
+from .losses import Objective, rounding_error, to_float32
+from .measures import Measure, get_measure
+from .sharded import ShardedSpace
+from .shards import is_sharded_model, resharded
+from .space import WeightSpace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["BatchLoss", "RadiusError", "collected", "measured"]
+
+T = TypeVar("T")
+
+#: Number of modules or weights that a remark names.
+_NAMED = 12
+
+
+class RadiusError(ValueError):
+    """The loss is not finite somewhere in a ball, because the radius is too large."""
+
+
+class BatchLoss:
+    """The loss of a batch as a function of coordinates; radii and starts share the pass at the weights.
+
+    Before anything is measured, the loss must be the same in a second pass and along the orbits of pairs that are not
+    certified by their gradient, and the gradient must be finite.
+
+    Attributes
+    ----------
+    index : int
+        Position of the batch.
+    base : float
+        Loss at the weights.
+    base_gradient : Tensor
+        (dim,), the gradient there.
+    base_error, worst_error : float or None
+        Fraction of misclassified examples: at the weights, and the largest so far.
+    passes : int
+        Number of passes.
+    """
+
+    def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
+        batch = to_device(batch, space.model_device)
+        batch = to_float32(batch) if space.in_float32 else batch
+        self.space, self.objective, self.index, self.pieces = space, objective, index, space.share(objective, batch)
+        self.passes = 0
+        self.worst_error: float | None = None
+        self.base, self.base_gradient = self.with_gradient(None)
+        self.base_error = self.worst_error
+        self._check_second_pass()
+        if index > 0:  # all pieces of batch 0 were checked
+            objective.check_pieces(space.model, batch, all_of_them=False)
+        self._check_symmetries()
+        if not space.world.all(bool(self.base_gradient.isfinite().all())):
+            raise ValueError(
+                f"the gradient of batch {index} at the weights has NaN or infinite entries although the loss is "
+                f"{self.base:.6g}; check the model and loss_fn for a square root or logarithm at zero"
+            )
+
+    def __call__(self, xi: Tensor) -> float:
+        """Evaluate the loss at the vector with coordinates xi."""
+        self.space.move_to(xi)
+        with self.objective.only_values():
+            for _ in self.losses():
+                pass
+        return self._total(xi)
+
+    def with_gradient(self, xi: Tensor | None) -> tuple[float, Tensor]:
+        """Evaluate also the gradient, at None that of the weights."""
+        self.space.move_to(xi)
+        with torch.enable_grad():
+            gradient = self.space.gradient(self.losses())
+        return self._total(xi), gradient
+
+    def losses(self) -> Iterator[Tensor]:
+        """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
+        self._seen: list[tuple[float, float, int, int]] = []
+        for weight, piece in self.pieces:
+            loss, wrong, counted = self.objective(self.space.model, piece)
+            self._seen.append((weight, float(loss.detach()), wrong, counted))
+            yield loss * weight if weight != 1 else loss
+
+    def _total(self, xi: Tensor | None) -> float:
+        """Add up the losses and errors of the pieces of all processes, and count the pass."""
+        self.passes += 1
+        value = sum(weight * loss for weight, loss, _, _ in self._seen)
+        wrong = sum(wrong for weight, _, wrong, _ in self._seen if weight)
+        counted = sum(counted for weight, _, _, counted in self._seen if weight)
+        value, wrong, counted = self.space.together(value, wrong, counted)
+        if math.isfinite(value):
+            self.worst_error = max(wrong / counted, self.worst_error or 0.0) if counted else self.worst_error
+            return value
+        distance = 0.0 if xi is None else self.space.norm(xi)
+        if distance == 0:
+            raise ValueError(
+                f"the loss of batch {self.index} is {value}; look for NaN in the data, or labels out of range"
+            )
+        raise RadiusError(
+            f"the loss of batch {self.index} became {'NaN' if math.isnan(value) else 'infinite'} at a distance of "
+            f"{distance:.4g} from the weights; use a smaller rho"
+        )
+
+    def _check_second_pass(self) -> None:
+        """Raise if a second pass through the first piece differs, because the sharpness of noise is meaningless."""
+        one, model = self._seen[0][1], self.space.model
+        two = self.objective.value(model, self.pieces[0][1])
+        alike = abs(one - two) <= min(200 * rounding_error(model), 1e-3) * max(abs(one), abs(two), 1e-3)
+        if not self.space.world.all(alike):
+            raise ValueError(
+                f"two identical passes through batch {self.index} gave different losses ({one:.8g} and {two:.8g}): "
+                "switch off dropout that ignores eval(), random augmentation and sampling inside the model or loss_fn"
+            )
+
+    def _check_symmetries(self) -> None:
+        """Raise for a pair that is not a symmetry by its gradient, if a move along its orbit confirms that.
+
+        Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
+        that all pairs share come from the precision of the model's computations.
+        """
+        before, residuals, tolerance = self._seen[0][1], self.space.residuals(), self.space.tolerance
+        least = min(residuals.values(), default=1.0)
+        several = len({(p.module, p.kind) for p in residuals}) > 1
+        shared = 3 * least if several and least < 0.03 else 0.0  # at most 0.014 in half precision
+        rounding, floor = 0.1 * tolerance + 2e-5, 1e-3
+        if shared >= rounding:
+            rounding, floor = shared, 1.0
+        failing = [p for p, r in residuals.items() if r > tolerance]
+        for pair in sorted(failing, key=lambda p: (-residuals[p], p.name)):
+            self.space.move_along_orbit(pair)
+            after = self.objective.value(self.space.model, self.pieces[0][1])
+            self.space.move_to(None)
+            alike = abs(after - before) <= rounding * max(abs(after), abs(before), floor)
+            if not self.space.world.all(alike):
+                raise symmetries.NotASymmetryError(pair, residuals[pair], tolerance)
+
+
+# -- what comes first, and last ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def measured(
+    model: nn.Module, batches: Iterable[Any], measure: Measure, objective: Objective, *,
+    pairs: Sequence[SymmetricPair] | None = None, only: str | None = None, group: ProcessGroup | None = None,
+    offload: bool = False,
+) -> Iterator[tuple[WeightSpace, Iterator[tuple[int, Any]]]]:  # fmt: skip
+    """Attach the space of a model, which the first batch helps to find, and number the batches."""
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches is a single {type(batches).__name__}; wrap it in a list, or give any iterable of batches"
+        )
+    sharded = is_sharded_model(model)
+    kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
+    make = partial(kind, model, only=only, offload=offload)
+    together = World(None if sharded else group).failing_together()
+    with together, resharded(model), torch.inference_mode(False), torch.enable_grad():
+        stream = iter(batches)
+        try:
+            first = next(stream)
+        except StopIteration:
+            raise ValueError("batches is empty; pass at least one batch") from None
+        first = to_device(first, next(iter(trainable(model, only, whole=False).values())).device)
+        remarks: list[str] = []
+        loss, given = _check_first(model, objective, first, measure, pairs, remarks)
+        found = symmetries.find_symmetric_pairs(model) if measure.divides and given is None and not sharded else given
+        if measure.form == "own":
+            space = make(measure, found)
+        else:
+            space = _at_canonical_form(partial(make, pairs=found), measure, objective, first, loss, remarks)
+        space.given, space.remarks = given, remarks
+        with space.attached():
+            yield space, enumerate(itertools.chain([first], stream))
+
+
+def _check_first(
+    model: nn.Module, objective: Objective, batch: Any, measure: Measure, pairs: Sequence[SymmetricPair] | None,
+    remarks: list[str],
+) -> tuple[float, Sequence[SymmetricPair] | None]:  # fmt: skip
+    """Check that the loss is finite, and examine layers of unknown classes unless pairs are given.
+
+    Returns the loss, and the pairs: those given, those found by examination, or None if the model's classes name them.
+    """
+    run, given = partial(objective.value, model, batch), pairs is not None
+    may_examine = measure.divides and not given and not is_sharded_model(model)
+    if may_examine and candidates(model):
+        pairs = _examined(model, objective, batch, remarks)
+    try:
+        loss: float = symmetries.check_coverage(model, run, pairs or ()) if measure.divides else run()
+    except symmetries.UnknownAttentionError as error:
+        if given:
+            _warn(f"outside of the pairs that were given, {error}", remarks)
+            loss = run()
+        elif not may_examine or pairs is not None:
+            raise
+        else:
+            pairs = _examined(model, objective, batch, remarks)
+            loss = symmetries.check_coverage(model, run, pairs)
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of batch 0 is {loss}; a sharpness needs a finite loss to start from")
+    objective.check_pieces(model, batch)
+    return loss, pairs
+
+
+def _examined(model: nn.Module, objective: Objective, batch: Any, remarks: list[str]) -> PairList:
+    """Find pairs by an examination on the first batch, and remark what was examined and what came of it."""
+
+    def losses(model: nn.Module, batch: Any) -> list[Tensor]:
+        with objective.only_values():
+            return [objective(model, part).loss for _, part in objective.pieces(model, batch)]
+
+    pairs, plain = symmetries.find_symmetric_pairs(model, batch=batch, forward=losses), plain_names(model)
+    classes = {plain(name): type(m).__name__ for name, m in model.named_modules() if handler_of(m) is None}
+    reasons: dict[str, list[str]] = {}
+    for p in pairs:
+        if p.module in classes:
+            reasons.setdefault(classes[p.module], []).append(p.reason)
+    if reasons:
+        said = []
+        for cls, of_pairs in reasons.items():
+            why = [f"; {reason}" for reason in dict.fromkeys(of_pairs) if reason]
+            said.append(f"{cls} ({of_pairs.count('')} pairs{''.join(why)})")
+        remarks.append(f"layers of classes without a handler were examined on the first batch: {', '.join(said)}")
+    refused = [p.name for p in pairs if p.reason == CHANGES and p.module not in classes]
+    if refused:
+        remarks.append(f"left out, for {CHANGES}: {', '.join(refused)}")
+    return pairs
+
+
+def _at_canonical_form(
+    make: Callable[..., WeightSpace], measure: Measure, objective: Objective, batch: Any, loss: float,
+    remarks: list[str],
+) -> WeightSpace:  # fmt: skip
+    """Build the space at the canonical form, where the loss must be unchanged, with or without centred logits."""
+    for classes in (True, False):
+        space = make(measure, classes=classes)
+        model = space.model
+        if space.in_float32 and classes:
+            batch = to_float32(batch)
+            with make(get_measure("euclidean")).attached():
+                loss = objective.value(model, batch)
+        with space.attached():
+            moved = objective.value(model, batch)
+            tolerance = max(1e4 * torch.finfo(space.dtype).eps, 4 * rounding_error(model))
+        if space.world.all(abs(moved - loss) <= tolerance * max(abs(loss), 1e-2)):
+            break
+    else:
+        raise ValueError(
+            f"in the canonical form of {plain_class(model).__name__} the loss is {moved:.8g} instead of {loss:.8g}: it "
+            "is not wired, or not used, as its class says (hooks, replaced layers, unusual inputs?); register its "
+            "wiring, or use the measure 'geodesic-inv'"
+        )
+    assert space.form is not None
+    inside_pairs = {p for pair in space.form.pairs if pair.group is not None for p in pair.parameters()}
+    if not space.form.wired and any(p.requires_grad and p not in inside_pairs for p in model.parameters()):
+        _warn(
+            f"no adapter describes how {plain_class(model).__name__} is wired, so {measure.name} divides out "
+            "its heads and key biases alone, and other symmetries move the result; describe it with "
+            "register_wiring, or use the measure 'geodesic-inv'", remarks,
+        )  # fmt: skip
+    return space
+
+
+def _warn(text: str, remarks: list[str]) -> None:
+    """Warn of what also stands in the result, for a warning is easily lost."""
+    warnings.warn(text, stacklevel=3)
+    remarks.append(text)
+
+
+def collected(space: WeightSpace, world: World, results: list[T]) -> tuple[list[T], int, tuple[str, ...]]:
+    """Collect the results of all processes, the number of pairs that nothing certifies, and all remarks."""
+    everything, uncertified, unreached = zip(
+        *world.gather([(results, space.uncertified(), space.unreached())]), strict=True
+    )
+    lost, remarks = set.intersection(*unreached), list(space.remarks)
+    if lost:
+        sizes = space.sizes()
+        met = {part for name in sizes if name not in lost for part in _within(name)}
+        # A whole module that is not reached is one name.
+        names = list(dict.fromkeys(next(m for m in _within(name) if m not in met) for name in sizes if name in lost))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        remarks.append(
+            f"{sum(sizes[name] for name in lost):,} of {sum(sizes.values()):,} weights got no gradient from any "
+            f"batch, so the result says nothing about them: {', '.join(names[:_NAMED])}{more}"
+        )
+    return list(itertools.chain(*everything)), len(set.intersection(*uncertified)), tuple(remarks)
+
+
+def _within(name: str) -> list[str]:
+    """List the modules that hold a parameter, from the outside, and its own name."""
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))
