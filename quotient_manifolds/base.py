@@ -15,8 +15,8 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch._C import _DisableAutocast
 
-from .checks import as_shape, check_finite, check_same, check_tensors, check_vector, fault
-from .linalg import C, exposed, finite, holds, in_own_precision, is_differentiated, root
+from .checks import as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
+from .linalg import C, exposed, finite, holds, in_own_precision, is_differentiated, pack, root
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
@@ -206,9 +206,7 @@ class QuotientManifold(geoopt.Manifold):
 
     def _checked_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
         self._assert_check_shape(x.shape, "x")
-        reason = fault(self, x, self._complex_allowed, entries=False)
-        if reason is not None:
-            raise ValueError(reason)
+        check_dtype(self, x, self._complex_allowed)
         return self._tangent_space(x, differentiable)
 
     def _vector_space(self, x: Tensor, u: Tensor, name: str = "u") -> TangentSpace:
@@ -298,9 +296,7 @@ class QuotientManifold(geoopt.Manifold):
         """
         check_tensors(self, x=x)
         self._assert_check_shape(x.shape, "x")
-        reason = fault(self, x, self._complex_allowed)
-        if reason is not None:
-            raise ValueError(reason)
+        QuotientManifold._check_point(self, x)
         return self._projx(x)
 
     @abstractmethod
@@ -326,8 +322,7 @@ class QuotientManifold(geoopt.Manifold):
             check_same(self, tensors[0], other, "first factor", "second factor")
         if len({s[-1] for s in shapes}) > 1:
             raise ValueError(f"{self}: the factors need the same number of columns, but have shapes {shapes}")
-        batch = torch.broadcast_shapes(*(s[:-2] for s in shapes))
-        return torch.cat([t.expand(*batch, *t.shape[-2:]) for t in tensors], dim=-2)
+        return pack(*tensors)
 
     def unpack_tensor(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a point (or vector) into its factors (G, H), views of it."""
@@ -348,6 +343,22 @@ class QuotientManifold(geoopt.Manifold):
         """Return a tensor that knows its manifold, as geoopt's own manifolds do."""
         return geoopt.ManifoldTensor(x, manifold=self, requires_grad=x.requires_grad)
 
+    def _check_point(self, x: Tensor) -> None:
+        """Raise a ValueError for a tensor of the right shape that is no point; a subclass adds what it demands."""
+        check_dtype(self, x, self._complex_allowed)
+        if not finite(x):
+            raise ValueError(
+                f"{self}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the "
+                "learning rate is too high"
+            )
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        try:
+            self._check_point(x.detach())
+        except ValueError as error:
+            return False, str(error)
+        return True, None
+
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
@@ -366,9 +377,7 @@ class QuotientManifold(geoopt.Manifold):
 
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussians of unit variance per real coordinate, on the generator's device, and move them to ``like``."""
+    size = (*shape, 2) if like.is_complex() else shape
     device = like.device if generator is None else generator.device
-    real = like.dtype.to_real()
-    if not like.is_complex():
-        return torch.randn(shape, dtype=real, device=device, generator=generator).to(like.device)
-    parts = torch.randn((*shape, 2), dtype=real, device=device, generator=generator)
-    return torch.view_as_complex(parts).to(like.device)
+    drawn = torch.randn(size, dtype=like.dtype.to_real(), device=device, generator=generator).to(like.device)
+    return torch.view_as_complex(drawn) if like.is_complex() else drawn

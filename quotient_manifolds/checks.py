@@ -20,11 +20,9 @@ __all__ = [
     "check_square",
     "check_tensors",
     "check_vector",
-    "fault",
 ]
 
-_REAL_DTYPES = (torch.float32, torch.float64)
-_COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def check_tensors(who: object, **arguments: Any) -> None:
@@ -50,36 +48,22 @@ def as_count(name: str, value: Any, who: str = "", *, least: int = 1, most: floa
 
 def as_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     """Accept a shape as one tuple or as separate numbers, as torch does."""
-    if len(size) == 1 and not isinstance(size[0], int):
-        size = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
+    size = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     try:
         return tuple(as_count("a size", s, least=0) for s in size)
     except ValueError as error:
         raise TypeError(f"a size must be one or several whole numbers, got {size!r}") from error
 
 
-def fault(who: object, x: Tensor, allow_complex: bool = True, *, entries: bool = True) -> str | None:
-    """Say what is wrong with the dtype or, if asked for, the entries of a point, if anything."""
-    allowed = _REAL_DTYPES + (_COMPLEX_DTYPES if allow_complex else ())
-    if x.dtype not in allowed:
-        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        return (
-            f"{who}: a point of shape {tuple(x.shape)} has dtype {str(x.dtype).removeprefix('torch.')}, which has no "
-            f"linear algebra here; convert it to one of {names}"
-        )
-    if not entries or finite(x):
-        return None
-    return (
-        f"{who}: the point of shape {tuple(x.shape)} has NaN or infinite entries; in an optimisation the learning "
-        "rate is too high"
-    )
-
-
 def check_dtype(who: object, x: Tensor, allow_complex: bool = True) -> None:
     """Raise for a dtype without linear algebra."""
-    reason = fault(who, x, allow_complex, entries=False)
-    if reason is not None:
-        raise ValueError(reason)
+    allowed = _DTYPES if allow_complex else _DTYPES[:2]
+    if x.dtype not in allowed:
+        name, *names = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, *allowed))
+        raise ValueError(
+            f"{who}: a point of shape {tuple(x.shape)} has dtype {name}, which has no linear algebra here; convert it "
+            f"to one of {', '.join(names)}"
+        )
 
 
 def check_same(who: object, x: Tensor, u: Tensor, x_name: str, u_name: str) -> None:

@@ -126,10 +126,10 @@ def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(condition.reshape(condition.shape + (1,) * (a.dim() - condition.dim())), a, b)
 
 
-def pack(G: Tensor, H: Tensor) -> Tensor:
-    """Stack the rows of two factors, broadcasting their batch dimensions."""
-    batch = torch.broadcast_shapes(G.shape[:-2], H.shape[:-2])
-    return torch.cat([G.expand(*batch, *G.shape[-2:]), H.expand(*batch, *H.shape[-2:])], dim=-2)
+def pack(*factors: Tensor) -> Tensor:
+    """Stack the rows of factors, broadcasting their batch dimensions."""
+    batch = torch.broadcast_shapes(*(X.shape[:-2] for X in factors))
+    return torch.cat([X.expand(*batch, *X.shape[-2:]) for X in factors], dim=-2)
 
 
 def row_power(sigma: Tensor, present: Tensor, exponent: float) -> Tensor:

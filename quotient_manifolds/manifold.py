@@ -22,7 +22,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from . import logarithm, means
 from .base import QuotientManifold, standard_normal, with_finite_results
-from .checks import as_count, as_shape, check_dtype, check_finite, check_square, check_tensors, check_vector, fault
+from .checks import as_count, as_shape, check_dtype, check_finite, check_square, check_tensors, check_vector
 from .gauge import Gauge, gauge_in_units
 from .linalg import column_rank_ratio, exposed, holds, in_double, pack, rank_tolerance
 from .metrics import INV, MIX, Metric
@@ -54,17 +54,14 @@ class GLQuotient(QuotientManifold):
         return [self.n, self.m]
 
     def _tangent_space(self, x: Tensor, differentiable: bool) -> GLTangentSpace:
-        error: Exception | None = None
         try:
             gauge, unit = gauge_in_units(*x.detach().split([self.n, self.m], dim=-2))
             space = GLTangentSpace(self.metric, gauge, x, unit=unit, moved=differentiable)
-            if holds(space.present[..., -1]):  # else it is worth factorising each factor
-                return space
-        except (ValueError, LinAlgError) as failed:  # NaN or inf
-            error = failed
-        ok, reason = self._check_point_on_manifold(x.detach())
-        if not ok or error is not None:
-            raise ValueError(reason or f"{self}: {error}") from error
+        except (ValueError, LinAlgError) as error:
+            self._check_point(x.detach())
+            raise ValueError(f"{self}: {error}") from error
+        if not holds(space.present[..., -1]):  # then it is worth factorising each factor
+            self._check_point(x.detach())
         return space
 
     def at_gauge(
@@ -259,20 +256,17 @@ class GLQuotient(QuotientManifold):
             )
         return True, None
 
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
-        reason = fault(self, x)
-        if reason is not None:
-            return False, reason
-        for name, X in zip("GH", self.unpack_tensor(x.detach()), strict=True):
+    def _check_point(self, x: Tensor) -> None:
+        super()._check_point(x)
+        for name, X in zip("GH", self.unpack_tensor(x), strict=True):
             ratio = column_rank_ratio(X)
             if not holds(ratio > rank_tolerance(X)):
-                return False, (
+                raise ValueError(
                     f"{self}: factor {name} of the point of shape {tuple(x.shape)} does not have full column rank "
                     f"(smallest to largest singular value {exposed(ratio).min().item():.1e}); if it lost rank during "
                     "optimisation, lower the learning rate; a starting point needs full rank (LoRA's B = 0 lacks it) "
                     "or fewer columns"
                 )
-        return True, None
 
 
 def _check_search(manifold: GLQuotient, x: Tensor, y: Tensor, on_error: str) -> None:

@@ -61,16 +61,17 @@ class GLTangentSpace(TangentSpace):
     ) -> None:
         self.metric, self.x, self.present = metric, gauge.x if x is None else x, gauge.present(tolerance)
         self._gauge, self._unit, self._rows = gauge, unit, [gauge.n, gauge.x.shape[-2] - gauge.n]
-        # Vectors at x to those at the canonical representative of x/unit, and back; None: x is canonical. The second
-        # pair does the same up to a number that makes it an isometry.
-        maps: tuple[Pair | None, Pair | None] = (None, None) if x is None else _maps(gauge, unit)
-        (self._to, self._back), (self._into, self._out) = maps, maps
-        self._pace: Any = 1.0  # from the isometric image of a vector to the image of a velocity
+        # What maps vectors at x to the canonical representative, and back; None: x is canonical.
+        self._maps: tuple[Pair | None, Pair | None] = (None, None) if x is None else _maps(gauge, None)
+        # The same for the representative of x/unit, and up to a number that makes it an isometry.
+        scaled: tuple[Pair | None, Pair | None] = self._maps if unit is None else _maps(gauge, unit)
+        (self._to_gauge, self._from_gauge), (self._isometry, self._inverse_isometry) = scaled, scaled
+        self._speed: Any = 1.0  # of a velocity's image, where that of its isometric image is 1
         if unit is not None and metric.scale_exponent < 0:
-            self._into, self._out = _maps(gauge, 1 / unit)
-            self._pace = 1 / unit / unit
+            self._isometry, self._inverse_isometry = _maps(gauge, 1 / unit)
+            self._speed = 1 / unit / unit
         if moved:
-            self._local = LocalMetric.moving(metric, self._carry(self.x, self._to), self.present)
+            self._local = LocalMetric.moving(metric, self._times(self.x, self._to_gauge), self.present)
         else:
             self._local = LocalMetric.canonical(metric, gauge.x.split(self._rows, dim=-2), gauge.sigma, self.present)
 
@@ -88,32 +89,31 @@ class GLTangentSpace(TangentSpace):
 
     def split(self, u: Tensor) -> Pair:
         """Split into (ξ_G, ξ_H), views (…, n, h) and (…, m, h)."""
-        return self._carry(u, None)
+        return self._times(u, None)
 
     def to_gauge(self, u: Tensor) -> Pair:
         """Map a tangent vector to canonical gauge: (ξ_G A⁻¹, ξ_H Aᴴ)."""
-        return self._carry(u, self._to if self._unit is None else _maps(self._gauge, None)[0])
+        return self._times(u, self._maps[0])
 
     def from_gauge(self, xi: Tensor, eta: Tensor) -> Tensor:
         """Map a tangent vector back from canonical gauge: (ξ_G A, ξ_H A⁻ᴴ), packed."""
-        return _packed((xi, eta), self._back if self._unit is None else _maps(self._gauge, None)[1])
+        return torch.cat(_times((xi, eta), self._maps[1]), dim=-2)
 
-    def _carry(self, u: Tensor, by: Pair | None) -> Pair:
-        """Split, and multiply both parts from the right, by nothing for None."""
+    def _times(self, u: Tensor, maps: Pair | None) -> Pair:
         xi, eta = u.split(self._rows, dim=-2)
-        return (xi, eta) if by is None else (xi @ by[0], eta @ by[1])
+        return _times((xi, eta), maps)
 
     # -- metric and projection -------------------------------------------------------------------------------------
 
     def inner(self, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """Compute Re Tr(W_G ξ_Gᴴ ζ_G + W_H ξ_Hᴴ ζ_H), W = (M⁻¹, N⁻¹) for inv, (N, M) for mix; (…) or (…, 1, 1)."""
-        there = self._carry(u, self._into)
-        result = self._local.inner(there, there if v is None else self._carry(v, self._into))
+        there = self._times(u, self._isometry)
+        result = self._local.inner(there, there if v is None else self._times(v, self._isometry))
         return result[..., None, None] if keepdim else result
 
     def norm(self, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """Compute ‖u‖ = √⟨u, u⟩, in units of u's size; its derivative at 0 is 0; (…) or (…, 1, 1)."""
-        xi, eta = self._carry(u, self._into)
+        xi, eta = self._times(u, self._isometry)
         size = power_of_two(torch.maximum(largest(xi), largest(eta)))
         there = xi / size, eta / size
         result = root(self._local.inner(there, there)[..., None, None]) * size
@@ -122,14 +122,9 @@ class GLTangentSpace(TangentSpace):
     def proju(self, u: Tensor) -> Tensor:
         r"""Project on the horizontal space: :math:`(ξ_G + GΛ, ξ_H - HΛ^H)`; Λ depends on the metric."""
         # Only h × h matrices are mapped to the gauge: Ĝᴴ(ξ A⁻¹) = (Ĝᴴξ) A⁻¹, and (ĜΛ) A = Ĝ (ΛA).
-        (xi, eta), (G, H) = u.split(self._rows, dim=-2), self._local.factors
-        G_xi, H_eta = G.mH @ xi, H.mH @ eta
-        if self._to is None:
-            L = self._local.vertical_part(G_xi, H_eta)
-            return _sum((xi, eta), ((G, H), (L, -L.mH)))
-        A, A_inv = self._gauge.A, self._gauge.A_inv
-        L = self._local.vertical_part(G_xi @ A_inv, H_eta @ A.mH)
-        return _sum((xi, eta), ((G, H), (L @ A, -L.mH @ A_inv.mH)))
+        (xi, eta), (G, H), (to, back) = self.split(u), self._local.factors, self._maps
+        L = self._local.vertical_part(*_times((G.mH @ xi, H.mH @ eta), to))
+        return _sum((xi, eta), ((G, H), _times((L, -L.mH), back)))
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
         r"""Turn a Euclidean gradient :math:`(\nabla_G, \nabla_H)` into the Riemannian one.
@@ -137,19 +132,16 @@ class GLTangentSpace(TangentSpace):
         inv: :math:`(\nabla_G M, \nabla_H N)`; mix: :math:`(\nabla_G N^{-1}, \nabla_H M^{-1})`. For a function of
         :math:`G H^H` these are horizontal already; for any other function the vertical part is removed.
         """
-        (P, R), (G, H) = self._carry(u, _adjoint(self._out)), self._local.factors
+        (P, R), (G, H) = self._times(u, _adjoint(self._inverse_isometry)), self._local.factors
         V_G, V_H = self._local.inverse_weights
         L = self._local.vertical_part((G.mH @ P) @ V_G, (H.mH @ R) @ V_H)
-        of_G, of_H = L, -L.mH
-        if self._out is not None:
-            (A, B), (V_G, V_H) = self._out, (V_G @ self._out[0], V_H @ self._out[1])
-            of_G, of_H = of_G @ A, of_H @ B
-        return _sum((P @ V_G, R @ V_H), ((G, H), (of_G, of_H)))
+        of_P, of_G = (_times(A, self._inverse_isometry) for A in ((V_G, V_H), (L, -L.mH)))
+        return _sum((P @ of_P[0], R @ of_P[1]), ((G, H), of_G))
 
     def to_covector(self, u: Tensor) -> Tensor:
         r"""Return the covector :math:`v \mapsto \langle u, v \rangle`, :math:`(ξ_G W_G, ξ_H W_H)` in gauge."""
-        (xi, eta), (W_G, W_H) = self._carry(u, self._into), self._local.weights
-        return _packed((xi @ W_G, eta @ W_H), _adjoint(self._into))
+        (xi, eta), (W_G, W_H) = self._times(u, self._isometry), self._local.weights
+        return torch.cat(_times((xi @ W_G, eta @ W_H), _adjoint(self._isometry)), dim=-2)
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw a standard Gaussian horizontal vector.
@@ -173,23 +165,21 @@ class GLTangentSpace(TangentSpace):
 
     def acceleration(self, u: Tensor) -> Tensor:
         r"""Compute :math:`-Γ(u, u)` for the velocity :math:`u = (\dot G, \dot H)`; paper, Eq. 12 and App. B."""
-        (G, H), velocity = self._local.factors, self._carry(u, self._to)
+        (G, H), velocity = self._local.factors, self._times(u, self._to_gauge)
         of_point, of_velocity = self._equations(velocity, 1.0)
         return _sum((G @ of_point[0], H @ of_point[1]), (velocity, of_velocity))
 
     def retr(self, u: Tensor) -> Tensor:
         """Follow the geodesic to second order: x + u + ½ acceleration(u); shape of u."""
-        velocity = self._carry(u, self._to)
+        velocity = self._times(u, self._to_gauge)
         of_point, of_velocity = self._equations(velocity, 0.5)
         return _sum((self.x + u).split(self._rows, dim=-2), (self._local.factors, of_point), (velocity, of_velocity))
 
     def _equations(self, velocity: Pair, share: float) -> tuple[Pair, Pair]:
         """Return what multiplies the factors, and the velocity, in a share of the acceleration at x."""
         (a, b), (c, d) = self._local.equations(velocity)
-        if self._back is not None:
-            A, B = self._back
-            a, b, c, d = a @ A, b @ A, c @ B, d @ B
-        return (share * a, share * c), (share * b, share * d)
+        of_point, of_velocity = (_times(A, self._from_gauge) for A in ((a, c), (b, d)))
+        return (share * of_point[0], share * of_point[1]), (share * of_velocity[0], share * of_velocity[1])
 
     # -- exact geodesics -------------------------------------------------------------------------------------------
 
@@ -200,19 +190,19 @@ class GLTangentSpace(TangentSpace):
         <quotient_manifolds.GLQuotientInv.geodesic>`.
         """
         point, velocity = geodesics.geodesic(self._whitened(u), t, relative_tol)
-        return _packed(point, self._back), _packed(velocity, self._back)
+        return torch.cat(_times(point, self._from_gauge), dim=-2), torch.cat(_times(velocity, self._from_gauge), dim=-2)
 
     def expmap(self, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
         """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`."""
         point, _ = geodesics.geodesic(self._whitened(u), 1.0, relative_tol)
-        return _packed(point, self._back)
+        return torch.cat(_times(point, self._from_gauge), dim=-2)
 
     def exit_time(self, u: Tensor) -> Tensor:
         """Return the time in (0, 1] at which the geodesic leaves the manifold, inf where it does not; (…)."""
         return geodesics.exit_time(self._whitened(u))
 
     def _whitened(self, u: Tensor) -> geodesics.Whitened:
-        return geodesics.Whitened.of(self._local, self._carry(u, self._to), self._gauge.sigma, self.present)
+        return geodesics.Whitened.of(self._local, self._times(u, self._to_gauge), self._gauge.sigma, self.present)
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
@@ -226,32 +216,32 @@ class GLTangentSpace(TangentSpace):
         In canonical gauge they are :math:`ξ Σ^{-1/2}` (inv) or :math:`ξ Σ^{1/2}` (mix). Absent directions (σ_i = 0)
         have coordinate 0.
         """
-        return torch.cat(self._carry(u, self._into), dim=-2) * self._row(-1)
+        return torch.cat(self._times(u, self._isometry), dim=-2) * self._row(-1)
 
     def from_coordinates(self, c: Tensor) -> Tensor:
         """Invert :meth:`coordinates`, except for absent directions; shape of c."""
-        return torch.cat(self._carry(c * self._row(), self._out), dim=-2)
+        return torch.cat(self._times(c * self._row(), self._inverse_isometry), dim=-2)
 
     def dual_coordinates(self, e: Tensor) -> Tensor:
         """Return the coordinates of a Euclidean gradient: ⟨dual_coordinates(e), coordinates(u)⟩_F = Re⟨e, u⟩."""
-        return torch.cat(self._carry(e, _adjoint(self._out)), dim=-2) * self._row()
+        return torch.cat(self._times(e, _adjoint(self._inverse_isometry)), dim=-2) * self._row()
 
     # The operations of every ascent step, in few passes over the weights: all large tensors are sums of the point, the
     # vector and the gradient, each times an h × h matrix.
 
     def project_coordinates(self, c: Tensor) -> Tensor:
         """Project coordinates onto those of horizontal vectors, in canonical gauge; shape of c."""
-        (G, H), (xi, eta), row = self._local.factors, self._carry(c, None), self._row()
+        (G, H), (xi, eta), row = self._local.factors, self._times(c, None), self._row()
         L, inverse = self._local.vertical_part(G.mH @ xi * row, H.mH @ eta * row), self._row(-1)
         return _sum(self.split(c * self.present.unsqueeze(-2)), ((G, H), (L * inverse, -L.mH * inverse)))
 
     def retr_coordinates(self, c: Tensor) -> Tensor:
         """Return ``retr(from_coordinates(c))``, in canonical gauge."""
-        out, speed = torch.empty_like(c), self._row() * self._pace
+        out, speed = torch.empty_like(c), self._row() * self._speed
         one = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
-        equations = self._local.equations(self._carry(c, None), speed)
+        equations = self._local.equations(self._times(c, None), speed)
         for part, X, v, (a, b) in zip(
-            self._carry(out, None), self._local.factors, self._carry(c, None), equations, strict=True
+            self._times(out, None), self._local.factors, self._times(c, None), equations, strict=True
         ):
             _write_sum(part, (X, one + 0.5 * a), (v, speed.mT * (one + 0.5 * b)))
         return out if self._unit is None else out.mul_(self._unit)
@@ -262,15 +252,19 @@ class GLTangentSpace(TangentSpace):
         They are those of the horizontal part of :math:`P + \tfrac12 (D\,\mathrm{acceleration}(u))^H P`, with the
         gradient P, in canonical gauge.
         """
-        out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._pace
-        adjoints = self._local.adjoints(self._carry(c, None), self._carry(egrad, None), speed)
+        out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._speed
+        adjoints = self._local.adjoints(self._times(c, None), self._times(egrad, None), speed)
         L = self._local.vertical_part(*(XQ * row**2 for *_, XQ in adjoints))
         vectors = zip(
-            self._carry(out, None), self._local.factors, self._carry(c, None), self._carry(egrad, None), strict=True
+            self._times(out, None),
+            self._local.factors,
+            self._times(c, None),
+            self._times(egrad, None),
+            strict=True,
         )
         for (part, X, v, p), (e, a, b, _), V in zip(vectors, adjoints, (L, -L.mH), strict=True):
             _write_sum(part, (p, e * row), (X, a * row + V * self._row(-1)), (v, speed.mT * b * row))
-        return out if self._unit is None else out.mul_(self._pace * self._unit)
+        return out if self._unit is None else out.mul_(self._speed * self._unit)
 
 
 def _maps(gauge: Gauge, unit: Tensor | None) -> tuple[Pair, Pair]:
@@ -281,9 +275,9 @@ def _maps(gauge: Gauge, unit: Tensor | None) -> tuple[Pair, Pair]:
     return (to[0] / unit, to[1] / unit), (back[0] * unit, back[1] * unit)
 
 
-def _packed(u: Pair, by: Pair | None) -> Tensor:
-    """Multiply both factors from the right, and stack their rows."""
-    return torch.cat(u if by is None else (u[0] @ by[0], u[1] @ by[1]), dim=-2)
+def _times(u: Pair, maps: Pair | None) -> Pair:
+    """Multiply both factors from the right, by nothing for None."""
+    return u if maps is None else (u[0] @ maps[0], u[1] @ maps[1])
 
 
 def _sum(X: Pair, *products: tuple[Pair, Pair]) -> Tensor:

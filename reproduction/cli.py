@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sharpness.cli import Parser, add_arguments, checked_device, place, run_parser
-from sharpness.data import DataChoice, TextColumns
+from sharpness.data import DataChoice
 from sharpness.study.plan import read_choice
 
 __all__ = ["main", "parser"]
@@ -69,8 +69,7 @@ def add_finetune(commands: Any) -> None:
     finetune.add_argument("data", metavar="DATA", help="training data: images or a table of text, as for run")
     finetune.add_argument("--checkpoint", help="local weights (.safetensors, or a state dict saved by torch)")
     finetune.add_argument("--test", help="test data, for the configuration")
-    add_arguments(finetune, DataChoice, skip=("source", "columns", "batch_size", "batches"))
-    add_arguments(finetune, TextColumns)
+    add_arguments(finetune, DataChoice, skip=("source", "batch_size", "batches"))
     finetune.add_argument("--models", type=count, default=24, help="how many")
     finetune.add_argument(
         "--vary", choices=["recipe", "seed"], default="recipe", help="what differs between the models"
@@ -102,7 +101,7 @@ def _finetune(options: argparse.Namespace) -> int:
     from sharpness.study.plan import places
 
     checked_device(options.device)
-    names = {f.name for kind in (DataChoice, TextColumns) for f in fields(kind)}
+    names = {f.name for f in fields(DataChoice)}
     data = read_choice({"source": options.data, **{k: v for k, v in vars(options).items() if k in names}})
     for source in filter(None, (options.data, options.test)):
         check_source(source)

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from sharpness.data import DataChoice, divided, load_examples
+from sharpness.data import DataChoice, load_examples
 from sharpness.errors import naming
 from sharpness.evaluation import progress_bar
 from sharpness.files import atomic_write, check_folder, write_json
@@ -173,9 +173,9 @@ def _is_done(path: Path, record: Mapping[str, Any]) -> bool:
 
 def holds_texts(source: str) -> bool:
     """Return whether a source is a table of text, or a folder that ``datasets`` saved without images."""
-    path, split = divided(source)
+    path = Path(source)
     if path.is_dir():
-        about = list((path / split).glob("**/dataset_info.json"))
+        about = list(path.glob("**/dataset_info.json"))
         return bool(about) and not any('"Image"' in p.read_text(encoding="utf-8") for p in about)
     return path.suffix.lower() in (".csv", ".jsonl", ".parquet", ".tsv")
 
@@ -225,14 +225,13 @@ def _classifier(loaded: LoadedModel, names: Mapping[str, int]) -> Any:
 def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | TrainingTexts, dict[str, int]]:
     """Read training examples and, for texts, the names of the classes."""
     if holds_texts(data.source):
-        examples = load_examples(data.source, loaded, data.columns)
+        examples = load_examples(data, loaded)
         texts = TrainingTexts(
             examples, examples.choose(data.num_examples, data.subset_seed), loaded.tokenizer.pad_token_id or 0, 0
         )
-        named = data.columns.label_map or dict(zip(examples.classes or (), range(10**6), strict=False)) or loaded.labels
         # Several spellings may denote one class, but a class has one name in the configuration.
-        by_number = {v: k for k, v in reversed(list(named.items()))}
-        found = sorted({*texts.labels.tolist(), *(data.columns.label_map.values())})
+        by_number = {v: k for k, v in reversed(list(examples.classes.items()))}
+        found = sorted({*texts.labels.tolist(), *(data.label_map.values())})
         if found != list(range(len(found))):
             raise ValueError(
                 f"the labels of {data.source} are the numbers {found}; map them to 0, 1, … with --label-map"
@@ -240,8 +239,8 @@ def _training(loaded: LoadedModel, data: DataChoice) -> tuple[TrainingImages | T
         texts.classes = len(found)
         return texts, {by_number.get(i, str(i)): i for i in found}
     how = None if loaded.transform is None else _normalisation(loaded.transform)
-    examples = load_examples(data.source, replace(loaded, transform=how and how[0], labels={}), data.columns)
-    if examples.classes is None or how is None:
+    examples = load_examples(data, replace(loaded, transform=how and how[0], labels={}))
+    if not examples.classes or how is None:
         raise ValueError(f"{data.source} holds neither a table of text nor images with classes, which collections need")
     chosen = examples.choose(data.num_examples, data.subset_seed)
     images = TrainingImages(examples, chosen, how[1], len(examples.classes))
@@ -294,6 +293,6 @@ def _config(
 
 def _plain(choice: DataChoice, **more: Any) -> dict[str, Any]:
     """Describe data as an entry of a sweep's configuration."""
-    found = {**asdict(choice), **asdict(choice.columns), **more, "source": os.path.abspath(choice.source)}
+    found = {**asdict(choice), **more, "source": os.path.abspath(choice.source)}
     plain: dict[str, Any] = json.loads(json.dumps(found))
-    return {k: v for k, v in plain.items() if k != "columns" and v not in (None, {})}
+    return {k: v for k, v in plain.items() if v not in (None, {})}

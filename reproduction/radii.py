@@ -85,7 +85,7 @@ def tested(zoo: Path) -> tuple[list[Row], dict[str, str]]:
 def guess_error(sweep: Sweep) -> float:
     """Compute the training error of always naming the most frequent class of a sweep's training data."""
     first, data = sweep.checkpoints[0], sweep.train or sweep.data
-    examples = load_examples(data.source, load(first.model, first.weights), data.columns)
+    examples = load_examples(data, load(first.model, first.weights))
     batch = examples.batch(examples.choose(data.num_examples, data.subset_seed))
     labels = batch["labels"] if isinstance(batch, dict) else batch[1]
     return 1 - float(labels.bincount().max()) / len(labels)

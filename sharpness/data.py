@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +15,16 @@ from torch import Tensor
 from quotient_manifolds.batches import tree_map
 from quotient_manifolds.checks import as_count
 
-from .errors import naming, require_extra
-from .models import LoadedModel, call, load_state_dict
-from .texts import TextColumns, class_number, read_table, strings, tokenized
+from .errors import called, naming, require_extra
+from .losses import IGNORED
+from .models import LoadedModel, load_state_dict
+from .texts import class_number, masked, read_table, strings
 
-__all__ = ["DataChoice", "TextColumns"]
+__all__ = ["DataChoice"]
 
 _IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _TABLES = {".csv", ".jsonl", ".parquet", ".tsv"}
 _TENSORS = {"", ".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
-
-
-@dataclass(frozen=True)
-class Examples:
-    """A source of examples: its size, and ``batch``, from positions to a batch on the CPU.
-
-    ``classes`` are the names of the classes, in the order of their numbers, where the files give them; ``sorted`` says
-    that the examples stand class by class, see :func:`is_sorted`; ``remarks`` say what a listing left out.
-    """
-
-    size: int
-    batch: Callable[[Sequence[int]], Any] = field(repr=False)
-    classes: tuple[str, ...] | None = None
-    sorted: bool = False
-    remarks: tuple[str, ...] = ()
-
-    def choose(self, count: int | None = None, seed: int | None = None) -> list[int]:
-        """Choose the first ``count`` examples or, with a seed, as many at random, in random order.
-
-        Sorted ones are always chosen at random, because the first ones are of one class. With the same seed, a smaller
-        choice is the beginning of a larger one.
-        """
-        count, seed = self.size if count is None else count, 0 if seed is None and self.sorted else seed
-        if not 1 <= count <= self.size:
-            raise ValueError(
-                f"{count} examples were asked for, but there are {self.size}; choose from 1 to {self.size}"
-            )
-        order = range(self.size) if seed is None else np.random.default_rng(seed).permutation(self.size).tolist()
-        return list(order[:count])
 
 
 class Batches(list[Any]):
@@ -71,7 +42,7 @@ class DataChoice:
     source : str
         - a folder of class folders of images;
         - a ``.tsv``, ``.csv``, ``.jsonl`` or ``.parquet`` table of text (a ``.parquet`` may hold images);
-        - a folder that Hugging Face's ``datasets`` saved (``folder:split`` where it has several), of texts or images;
+        - a folder that Hugging Face's ``datasets`` saved (``folder/split`` where it has several), of texts or images;
         - a ``.safetensors`` file, or one that torch saved, of named tensors whose first dimension runs over the
           examples: with the names x and y batches are pairs, else dicts for a transformers model;
         - ``module:function``, a function without arguments that returns an iterable of batches.
@@ -84,11 +55,27 @@ class DataChoice:
     subset_seed : int or None
         Choose the examples at random, with this seed; examples that stand class by class always are, by default with
         the seed 0.
-    columns : TextColumns
-        Columns of a table of text.
+    text : str
+        Column of the text: its name in the header, or its number from 0 where there is none.
+    pair : str or None
+        Column of the second text, for pairs of texts.
+    label : str
+        Column of the label. Models that predict the next or masked tokens need none; of those from text to text it is
+        the text.
+    label_map : mapping of str to int
+        The class number of each label; if empty, labels are numbers or names in the model's configuration.
+    header : bool
+        Whether the first line of a .tsv or .csv file names the columns; else it is already data.
+    max_length : int
+        Longest input in tokens, unless the tokenizer's limit is lower.
 
     Examples
     --------
+    Of MNLI's tables, whose labels are words:
+
+    >>> numbers = {"entailment": 0, "neutral": 1, "contradiction": 2}
+    >>> mnli = DataChoice("dev.tsv", text="sentence1", pair="sentence2", label="gold_label", label_map=numbers)
+
     The same choice for many models, each with its own tokenizer or image transform:
 
     >>> import sharpness, tempfile, torch
@@ -107,13 +94,14 @@ class DataChoice:
     batches: int | None = None
     num_examples: int | None = None
     subset_seed: int | None = None
-    columns: TextColumns = field(default_factory=TextColumns)
+    text: str = "text"
+    pair: str | None = None
+    label: str = "label"
+    label_map: Mapping[str, int] = field(default_factory=dict)
+    header: bool = True
+    max_length: int = 128
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or (self.batches is not None and self.batches < 1):
-            raise ValueError(
-                f"the batch size and the number of batches must be at least 1, got {self.batch_size} and {self.batches}"
-            )
         for name, least in {"batch_size": 1, "batches": 1, "num_examples": 1, "subset_seed": 0}.items():
             if getattr(self, name) is not None:
                 as_count(name, getattr(self, name), least=least)
@@ -146,9 +134,9 @@ class DataChoice:
         if is_function(self.source):
             if self.num_examples is not None or self.subset_seed is not None:
                 raise ValueError(f"{self.source} is a function, which chooses its examples itself")
-            batches = call(self.source)
+            batches = called(self.source)
         else:
-            examples = load_examples(self.source, loaded, self.columns)
+            examples = load_examples(self, loaded)
             remarks = examples.remarks
             chosen = examples.choose(self.num_examples, self.subset_seed)
             chosen = chosen[: None if self.batches is None else self.batches * self.batch_size]
@@ -161,50 +149,60 @@ class DataChoice:
         return result
 
 
+@dataclass(frozen=True)
+class Examples:
+    """A source of examples: its size, and ``batch``, from positions to a batch on the CPU.
+
+    ``classes`` are the numbers of the classes by name, as far as they have names; ``sorted`` says that the examples
+    stand class by class, see :func:`is_sorted`; ``remarks`` say what a listing left out.
+    """
+
+    size: int
+    batch: Callable[[Sequence[int]], Any] = field(repr=False)
+    classes: Mapping[str, int] = field(default_factory=dict)
+    sorted: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def choose(self, count: int | None = None, seed: int | None = None) -> list[int]:
+        """Choose the first ``count`` examples or, with a seed, as many at random, in random order.
+
+        Sorted ones are always chosen at random, because the first ones are of one class. With the same seed, a smaller
+        choice is the beginning of a larger one.
+        """
+        count, seed = self.size if count is None else count, 0 if seed is None and self.sorted else seed
+        if not 1 <= count <= self.size:
+            raise ValueError(
+                f"{count} examples were asked for, but there are {self.size}; choose from 1 to {self.size}"
+            )
+        order = range(self.size) if seed is None else np.random.default_rng(seed).permutation(self.size).tolist()
+        return list(order[:count])
+
+
 # -- sources -----------------------------------------------------------------------------------------------------------
 
 
-def divided(source: str) -> tuple[Path, str]:
-    """Split a source into a path and the split inside it: ``folder:split`` of a folder that ``datasets`` saved."""
-    if not isinstance(source, str):
-        raise TypeError(f"a source of data is a string, got {type(source).__name__}")
-    before, _, split = source.rpartition(":")
-    is_split = before and not Path(source).exists() and _is_saved(Path(before))
-    return (Path(before), split) if is_split else (Path(source), "")
-
-
 def is_function(source: str, base: Path = Path()) -> bool:
-    """Return whether a source is ``module:function`` rather than a file below ``base``, or a split of one."""
-    path = base / source
-    return ":" in source and divided(str(path))[0] == path and not path.exists()
-
-
-def source_files(source: str) -> list[tuple[str, Path]]:
-    """List the files of a source, by the relevant part of their names."""
-    path, split = divided(source)
-    if path.is_dir():
-        return [(f"{split}:{p.relative_to(path).as_posix()}", p) for p in sorted(path.rglob("*")) if p.is_file()]
-    return [(path.suffix, path)] if path.is_file() else []
+    """Return whether a source is ``module:function`` rather than a file below ``base``."""
+    return ":" in source and not (base / source).exists()
 
 
 def check_source(source: str) -> None:
     """Raise unless there is something to read at a source; call it before the work that needs it."""
-    if not is_function(source) and not divided(source)[0].exists():
+    if not is_function(source) and not Path(source).exists():
         raise FileNotFoundError(f"there is no data at {source}")
 
 
-def load_examples(source: str, loaded: LoadedModel, columns: TextColumns) -> Examples:
-    """Open the source of a :class:`DataChoice` that is not a function, for a model; examples are read on demand."""
-    path, split = divided(source)
+def load_examples(choice: DataChoice, loaded: LoadedModel) -> Examples:
+    """Open the source of a choice that is not a function, for a model; examples are read on demand."""
+    path = Path(choice.source)
+    check_source(choice.source)
     kind = path.suffix.lower()
-    if not path.exists():
-        raise FileNotFoundError(f"there is no data at {path}")
-    if _is_saved(path) or kind == ".parquet":
-        return _dataset(path, split, loaded, columns)
+    if kind == ".parquet" or any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return _dataset(choice, loaded)
     if path.is_dir():
-        return _image_folder(path, loaded)
+        return _image_folder(choice, loaded)
     if kind in _TABLES:
-        return _texts(path, read_table(path, columns.header), loaded, columns)
+        return _texts(choice, read_table(path, choice.header), None, loaded)
     if kind not in _TENSORS:
         raise ValueError(
             f"{path} is not data by its name: tables end in {', '.join(sorted(_TABLES))}, images are in folders of "
@@ -225,7 +223,7 @@ def _tensors(path: Path) -> Examples:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{path}: the tensors have unequal numbers of examples, {lengths}")
 
-    def batch(chosen: Any) -> Any:
+    def batch(chosen: Sequence[int]) -> Any:
         part = {name: t[list(chosen)] for name, t in named.items()}
         return (part["x"], part["y"]) if set(part) == {"x", "y"} else part
 
@@ -234,108 +232,102 @@ def _tensors(path: Path) -> Examples:
     return Examples(min(lengths.values()), batch, sorted=by_class)
 
 
-def _is_saved(path: Path) -> bool:
-    """Return whether ``datasets.save_to_disk`` wrote a folder."""
-    return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def _texts(
-    source: Path | str, rows: Sequence[Mapping[str, str]], loaded: LoadedModel, columns: TextColumns
-) -> Examples:
-    batch, labels = tokenized(source, rows, loaded, columns)
-    return Examples(len(rows), batch, sorted=is_sorted(labels))
-
-
-def _dataset(path: Path, split: str, loaded: LoadedModel, columns: TextColumns) -> Examples:
+def _dataset(choice: DataChoice, loaded: LoadedModel) -> Examples:
     """Open texts, or images with their class, that ``datasets`` reads: a folder that it saved, or a parquet file."""
-    with require_extra(f"reading {path} needs datasets", "datasets"):
+    source = choice.source
+    with require_extra(f"reading {source} needs datasets", "datasets"):
         import datasets
         from pyarrow import parquet
-    with naming(f"{path} is not readable by datasets"):
-        saved = path.is_dir()
-        data = datasets.load_from_disk(str(path)) if saved else datasets.Dataset(parquet.read_table(path))
+    with naming(f"{source} is not readable by datasets"):
+        is_file = Path(source).is_file()
+        data = datasets.Dataset(parquet.read_table(source)) if is_file else datasets.load_from_disk(source)
     if isinstance(data, datasets.DatasetDict):
-        if split not in data:
-            raise ValueError(f"{path} has the splits {', '.join(data)}; name one as {path}:{next(iter(data))}")
-        data = data[split]
-    source = f"{path}:{split}" if split else str(path)
-    names = None
-    if loaded.predicts is None:
-        if columns.label not in data.features:
-            raise ValueError(f"{source} has no column {columns.label!r}; it has {', '.join(data.features)}")
-        names = getattr(data.features[columns.label], "names", None)
-        pictures = [name for name, kind in data.features.items() if isinstance(kind, datasets.Image)]
-        if pictures:
-
-            def read(row: int) -> Any:
-                with naming(f"the image in row {row} of {source} cannot be read"):
-                    return data[row][pictures[0]]
-
-            return _images(source, read, data[columns.label], names, loaded)
-    wanted = [c for c in (columns.text, columns.pair, columns.label) if c in data.features]
+        raise ValueError(f"{source} has the splits {', '.join(data)}; name one as {Path(source, next(iter(data)))}")
+    wanted = [c for c in (choice.text, choice.pair, choice.label) if c in data.features]
     rows = [strings(row) for row in data.select_columns(wanted)]
-    own: dict[str, int] = {}
-    if names:
-        for row in rows:
-            number = int(row.get(columns.label, -1))
-            if not 0 <= number < len(names):
-                raise ValueError(
-                    f"{source} has the label {number}, which is not among its classes; use a split with labels"
-                )
-            row[columns.label] = names[number]
-        unnamed = all(n.isdigit() or n.upper().startswith("LABEL_") for n in loaded.labels)
-        known = {n.lower() for n in names} <= {n.lower() for n in loaded.labels}
-        if not (unnamed or known or columns.label_map) and any(n.isdecimal() for n in names):
+    names: Any = None if loaded.predicts else getattr(data.features.get(choice.label), "names", None)
+    for row in rows if names else ():
+        number = int(row.get(choice.label, -1))
+        row[choice.label] = names[number] if 0 <= number < len(names) else str(number)
+    pictures = [name for name, kind in data.features.items() if isinstance(kind, datasets.Image)]
+    if loaded.predicts or not pictures:
+        return _texts(choice, rows, names, loaded)
+    if choice.label not in data.features:
+        raise ValueError(f"{source} has no column {choice.label!r}; it has {', '.join(data.features)}")
+
+    def read(row: int) -> Any:
+        with naming(f"the image in row {row} of {source} cannot be read"):
+            return data[row][pictures[0]]
+
+    return _images(choice, read, [row.get(choice.label, "") for row in rows], names, loaded)
+
+
+def class_numbers(
+    choice: DataChoice, labels: Sequence[str], names: Sequence[str] | None, loaded: LoadedModel, *, images: bool
+) -> tuple[list[int], Mapping[str, int]]:
+    """Return the numbers of labels, and those of all classes by name.
+
+    They are those of ``label_map`` or else of the model. If these name none of the data's own ``names``, the latter are
+    numbered in their order; for texts only where the model has no names for its classes.
+    """
+    known = choice.label_map or loaded.labels
+    unnamed = images or all(n.isdigit() or n.upper().startswith("LABEL_") for n in known)
+    if names and unnamed and not choice.label_map and all(class_number(name, known) is None for name in names):
+        known = {name: i for i, name in enumerate(names)}
+    numbers: dict[str, int] = {}
+    for label in dict.fromkeys(labels):
+        number = class_number(label, known)
+        if number is None and label.isdecimal() and not (choice.label_map or names):
+            number = int(label)
+        if number is None:
             raise ValueError(
-                f"the classes of {source} ({', '.join(names)}) are not the model's ({', '.join(loaded.labels)}); say "
-                "what labels mean with --label-map NAME=NUMBER,…"
+                f"{choice.source} has the label {label!r}, which is not the name of a class "
+                f"({', '.join(known) or 'none are named'}); say what labels mean with --label-map NAME=NUMBER,…, "
+                "rename it, or use a split with labels"
             )
-        if unnamed and not known and not columns.label_map:
-            own = {name: i for i, name in enumerate(names)}
-            columns = dataclasses.replace(columns, label_map=own)
-    return dataclasses.replace(_texts(source, rows, loaded, columns), classes=tuple(own) or None)
+        numbers[label] = number
+    return [numbers[label] for label in labels], known
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def _image_folder(folder: Path, loaded: LoadedModel) -> Examples:
+def _image_folder(choice: DataChoice, loaded: LoadedModel) -> Examples:
     """Open a folder of class folders; hidden ones are no classes.
 
     Unless the model says otherwise, classes are numbered by sorted folder names, as in torchvision's ImageFolder; but
     where all names are numbers, 2 comes before 10.
     """
-    classes = [p.name for p in folder.iterdir() if p.is_dir() and not _is_hidden(p)]
-    classes = sorted(classes, key=int if all(map(str.isdecimal, classes)) else None)
-    items: list[tuple[Path, int]] = []
-    for number, name in enumerate(classes):
+    folder = Path(choice.source)
+    names = [p.name for p in folder.iterdir() if p.is_dir() and not _is_hidden(p)]
+    names = sorted(names, key=int if all(map(str.isdecimal, names)) else None)
+    paths: list[Path] = []
+    for name in names:
         inside = sorted(p for p in (folder / name).iterdir() if p.suffix.lower() in _IMAGES and not _is_hidden(p))
         if not inside:
             raise ValueError(f"the class folder {name} of {folder} holds no image; fill it or remove it")
-        items += [(path, number) for path in inside]
-    if not items:
+        paths += inside
+    if not paths:
         raise ValueError(f"{folder} has no class folders with images (CLASS/NAME.jpg or .png)")
 
     def read(i: int) -> Any:
         from PIL import Image
 
-        path = items[i][0]
-        with naming(f"the image {path.relative_to(folder).as_posix()} cannot be read; remove it or replace it"):
-            with Image.open(path) as image:
+        with naming(f"the image {paths[i].relative_to(folder).as_posix()} cannot be read; remove it or replace it"):
+            with Image.open(paths[i]) as image:
                 image.load()
             return image
 
-    found = _images(str(folder), read, [number for _, number in items], classes, loaded)
-    taken = {path for path, _ in items}
-    others = sorted(p for p in folder.rglob("*") if p.is_file() and p not in taken)
+    examples = _images(choice, read, [path.parent.name for path in paths], names, loaded)
+    others = sorted({p for p in folder.rglob("*") if p.is_file()} - {*paths})
     if not others:
-        return dataclasses.replace(found, sorted=True)
+        return replace(examples, sorted=True)
     remark = (
-        f"{len(others)} of the {len(taken) + len(others)} files of {folder} are left out, such as "
+        f"{len(others)} of the {len(paths) + len(others)} files of {folder} are left out, such as "
         f"{others[0].relative_to(folder).as_posix()}: they are hidden, not directly in the folder of a class, or no "
         "images by their names"
     )
-    return dataclasses.replace(found, sorted=True, remarks=(remark,))
+    return replace(examples, sorted=True, remarks=(remark,))
 
 
 def _is_hidden(path: Path) -> bool:
@@ -343,31 +335,18 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _images(
-    source: str, read: Callable[[int], Any], labels: Sequence[int], classes: Any, loaded: LoadedModel
+    choice: DataChoice, read: Callable[[int], Any], labels: list[str], names: list[str] | None, loaded: LoadedModel
 ) -> Examples:
-    """Return examples of images, from positions to Pillow's images, with the numbers of their classes.
-
-    ``labels`` are positions in ``classes``; where these are classes of the model, they have its numbers.
-    """
+    """Return examples of images, from positions to Pillow's images, with their classes."""
     with require_extra("reading images needs Pillow", "images"):
         from PIL import Image
-    known, transform = loaded.labels, loaded.transform
+    transform = loaded.transform
     if transform is None:
         raise ValueError(
-            f"{source} holds images, but the model does not say how to prepare them; give it an image_transform, a "
-            "function from an image of Pillow to a tensor (channels, height, width)"
+            f"{choice.source} holds images, but the model does not say how to prepare them; give it an "
+            "image_transform, a function from an image of Pillow to a tensor (channels, height, width)"
         )
-    wrong = next((label for label in labels if label < 0), None)
-    if wrong is not None:
-        raise ValueError(f"{source} has the label {wrong}, which is no class; use a split with labels")
-    numbers = [class_number(name, known) for name in classes or ()]
-    if any(n is not None for n in numbers):
-        if None in numbers:
-            raise ValueError(
-                f"{source} has the class {classes[numbers.index(None)]!r}, which is none of the model's "
-                f"({', '.join(known)}); rename its folder, or remove it"
-            )
-        labels, classes = [int(numbers[label] or 0) for label in labels], sorted(known, key=lambda name: known[name])
+    numbers, classes = class_numbers(choice, labels, names, loaded, images=True)
 
     def pixels(image: Any) -> Tensor:
         if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
@@ -376,8 +355,52 @@ def _images(
         return transform(image.convert("RGB"))
 
     def batch(chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        with naming(f"the images of {source} do not make a batch"):
+        with naming(f"the images of {choice.source} do not make a batch"):
             images = torch.stack([pixels(read(i)) for i in chosen])
-        return images, torch.tensor([int(labels[i]) for i in chosen])
+        return images, torch.tensor([numbers[i] for i in chosen])
 
-    return Examples(len(labels), batch, None if classes is None else tuple(classes), is_sorted(labels))
+    return Examples(len(labels), batch, classes, is_sorted(numbers))
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+def _texts(
+    choice: DataChoice, rows: Sequence[Mapping[str, str]], names: Sequence[str] | None, loaded: LoadedModel
+) -> Examples:
+    """Return examples of texts, with the class of each, or with tokens as labels for a model that predicts tokens.
+
+    These are (``loaded.predicts``: ``"next"``, ``"masked"`` or ``"text"``) all of the text, 15 % of it, or all of the
+    label's text.
+    """
+    source, tokenizer, predicts = choice.source, loaded.tokenizer, loaded.predicts
+    if tokenizer is None:
+        raise ValueError(f"{source} is text, but the model has no tokenizer: put one into its folder (tokenizer.json)")
+    if not rows:
+        raise ValueError(f"{source} has no rows")
+    texts = [choice.text] if choice.pair is None else [choice.text, choice.pair]
+    for number, row in enumerate(rows, 1):
+        for column in texts if predicts in ("next", "masked") else [*texts, choice.label]:
+            if column not in row:
+                raise ValueError(f"row {number} of {source} has no column {column!r}; it has {', '.join(row)}")
+    labels = [] if predicts else [row[choice.label].strip() for row in rows]
+    numbers, classes = class_numbers(choice, labels, names, loaded, images=False)
+    broken = f"the tokenizer for {source} does not work"
+    with naming(broken):
+        length = min(choice.max_length, int(getattr(tokenizer, "model_max_length", choice.max_length)))
+    how: dict[str, Any] = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "pt"}
+
+    def batch(chosen: Sequence[int]) -> dict[str, Tensor]:
+        given = [[rows[i][c] for i in chosen] for c in texts]
+        with naming(broken):
+            coded = tokenizer(*given, **how)
+            if predicts is None:
+                return {**coded, "labels": torch.tensor([numbers[i] for i in chosen])}
+            if predicts == "masked":
+                return masked(coded, chosen, tokenizer)
+            wanted = coded
+            if predicts == "text":
+                wanted = tokenizer(text_target=[rows[i][choice.label] for i in chosen], **how)
+            return {**coded, "labels": wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, IGNORED)}
+
+    return Examples(len(rows), batch, classes, is_sorted(numbers))

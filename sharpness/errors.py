@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from quotient_manifolds.batches import tensors
 from quotient_manifolds.symmetries.modules import plain_class
 
-__all__ = ["RemoteError", "imported", "naming", "require_extra", "why_it_failed", "words_of"]
+__all__ = ["RemoteError", "called", "naming", "require_extra", "why_it_failed", "words_of"]
 
 
 def words_of(error: BaseException) -> str:
@@ -126,26 +126,29 @@ def _wrong_labels(error: Exception, model: nn.Module, batch: Any) -> str | None:
     )
 
 
-def imported(name: str, what: str) -> Any:
-    """Import ``module:object``, also from the current folder; errors become one sentence that begins with ``what``."""
+def called(name: str, *arguments: Any) -> Any:
+    """Call the function named ``module:function``, also from the current folder; turn its errors into ValueErrors."""
+    what = f"{name!r} is not an importable module:function"
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     try:
         with naming(what):
-            return pkgutil.resolve_name(name)
+            function = pkgutil.resolve_name(name)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name!r} is not a function")
+    with naming(f"{name} failed"):
+        return function(*arguments)
 
 
 @contextmanager
 def require_extra(what: str, extra: str) -> Iterator[None]:
-    """Turn a failing import in the block into one line: the feature, the library, and the extra that installs it.
+    """Turn a failing import in the block into one line: the feature, the extra that installs its library, and why.
 
-    For example ``figures need matplotlib: pip install 'quotient-manifolds[plot]'``.
+    For example ``figures need matplotlib: pip install 'quotient-manifolds[plot]' (No module named 'matplotlib')``.
     """
     try:
         yield
     except ImportError as error:
-        # A library that is installed but lacks something is too old or broken.
-        why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
-        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]'{why}") from error
+        raise ImportError(f"{what}: pip install 'quotient-manifolds[{extra}]' ({error})") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,24 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .errors import naming, require_extra
 
-__all__ = ["INPUTS", "LoadedModel", "files_of", "from_folder", "image_transform", "quiet", "sides"]
+__all__ = ["INPUTS", "LoadedModel", "files_of", "from_folder", "image_transform", "quiet", "random_images"]
 
 #: Files with a tokenizer's vocabulary; all files that say how texts and images become tensors.
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm")
-_PROCESSORS = ("*processor_config.json",)
-INPUTS = (*_VOCABULARIES, *_PROCESSORS, "tokenizer_config.json", "merges.txt", "*tokens*.json")
+INPUTS = (*_VOCABULARIES, "*processor_config.json", "tokenizer_config.json", "merges.txt", "*tokens*.json")
+#: Nothing is downloaded, and no code of a folder is run.
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 #: Largest number of layers: building more takes minutes, whatever the weights are.
 _MOST_LAYERS = 1000
-#: Why weights that do not match are refused, and how to fix it.
-_MATCH = (
-    "a model with random or missing weights would not be the one that was saved: use the configuration that they were "
-    "saved with, or load and save the model again by from_pretrained and save_pretrained of the right class"
-)
 
 
 @dataclass(frozen=True)
@@ -78,23 +74,24 @@ class LoadedModel:
             return None
         from transformers import AutoTokenizer
 
-        config: Any = getattr(self.model, "config", None)
+        config: Any = self.model.config
         with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
-            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, **_LOCAL)
             longest = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
             tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
+            padding = getattr(config, "pad_token_id", None)
             if tokenizer.pad_token is None:  # any token will do, for a mask hides it
-                padding = getattr(config, "pad_token_id", None)
-                padding = padding if padding is not None else tokenizer.eos_token_id or 0
-                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
-            if config is not None and getattr(config, "pad_token_id", None) is None:
+                unset = tokenizer.eos_token_id or 0
+                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(unset if padding is None else padding)
+            if padding is None:
                 config.pad_token_id = tokenizer.pad_token_id  # by which classifiers find the last token of a text
         return tokenizer
 
     @property
     def predicts(self) -> str | None:
         """What a language model predicts: ``"next"`` or ``"masked"`` tokens, or a ``"text"``; None for others."""
-        if self.folder is None:
+        name = type(self.model).__name__
+        if self.folder is None or name == "XLNetLMHeadModel":  # which does not predict the next token
             return None
         from transformers.models.auto import modeling_auto as auto
 
@@ -103,9 +100,7 @@ class LoadedModel:
             "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
             "next": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         }
-        name = type(self.model).__name__
-        kind = next((kind for kind, names in kinds.items() if name in names.values()), None)
-        return None if name == "XLNetLMHeadModel" else kind  # it does not predict the next token
+        return next((kind for kind, names in kinds.items() if name in names.values()), None)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -137,54 +132,47 @@ def from_folder(folder: Path) -> LoadedModel:
         )
     if not path.is_file():
         raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
-    with naming(f"{path} is not valid JSON"):
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} does not contain a JSON object")
+    with quiet(), naming(f"{path} is not a configuration"):
+        settings, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
     for key, value in settings.items():
         if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
             raise ValueError(f"{path} asks for {key} = {value}, which is too large to build")
     names = settings.get("architectures") or ["AutoModel"]
-    name = names[0] if isinstance(names, list) else names
-    cls: Any = getattr(transformers, str(name), None)
+    cls: Any = getattr(transformers, str(names[0]), None)
     known = isinstance(cls, type) and issubclass(cls, (transformers.PreTrainedModel, transformers.AutoModel))
     if not known:
-        raise ValueError(f"{path} names the architecture {name!r}, which transformers does not have")
-    try:
-        with quiet(), naming(f"{folder} cannot be loaded as {cls.__name__}"):
+        raise ValueError(f"{path} names the architecture {names[0]!r}, which transformers does not have")
+    with quiet(), naming(f"{folder} cannot be loaded as {cls.__name__}"):
+        try:
             model, report = cls.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
             )
-    except ValueError as error:
-        if isinstance(error.__cause__, pickle.UnpicklingError):
+        except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{folder} holds pickled objects other than tensors, and pickled code is never executed; save the "
-                "model again with save_pretrained, which writes safetensors"
+                "it holds pickled objects other than tensors, and pickled code is never executed; save the model "
+                "again with save_pretrained, which writes safetensors"
             ) from error
-        if "ignore_mismatched_sizes" in str(error):
-            raise ValueError(f"the weights in {folder} do not have the shapes of config.json; {_MATCH}") from error
-        raise
     _check_all_loaded(folder, report)
     with naming(f"{path} cannot be used"):
         labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
         example = _transformers_example(model.config)
-    transform = image_transform(folder, model.config) if files_of(folder, _PROCESSORS) else None
+    transform = image_transform(folder, model.config) if files_of(folder, ("*processor_config.json",)) else None
     return LoadedModel(model.eval(), example, transform, folder, labels, str(folder))
 
 
 def _check_all_loaded(folder: Path, report: Mapping[str, Any]) -> None:
     """Refuse files without some of the model's weights, which would be random, or with weights that it does not use."""
-    kinds = {"missing_keys": "lack", "mismatched_keys": "have another shape of", "unexpected_keys": "have besides"}
-    wrong = []
+    kinds = {"mismatched_keys": "have another shape of", "missing_keys": "lack", "unexpected_keys": "have besides"}
     for kind, words in kinds.items():
         names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in report.get(kind) or ())
         if names:
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-            wrong.append(f"{words} {', '.join(names[:2])}{more}")
-    if wrong:
-        raise ValueError(
-            f"the weights in {folder} are not those of config.json: they {'; they '.join(wrong)}; {_MATCH}"
-        )
+            raise ValueError(
+                f"the weights in {folder} are not those of config.json: they {words} {', '.join(names[:2])}{more}; a "
+                "model with random or missing weights would not be the one that was saved: use the configuration that "
+                "they were saved with, or load and save the model again by from_pretrained and save_pretrained of the "
+                "right class"
+            )
 
 
 def image_transform(folder: Path, config: Any) -> Callable[[Any], Tensor]:
@@ -196,7 +184,7 @@ def image_transform(folder: Path, config: Any) -> Callable[[Any], Tensor]:
         from transformers import AutoImageProcessor
 
         with quiet(), naming(f"the image processor in {folder} cannot be read"):
-            return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return AutoImageProcessor.from_pretrained(folder, **_LOCAL)
 
     def transform(image: Any) -> Tensor:
         prepared = dict(processor()(image.convert(mode), return_tensors="pt"))
@@ -217,8 +205,7 @@ def _transformers_example(config: Any) -> dict[str, Tensor]:
     text, vision = (getattr(config, f"{kind}_config", config) for kind in ("text", "vision"))
     size = getattr(vision, "image_size", None)
     if size is not None:
-        shape = (2, getattr(vision, "num_channels", 3), *sides(size))
-        example["pixel_values"] = torch.randn(*shape, device="cpu", generator=generator)
+        example["pixel_values"] = random_images(size, getattr(vision, "num_channels", 3), generator)
     if getattr(text, "vocab_size", None) and (size is None or vision is not config):
         length = min(16, getattr(text, "max_position_embeddings", 16) or 16)
         ids = torch.randint(3, max(4, text.vocab_size - 1), (2, length), device="cpu", generator=generator)
@@ -229,6 +216,12 @@ def _transformers_example(config: Any) -> dict[str, Tensor]:
         example["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
         del example["input_ids"]
     return example
+
+
+def random_images(size: Any, channels: int = 3, generator: torch.Generator | None = None) -> Tensor:
+    """Draw two images of a size in any of the forms of configurations: a number, height and width, or a dict."""
+    shape = np.broadcast_to(list(size.values()) if isinstance(size, dict) else size, 2)
+    return torch.randn(2, channels, *shape.tolist(), device="cpu", generator=generator)
 
 
 def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
@@ -250,11 +243,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def sides(size: Any) -> tuple[int, int]:
-    """Return height and width from any of the forms in configurations."""
-    height, width = (
-        size.values() if isinstance(size, dict) else size if isinstance(size, (list, tuple)) else (size,) * 2
-    )
-    return int(height), int(width)

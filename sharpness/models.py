@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import imported, naming, require_extra
-from .huggingface import LoadedModel, from_folder, sides
+from .errors import called, naming, require_extra
+from .huggingface import LoadedModel, from_folder, random_images
 
 __all__ = ["LoadedModel", "load", "load_state_dict"]
+
+#: What a loaded model is made of: the model, random inputs, its transform of images, and the weights to fill it with.
+_Parts = tuple[nn.Module, Any, Any, Mapping[str, Tensor]]
 
 
 def load(name: str, checkpoint: str | None = None) -> LoadedModel:
@@ -62,26 +67,23 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
             raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
         return from_folder(folder)
     if ":" in name:
-        model = call(name)
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
-        _fill(model, checkpoint, {} if checkpoint is None else load_state_dict(checkpoint))
-        return LoadedModel(model.eval(), transform=getattr(model, "image_transform", None), name=name)
-    missing = []
-    for library, extra, build in (("open_clip", "clip", _from_open_clip), ("timm", "timm", _from_timm)):
-        try:
-            module = __import__(library)
-        except ImportError:
-            missing.append(f"; {library} is not installed: pip install 'quotient-manifolds[{extra}]'")
-            continue
-        if (name.split(".")[0] if library == "timm" else name) in module.list_models():
-            return build(name, checkpoint)
-    if "/" in name or os.sep in name:
+        parts = _from_function
+    elif find_spec("open_clip") and name in import_module("open_clip").list_models():
+        parts = _from_open_clip
+    elif find_spec("timm") and import_module("timm").is_model(name):
+        parts = _from_timm
+    elif "/" in name or os.sep in name:
         raise FileNotFoundError(f"there is no folder {name!r}")
-    raise ValueError(
-        f"{name!r} is not the name of an open_clip or timm model, nor module:function, and there is no folder of this "
-        f"name{''.join(missing)}"
-    )
+    else:
+        raise ValueError(
+            f"{name!r} is not the name of an open_clip or timm model, nor module:function, and there is no folder of "
+            "this name; the names need pip install 'quotient-manifolds[clip,timm]'"
+        )
+    model, example, transform, state = parts(name, {} if checkpoint is None else load_state_dict(checkpoint))
+    if checkpoint is not None:
+        with naming(f"the weights in {checkpoint} are not those of {type(model).__name__}"):
+            model.load_state_dict(state)
+    return LoadedModel(model.eval(), example, transform, name=name)
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -136,16 +138,14 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return {str(k).removeprefix("module."): v for k, v in state.items()}
 
 
-def call(name: str) -> Any:
-    """Call the function named ``module:function``, also from the current folder; turn its errors into ValueErrors."""
-    function = imported(name, f"{name!r} is not an importable module:function")
-    if not callable(function):
-        raise ValueError(f"{name!r} is not a function")
-    with naming(f"{name} failed"):
-        return function()
+# -- functions, open_clip and timm -------------------------------------------------------------------------------------
 
 
-# -- open_clip and timm ------------------------------------------------------------------------------------------------
+def _from_function(name: str, state: Mapping[str, Tensor]) -> _Parts:
+    model = called(name)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
+    return model, None, getattr(model, "image_transform", None), state
 
 
 class ClipClassifier(nn.Module):
@@ -165,49 +165,34 @@ class ClipClassifier(nn.Module):
         return scores
 
 
-def _from_open_clip(name: str, checkpoint: str | None) -> LoadedModel:
+def _from_open_clip(name: str, state: Mapping[str, Tensor]) -> _Parts:
     import open_clip
 
-    state = {} if checkpoint is None else load_state_dict(checkpoint)
     clip, _, transform = open_clip.create_model_and_transforms(name, pretrained=None)
-    images = torch.randn(2, 3, *sides(clip.visual.image_size))
-    if "classification_head.weight" not in state:
-        _fill(clip, checkpoint, state)
+    images, head = random_images(clip.visual.image_size), state.get("classification_head.weight")
+    if head is None:
         length, words = getattr(clip, "context_length", 77), getattr(clip, "vocab_size", 49408)
-        example = {"image": images, "text": torch.randint(1, words - 1, (2, length))}
-        return LoadedModel(clip.eval(), example, transform, name=name)
+        return clip, {"image": images, "text": torch.randint(1, words - 1, (2, length))}, transform, state
     if f"{name}-quickgelu" in open_clip.list_models():
         raise ValueError(
-            f"{checkpoint} is a fine-tuned CLIP of OpenAI's, which uses QuickGELU: name the model {name}-quickgelu "
+            f"the checkpoint is a fine-tuned CLIP of OpenAI's, which uses QuickGELU: name the model {name}-quickgelu "
             f"({name} would give other outputs)"
         )
+    if head.dim() != 2:
+        raise ValueError("the checkpoint has no matrix classification_head.weight (classes × features) for the head")
     state = {k.removeprefix("model."): v.float() for k, v in state.items() if v.is_floating_point()}
     state = {k: v for k, v in state.items() if k.startswith(("visual.", "classification_head."))}
-    head = state["classification_head.weight"]
-    if head.dim() != 2:
-        raise ValueError(f"{checkpoint} has no matrix classification_head.weight (classes × features) for the head")
     linear = nn.Linear(head.shape[1], head.shape[0], bias="classification_head.bias" in state)
-    model = ClipClassifier(clip.visual, linear)
-    _fill(model, checkpoint, state)
-    return LoadedModel(model.eval(), images, transform, name=name)
+    return ClipClassifier(clip.visual, linear), images, transform, state
 
 
-def _from_timm(name: str, checkpoint: str | None) -> LoadedModel:
+def _from_timm(name: str, state: Mapping[str, Tensor]) -> _Parts:
     import timm
 
-    state = {} if checkpoint is None else load_state_dict(checkpoint)
     model = timm.create_model(name, pretrained=False)
     top = model.default_cfg.get("classifier")
     head = state.get(f"{top[0] if isinstance(top, (list, tuple)) else top}.weight")
     if head is not None and head.dim() and head.shape[0] != model.num_classes:
         model = timm.create_model(name, pretrained=False, num_classes=head.shape[0])
-    _fill(model, checkpoint, state)
     settings = timm.data.resolve_model_data_config(model)
-    images, transform = torch.randn(2, *settings["input_size"]), timm.data.create_transform(**settings)
-    return LoadedModel(model.eval(), images, transform, name=name)
-
-
-def _fill(model: nn.Module, path: str | None, state: Mapping[str, Tensor]) -> None:
-    if path is not None:
-        with naming(f"the weights in {path} are not those of {type(model).__name__}"):
-            model.load_state_dict(state)
+    return model, torch.randn(2, *settings["input_size"]), timm.data.create_transform(**settings), state

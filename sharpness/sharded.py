@@ -65,7 +65,7 @@ class ShardedSpace(WeightSpace):
             raise ValueError(
                 f"parameter {bad or '(on another process)'!r} has NaN or infinite entries; load an intact checkpoint"
             )
-        of_twin = None if pairs is None else [in_copy(p, self._shards.modules) for p in pairs]
+        of_twin = None if pairs is None else in_copy(pairs, model, self._shards.twin)
         super().__init__(self._shards.twin, measure, of_twin, classes=classes, only=only, offload=offload)
         self.model, self.world, self.given = model, self._shards.world, pairs
         self.pairs = tuple(p for s in self._all_stacks for p in s.pairs)
@@ -136,8 +136,7 @@ class ShardedSpace(WeightSpace):
         shards.spread(found, rows)
         rows |= {p: t for p, t in found.items() if p not in shards.owner}
         tensors = {name: shards.whole(p, rows[p]).cpu() for name, p in self._parameters.items()}
-        of_model = {twin: module for module, twin in shards.modules.items()}
-        pairs = tuple(in_copy(p, of_model) for p in self.pairs)
+        pairs = tuple(in_copy(self.pairs, shards.twin, self.model))
         squares = self._places.squares(self.each(xi), self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, pairs, self.given, self.classes)
 

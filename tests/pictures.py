@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import Compose, Grayscale, Normalize, Resize, ToTensor
 
-from sharpness.data import TextColumns, load_examples
+from sharpness.data import DataChoice, load_examples
 
 
 def png(pixels):
@@ -26,10 +26,10 @@ COLOUR = transform((6, 4), MEAN, STD)
 GREY = transform((8, 8), (0.25,), (0.5,), "L")
 
 
-def opened(source, transform=None, *, text=None, tokenizer=None, labels=None, predicts=None):
+def opened(source, transform=None, *, tokenizer=None, labels=None, predicts=None, **columns):
     """The examples of a source, for a model of which this is known."""
     loaded = SimpleNamespace(transform=transform, tokenizer=tokenizer, labels=labels or {}, predicts=predicts)
-    return load_examples(str(source), loaded, text or TextColumns())
+    return load_examples(DataChoice(str(source), **columns), loaded)
 
 
 def flat():

@@ -28,7 +28,7 @@ from reproduction import baselines, radii, zoo
 from reproduction.collection import train_collection
 from reproduction.tests.test_zoo import write_pictures
 from reproduction.zoo_data import LABELS
-from sharpness.data import DataChoice, TextColumns
+from sharpness.data import DataChoice
 from sharpness.study import read_config, read_rows, run_sweep
 
 from . import networks
@@ -268,7 +268,7 @@ def tiny(kind):
     pairs = [{"premise": f"Is it {w}?", "hypothesis": w, "label": x} for w, x in zip(WORDS, itertools.cycle(LABELS))]
     Path("pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
     bert_folder([p["premise"] for p in pairs], "bert")
-    data = DataChoice("pairs.jsonl", columns=TextColumns("premise", "hypothesis", "label", LABELS, max_length=12))
+    data = DataChoice("pairs.jsonl", text="premise", pair="hypothesis", label_map=LABELS, max_length=12)
     zoo.train_collection = lambda *a, autocast, **kw: train_collection(*a, **kw)  # it would round on the CPU alone
     zoo._parts = lambda *_: ("bert", None, data, data, "pairs.jsonl")
 

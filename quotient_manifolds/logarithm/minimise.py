@@ -1,4 +1,4 @@
-"""Paths of least energy: a batched quasi-Newton method, and the lowest eigenvalue of the second derivative."""
+"""Paths of least energy: a batched quasi-Newton method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base import standard_normal
 from ..linalg import hermitian_power, weighted_sylvester
 from ..metrics import Pair
-from .paths import Bent, Path, energy, flat, hermitian, inner, unflat, weights
+from .paths import Bent, Path, energy, flat, hermitian, unflat, weights
 
 __all__ = ["Minimiser", "Preconditioner"]
 
@@ -100,7 +100,9 @@ class Minimiser:
         self.path = path
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._known: tuple[Tensor, Tensor] | None = None
-        self._least = 1e-6 * inner(path, path.x)
+        M, N = (X.mH @ X for X in path.split(path.x))
+        W_G, W_H = weights(path.metric, M, N, inverse=False)
+        self._least = 1e-6 * (W_G.mT * M + W_H.mT * N).real.sum((-2, -1))
         self.value = self.error = torch.full_like(self._least, torch.inf)
         self.renew()
 
@@ -125,20 +127,13 @@ class Minimiser:
             d = torch.addcmul(d, (a - rho * _dot(y, d)).unsqueeze(-1).to(d.dtype), s)
         return -d
 
-    def down(self, d: Tensor) -> Path:
-        """Go along ±d to where the energy is lowest; items with d = 0 stay, and all of them if it falls for none."""
-        best, value = self.path, self._energy()[0]
-        for step in (0.03, -0.03, 0.3, -0.3, 1.0, -1.0):
-            trial = self.path.moved(step * d)
-            lower = energy(trial)[0]
-            better = (lower < value)[:, None, None]
-            if not bool(better.any()):
-                continue
-            best = replace(
-                best, y=torch.where(better, trial.y, best.y), c=torch.where(better.unsqueeze(1), trial.c, best.c)
-            )
-            value = torch.where(lower < value, lower, value)
-        return best
+    def disturbed(self, share: float) -> Path:
+        """Return the paths after one random step, of a share of the size of their start."""
+        path, g = self.path, self._energy()[1]
+        drawn = standard_normal((1, g.shape[1]), g, torch.Generator().manual_seed(0))
+        d = self._preconditioner(drawn.expand_as(g), path)
+        size = torch.linalg.matrix_norm(path.x) / torch.linalg.vector_norm(d, dim=1)
+        return path.moved(share * size.unsqueeze(-1) * d)
 
     def run(self, steps: int, tol: float | Tensor) -> Path:
         """Take steps until the error of every item, relative to its length, is below the tolerance, or give up."""
@@ -214,29 +209,3 @@ class Minimiser:
         near = unflat(d, self.path)[1].abs().amax((-2, -1)) < 1
         self.path, self._known = self.path.moved(torch.where(near.unsqueeze(-1), d, 0)), None
         return self.path
-
-    def softest(self, steps: int = 12) -> tuple[Tensor, Tensor]:
-        """Estimate the lowest eigenvalue (b) of the preconditioned second derivative, and its direction.
-
-        Lanczos' method from a random vector. The estimate is an upper bound, and becomes negative after few steps if
-        one negative eigenvalue is far from the others.
-        """
-        path, g = self.path, self._energy()[1]
-        r = standard_normal(tuple(g.shape), g, torch.Generator().manual_seed(0))
-        old = torch.zeros_like(g)
-        # For a vector of about unit length.
-        epsilon = torch.finfo(self._least.dtype).eps ** (1 / 3) * (1e6 * self._least).sqrt().unsqueeze(-1)
-        basis, diagonal, beside = [], [], []
-        for _ in range(steps):
-            w = self._preconditioner(r, path)
-            beta = _dot(r, w).clamp_min(torch.finfo(self._least.dtype).tiny).sqrt().unsqueeze(-1)
-            v, w = r / beta, w / beta
-            beside.append(beta.squeeze(-1))
-            Hw = (energy(path.moved(epsilon * w))[1] - g) / epsilon
-            basis.append(w)
-            diagonal.append(_dot(w, Hw))
-            r, old = Hw - diagonal[-1].unsqueeze(-1) * v - (beta * old if len(basis) > 1 else 0), v
-        off = torch.stack(beside[1:], -1)
-        T = torch.diag_embed(torch.stack(diagonal, -1)) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-        values, vectors = torch.linalg.eigh(T.nan_to_num(0, 0, 0))  # for paths that failed
-        return values[:, 0], (torch.stack(basis, -1) @ vectors[:, :, :1].to(g.dtype)).squeeze(-1)

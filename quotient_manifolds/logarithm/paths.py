@@ -33,12 +33,12 @@ __all__ = [
     "first_path",
     "flat",
     "hermitian",
-    "inner",
     "moved_end",
     "polar",
     "unflat",
     "weights",
 ]
+
 
 #: Condition number of Gram matrices up to which single precision is accurate enough.
 _WELL_CONDITIONED = 1e4
@@ -151,13 +151,6 @@ def weights(metric: Metric, M: Tensor, N: Tensor, inverse: bool) -> Pair:
     G, H = (Gram(K, torch.linalg.inv_ex(K)[0]) for K in (M, N))
     function = metric.inverse_weight if inverse else metric.weight
     return function(G, H), function(H, G)
-
-
-def inner(path: Path, u: Tensor) -> Tensor:
-    """Compute the square of a vector at the start of paths, (b)."""
-    M, N = (X.mH @ X for X in path.split(path.x))
-    (W_G, W_H), (P, R) = weights(path.metric, M, N, inverse=False), path.split(u)
-    return (W_G.mT * (P.mH @ P) + W_H.mT * (R.mH @ R)).real.sum((-2, -1))
 
 
 def energy(path: Path) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 r"""The shortest geodesic between two orbits at any distance.
 
-Starting from several representatives of the end point, the energy of a path with few coefficients is minimised; saddle
-points are left along their softest direction. The shortest path found is refined until the exact geodesic with its
-initial velocity ends at the orbit of y: the distance by which the geodesic misses is added to the end of the path, and
-coefficients are added where that does not help.
+Starting from two representatives of the end point, the energy of a path with few coefficients is minimised, with a
+small random step on the way, which leaves saddle points. The shortest path found is refined until the exact geodesic
+with its initial velocity ends at the orbit of y: the distance by which the geodesic misses is added to the end of the
+path, and coefficients are added where that does not help.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _AIM, SOLVED = 2e-10, 1e-9
 #: Real numbers that are worked on at once, to fit the caches; coefficients of the first paths, and of refined paths
 #: with the error to which those are minimised.
 _CHUNK, _FIRST, _REFINED = 2**18, 4, ((6, 1e-5), (10, 1e-8), (16, 3e-11), (26, 1e-11))
-#: Tolerance of geodesics.
-_EXACT = 1e-11
-#: An eigenvalue below the first means a saddle point, one above the second none, even in single precision. If every
-#: cosine is above the third, other representatives of the end are not searched: they are farther away.
-_SADDLE, _SURE, _NEAR = -1e-3, 0.05, 0.3
+#: Tolerance of geodesics, and the random step as a share of the size of a point.
+_EXACT, _KICK = 1e-11, 0.03
+#: If every cosine is above it, another representative of the end is not searched: it is farther away.
+_NEAR = 0.3
 #: Columns up to which the mirror image is tried by default: it flips one of many, which hardly changes the length.
 _MIRRORED = 16
 
@@ -74,23 +73,6 @@ class Shortest:
 
     def __getitem__(self, index: Tensor) -> Shortest:
         return Shortest(**{name: value[index] for name, value in vars(self).items()})
-
-
-@dataclass
-class _Start:
-    """Paths with few coefficients, their energy (inf: none found), the lowest eigenvalue, the smallest cosine."""
-
-    path: Path
-    value: Tensor
-    softest: Tensor
-    cosine: Tensor
-
-    def put(self, index: Tensor, other: _Start) -> None:
-        """Replace some items."""
-        for mine, new in ((self.path.y, other.path.y), (self.path.c, other.path.c)):
-            mine[index] = new
-        for name in ("value", "softest", "cosine"):
-            getattr(self, name)[index] = getattr(other, name)
 
 
 def shortest(metric: Metric, n: int, x: Tensor, y: Tensor) -> Shortest:
@@ -160,7 +142,7 @@ class _Search:
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
-    def _starts(self) -> list[_Start]:
+    def _starts(self) -> list[Minimiser]:
         """Minimise the energy of paths with few coefficients to one or two representatives of the end.
 
         They are the one that fits x best and, for real points, its mirror image.
@@ -190,40 +172,14 @@ class _Search:
         wrong = torch.linalg.det(polar(X)) * torch.linalg.det(polar(Y) @ R) < 0
         return torch.where(wrong[:, None, None], _mirrored(R), R)
 
-    def _start(self, y: Tensor) -> _Start:
-        first = first_path(self.metric, self.n, self.x, y, _FIRST)
-        minimiser = Minimiser(first.in_single())
+    def _start(self, y: Tensor) -> Minimiser:
+        """Minimise the energy of paths to y; the value of those that fail is infinite."""
+        minimiser = Minimiser(first_path(self.metric, self.n, self.x, y, _FIRST))
         minimiser.run(6, 1e-2)
-        if bool((minimiser.error > 1e-3).any()):
-            minimiser.renew()  # the end has rotated a lot
-            minimiser.run(12, 1e-3)
-        start = self._as_start(minimiser, minimiser.softest()[0])
-        doubtful = (start.softest < _SURE) | ~(minimiser.error < 1e-3)
-        if bool(doubtful.any()):
-            at = doubtful.nonzero().squeeze(1)
-            start.put(at, self._minimum(start.path[at], at))
-        return start
-
-    def _minimum(self, path: Path, at: Tensor, turns: int = 4) -> _Start:
-        """Minimise in the precision of the points, and leave saddle points along their softest direction."""
-        minimiser = Minimiser(path)
+        minimiser = Minimiser(minimiser.disturbed(_KICK))
         minimiser.run(60, 1e-3)
-        least, direction = minimiser.softest()
-        start, saddle = self._as_start(minimiser, least, at), (least < _SADDLE).nonzero().squeeze(1)
-        if turns and len(saddle):
-            lower = minimiser.down(torch.where((least < _SADDLE).unsqueeze(-1), direction, 0))
-            if lower is not minimiser.path:
-                start.put(saddle, self._minimum(lower[saddle], at[saddle], turns - 1))
-        return start
-
-    def _as_start(self, minimiser: Minimiser, least: Tensor, at: Tensor | slice = slice(None)) -> _Start:
-        """Gather what was found, in the precision of the points."""
-        path, dtype = minimiser.path, self.x.dtype
-        if path.c.dtype != dtype:
-            path = replace(path, x=self.x[at], y=self._representative(at, path.y.to(dtype)), c=path.c.to(dtype))
-        value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
-        real = dtype.to_real()
-        return _Start(path, value.to(real), least.to(real), minimiser.cosine.to(real))
+        minimiser.value = torch.where(minimiser.error < 0.05, minimiser.value, torch.inf)
+        return minimiser
 
     # -- refinement ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ..batches import default_forward
 from .certificate import ROUNDING, Certificate, broken, certify, change, move_, moved, output_gradients
 from .examination import examine_model
 from .lora import is_lora, lora_pairs, prefix_tuned
-from .modules import check_model, plain_names, running_copy
+from .modules import Wide, check_model, plain_names, running_copy
 from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy, merged, refused, usable
 from .registry import handler_of
 from .stacks import PairList, stacks, without_sharing
@@ -128,17 +128,16 @@ def _certified(
 
     def failing(dtype: torch.dtype, tolerance: float) -> set[str]:
         with running_copy(model, batch, forward, dtype) as (twin, run):
-            modules = dict(zip(model.modules(), twin.modules(), strict=True))
-            return {p.name for p in broken([in_copy(p, modules) for p in pairs if p.group is not None], run, tolerance)}
+            return {p.name for p in broken(in_copy(used, model, twin), run, tolerance)}
 
-    reason = CHANGES
+    used, reason = [p for p in pairs if p.group is not None], CHANGES
     try:
         try:
             names = failing(torch.float64, ROUNDING)
         except Exception:  # such as that of a kernel that exists in single precision alone
             names = failing(torch.float32, 1e-2)
     except Exception as error:  # whatever third-party code raises
-        names = {p.name for p in pairs}
+        names = {p.name for p in used}
         reason = f"{FAILED} in the whole model: {type(error).__name__}: {error}".splitlines()[0]
     return PairList(refused(p, reason) if p.group is not None and p.name in names else p for p in pairs)
 
@@ -148,13 +147,12 @@ def _disjoint(pairs: list[SymmetricPair]) -> Iterator[SymmetricPair]:
 
     They belong to attention pairs that are trainable as a whole; otherwise they are pairs of their own.
     """
-    sides: dict[bool, set[int]] = {True: set(), False: set()}
+    used = [p for p in pairs if p.group is not None]
+    adapters = {t for p in used if p.kind == "lora" for t in p.parameters()}
+    whole = [p for p in used if p.kind != "lora" and all(t.requires_grad for t in p.parameters())]
+    trained = {t for p in whole for t in p.parameters()}
     for p in pairs:
-        if p.group is not None and (p.kind == "lora" or all(b.tensor.requires_grad for b in p.G + p.H)):
-            sides[p.kind == "lora"].update(id(b.tensor) for b in p.G + p.H)
-    trained, adapters = sides[False], sides[True]
-    for p in pairs:
-        tensors = {id(b.tensor) for b in p.G + p.H} if p.group is not None else set()
+        tensors = set(p.parameters()) if p.group is not None else set()
         if p.kind == "lora" and tensors & trained:
             yield refused(p, "its factors belong to the attention pairs of the trainable base weights")
         elif p.kind != "lora" and tensors & adapters and not tensors <= trained:
@@ -242,10 +240,14 @@ class Verification:
     tolerance: float = 1e-9
 
     @property
+    def moving(self) -> list[str]:
+        """Names of the pairs of which moves change the outputs."""
+        return [name for name, change in self.changes.items() if not change <= self.tolerance]
+
+    @property
     def failures(self) -> list[str]:
         """Names of the pairs that are not symmetries."""
-        moved = [name for name, change in self.changes.items() if not change <= self.tolerance]
-        return list(dict.fromkeys([*moved, *(p.name for p in self.certificate.failures)]))
+        return list(dict.fromkeys([*self.moving, *(p.name for p in self.certificate.failures)]))
 
     @property
     def ok(self) -> bool:
@@ -253,15 +255,13 @@ class Verification:
         return not self.failures
 
     def __str__(self) -> str:
-        lines = str(self.certificate).splitlines()
+        lines = [str(self.certificate)]
         if self.changes:
-            worst = max(self.changes.values())
             lines.append(
-                f"{len(self.changes)} pairs moved, largest relative change of an output {worst:.1e} "
-                f"(rounding is up to {self.tolerance:.0e})"
+                f"{len(self.changes)} pairs moved, largest relative change of an output "
+                f"{max(self.changes.values()):.1e} (rounding is up to {self.tolerance:.0e})"
             )
-            moved = [n for n, change in self.changes.items() if not change <= self.tolerance]
-            lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in moved]
+        lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in self.moving]
         return "\n".join(lines)
 
 
@@ -330,15 +330,14 @@ def verify(
     check_model(model)
     extra = check_pairs(extra)
     with running_copy(model, batch, forward) as (twin, run):
-        modules = dict(zip(model.modules(), twin.modules(), strict=True))
         before = run()
         if not before:
             raise ValueError(f"{type(model).__name__} returned no floating-point tensor to compare; pass forward")
-        claimed = _claimed(twin, [in_copy(p, modules) for p in extra], run)
+        claimed = _claimed(twin, in_copy(extra, model, twin), run)
         pairs = [p for p in claimed if p.group is not None]
         found = stacks(pairs)
         gradients: dict[Tensor, Tensor] = {}
-        with suppress(RuntimeError):  # outputs that cannot be differentiated certify nothing; moves decide
+        with suppress(RuntimeError), Wide():  # outputs that cannot be differentiated certify nothing; moves decide
             parameters = [p for s in found for p in s.parameters()]
             generator = torch.Generator().manual_seed(seed)
             gradients = output_gradients(lambda: [t[t.isfinite()] for t in run()], parameters, generator)

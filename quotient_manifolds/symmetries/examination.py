@@ -70,7 +70,7 @@ def _rotary(C: Tensor, size: int, pairing: str) -> tuple[Tensor, ...]:
 
 
 def _algebras(h: int) -> list[_Algebra]:
-    """List the candidates, the largest first."""
+    """List the candidates."""
 
     def skew(C: Tensor) -> tuple[Tensor, ...]:
         return ((C - C.mT).flatten(-2),)
@@ -95,7 +95,7 @@ def _algebras(h: int) -> list[_Algebra]:
     found.append(_Algebra(h, lambda C: (C.diagonal(dim1=-2, dim2=-1),), {"group": "diagonal"}))
     found.append(_Algebra(1, trace, {"reason": "one scale, which has no quotient here"}))
     found.append(_Algebra(1, shift, {"reason": "one shift of all dimensions alike, which has no quotient here"}))
-    return sorted((a for a in found if a.dimension), key=lambda a: -a.dimension)
+    return [a for a in found if a.dimension]
 
 
 def _holds(algebra: _Algebra, one: Tensor, two: Tensor) -> bool:
@@ -188,8 +188,8 @@ class Examination:
 
     def _largest(self, kind: str, roles: Roles, sizes: Sequence[int]) -> Heads:
         """Find where heads lie and what acts on them: the largest group; of equal ones, that with a known head size."""
-        fits: list[tuple[tuple[int, int, int, int], Heads]] = []
         none = Heads(1, 1, min(map(roles.width, "qkvo")), reason=_NONE)
+        options = []
         for heads in places(roles, kind):
             pairs = merged(roles.of_kind(kind, heads))
             reason = next((p.reason for p in pairs if p.group is None), "")
@@ -198,16 +198,13 @@ class Examination:
             one, two = moments(pairs, self.samples)
             if not bool(one.any()) and not bool(two.any()):
                 return replace(none, reason=UNCERTIFIED)
+            doubt = sizes.index(heads.size) if heads.size in sizes else len(sizes)
             for algebra in _algebras(heads.size):
-                total = len(pairs) * algebra.dimension
-                if fits and total < -min(fits)[0][0]:  # the following ones are even smaller
-                    break
-                if _holds(algebra, one, two):
-                    doubt = sizes.index(heads.size) if heads.size in sizes else len(sizes)
-                    found = replace(heads, dimension=algebra.dimension, **algebra.acting)
-                    fits.append(((-total, doubt, heads.size, len(fits)), found))
-                    break
-        return min(fits)[1] if fits else none
+                options.append(((-len(pairs) * algebra.dimension, doubt, heads.size), heads, algebra, one, two))
+        for _, heads, algebra, one, two in sorted(options, key=lambda option: option[0]):
+            if _holds(algebra, one, two):
+                return replace(heads, dimension=algebra.dimension, **algebra.acting)
+        return none
 
     def _key_bias_is_null(self, pairs: Sequence[SymmetricPair]) -> bool:
         """Return whether the outputs do not depend on the key bias, on the dimensions that are not rotated."""
@@ -289,14 +286,12 @@ def _examined_pairs(
     try:
         with examination(module, call) as alone:
             if kind in examined:
-                first, pairs = examined[kind]
-                pairs = [in_copy(p, dict(zip(first.modules(), alone.twin.modules(), strict=True))) for p in pairs]
+                pairs = in_copy(examined[kind][1], examined[kind][0], alone.twin)
             if kind not in examined or not alone.keeps(pairs):
                 pairs = alone.pairs()
     except Exception as error:  # whatever third-party code raises
         return no_pair(name, f"{FAILED} alone: {type(error).__name__}: {error}".splitlines()[0])
-    modules = dict(zip(alone.twin.modules(), module.modules(), strict=True))
-    pairs = [replace(in_copy(p, modules), module=name) for p in pairs]
+    pairs = [replace(p, module=name) for p in in_copy(pairs, alone.twin, module)]
     examined[kind] = module, pairs
     return pairs
 

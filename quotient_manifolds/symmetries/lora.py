@@ -35,8 +35,10 @@ def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Place, 
             yield name, (module.lora_embedding_A, name), (module.lora_embedding_B, name)
 
 
-def _is_off(module: Any) -> bool:
-    return bool(module.disable_adapters or module.merged)
+def _active(module: Any) -> list[str]:
+    """List the adapters that add to a layer's weight; none of a layer without LoRA."""
+    off = not is_lora(module) or module.disable_adapters or module.merged
+    return [] if off else list(module.active_adapters)
 
 
 def prefix_tuned(model: nn.Module) -> bool:
@@ -46,10 +48,7 @@ def prefix_tuned(model: nn.Module) -> bool:
 
 def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
     """List the places of A and B whose product adds to the weight of a module; empty without active LoRA."""
-    layer: Any = module
-    if not is_lora(module) or _is_off(module):
-        return []
-    return [(A, B) for _, A, B in _factors(layer, layer.active_adapters)]
+    return [(A, B) for _, A, B in _factors(module, _active(module))]
 
 
 def _variant(module: Any, adapter: str) -> str:
@@ -60,9 +59,8 @@ def _variant(module: Any, adapter: str) -> str:
 
 def lora_obstacle(module: nn.Module) -> str:
     """Explain why LoRA on a projection leaves its attention layer without symmetry; empty if it does not."""
-    layer: Any = module
-    found = [_variant(layer, a) for a in layer.active_adapters] if is_lora(module) and not _is_off(layer) else []
-    return next((f"{variant} scales the projection's rows" for variant in found if variant), "")
+    variants = (_variant(module, a) for a in _active(module))
+    return next((f"{variant} scales the projection's rows" for variant in variants if variant), "")
 
 
 def adapter_names(module: Any) -> list[str]:

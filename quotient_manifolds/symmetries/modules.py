@@ -314,10 +314,11 @@ def running_copy(
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
 
     def run(change: Callable[[Any], Any] | None = None) -> list[Tensor]:
-        with torch.random.fork_rng(devices):
-            return [t.to(dtype) for t in floats(forward(twin, batch if change is None else change(batch)))]
+        inputs = batch if change is None else change(batch)
+        with torch.random.fork_rng(devices), Wide() if dtype == torch.float64 else nullcontext():
+            return [t.to(dtype) for t in floats(forward(twin, inputs))]
 
-    with preserve_model_state(twin), Wide() if dtype == torch.float64 else nullcontext():
+    with preserve_model_state(twin):
         yield twin, run
 
 

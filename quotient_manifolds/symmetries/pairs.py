@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -278,13 +278,16 @@ def usable(pair: SymmetricPair, include_frozen: bool = False, thin: bool = False
     return pair
 
 
-def in_copy(pair: SymmetricPair, modules: Mapping[nn.Module, nn.Module]) -> SymmetricPair:
-    """Return the same pair of a copy of its model; ``modules`` maps the model's modules to those of the copy."""
-    try:
-        G, H, null = (tuple(replace(b, module=modules[b.module]) for b in v) for v in (pair.G, pair.H, pair.null))
-    except KeyError:
-        raise ValueError(f"the pair {pair.name!r} belongs to another model") from None
-    return replace(pair, G=G, H=H, null=null, model=None if pair.model is None else modules.get(pair.model))
+def in_copy(pairs: Iterable[SymmetricPair], model: nn.Module, copy: nn.Module) -> list[SymmetricPair]:
+    """Return the same pairs of a copy of their model."""
+    modules = dict(zip(model.modules(), copy.modules(), strict=True))
+    found = []
+    for p in pairs:
+        if not all(b.module in modules for b in p.G + p.H + p.null):
+            raise ValueError(f"the pair {p.name!r} belongs to another model")
+        G, H, null = (tuple(replace(b, module=modules[b.module]) for b in v) for v in (p.G, p.H, p.null))
+        found.append(replace(p, G=G, H=H, null=null, model=None if p.model is None else modules.get(p.model)))
+    return found
 
 
 def check_pairs(pairs: Iterable[SymmetricPair]) -> list[SymmetricPair]:

@@ -244,28 +244,25 @@ def _rotary_size(module: Any, size: int, partial: bool) -> int:
 
 def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[SymmetricPair]:
     """List the pairs of a module of a class of the table, with its number of heads."""
+    name, group, partly, by_head = row.values()
     roles = roles_of(module)
     if roles is None:
-        return no_pair(
-            path,
-            f"a projection is not where {row['class'].rpartition('.')[2]} has it (replaced, pruned or parametrised?)",
-        )
+        cls = name.rpartition(".")[2]
+        return no_pair(path, f"a projection is not where {cls} has it (replaced, pruned or parametrised?)")
     owners = (module, *module.children(), getattr(module, "config", None))
     heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
     fits: list[Heads] = []
     for kind in ("qk", "vo"):
-        found = [
-            p for p in places(roles, kind, heads) if p.blocks == (p.kv_number if row["rows lie head by head"] else 1)
-        ]
+        found = [p for p in places(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]
         if not found:
             return no_pair(path, f"the projections of {kind} do not divide into {heads} heads")
         fits.append(found[0])
     qk, vo = fits
-    if row["group"] in PLANES:
-        qk = replace(qk, rotary_size=_rotary_size(module, qk.size, bool(row["part of a head is rotated"])))
+    if group in PLANES:
+        qk = replace(qk, rotary_size=_rotary_size(module, qk.size, bool(partly)))
     # The key bias also multiplies the queries of positions; appended keys do not receive it.
     null = not any(getattr(m, "pos_att_type", None) for m in module.children()) and not _has(module, *_APPENDED)
-    qk = replace(qk, group=row["group"], reason=_QK_NORM * _has(module, *_QK_NORMS), key_bias_null=null)
+    qk = replace(qk, group=group, reason=_QK_NORM * _has(module, *_QK_NORMS), key_bias_null=null)
     if _has(module, "norm", "ln_inner"):
         vo = replace(vo, reason=_INNER_NORM)
     elif _has(module, "gate"):  # a separate number for every dimension

@@ -85,12 +85,10 @@ def _words(name: str) -> set[str]:
 
 def _letters(words: set[str]) -> str | None:
     """Return the letters of a role, or None if it is not a projection."""
-    if not words:
-        return "o"
-    found = [_LETTERS.get(w) for w in words]
-    if None in found:
+    if not words <= _LETTERS.keys():
         return None
-    return "".join(c for c in "qkvo" if any(c in (letters or "") for letters in found))
+    letters = "".join(_LETTERS[w] for w in words)
+    return "".join(c for c in "qkvo" if c in letters) or "o"
 
 
 def _projects(module: nn.Module) -> bool:

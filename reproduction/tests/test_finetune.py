@@ -18,7 +18,7 @@ from reproduction.finetune import set_dropout_
 from reproduction.recipes import Recipe, random_recipe
 from reproduction.vision import SmallViT, vit_cifar10
 from sharpness import cli as measuring
-from sharpness.data import DataChoice, TextColumns
+from sharpness.data import DataChoice
 from sharpness.models import load, load_state_dict
 from sharpness.study import read_config, run_sweep
 from tests.sweeps import repeated
@@ -228,9 +228,7 @@ def test_labels_that_are_no_classes(tmp_path):
     bert_folder(SENTENCES, tmp_path / "b")
     (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 3}\n{"text": "bad", "label": 1}\n')
     with pytest.raises(ValueError, match=r"labels of .* are the numbers \[1, 3\]"):
-        train_collection(
-            str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl"), columns=TextColumns()), tmp_path / "z"
-        )
+        train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z")
     with pytest.raises(ValueError, match="shards are i/n"):
         train_collection(str(tmp_path / "b"), DataChoice(str(tmp_path / "t.jsonl")), tmp_path / "z", shard=(3, 2))
 
@@ -316,10 +314,10 @@ def test_a_head_that_was_there_is_not_kept_nor_a_folder_of_somebody_elses_replac
     bert_folder(SENTENCES, tmp_path / "bert")
     table = tmp_path / "t.jsonl"
     table.write_text("".join(json.dumps({"text": t, "label": "no" if "bad" in t else "yes"}) + "\n" for t in SENTENCES))
-    names = TextColumns(label_map={"no": 0, "yes": 1})
+    names = {"no": 0, "yes": 1}
     one = [Recipe(lr=1e-9, epochs=1, batch=8)]
     train_collection(
-        str(tmp_path / "bert"), DataChoice(str(table), columns=names), tmp_path / "a", recipes=one, progress=False
+        str(tmp_path / "bert"), DataChoice(str(table), label_map=names), tmp_path / "a", recipes=one, progress=False
     )
     first = str(tmp_path / "a" / "model_00")
     (tmp_path / "b" / "model_00").mkdir(parents=True)

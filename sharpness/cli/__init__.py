@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    from ..data import DataChoice, TextColumns
+    from ..data import DataChoice
     from ..study.plan import Settings
     from . import many_models, one_model  # which import this module
 
@@ -71,9 +71,9 @@ def parser() -> argparse.ArgumentParser:
     top = Parser("sharpness", description=description, epilog=f"in a shell:{epilog}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_command(commands, one_model.demo)
-    add_command(commands, one_model.symmetries, TextColumns)
+    add_command(commands, one_model.symmetries, DataChoice)
     add_command(commands, one_model.canonicalize)
-    add_command(commands, one_model.run, DataChoice, TextColumns, Settings)
+    add_command(commands, one_model.run, DataChoice, Settings)
     for function in (many_models.sweep, many_models.table, many_models.plot):
         add_command(commands, function)
     return top
@@ -122,7 +122,7 @@ def add_command(commands: Any, function: Callable[..., int], *more: Callable[...
     )
     taken: set[str] = set()
     for described in (function, *more):
-        add_arguments(command, described, skip=("source", "columns", "command"))
+        add_arguments(command, described, skip=("source", "command", *taken))
         taken |= inspect.signature(described).parameters.keys()
     command.set_defaults(run=lambda options: function(**{k: v for k, v in vars(options).items() if k in taken}))
 

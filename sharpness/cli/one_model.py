@@ -59,10 +59,11 @@ def symmetries(
     model: str,
     *,
     data: str | None = None,
+    batch_size: int = 8,
     checkpoint: str | None = None,
     verify: bool = False,
     complete: bool = False,
-    **columns: Any,
+    **chosen: Any,
 ) -> int:
     """List the symmetries of a model's attention and LoRA weights.
 
@@ -80,6 +81,8 @@ def symmetries(
         A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
     data
         Examples to run the model on, given as for `sharpness run`.
+    batch_size
+        Number of these examples.
     checkpoint
         Local weights for a named model (.safetensors, or a state dict saved by torch).
     verify
@@ -90,7 +93,7 @@ def symmetries(
     loaded = models.load(model, checkpoint)
     network, batch = loaded.model, loaded.example
     if data is not None:
-        batch = read_choice({"source": data, "batch_size": 8, "batches": 1, **columns}).load(loaded)[0]
+        batch = read_choice({"source": data, "batch_size": batch_size, "batches": 1, **chosen}).load(loaded)[0]
     found: Any = canonical_form(network) if complete else find_symmetric_pairs(network, batch=batch)
     print(found)
     if not verify:
@@ -181,7 +184,7 @@ def run(
         A folder of transformers, the name of an open_clip or timm model, or module:function, a function of yours.
     data
         Images: a folder with a folder for each class; text: a .tsv, .csv, .jsonl or .parquet table; a folder saved by
-        datasets (FOLDER:SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of a model
+        datasets (FOLDER/SPLIT); a .safetensors or .pt file with tensors x and y, or with inputs and labels of a model
         of transformers; or module:function, a function of yours that returns batches.
     checkpoint
         Local weights for a named model (.safetensors, or a state dict saved by torch).

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct, field
 
-from ..data import DataChoice, TextColumns, divided, is_function, source_files
+from ..data import DataChoice, is_function
 from ..errors import naming, require_extra
 from ..evaluation import checked_radii
 from ..hessian import LOCAL, measure_of
@@ -257,7 +257,7 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
     path
         File, ``.json`` or else YAML, with the attributes of :class:`Sweep` as entries. ``checkpoints`` is a pattern, or
         a list of ``{path, model}``; ``data``, ``train`` and ``test`` are a source, or the attributes of
-        :class:`sharpness.data.DataChoice` and :class:`sharpness.data.TextColumns`. Paths are relative to the file.
+        :class:`sharpness.data.DataChoice`. Paths are relative to the file.
 
     Returns
     -------
@@ -330,15 +330,14 @@ def _converted(tree: Any, kind: Any, entry: str = "") -> Any:
 
 
 def read_choice(entry: Any, base: Path = Path(), name: str = "data") -> DataChoice:
-    """Read a source, or a dict of the attributes of DataChoice and TextColumns, with paths below a folder."""
+    """Read a source, or a dict of the attributes of DataChoice, with paths below a folder."""
     given = {"source": entry} if isinstance(entry, str) else dict(_converted(entry, dict[str, Any], name))
-    columns = {k: given.pop(k) for k in TextColumns.__dataclass_fields__ if k in given}
     # Columns without a header are numbers.
-    columns.update({k: str(columns[k]) for k in ("text", "pair", "label") if isinstance(columns.get(k), int)})
-    unknown = given.keys() - DataChoice.__dataclass_fields__.keys() | given.keys() & {"columns"}
+    given.update({k: str(given[k]) for k in ("text", "pair", "label") if isinstance(given.get(k), int)})
+    unknown = given.keys() - DataChoice.__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"entry {name}: contains unknown entry `{min(unknown)}`")
-    choice: DataChoice = _converted({**given, "columns": _converted(columns, TextColumns, name)}, DataChoice, name)
+    choice: DataChoice = _converted(given, DataChoice, name)
     return choice if is_function(choice.source, base) else replace(choice, source=str(base / choice.source))
 
 
@@ -372,12 +371,17 @@ def as_data(choice: DataChoice) -> dict[str, Any]:
 
 def places(name: str) -> list[Path]:
     """List what is read of a model or a source of data: a folder, files, or the code of ``module:function``."""
-    return _code(name) if is_function(name) else [divided(name)[0]]
+    return _code(name) if is_function(name) else [Path(name)]
 
 
 def of_data(source: str) -> str:
     """Digest the contents of a source of data; for ``module:function`` the module's code."""
-    return _of_files([("", path) for path in _code(source)] if is_function(source) else source_files(source))
+    path = Path(source)
+    if is_function(source):
+        return _of_files([("", code) for code in _code(source)])
+    if path.is_file():
+        return _of_files([(path.suffix, path)])
+    return _of_files((p.relative_to(path).as_posix(), p) for p in sorted(path.rglob("*")) if p.is_file())
 
 
 def of_model(model: str, weights: str | None) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..data import Batches, check_source, is_function
 from ..distributed import World, counter, everybody, shard_
-from ..errors import imported, naming, words_of
+from ..errors import called, naming, words_of
 from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
 from ..hessian import LOCAL, hessian
@@ -234,9 +234,8 @@ def _loss_and_error(model: nn.Module, batches: Iterable[Any], objective: Objecti
 def _baselines(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
     """Compute what the function of the sweep returns."""
     start = None if sweep.initial is None else _start(sweep.initial, model)
-    function = imported(str(sweep.baselines), f"{sweep.baselines!r} is not an importable module:function")
+    found = called(str(sweep.baselines), model, read("data"), start)
     with naming(f"{sweep.baselines} failed"):
-        found = function(model, read("data"), start)
         return {str(k): None if v is None else float(v) for k, v in found.items()}
 
 

@@ -604,7 +604,7 @@ def test_an_end_that_would_move_far_stays():
     assert not torch.equal(after.y[1], before.y[1] + way[1])
 
 
-def test_a_saddle_is_seen_and_left():
+def test_a_saddle_is_left():
     """Beyond half a great circle a geodesic is none of the shortest: an angle of 4 in the plane of two columns."""
     manifold = GLQuotientInv(3, 3)
     x = torch.tensor([[1.0, 0, 0, 1.0, 0, 0]]).unsqueeze(-1)
@@ -616,12 +616,11 @@ def test_a_saddle_is_seen_and_left():
     long = Path(path.metric, 3, x, path.y, c)
     value, g = energy(long)
     assert g.abs().max() < 1e-4
-    least, direction = Minimiser(long).softest()
-    assert least < -0.05
-    minimiser = Minimiser(Minimiser(long).down(direction))
+    still, minimiser = Minimiser(long), Minimiser(Minimiser(long).disturbed(0.03))
+    still.run(200, 1e-6)
+    assert still.value > 0.99 * value
     minimiser.run(200, 1e-6)
     assert minimiser.value < 0.8 * value
-    assert minimiser.softest()[0] > 0
 
 
 # -- shortest ---------------------------------------------------------------------------------------------------------

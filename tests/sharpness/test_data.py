@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from torchvision.transforms import ToTensor
 
 from sharpness import cli
-from sharpness.data import DataChoice, Examples, TextColumns, is_sorted
+from sharpness.data import DataChoice, Examples, is_sorted
 from sharpness.models import LoadedModel, load
 from tests import networks
 from tests.pictures import COLOUR, GREY, MEAN, STD, Words, opened, png, transform
@@ -80,7 +80,7 @@ def test_every_format_knows_the_order_of_its_classes(tmp_path, labels, by_class,
 
 def test_class_folders(folder, pictures):
     found = opened(str(folder), COLOUR)
-    assert (found.size, found.classes) == (6, ("cat", "dog"))
+    assert (found.size, found.classes) == (6, {"cat": 0, "dog": 1})
     x, y = found.batch([0, 4])
     assert y.tolist() == [0, 1]
     for got, name in zip(x, ("cat/0.png", "dog/1.png"), strict=True):
@@ -104,7 +104,7 @@ def test_what_a_listing_leaves_out_is_counted(folder, tmp_path, capsys):
         (folder / name).write_bytes(image)
     Image.open(io.BytesIO(image)).save(folder / "dog" / "9.gif")
     found = opened(folder, COLOUR)
-    assert (found.size, found.classes) == (7, ("cat", "dog"))
+    assert (found.size, found.classes) == (7, {"cat": 0, "dog": 1})
     assert torch.equal(found.batch([6])[0], found.batch([6])[0])
     (remark,) = found.remarks
     assert f"6 of the 13 files of {folder} are left out, such as .ipynb_checkpoints/0.png: they are hidden" in remark
@@ -123,7 +123,7 @@ def test_classes_that_are_numbers_are_in_their_order(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(png(np.full((8, 8), int(name), dtype=np.uint8)))
     found = opened(str(tmp_path), transform((8, 8), (0.0,), (1 / 255,), "L"))
-    assert found.classes == tuple(map(str, range(12)))
+    assert found.classes == {str(i): i for i in range(12)}
     x, y = found.batch(range(12))
     assert x[:, 0, 0, 0].round().tolist() == y.tolist() == list(range(12))
 
@@ -144,10 +144,10 @@ def test_the_models_own_numbers_of_classes(folder):
     found = opened(str(folder), COLOUR, labels={"Dog": 0, "bird": 1, "Cat": 2})
     assert plain.batch(range(6))[1].tolist() == [0, 0, 0, 1, 1, 1]
     assert found.batch(range(6))[1].tolist() == [2, 2, 2, 0, 0, 0]
-    assert found.classes == ("Dog", "bird", "Cat")
+    assert found.classes == {"Dog": 0, "bird": 1, "Cat": 2}
     other = opened(str(folder), COLOUR, labels={"LABEL_0": 0, "LABEL_1": 1})
     assert other.batch(range(6))[1].tolist() == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(ValueError, match="has the class 'dog', which is none of the model's"):
+    with pytest.raises(ValueError, match=r"has the label 'dog', which is not the name of a class \(cat, bird\)"):
         opened(str(folder), COLOUR, labels={"cat": 0, "bird": 1})
 
 
@@ -166,7 +166,7 @@ def test_names_that_differ_in_case_and_labels_that_are_none(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(png(np.zeros((8, 8), dtype=np.uint8)))
     found = opened(str(tmp_path), GREY, labels={"a": 0, "A": 1})
-    assert found.classes == ("a", "A")
+    assert found.classes == {"a": 0, "A": 1}
     assert found.batch([0, 1])[1].tolist() == [1, 0]  # A comes before a
 
 
@@ -224,28 +224,31 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         opened(str(folder), COLOUR).batch([0])
     table = tmp_path / "t.tsv"
     for content, columns, message in (
-        (b"text\tlabel\nfine\t0\n\xff\xfe\t1\n", TextColumns(), r"line 3 of .*t.tsv is not UTF-8"),
-        (b"text\tlabel\nfine\t0\n", TextColumns("words"), r"no column 'words'; it has text, label"),
-        (b"text\tlabel\nfine\n", TextColumns(), r"row 1 of .*t.tsv has 1 columns, not 2"),
-        (b"text\tlabel\n", TextColumns(), "has no rows"),
+        (b"text\tlabel\nfine\t0\n\xff\xfe\t1\n", {}, r"line 3 of .*t.tsv is not UTF-8"),
+        (b"text\tlabel\nfine\t0\n", {"text": "words"}, r"no column 'words'; it has text, label"),
+        (b"text\tlabel\nfine\n", {}, r"row 1 of .*t.tsv has 1 columns, not 2"),
+        (b"text\tlabel\n", {}, "has no rows"),
         (
             b"text\tlabel\nfine\tmaybe\n",
-            TextColumns(),
+            {},
             r"the label 'maybe', which is not the name of a class .*--label-map",
         ),
         (
             b"text\tlabel\nfine\tmaybe\n",
-            TextColumns(label_map={"yes": 1}),
+            {"label_map": {"yes": 1}},
             r"'maybe', which is not the name of a class \(yes\)",
         ),
     ):
         table.write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            opened(str(table), text=columns, tokenizer=Words())
+            opened(str(table), tokenizer=Words(), **columns)
     with pytest.raises(ValueError, match="the model has no tokenizer"):
         opened(str(table))
     lines = tmp_path / "t.jsonl"
-    for content, message in ((b"{}\nno\n", "line 2 of .* is not JSON"), (b"3\n", "line 1 of .* is not a JSON object")):
+    for content, message in (
+        (b"{}\nno\n", "line 2 of .* is not a JSON object: Expecting value"),
+        (b"3\n", "line 1 of .* is not a JSON object"),
+    ):
         lines.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             opened(str(lines), tokenizer=Words())
@@ -273,15 +276,15 @@ def test_folders_of_datasets(tmp_path, pictures):
     datasets.DatasetDict({"train": found, "test": found.select([0, 1])}).save_to_disk(tmp_path / "parts")
     one = opened(str(tmp_path / "one"), COLOUR)
     x, y = one.batch([0, 3])
-    assert one.classes == ("cat", "dog")
+    assert one.classes == {"cat": 0, "dog": 1}
     assert y.tolist() == [1, 0]
     expected = (pictures["cat/0.png"] / 255 - np.array(MEAN)) / np.array(STD)
     assert np.allclose(x[1].permute(1, 2, 0).numpy(), expected, atol=1e-6)
-    assert opened(f"{tmp_path / 'parts'}:test", COLOUR).size == 2
-    with pytest.raises(ValueError, match="has the splits train, test; name one"):
+    assert opened(tmp_path / "parts" / "test", COLOUR).size == 2
+    with pytest.raises(ValueError, match=r"has the splits train, test; name one as .*parts/train"):
         opened(str(tmp_path / "parts"), COLOUR)
     with pytest.raises(ValueError, match="has no column 'kind'"):
-        opened(str(tmp_path / "one"), COLOUR, text=TextColumns(label="kind"))
+        opened(str(tmp_path / "one"), COLOUR, label="kind")
     texts = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
     data = datasets.Dataset.from_dict({"text": ["x y", "y"], "label": [1, 0]}, features=texts)
     data.save_to_disk(tmp_path / "texts")
@@ -302,16 +305,20 @@ def test_folders_of_datasets(tmp_path, pictures):
     datasets.Dataset.from_dict({"text": ["x y", "y"], "label": [1, 0]}, features=texts).save_to_disk(
         tmp_path / "digits"
     )
-    with pytest.raises(ValueError, match=r"the classes of .*digits \(1, 0\) are not the model's \(bad, good\)"):
+    with pytest.raises(ValueError, match=r"digits has the label '0', which is not the name of a class \(bad, good\)"):
         opened(str(tmp_path / "digits"), tokenizer=tokenizer, labels={"bad": 0, "good": 1})
     with pytest.raises(ValueError, match=r"has the label 'good', which is not the name of a class \(yes, no\)"):
         opened(str(tmp_path / "texts"), tokenizer=tokenizer, labels={"yes": 0, "no": 1})
     data = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [1, -1]}, features=texts)
     data.save_to_disk(tmp_path / "unlabelled")
-    with pytest.raises(ValueError, match="has the label -1, which is not among its classes"):
+    with pytest.raises(
+        ValueError, match=r"has the label '-1', which is not the name of a class .* or use a split with labels"
+    ):
         opened(str(tmp_path / "unlabelled"), tokenizer=tokenizer)
     found.cast_column("label", datasets.Value("int64")).map(lambda row: {"label": -1}).save_to_disk(tmp_path / "none")
-    with pytest.raises(ValueError, match="has the label -1, which is no class"):
+    with pytest.raises(
+        ValueError, match=r"has the label '-1', which is not the name of a class .* or use a split with labels"
+    ):
         opened(tmp_path / "none", COLOUR)
 
 
@@ -324,7 +331,7 @@ def test_parquet_files_of_texts_and_of_images(tmp_path, pictures):
         tmp_path / "t.parquet"
     )
     found = opened(tmp_path / "t.parquet", tokenizer=Words())
-    assert found.classes == ("bad", "good")
+    assert found.classes == {"bad": 0, "good": 1}
     batch = found.batch([1, 0])
     assert batch["labels"].tolist() == [0, 1]
     assert batch["input_ids"].tolist() == [[1, 0], [1, 2]]
@@ -371,8 +378,9 @@ def test_tables(tmp_path, kind):
         lines = ["one\ttwo\twhat"] * (kind == "tsv") + ["\t".join(row) for row in rows]
     path.write_text("\n".join(lines) + "\n")
     names = ("0", "1", "2") if kind == "no header" else ("one", "two", "what")
-    columns = TextColumns(names[0], names[1], names[2], {"no": 3, "yes": 5}, header=kind != "no header", max_length=4)
-    batch = opened(str(path), text=columns, tokenizer=Words()).batch([1, 0])
+    columns = {"text": names[0], "pair": names[1], "label": names[2], "header": kind != "no header"}
+    found = opened(path, tokenizer=Words(), label_map={"no": 3, "yes": 5}, max_length=4, **columns)
+    batch = found.batch([1, 0])
     assert batch["labels"].tolist() == [5, 3]
     assert batch["input_ids"].tolist() == [[3, 4, 0, 2], [1, 3, 0, 1]]
 
@@ -387,8 +395,8 @@ def test_labels_by_number_and_by_the_models_names(tmp_path):
 def test_labels_that_differ_in_case(tmp_path):
     path = tmp_path / "data.tsv"
     path.write_text("text\tlabel\na\tx\nb\tX\n")
-    for columns, known in ((TextColumns(), {"X": 0, "x": 1}), (TextColumns(label_map={"X": 0, "x": 1}), {})):
-        found = opened(str(path), text=columns, tokenizer=Words(), labels=known)
+    for columns, known in (({}, {"X": 0, "x": 1}), ({"label_map": {"X": 0, "x": 1}}, {})):
+        found = opened(str(path), tokenizer=Words(), labels=known, **columns)
         assert found.batch([0, 1])["labels"].tolist() == [1, 0]
 
 

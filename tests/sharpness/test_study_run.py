@@ -386,7 +386,7 @@ def test_bert_folders_good_and_bad(place, capsys):
         "'good', which is not the name of a class (LABEL_0, LABEL_1, LABEL_2); say what labels mean"
         in said["nameless,"]
     )
-    assert "berts/pickled holds pickled objects other than tensors" in said["pickled,"]
+    assert "BertForSequenceClassification: it holds pickled objects other than tensors" in said["pickled,"]
     assert not Path("executed").exists()
 
 
