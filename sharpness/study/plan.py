@@ -22,8 +22,8 @@ from ..data import DataChoice, is_function
 from ..errors import naming, require_extra
 from ..evaluation import checked_radii
 from ..hessian import LOCAL, measure_of
-from ..huggingface import INPUTS, files_of
 from ..measures import Measure
+from ..models import INPUTS, files_of
 
 __all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config", "shard_of", "switched"]
 
