@@ -20,8 +20,8 @@ from msgspec import Meta, Struct, field
 
 from ..data import DataChoice, is_function
 from ..errors import naming, require_extra
-from ..huggingface import INPUTS, files_of
 from ..measures import LOCAL, Measure, checked_radii, measure_of
+from ..models import INPUTS, files_of
 
 __all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config", "shard_of", "switched"]
 
