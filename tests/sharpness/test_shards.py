@@ -11,8 +11,7 @@ import sharpness
 from quotient_manifolds.symmetries import find_symmetric_pairs, stacks
 from reproduction.additive import AdditiveMeasure
 from sharpness.distributed import World
-from sharpness.sharded import ShardedSpace
-from sharpness.shards import ShardedState, Shards
+from sharpness.sharded import ShardedSpace, ShardedState, Shards
 from tests import networks, sharded
 
 
@@ -39,8 +38,9 @@ def test_hooks_of_the_user_stand_on_the_twin():
     model = networks.vit()
     query = networks.projections(networks.vit_layers(model)[0].attention)[0]
     query.register_forward_hook(lambda m, x, y: y.relu())
+    name = next(name for name, m in model.named_modules() if m is query)
     shards = Shards(sharded.sharded(model))
-    assert list(shards.modules[query]._forward_hooks) == list(query._forward_hooks)
+    assert list(shards.twin.get_submodule(name)._forward_hooks) == list(query._forward_hooks)
 
 
 def test_all_parameters_of_a_pair_have_one_owner_and_owners_have_alike():
