@@ -17,8 +17,8 @@ from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from .metric import Metric, eye_like, on_cpu, wide
-from .pairs import GONE, Bucket, Places, Step, alone, group_of, orientation, reasons
+from .metric import Metric, on_cpu, wide
+from .pairs import GONE, Bucket, Places, Step, alone, explain, group_of, orientation, reasons
 
 __all__ = ["QuotientOptimizer"]
 
@@ -192,9 +192,7 @@ class QuotientOptimizer(Optimizer):
         steps = []
         for bucket in self._buckets:
             if any(active := bucket.active(gradients)):
-                s = Step(bucket, active, gradients)
-                s.metric = self._metric(bucket, *s.grams(s.x).unbind(-3))
-                steps.append(s)
+                steps.append(Step(bucket, active, gradients, self._metric))
         outside = {p: g for p, g in gradients.items() if p not in self._covered}
         outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         if not (steps or outside) or not self._is_sound(steps, gradients, outside):
@@ -203,7 +201,20 @@ class QuotientOptimizer(Optimizer):
             # Adapters that are switched off may never get a gradient, and checking reads from the device.
             self._certification.see(gradients).check()
         for s in steps:
-            self._straighten(s)
+            skewed = s.straighten_()
+            if not on_cpu(skewed):
+                self._skipped = self._skipped + skewed.any()
+            elif not bool(skewed.any()):
+                continue
+            elif not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
+                    "step until that changes; lower the learning rate, or make the factors smaller",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            s.restrict(~skewed)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
             squares = [s.squared_norm() for s in steps]
@@ -241,42 +252,8 @@ class QuotientOptimizer(Optimizer):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
         if not bool(sound):
-            _explain(steps, gradients)
+            explain(steps, gradients)
         return True
-
-    def _straighten(self, s: Step) -> None:
-        """Turn points with a skewed anchor to a gauge in which it has orthonormal columns; others take no step.
-
-        The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
-        does not know which anchors are skewed: all are multiplied, most of them by 1, at every eighth step.
-        """
-        skewed = s.metric.skewed()
-        readable = on_cpu(skewed)
-        s.bucket.steps += 1
-        if not readable and s.bucket.steps % 8 != 1:
-            return
-        for _ in range(3 if readable else 1):
-            if readable and not bool(skewed.any()):
-                return
-            largest = torch.finfo(s.bucket.stack.parameters()[0].dtype).max
-            change = s.metric.straightening(largest)
-            change = s.only(change, eye_like(change))
-            dual = change.flip(-3)
-            s.x, s.g = ([Y.to(s.dtype) for Y in s.times(X, A)] for X, A in ((s.x, change), (s.g, dual)))
-            s.transport_(dual)
-            s.metric = self._metric(s.bucket, *s.grams(s.x).unbind(-3))
-            skewed = s.metric.skewed()
-        if not readable:
-            self._skipped = self._skipped + skewed.any()
-        elif bool(skewed.any()) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
-                "step until that changes; lower the learning rate, or make the factors smaller",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-        s.restrict(~skewed)
 
     def _step_others(self, gradients: Gradients) -> None:
         """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
@@ -307,14 +284,6 @@ class QuotientOptimizer(Optimizer):
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
         """Update the pairs of a bucket, and their state."""
         raise NotImplementedError
-
-    def _advance(self, group: Mapping[str, Any], s: Step, directions: Sequence[Tensor], A: Tensor) -> None:
-        """Add directions times A to the factors, decay them, and transport the state with them."""
-        ends = s.moved(directions, A, float(group["lr"]) * group["weight_decay"])
-        to = self._metric(s.bucket, *s.grams(ends).unbind(-3))
-        T = s.metric.transport_covectors(to, s.grams(s.x, ends)).to(s.dtype)
-        s.transport_(s.only(T, eye_like(T)))
-        s.bucket.write_(ends)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
@@ -383,22 +352,6 @@ class QuotientOptimizer(Optimizer):
         bucket.steps = entry["steps"]
         bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
         return bucket
-
-
-def _explain(steps: Iterable[Step], gradients: Gradients) -> None:
-    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
-    for p, g in gradients.items():
-        if not bool(g.isfinite().all()):
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
-                "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
-            )
-    for s in steps:
-        if bool((unsound := s.unsound()).any()):
-            raise ValueError(
-                f"pair {s.name(unsound)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
-                "rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
-            )
 
 
 def _check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
