@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
 from .metric import Metric, eye_like, on_cpu, trace, wide
 
-__all__ = ["GONE", "Bucket", "Places", "Step", "alone", "explain", "group_of", "orientation", "reasons"]
+__all__ = ["Bucket", "Places", "Step"]
 
 #: What has become of parameters that are not where they were.
 GONE = (
@@ -221,6 +222,24 @@ def _stacked(sides: _Sides) -> Tensor:
     return torch.stack([torch.cat(sides[0]), torch.cat(sides[1])], dim=-3)
 
 
+def gradients_of(param_groups: Iterable[Mapping[str, Any]], scale: Tensor | None) -> dict[Tensor, Tensor]:
+    """Return the gradients to descend along, without the scale of a ``GradScaler``."""
+    found = dict[Tensor, Tensor]()
+    for group in param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build the "
+                    "embedding with sparse=False"
+                )
+            # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
+            g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
+            found[p] = -g if group["maximize"] else g
+    return found
+
+
 def explain(steps: Iterable[Step], gradients: Mapping[Tensor, Tensor]) -> None:
     """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
     for p, g in gradients.items():
@@ -244,6 +263,16 @@ class Places:
         self.model = model
         self._adapters = [[layer, name, layer.scaling[name]] for layer, name, B in lora_layers(model) if B in own]
         self._named = {name: p for name, p in model.named_parameters() if p in own}
+
+    def warn_of_strangers(self) -> None:
+        """Warn of a gradient, where the optimiser's parameters have none."""
+        name = next((name for name, p in self.model.named_parameters() if p.grad is not None), None)
+        if name is not None:
+            warnings.warn(
+                f"no parameter of this optimiser has a gradient, but {name!r}, which is none of them, has one: an "
+                "adapter that is added later joins by add_param_group",
+                stacklevel=4,
+            )
 
     def check(self, own: Collection[Tensor]) -> None:
         """Raise if parameters have left the model or are merged into others; warn of a scale that has changed."""
