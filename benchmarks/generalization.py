@@ -25,7 +25,7 @@ from reproduction.additive import AdditiveMeasure
 from reproduction.collection import train_collection
 from reproduction.comparison import compare
 from reproduction.hypothesis import GIVEN, hypothesis
-from reproduction.plots import plot_ablations
+from reproduction.plots import plot_ablations, plot_radii
 from reproduction.rk4 import RungeKuttaMeasure
 from reproduction.statistics import kendall
 from reproduction.study import (
@@ -214,7 +214,8 @@ def report(docs: Path = DOCS) -> None:
     others = [r for r in compare(ablations()) if r.quantity.startswith("geodesic") and r.choice == "ρ"]
     (tables / "vision_ablations.md").write_text(formatted(others), encoding="utf-8")
     (tables / "vision_changes.md").write_text(changes(), encoding="utf-8")
-    plot_sweep(rows, "gap", images, prefix="vision_")
+    plot_sweep(rows, "gap", images / "vision_scatter.png")
+    plot_radii(rows, "gap", images / "vision_radius.png")
     plot_ablations(ablations(), "gap", images, prefix="vision_")
     own, shifted = zoos()
     lines = [

@@ -142,7 +142,8 @@ def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair,
     t = as_times(t, start.sigma)
     if not start.metric.complete:
         return start.undo(*_mix_geodesic(start, t, relative_tol or _default_tolerance(start.sigma)))
-    return start.undo(*(_inv_geodesic(X, xi, t) for X, xi in zip(start.point, start.velocity, strict=True)))
+    (X, Y), (xi, eta) = start.point, start.velocity
+    return start.undo(_inv_geodesic(X, xi, t), _inv_geodesic(Y, eta, t))
 
 
 def exit_time(start: Whitened) -> Tensor:

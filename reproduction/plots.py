@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sharpness.plots import COLOURS, MARKERS, figure
-from sharpness.study import TARGETS, targets
+from sharpness.plots import COLOURS, MARKERS, dark_map, figure, plain_ticks
+from sharpness.study import TARGETS, measurements, ranking, targets
 from sharpness.study.results import Row
 
 from .comparison import Ranking, compare
 
-__all__ = ["plot_ablations", "plot_diagonal", "plot_orbit", "plot_toy"]
+__all__ = ["plot_ablations", "plot_diagonal", "plot_orbit", "plot_radii", "plot_toy"]
 
 
 def plot_diagonal(
@@ -194,6 +194,53 @@ def _scatter(axes: Any, row: Ranking, goal: Mapping[str, float]) -> None:
     axes.locator_params(nbins=4)
 
 
+def plot_radii(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -> Any:
+    """Draw every model's sharpness against the radius, coloured by the target; and τ against the median increase.
+
+    Parameters
+    ----------
+    rows, target, path
+        As for :func:`sharpness.study.plot_sweep`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    found, goal = ranking.compare(rows, target), targets(rows, target)
+    frame = measurements([row for row in rows if row["kind"] == "sharpness" and not row["ablation"]])
+    frame = frame[frame["checkpoint"].isin(goal) & (frame["rho"] > 0)]
+    parts = [(quantity, part) for quantity, part in frame.groupby("quantity") if part["rho"].nunique() > 1]
+    few = len(goal) < ranking.FEWEST_MODELS
+    panels = len(parts) + (not few or not parts)
+    with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+
+        colours, last = ScalarMappable(Normalize(min(goal.values()), max(goal.values())), dark_map()), grid[0, -1]
+        for axes, (quantity, part) in zip(grid[0], parts, strict=False):
+            for model, line in part.sort_values("rho").groupby("checkpoint"):
+                colour = colours.to_rgba(np.asarray(goal[model]))
+                axes.loglog(line["rho"], line["value"].clip(1e-12), color=colour, linewidth=1.2)
+            axes.set(xlabel="radius ρ", title=quantity)
+            plain_ticks(axes, sorted(part["rho"].unique()))
+        if parts:
+            grid[0, 0].set_ylabel("sharpness")
+            drawn.colorbar(colours, ax=grid[0, len(parts) - 1], label=TARGETS[target])
+        if few:  # no meaningful correlation
+            return drawn
+        for quantity, _ in parts:
+            taus = found[(found["quantity"] == quantity) & (found["median"] > 0)].sort_values("median")
+            own = {"color": COLOURS.get(quantity), "label": quantity}
+            (line,) = last.semilogx(taus["median"], taus["tau"], marker=MARKERS.get(quantity), **own)
+            last.fill_between(taus["median"], taus["low"], taus["high"], color=line.get_color(), alpha=0.12)
+        for tau in found.loc[found["quantity"] == "train_loss", "tau"]:
+            last.axhline(tau, color="0.5", linestyle="--", label="training loss")
+        plain_ticks(last)
+        last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
+        last.legend()
+    return drawn
+
+
 def plot_ablations(
     rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
 ) -> list[Path]:
@@ -201,8 +248,12 @@ def plot_ablations(
 
     Parameters
     ----------
-    rows, target, folder, prefix, suffix
+    rows, target
         As for :func:`sharpness.study.plot_sweep`.
+    folder : str or path
+        Folder for the figures.
+    prefix, suffix : str
+        Prefix and suffix of their names; the suffix is png, pdf or svg.
 
     Returns
     -------

@@ -19,7 +19,7 @@ from quotient_manifolds.symmetries.whole import apply_random_moves_
 from .errors import require_extra
 from .evaluation import evaluate, progress_bar
 from .files import check_file, write_json
-from .plots import COLOURS, MARKERS, check_figure, figure, plain_ticks
+from .plots import COLOURS, MARKERS, figure, plain_ticks
 
 __all__ = ["digits", "moved", "run", "train", "vision_transformer"]
 
@@ -113,12 +113,15 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
 
     The seed is that of the split of the data, of the training and of the moves. Returns what the JSON file holds.
     """
-    with require_extra("the demo's table needs pandas", "demo"):
+    with require_extra("the demo needs matplotlib and pandas", "demo"):
+        import matplotlib  # noqa: F401
         import pandas as pd
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
     model, numbers = vision_transformer(), out.with_suffix(".json")
-    check_figure(out)
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"{str(out)!r} is not a figure: its name must end in .png, .pdf or .svg")
+    check_file(out)
     check_file(numbers)
     if numbers.exists() and '"output_change"' not in numbers.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{numbers}, which the numbers would replace, is not from a demo; choose another picture")

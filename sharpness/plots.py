@@ -17,7 +17,7 @@ from quotient_manifolds.symmetries.stacks import PairSpectrum
 
 from .direction import Profile, profile
 from .errors import require_extra
-from .files import atomic_write, check_file
+from .files import atomic_write
 from .results import SharpnessResult
 from .shares import LayerShare, LayerShares
 
@@ -58,26 +58,6 @@ def dark_map() -> Any:
     from matplotlib.colors import ListedColormap
 
     return ListedColormap(colormaps["viridis"](np.linspace(0, 0.75, 256)))
-
-
-def check_figure(path: str | os.PathLike[str]) -> None:
-    """Raise unless a figure of a supported format may be written there; call it before the work.
-
-    Parameters
-    ----------
-    path : str or path
-
-    Examples
-    --------
-    >>> check_figure("table.txt")
-    Traceback (most recent call last):
-    ValueError: 'table.txt' is not a figure: its name must end in ...
-    """
-    with require_extra("figures need matplotlib", "plot"):
-        from matplotlib.backend_bases import FigureCanvasBase
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if check_file(path).suffix.removeprefix(".") not in kinds:
-        raise ValueError(f"{str(path)!r} is not a figure: its name must end in .{', .'.join(sorted(kinds))}")
 
 
 @contextmanager

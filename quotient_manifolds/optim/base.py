@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from .metric import Metric, on_cpu, wide
-from .places import GONE, Places, alone, check_options, group_of, orientation, reasons
-from .stacked import Bucket, Step, all_finite, check_shape, explain, gradients_of, restored
+from .metric import Metric, eye_like, on_cpu, wide
+from .pairs import GONE, Bucket, Places, Step, alone, group_of, orientation, reasons
 
 __all__ = ["QuotientOptimizer"]
 
@@ -58,15 +60,11 @@ class QuotientOptimizer(Optimizer):
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self, params: Any, pairs: Iterable[SymmetricPair], defaults: dict[str, Any], max_grad_norm: float | None
-    ) -> None:
+    def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
         self._buckets, self._places, self._warned = list[Bucket](), list[Places](), False
         self._skipped: Tensor | int = 0
         self._others = self._Others([torch.zeros(1)], lr=0.0)
-        defaults = {**defaults, "max_grad_norm": max_grad_norm}
-        check_options(defaults)
         super().__init__(params, defaults)
         self.add_pairs(pairs)
         if not self._pairs and not any(p.kind == "lora" for p in self._alone):
@@ -157,11 +155,12 @@ class QuotientOptimizer(Optimizer):
         for p in self._pairs:
             if p.model is None and not all(getattr(b.module, b.attribute, None) in own for b in p.G + p.H):
                 raise ValueError(f"parameters of the pair {p.name!r} {GONE}")
-        gradients = gradients_of(self.param_groups, getattr(self, "grad_scale", None))
+        gradients = self._gradients()
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
-        for places in () if gradients else self._places:
+            return loss
+        for places in self._places:
             name = next((name for name, p in places.model.named_parameters() if p.grad is not None), None)
             if name is not None:
                 warnings.warn(
@@ -171,35 +170,40 @@ class QuotientOptimizer(Optimizer):
                 )
         return loss
 
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Return the gradients to descend along, without the scale of a ``GradScaler``."""
+        scale, found = getattr(self, "grad_scale", None), dict[Tensor, Tensor]()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build "
+                        "the embedding with sparse=False"
+                    )
+                # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
+                g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
+                found[p] = -g if group["maximize"] else g
+        return found
+
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        steps = [
-            Step(bucket, active, gradients, self._metric)
-            for bucket in self._buckets
-            if any(active := bucket.active(gradients))
-        ]
-        outside = {p: g for p, g in gradients.items() if p not in self._covered or p in self._partly}
-        outside.update((p, g.masked_fill(self._partly[p], 0)) for p, g in outside.items() if p in self._partly)
+        steps = []
+        for bucket in self._buckets:
+            if any(active := bucket.active(gradients)):
+                s = Step(bucket, active, gradients)
+                s.metric = self._metric(bucket, *s.grams(s.x).unbind(-3))
+                steps.append(s)
+        outside = {p: g for p, g in gradients.items() if p not in self._covered}
+        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         if not (steps or outside) or not self._is_sound(steps, gradients, outside):
             return
         if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
             # Adapters that are switched off may never get a gradient, and checking reads from the device.
             self._certification.see(gradients).check()
         for s in steps:
-            skewed = s.straighten_()
-            if not on_cpu(skewed):
-                self._skipped = self._skipped + skewed.any()
-                s.restrict(~skewed)
-            elif bool(skewed.any()):
-                if not self._warned:
-                    warnings.warn(
-                        f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
-                        "step until that changes; lower the learning rate, or make the factors smaller",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
-                self._warned = True
-                s.restrict(~skewed)
+            self._straighten(s)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
             squares = [s.squared_norm() for s in steps]
@@ -212,17 +216,24 @@ class QuotientOptimizer(Optimizer):
         if outside:
             self._step_others(outside)
         for s in steps:
+            before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
             self._step_pairs(self.param_groups[s.bucket.group], s)
+            if s.mask is not None:
+                s.state.update((name, s.only(value, before.get(name, 0))) for name, value in s.state.items())
 
     def _is_sound(self, steps: Sequence[Step], gradients: Gradients, outside: Gradients) -> bool:
-        """Tell whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
+        """Return whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
         found_inf = getattr(self, "found_inf", None)
-        finite = all_finite(steps, outside) if found_inf is None else (found_inf == 0).all()
+        # The sum of a gradient, in float32 at least, tells whether it is finite.
+        sums = [g.sum() for s in steps for g in s.g]
+        sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
+        finite = torch.stack([v.isfinite().to(sums[0].device) for v in sums]).all()
+        finite = finite if found_inf is None else (found_inf == 0).all()
         sound = torch.stack([finite, *[~s.unsound().any().to(finite.device) for s in steps]]).all()
         if not on_cpu(finite):
             self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
             for s in steps:
-                s.restrict(sound.to(s.metric.sound.device))
+                s.restrict(sound.to(s.x[0].device))
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
@@ -230,8 +241,42 @@ class QuotientOptimizer(Optimizer):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
         if not bool(sound):
-            explain(steps, gradients)
+            _explain(steps, gradients)
         return True
+
+    def _straighten(self, s: Step) -> None:
+        """Turn points with a skewed anchor to a gauge in which it has orthonormal columns; others take no step.
+
+        The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
+        does not know which anchors are skewed: all are multiplied, most of them by 1, at every eighth step.
+        """
+        skewed = s.metric.skewed()
+        readable = on_cpu(skewed)
+        s.bucket.steps += 1
+        if not readable and s.bucket.steps % 8 != 1:
+            return
+        for _ in range(3 if readable else 1):
+            if readable and not bool(skewed.any()):
+                return
+            largest = torch.finfo(s.bucket.stack.parameters()[0].dtype).max
+            change = s.metric.straightening(largest)
+            change = s.only(change, eye_like(change))
+            dual = change.flip(-3)
+            s.x, s.g = ([Y.to(s.dtype) for Y in s.times(X, A)] for X, A in ((s.x, change), (s.g, dual)))
+            s.transport_(dual)
+            s.metric = self._metric(s.bucket, *s.grams(s.x).unbind(-3))
+            skewed = s.metric.skewed()
+        if not readable:
+            self._skipped = self._skipped + skewed.any()
+        elif bool(skewed.any()) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
+                "step until that changes; lower the learning rate, or make the factors smaller",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        s.restrict(~skewed)
 
     def _step_others(self, gradients: Gradients) -> None:
         """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
@@ -260,8 +305,16 @@ class QuotientOptimizer(Optimizer):
         return Metric(M, N, bucket.scale)
 
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        """Update the pairs of a bucket."""
+        """Update the pairs of a bucket, and their state."""
         raise NotImplementedError
+
+    def _advance(self, group: Mapping[str, Any], s: Step, directions: Sequence[Tensor], A: Tensor) -> None:
+        """Add directions times A to the factors, decay them, and transport the state with them."""
+        ends = s.moved(directions, A, float(group["lr"]) * group["weight_decay"])
+        to = self._metric(s.bucket, *s.grams(ends).unbind(-3))
+        T = s.metric.transport_covectors(to, s.grams(s.x, ends)).to(s.dtype)
+        s.transport_(s.only(T, eye_like(T)))
+        s.bucket.write_(ends)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
@@ -272,7 +325,13 @@ class QuotientOptimizer(Optimizer):
         It warns of steps off the CPU that changed nothing because gradients were not finite or an anchor lacked full
         rank.
         """
-        _warn_of_skipped(int(self._skipped))
+        if count := int(self._skipped):
+            warnings.warn(
+                f"{count} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked "
+                "full rank; check the loss, lower the learning rate, or train in bfloat16",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         names = ("members", "flipped", "group", "steps", "state")
         buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
         more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
@@ -280,44 +339,102 @@ class QuotientOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
-        pairs = _pairs_of(state_dict, self._pairs, type(self).__name__, self.param_groups)
+        kind, own = state_dict.get("kind", _UNKNOWN), type(self).__name__
+        if kind != own:
+            raise ValueError(
+                f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load "
+                "the model's weights and start a new optimiser with a short warm-up of the rate"
+            )
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        buckets = [restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
-        super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
+        names, groups = set(saved["pairs"]), saved["param_groups"]
+        same = [len(g["params"]) for g in groups] == [len(g["params"]) for g in self.param_groups]
+        # An adapter may have reached full rank since the saved optimiser was created.
+        pairs = [p for p in self._pairs if p.name in names or not same]
+        if saved["pairs"] != [p.name for p in pairs]:
+            differing = sorted(names ^ {p.name for p in pairs})[:3]
+            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+        keys = (key for g in groups for key in g["params"])
+        for key, p in zip(keys, (p for g in self.param_groups for p in g["params"]), strict=False):
+            for value in saved["state"].get(key, {}).values():
+                if isinstance(value, Tensor) and value.dim():
+                    _check_shape(value.shape, p.shape)
+        buckets = [self._restored(entry, pairs) for entry in saved["buckets"]]
+        super().load_state_dict({"state": saved["state"], "param_groups": groups})
         self._pairs, self._buckets = pairs, buckets
         self._cover()
 
+    def _restored(self, entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> Bucket:
+        """Restore a bucket from its entry in a state."""
+        members, state = entry["members"], entry["state"]
+        if state and state.keys() != self._state_names:
+            raise ValueError(
+                f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
+                f"{', '.join(sorted(self._state_names))}: it is of another version; load the model's weights and start "
+                "with a new optimiser"
+            )
+        if len({abs(pairs[i].scale) for i in members}) > 1:
+            raise ValueError(
+                "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
+                "new optimizer"
+            )
+        bucket = Bucket([pairs[i] for i in members], members, entry["flipped"], entry["group"])
+        for name, rows in (("moment G", bucket.stack.n), ("moment H", bucket.stack.m)) if state else ():
+            _check_shape(state[name].shape, (len(members) * bucket.points, rows, bucket.stack.group.h // bucket.points))
+        bucket.steps = entry["steps"]
+        bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
+        return bucket
 
-def _warn_of_skipped(count: int) -> None:
-    if count:
-        warnings.warn(
-            f"{count} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked full "
-            "rank; check the loss, lower the learning rate, or train in bfloat16",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+
+def _explain(steps: Iterable[Step], gradients: Gradients) -> None:
+    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
+    for p, g in gradients.items():
+        if not bool(g.isfinite().all()):
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
+                "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+            )
+    for s in steps:
+        if bool((unsound := s.unsound()).any()):
+            raise ValueError(
+                f"pair {s.name(unsound)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
+                "rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+            )
 
 
-def _pairs_of(
-    state: Mapping[str, Any], known: Iterable[SymmetricPair], own: str, groups: Sequence[Mapping[str, Any]]
-) -> list[SymmetricPair]:
-    """Find an optimiser's pairs that a state has moments of; raise a ValueError if the state is of another kind."""
-    kind = state.get("kind", _UNKNOWN)
-    if kind != own:
+def _check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise if the state of a weight is for one of another shape."""
+    if tuple(given) != tuple(wanted):
         raise ValueError(
-            f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load the "
-            "model's weights and start a new optimiser with a short warm-up of the rate"
+            f"the state is for weights of shape {tuple(given)}, but the weights now have shape {tuple(wanted)}: "
+            "another rank, or another model"
         )
-    names = set(state["pairs"])
-    sizes = [[len(g["params"]) for g in some] for some in (state["param_groups"], groups)]
-    # An adapter may have reached full rank since the saved optimiser was created.
-    pairs = [p for p in known if p.name in names or sizes[0] != sizes[1]]
-    if state["pairs"] != [p.name for p in pairs]:
-        differing = sorted(names ^ {p.name for p in pairs})[:3]
-        raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
-    keys = (key for g in state["param_groups"] for key in g["params"])
-    for key, p in zip(keys, (p for group in groups for p in group["params"]), strict=False):
-        for value in state["state"].get(key, {}).values():
-            if isinstance(value, Tensor) and value.dim():
-                check_shape(value.shape, p.shape)
-    return pairs
+
+
+#: The least positive number.
+_TINY = 5e-324
+
+
+def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
+    """Return whether a value is a number in [least, below), or a tensor with one such number."""
+    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    return number and not isinstance(value, bool) and least <= float(value) < below
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise for an option of a parameter group that is out of range."""
+    betas, bound = group.get("betas", (0, 0)), group["max_grad_norm"]
+    two = isinstance(betas, tuple | list) and len(betas) == 2
+    conditions = {
+        "lr must be a number of at least 0": is_number(group["lr"], 0, 1e30),
+        "weight_decay must be a number of at least 0": is_number(group["weight_decay"], 0, 1e30),
+        "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
+        "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
+        "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
+        "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
+        "maximize must be True or False": isinstance(group["maximize"], bool),
+        "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
+        "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
+    }
+    for words, holds in conditions.items():
+        if not holds:
+            raise ValueError(f"{words}, got {group.get(words.split()[0])!r}")

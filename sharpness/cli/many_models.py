@@ -163,10 +163,10 @@ def table(
 
 
 def plot(results: Path, *, target: Target = "gap", format: Literal["png", "pdf", "svg"] = "png", out: Path) -> int:
-    """Draw the figures of a sweep.
+    """Draw how every measure ranks the models of a sweep.
 
     Draw the target against every measure, at its default radius or the middle one,
-    and sharpness and Kendall's tau against the radius.
+    with Kendall's tau.
 
     in a shell:
       sharpness plot results --out figures
@@ -178,11 +178,13 @@ def plot(results: Path, *, target: Target = "gap", format: Literal["png", "pdf",
     target
         What is to be predicted; the gap is test error minus training error.
     format
-        Of the figures.
+        Of the figure.
     out
-        Folder for the figures.
+        Folder for the figure.
     """
     rows = read_results(results)
     check_folder(out)
-    print(*plot_sweep(rows, target, out, suffix=format), sep="\n")
+    path = out / f"scatter.{format}"
+    plot_sweep(rows, target, path)
+    print(path)
     return 0

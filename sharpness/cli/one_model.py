@@ -16,12 +16,11 @@ from quotient_manifolds.symmetries import check_coverage, default_forward, find_
 from quotient_manifolds.symmetries import verify as verify_pairs
 from quotient_manifolds.symmetries.whole import canonical_form, canonicalize_, verify_whole
 
-from .. import huggingface, models, plots
+from .. import models, plots
 from ..distributed import World, torchrun
 from ..errors import naming, require_extra
-from ..evaluation import checked_radii
 from ..files import check_apart, check_file, check_folder, write_json
-from ..hessian import LOCAL, measure_of
+from ..measures import LOCAL, checked_radii, measure_of
 from ..study.plan import Seed, Settings, as_data, of_model, places, read_choice
 from ..study.run import measured, versions
 from . import as_json, checked_device
@@ -144,9 +143,9 @@ def canonicalize(model: str, *, out: Path) -> int:
     if not largest <= min(0.1, 1e4 * max(torch.finfo(p.dtype).eps for p in network.parameters())):
         raise ValueError(f"the canonical form of {model} changes the outputs by {largest:.1e}; it is not saved")
     print(f"{form}\nlargest relative change of an output {largest:.0e}")
-    with huggingface.quiet():
+    with models.quiet():
         network.save_pretrained(out)
-    for path in huggingface.files_of(loaded.folder, (*huggingface.INPUTS, "*.jinja")):
+    for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
         if not (out / path.name).exists():
             shutil.copy(path, out)
     return 0
@@ -265,10 +264,10 @@ def _check_outputs(out: Path | None, figures: Path | None, model: list[Any], dat
 
 def _spread(result: Any) -> list[str]:
     """Return the standard error over the batches at every radius of a search."""
-    if not hasattr(result, "rhos") or not result.batches:
+    if not hasattr(result, "rhos"):
         return []
     values = {rho: [b.value for b in result[rho].batches] for rho in result.rhos}
-    count = len(next(iter(values.values())))
+    count = len(result.batches) // len(values)
     if count == 1:
         return ["one batch: no spread"]
     errors = ", ".join(f"{stdev(v) / count**0.5:.2g} at rho = {rho:g}" for rho, v in values.items())
@@ -276,11 +275,9 @@ def _spread(result: Any) -> list[str]:
 
 
 def _draw(figures: Path, model: Any, batches: Any, result: Any, settings: Settings) -> None:
+    options = {name: getattr(settings, name) for name in ("micro_batch", "normalize_logits")}
     try:
-        for path in plots.plot_model(
-            model, batches[0], result, figures, micro_batch=settings.micro_batch,
-            normalize_logits=settings.normalize_logits,
-        ):  # fmt: skip
+        for path in plots.plot_model(model, batches[0], result, figures, **options):
             print(f"drawn: {path}", file=sys.stderr)
     except ValueError as error:  # the measurement is still valid
         print(f"sharpness: no figures of {result.measure.name}: {error}", file=sys.stderr)

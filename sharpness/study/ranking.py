@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..plots import COLOURS, MARKERS, dark_map, figure, plain_ticks
+from ..plots import COLOURS, MARKERS, figure
 from .results import TARGETS, Row, measurements, one_radius, targets
 
 __all__ = ["CONTROLS", "FEWEST_MODELS", "Correlation", "compare", "formatted", "kendall", "plot_sweep"]
@@ -207,10 +207,8 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
     return frame.iloc[:0].from_records(lines, columns=[*_PLACE, "median", "models", *_TAU, *_PARTIAL])
 
 
-def plot_sweep(
-    rows: Sequence[Row], target: str, folder: str | os.PathLike[str], *, prefix: str = "", suffix: str = "png"
-) -> list[Path]:
-    """Draw a sweep: ``scatter``, the target against every measure, and ``radius``, the influence of the radius.
+def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -> Any:
+    """Draw the target of every model against every measure, at its default radius or the middle one, with τ.
 
     Parameters
     ----------
@@ -218,15 +216,12 @@ def plot_sweep(
         See :func:`sharpness.study.read_results`.
     target : str
         The quantity to be predicted, see :func:`sharpness.study.targets`.
-    folder : str or path
-        Folder for the figures.
-    prefix, suffix : str
-        Prefix and suffix of their names; the suffix is png, pdf or svg.
+    path : str or path
+        File for the figure.
 
     Returns
     -------
-    list of Path
-        Paths of the figures.
+    matplotlib.figure.Figure
 
     Raises
     ------
@@ -242,21 +237,13 @@ def plot_sweep(
     >>> of = {"kind": "sharpness", "measure": "adaptive", "ablation": {}}
     >>> rows += [{**of, "checkpoint": m, "rho": rho, "sharpness": m * rho} for m in (1, 2, 3) for rho in (0.1, 0.5)]
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in plot_sweep(rows, "gap", folder)]
-    ['scatter.png', 'radius.png']
+    ...     drawn = plot_sweep(rows, "gap", f"{folder}/scatter.png")
     """
-    found, goal = compare(rows, target), targets(rows, target)
-    frame = measurements([row for row in rows if row["kind"] == "sharpness" and not row["ablation"]])
+    found, goal = compare(rows, target).set_index(_PLACE), targets(rows, target)
+    frame = one_radius(measurements([row for row in rows if row["kind"] == "sharpness" and not row["ablation"]]))
     frame = frame[frame["checkpoint"].isin(goal) & ~frame["quantity"].str.endswith(", trace")]
-    paths = [Path(folder) / f"{prefix}{name}.{suffix}" for name in ("scatter", "radius")]
-    _plot_scatter(list(one_radius(frame).groupby(_PLACE)), found.set_index(_PLACE), goal, target, paths[0])
-    _plot_radius(list(frame[frame["rho"] > 0].groupby("quantity")), found, goal, target, paths[1])
-    return paths
-
-
-def _plot_scatter(parts: Sequence[Any], found: Any, goal: Mapping[str, float], target: str, path: Path) -> None:
-    """Draw the target against every measure at one radius."""
-    with figure(path, (3.6 * max(len(parts), 1), 3.6), 1, max(len(parts), 1), sharey=True) as (_, grid):
+    parts = list(frame.groupby(_PLACE))
+    with figure(path, (3.6 * max(len(parts), 1), 3.6), 1, max(len(parts), 1), sharey=True) as (drawn, grid):
         for axes, ((quantity, rho), part) in zip(grid[0], parts, strict=False):
             points = list(zip(part["value"], part["checkpoint"].map(goal), strict=True))
             axes.plot(*zip(*points, strict=True), MARKERS.get(quantity, "o"), color=COLOURS.get(quantity, "0.4"))
@@ -270,39 +257,7 @@ def _plot_scatter(parts: Sequence[Any], found: Any, goal: Mapping[str, float], t
             axes.set_xlabel("sharpness" if rho else "")
             axes.locator_params(nbins=4)
         grid[0, 0].set_ylabel(TARGETS[target])
-
-
-def _plot_radius(parts: Sequence[Any], found: Any, goal: Mapping[str, float], target: str, path: Path) -> None:
-    """Draw every model's sharpness against the radius, coloured by the target; and τ against the median increase."""
-    parts = [(quantity, part) for quantity, part in parts if part["rho"].nunique() > 1]
-    few = len(goal) < FEWEST_MODELS
-    panels = len(parts) + (not few or not parts)
-    with figure(path, (3.7 * panels + 0.8, 3.8), 1, panels) as (drawn, grid):
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import Normalize
-
-        colours, last = ScalarMappable(Normalize(min(goal.values()), max(goal.values())), dark_map()), grid[0, -1]
-        for axes, (quantity, part) in zip(grid[0], parts, strict=False):
-            for model, line in part.sort_values("rho").groupby("checkpoint"):
-                colour = colours.to_rgba(np.asarray(goal[model]))
-                axes.loglog(line["rho"], line["value"].clip(1e-12), color=colour, linewidth=1.2)
-            axes.set(xlabel="radius ρ", title=quantity)
-            plain_ticks(axes, sorted(part["rho"].unique()))
-        if parts:
-            grid[0, 0].set_ylabel("sharpness")
-            drawn.colorbar(colours, ax=grid[0, len(parts) - 1], label=TARGETS[target])
-        if few:  # no meaningful correlation
-            return
-        for quantity, _ in parts:
-            taus = found[(found["quantity"] == quantity) & (found["median"] > 0)].sort_values("median")
-            own = {"color": COLOURS.get(quantity), "label": quantity}
-            (line,) = last.semilogx(taus["median"], taus["tau"], marker=MARKERS.get(quantity), **own)
-            last.fill_between(taus["median"], taus["low"], taus["high"], color=line.get_color(), alpha=0.12)
-        for tau in found.loc[found["quantity"] == "train_loss", "tau"]:
-            last.axhline(tau, color="0.5", linestyle="--", label="training loss")
-        plain_ticks(last)
-        last.set(xlabel="median loss increase", ylabel="Kendall τ", title="τ along the radius")
-        last.legend()
+    return drawn
 
 
 def formatted(table: Any, style: str = "text") -> str:

@@ -199,8 +199,8 @@ def test_spectrum_is_that_of_the_products(coordinates):
     )
     assert space.spectrum() == (pytest.approx(least, rel=1e-9), 0)
     assert space.num_exited_pairs(space.random(torch.Generator())) == 0
-    assert space.uncertified() == {p.name for p in space.pairs}
-    assert space.residuals() == {}
+    assert space.evidence.uncertified() == {p.name for p in space.pairs}
+    assert space.evidence.residuals == {}
 
 
 def test_offloaded_vectors_are_near_the_blocks_one_part_at_a_time(coordinates, monkeypatch):
