@@ -63,8 +63,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
+    from ..ascent import Search
     from ..data import DataChoice
-    from ..study.plan import Settings
     from . import many_models, one_model  # which import this module
 
     description, _, epilog = __doc__.partition("\n\nin a shell:")
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     add_command(commands, one_model.demo)
     add_command(commands, one_model.symmetries, DataChoice)
     add_command(commands, one_model.canonicalize)
-    add_command(commands, one_model.run, DataChoice, Settings)
+    add_command(commands, one_model.run, DataChoice, Search)
     for function in (many_models.sweep, many_models.table, many_models.plot):
         add_command(commands, function)
     return top
