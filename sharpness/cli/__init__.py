@@ -17,7 +17,6 @@ exit codes:
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import os
 import re
@@ -134,7 +133,7 @@ def add_arguments(command: argparse.ArgumentParser, described: Callable[..., Any
     """
     entries = re.findall(r"^(\w[\w, ]*?)(?: : .*)?\n((?: {4}.*\n?)+)", inspect.getdoc(described) or "", re.MULTILINE)
     helps = {name: " ".join(text.split()).replace("%", "%%") for names, text in entries for name in names.split(", ")}
-    kinds = typing.get_type_hints(described, include_extras=True)
+    kinds = typing.get_type_hints(described)
     for name, parameter in inspect.signature(described).parameters.items():
         if name in skip or parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
@@ -161,14 +160,7 @@ def _reading(kind: Any, default: Any) -> dict[str, Any]:
         return {"choices": inner}
     if origin is tuple:
         return {"nargs": "+", **_reading(inner[0], default)}
-    return {"type": _label_map if origin is Mapping else place if kind is Path else functools.partial(_value, kind)}
-
-
-def _value(kind: Any, text: str) -> Any:
-    try:
-        return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise argparse.ArgumentTypeError(f"{error}: {text!r}") from error
+    return {"type": _label_map if origin is Mapping else place if kind is Path else kind}
 
 
 def _label_map(text: str) -> dict[str, int]:

@@ -8,10 +8,9 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import stdev
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta
 
 from quotient_manifolds.symmetries import check_coverage, default_forward, find_symmetric_pairs
 from quotient_manifolds.symmetries import verify as verify_pairs
@@ -30,10 +29,8 @@ from . import as_json, checked_device
 
 __all__ = ["canonicalize", "demo", "run", "symmetries"]
 
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
-
-def demo(*, seed: Seed = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
+def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
     """Train a small vision transformer on scanned digits and measure its sharpness.
 
     Train a small vision transformer on scikit-learn's scanned digits, measure its

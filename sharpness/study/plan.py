@@ -29,7 +29,6 @@ from ..measures import Measure
 __all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config", "shard_of", "switched"]
 
 T = TypeVar("T")
-Count = Annotated[int, Meta(ge=1, le=2**53)]
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
 _MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
@@ -120,7 +119,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     rho: float | tuple[float, ...] | dict[str, float | tuple[float, ...]] = field(default_factory=dict)
     ablations: tuple[dict[str, Any], ...] = ({},)
     search: Search = field(default_factory=Search)
-    micro_batch: Count | None = None
+    micro_batch: Annotated[int, Meta(ge=1)] | None = None
     normalize_logits: bool = False
     device: str = "cpu"
     sharded: bool = False

@@ -181,30 +181,24 @@ def _sharpness(
             if len(radii) < 2:
                 raise
             failed.append({"rho": radii.pop(), "error": words_of(error)})
-    if job["measure"] in LOCAL:
-        values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in result.batches]
-        return [{"rho": 0.0, "trace": result.trace, **_row(result, values)}], [], result.remarks
-    rows = [
-        {
-            "rho": rho,
-            **_row(result[rho], [b.value for b in result[rho].batches]),
-            "error_increase": result[rho].error_increase,
-            "unconverged": sum(b.converged is False for b in result[rho].batches),
-            "min_singular_value": result.min_singular_value,
-            "num_null": result.num_null,
-        }
-        for rho in result.rhos
-    ]
+    local, rows = job["measure"] in LOCAL, []
+    for rho, part in [(0.0, result)] if local else [(rho, result[rho]) for rho in result.rhos]:
+        if local:
+            values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in part.batches]
+            more = {"trace": part.trace}
+        else:
+            values = [b.value for b in part.batches]
+            more = {
+                "error_increase": part.error_increase,
+                "unconverged": sum(b.converged is False for b in part.batches),
+                "min_singular_value": result.min_singular_value,
+                "num_null": result.num_null,
+            }
+        row = {"rho": rho, "sharpness": fmean(values), "per_batch": values, **more}
+        row["base_loss"] = fmean(b.base_loss for b in part.batches)
+        row["passes"] = sum(b.passes for b in part.batches)
+        rows.append(row)
     return rows, failed, result.remarks
-
-
-def _row(result: Any, values: list[float]) -> dict[str, Any]:
-    return {
-        "sharpness": fmean(values),
-        "per_batch": values,
-        "base_loss": fmean(b.base_loss for b in result.batches),
-        "passes": sum(b.passes for b in result.batches),
-    }
 
 
 def _fit(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:
