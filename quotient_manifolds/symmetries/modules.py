@@ -335,8 +335,9 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return args[0].double()
-        args = tuple(_wide(a) for a in args)
-        return func(*args, **{k: _wide(a) for k, a in (kwargs or {}).items()})
+        if len(args) > 1 or kwargs:  # attributes of tensors, which are read all the time, have one argument
+            args, kwargs = tuple(_wide(a) for a in args), {k: _wide(a) for k, a in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
 
 
 def _wide(argument: Any) -> Any:
