@@ -212,7 +212,7 @@ class GLTangentSpace(TangentSpace):
         return geodesics.exit_time(self._whitened(u))
 
     def _whitened(self, u: Tensor) -> geodesics.Whitened:
-        return geodesics.Whitened.of(self._local, self._times(u, self._to_gauge), self._gauge.sigma, self.present)
+        return geodesics.Whitened(self._local, self._times(u, self._to_gauge), self._gauge.sigma, self.present)
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
@@ -250,9 +250,8 @@ class GLTangentSpace(TangentSpace):
         out, speed = torch.empty_like(c), self._row() * self._speed
         one = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
         equations = self._local.equations(self._times(c, None), speed)
-        for part, X, v, (a, b) in zip(
-            self._times(out, None), self._local.factors, self._times(c, None), equations, strict=True
-        ):
+        parts = self._times(out, None), self._local.factors, self._times(c, None), equations
+        for part, X, v, (a, b) in zip(*parts, strict=True):
             _write_sum(part, (X, one + 0.5 * a), (v, speed.mT * (one + 0.5 * b)))
         return out if self._unit is None else out.mul_(self._unit)
 
@@ -265,13 +264,8 @@ class GLTangentSpace(TangentSpace):
         out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._speed
         adjoints = self._local.adjoints(self._times(c, None), self._times(egrad, None), speed)
         L = self._local.vertical_part(*(XQ * row**2 for *_, XQ in adjoints))
-        vectors = zip(
-            self._times(out, None),
-            self._local.factors,
-            self._times(c, None),
-            self._times(egrad, None),
-            strict=True,
-        )
+        parts = self._times(out, None), self._local.factors, self._times(c, None), self._times(egrad, None)
+        vectors = zip(*parts, strict=True)
         for (part, X, v, p), (e, a, b, _), V in zip(vectors, adjoints, (L, -L.mH), strict=True):
             _write_sum(part, (p, e * row), (X, a * row + V * self._row(-1)), (v, speed.mT * b * row))
         return out if self._unit is None else out.mul_(self._speed * self._unit)

@@ -116,8 +116,8 @@ def run(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), progress: bool
     with require_extra("the demo needs matplotlib and pandas", "demo"):
         import matplotlib  # noqa: F401
         import pandas as pd
-    torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(seed)
+    torch.manual_seed(seed)
     model, numbers = vision_transformer(), out.with_suffix(".json")
     if out.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"{str(out)!r} is not a figure: its name must end in .png, .pdf or .svg")

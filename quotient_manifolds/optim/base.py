@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any
 
@@ -17,8 +18,8 @@ from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
-from .metric import Metric, eye_like, on_cpu, wide
-from .pairs import GONE, Bucket, Places, Step, alone, group_of, orientation, reasons
+from .metric import Metric, on_cpu, wide
+from .pairs import GONE, Bucket, Places, Step, alone, explain, gradients_of, group_of, orientation, reasons
 
 __all__ = ["QuotientOptimizer"]
 
@@ -84,9 +85,7 @@ class QuotientOptimizer(Optimizer):
         if "params" not in group:
             raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(param_group) or 'none'}")
         pairs = group.pop("pairs", ())
-        if group.get("max_grad_norm", self.defaults["max_grad_norm"]) != self.defaults["max_grad_norm"]:
-            raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")
-        check_options({**self.defaults, **group})
+        check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)
         try:
             self.add_pairs(pairs)
@@ -155,46 +154,20 @@ class QuotientOptimizer(Optimizer):
         for p in self._pairs:
             if p.model is None and not all(getattr(b.module, b.attribute, None) in own for b in p.G + p.H):
                 raise ValueError(f"parameters of the pair {p.name!r} {GONE}")
-        gradients = self._gradients()
+        gradients = gradients_of(self.param_groups, getattr(self, "grad_scale", None))
         if gradients:
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
-            return loss
-        for places in self._places:
-            name = next((name for name, p in places.model.named_parameters() if p.grad is not None), None)
-            if name is not None:
-                warnings.warn(
-                    f"no parameter of this optimiser has a gradient, but {name!r}, which is none of them, has one: an "
-                    "adapter that is added later joins by add_param_group",
-                    stacklevel=3,
-                )
+        for places in () if gradients else self._places:
+            places.warn_of_strangers()
         return loss
-
-    def _gradients(self) -> dict[Tensor, Tensor]:
-        """Return the gradients to descend along, without the scale of a ``GradScaler``."""
-        scale, found = getattr(self, "grad_scale", None), dict[Tensor, Tensor]()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build "
-                        "the embedding with sparse=False"
-                    )
-                # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
-                g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
-                found[p] = -g if group["maximize"] else g
-        return found
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
         steps = []
         for bucket in self._buckets:
             if any(active := bucket.active(gradients)):
-                s = Step(bucket, active, gradients)
-                s.metric = self._metric(bucket, *s.grams(s.x).unbind(-3))
-                steps.append(s)
+                steps.append(Step(bucket, active, gradients, self._metric))
         outside = {p: g for p, g in gradients.items() if p not in self._covered}
         outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         if not (steps or outside) or not self._is_sound(steps, gradients, outside):
@@ -203,7 +176,20 @@ class QuotientOptimizer(Optimizer):
             # Adapters that are switched off may never get a gradient, and checking reads from the device.
             self._certification.see(gradients).check()
         for s in steps:
-            self._straighten(s)
+            skewed = s.straighten_()
+            if not on_cpu(skewed):
+                self._skipped = self._skipped + skewed.any()
+            elif not bool(skewed.any()):
+                continue
+            elif not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
+                    "step until that changes; lower the learning rate, or make the factors smaller",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            s.restrict(~skewed)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
             squares = [s.squared_norm() for s in steps]
@@ -241,42 +227,8 @@ class QuotientOptimizer(Optimizer):
             warnings.warn("NaN or infinite gradients: this step is skipped", RuntimeWarning, stacklevel=4)
             return False
         if not bool(sound):
-            _explain(steps, gradients)
+            explain(steps, gradients)
         return True
-
-    def _straighten(self, s: Step) -> None:
-        """Turn points with a skewed anchor to a gauge in which it has orthonormal columns; others take no step.
-
-        The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
-        does not know which anchors are skewed: all are multiplied, most of them by 1, at every eighth step.
-        """
-        skewed = s.metric.skewed()
-        readable = on_cpu(skewed)
-        s.bucket.steps += 1
-        if not readable and s.bucket.steps % 8 != 1:
-            return
-        for _ in range(3 if readable else 1):
-            if readable and not bool(skewed.any()):
-                return
-            largest = torch.finfo(s.bucket.stack.parameters()[0].dtype).max
-            change = s.metric.straightening(largest)
-            change = s.only(change, eye_like(change))
-            dual = change.flip(-3)
-            s.x, s.g = ([Y.to(s.dtype) for Y in s.times(X, A)] for X, A in ((s.x, change), (s.g, dual)))
-            s.transport_(dual)
-            s.metric = self._metric(s.bucket, *s.grams(s.x).unbind(-3))
-            skewed = s.metric.skewed()
-        if not readable:
-            self._skipped = self._skipped + skewed.any()
-        elif bool(skewed.any()) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
-                "step until that changes; lower the learning rate, or make the factors smaller",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-        s.restrict(~skewed)
 
     def _step_others(self, gradients: Gradients) -> None:
         """Let an optimiser of torch update the parameters outside pairs, and the other entries of those in pairs."""
@@ -308,14 +260,6 @@ class QuotientOptimizer(Optimizer):
         """Update the pairs of a bucket, and their state."""
         raise NotImplementedError
 
-    def _advance(self, group: Mapping[str, Any], s: Step, directions: Sequence[Tensor], A: Tensor) -> None:
-        """Add directions times A to the factors, decay them, and transport the state with them."""
-        ends = s.moved(directions, A, float(group["lr"]) * group["weight_decay"])
-        to = self._metric(s.bucket, *s.grams(ends).unbind(-3))
-        T = s.metric.transport_covectors(to, s.grams(s.x, ends)).to(s.dtype)
-        s.transport_(s.only(T, eye_like(T)))
-        s.bucket.write_(ends)
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "step"}  # which schedulers replace
 
@@ -339,66 +283,57 @@ class QuotientOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
-        kind, own = state_dict.get("kind", _UNKNOWN), type(self).__name__
-        if kind != own:
-            raise ValueError(
-                f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load "
-                "the model's weights and start a new optimiser with a short warm-up of the rate"
-            )
+        pairs = _pairs_of(state_dict, self._pairs, type(self).__name__, self.param_groups)
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        names, groups = set(saved["pairs"]), saved["param_groups"]
-        same = [len(g["params"]) for g in groups] == [len(g["params"]) for g in self.param_groups]
-        # An adapter may have reached full rank since the saved optimiser was created.
-        pairs = [p for p in self._pairs if p.name in names or not same]
-        if saved["pairs"] != [p.name for p in pairs]:
-            differing = sorted(names ^ {p.name for p in pairs})[:3]
-            raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
-        keys = (key for g in groups for key in g["params"])
-        for key, p in zip(keys, (p for g in self.param_groups for p in g["params"]), strict=False):
-            for value in saved["state"].get(key, {}).values():
-                if isinstance(value, Tensor) and value.dim():
-                    _check_shape(value.shape, p.shape)
-        buckets = [self._restored(entry, pairs) for entry in saved["buckets"]]
-        super().load_state_dict({"state": saved["state"], "param_groups": groups})
+        buckets = [_restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
+        super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         self._pairs, self._buckets = pairs, buckets
         self._cover()
 
-    def _restored(self, entry: Mapping[str, Any], pairs: Sequence[SymmetricPair]) -> Bucket:
-        """Restore a bucket from its entry in a state."""
-        members, state = entry["members"], entry["state"]
-        if state and state.keys() != self._state_names:
-            raise ValueError(
-                f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
-                f"{', '.join(sorted(self._state_names))}: it is of another version; load the model's weights and start "
-                "with a new optimiser"
-            )
-        if len({abs(pairs[i].scale) for i in members}) > 1:
-            raise ValueError(
-                "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
-                "new optimizer"
-            )
-        bucket = Bucket([pairs[i] for i in members], members, entry["flipped"], entry["group"])
-        for name, rows in (("moment G", bucket.stack.n), ("moment H", bucket.stack.m)) if state else ():
-            _check_shape(state[name].shape, (len(members) * bucket.points, rows, bucket.stack.group.h // bucket.points))
-        bucket.steps = entry["steps"]
-        bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
-        return bucket
+
+def _pairs_of(
+    state: Mapping[str, Any], known: Iterable[SymmetricPair], own: str, groups: Sequence[Mapping[str, Any]]
+) -> list[SymmetricPair]:
+    """List an optimiser's pairs that a state has moments of; raise a ValueError if the state is of another kind."""
+    if (kind := state.get("kind", _UNKNOWN)) != own:
+        raise ValueError(
+            f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load the "
+            "model's weights and start a new optimiser with a short warm-up of the rate"
+        )
+    names, sizes = set(state["pairs"]), [[len(g["params"]) for g in some] for some in (state["param_groups"], groups)]
+    # An adapter may have reached full rank since the saved optimiser was created.
+    pairs = [p for p in known if p.name in names or sizes[0] != sizes[1]]
+    if state["pairs"] != [p.name for p in pairs]:
+        differing = sorted(names ^ {p.name for p in pairs})[:3]
+        raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
+    keys = (key for g in state["param_groups"] for key in g["params"])
+    for key, p in zip(keys, (p for g in groups for p in g["params"]), strict=False):
+        for value in state["state"].get(key, {}).values():
+            if isinstance(value, Tensor) and value.dim():
+                _check_shape(value.shape, p.shape)
+    return pairs
 
 
-def _explain(steps: Iterable[Step], gradients: Gradients) -> None:
-    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
-    for p, g in gradients.items():
-        if not bool(g.isfinite().all()):
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
-                "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
-            )
-    for s in steps:
-        if bool((unsound := s.unsound()).any()):
-            raise ValueError(
-                f"pair {s.name(unsound)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
-                "rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
-            )
+def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], names: AbstractSet[str]) -> Bucket:
+    """Restore a bucket from its entry in a ``state_dict``, in which its state must have certain names."""
+    members, state = entry["members"], entry["state"]
+    if state and state.keys() != names:
+        raise ValueError(
+            f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
+            f"{', '.join(sorted(names))}: it is of another version; load the model's weights and start "
+            "with a new optimiser"
+        )
+    if len({abs(pairs[i].scale) for i in members}) > 1:
+        raise ValueError(
+            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
+            "new optimizer"
+        )
+    bucket = Bucket([pairs[i] for i in members], members, entry["flipped"], entry["group"])
+    for name, rows in (("moment G", bucket.stack.n), ("moment H", bucket.stack.m)) if state else ():
+        _check_shape(state[name].shape, (len(members) * bucket.points, rows, bucket.stack.group.h // bucket.points))
+    bucket.steps = entry["steps"]
+    bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
+    return bucket
 
 
 def _check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
@@ -420,9 +355,9 @@ def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> 
     return number and not isinstance(value, bool) and least <= float(value) < below
 
 
-def check_options(group: Mapping[str, Any]) -> None:
+def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise for an option of a parameter group that is out of range."""
-    betas, bound = group.get("betas", (0, 0)), group["max_grad_norm"]
+    betas, bound, common = group.get("betas", (0, 0)), group["max_grad_norm"], defaults["max_grad_norm"]
     two = isinstance(betas, tuple | list) and len(betas) == 2
     conditions = {
         "lr must be a number of at least 0": is_number(group["lr"], 0, 1e30),
@@ -433,6 +368,7 @@ def check_options(group: Mapping[str, Any]) -> None:
         "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
         "maximize must be True or False": isinstance(group["maximize"], bool),
         "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
+        "max_grad_norm clips all groups together; pass it to the optimiser, not to a group": bound == common,
         "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
     }
     for words, holds in conditions.items():

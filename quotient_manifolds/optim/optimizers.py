@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -124,15 +124,18 @@ class QuotientAdam(QuotientOptimizer):
         C.lerp_(torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3), 1 - beta2)
         V = K_inv @ (C / second) @ K_inv.mH
         root = inverse_root(V + _LEAST * torch.linalg.matrix_norm(V, keepdim=True) * eye_like(V))
-        R, basis = (K_inv.mH @ root).to(s.dtype), K_inv * (-lr * (_RANK / K_inv.shape[-1]) ** 0.5) / first
-        m, r = s.rows("moment", s.x), s.rows("rows", [x.real[..., :1] for x in s.x])
-        torch._foreach_lerp_(m, s.g, 1 - beta1)
-        norms = [torch.linalg.vector_norm(u, dim=-1, keepdim=True) for u in s.times(s.g, R)]
-        torch._foreach_lerp_(r, [norm.square() / R.shape[-1] for norm in norms], 1 - beta2)
-        directions = s.times(m, R)
-        for d, v, (_, points, _) in zip(directions, r, s.bucket.parts, strict=True):
-            d.div_((v / second[points, 0].to(v.dtype)).sqrt_().add_(group["eps"]))
-        self._advance(group, s, directions, basis)
+        coordinates, basis = (K_inv.mH @ root).to(s.dtype), K_inv * (-lr * (_RANK / K_inv.shape[-1]) ** 0.5) / first
+        moments, squares = s.rows("moment", s.x), s.rows("rows", [x.real[..., :1] for x in s.x])
+
+        def directions() -> Iterator[Tensor]:
+            for g, m, r, (side, points, _) in zip(s.g, moments, squares, s.bucket.parts, strict=True):
+                R = coordinates[points, side]
+                size = torch.linalg.vector_norm(g @ R, dim=-1, keepdim=True).square() / g.shape[-1]
+                m.lerp_(g, 1 - beta1)
+                r.lerp_(size, 1 - beta2)
+                yield (m @ R).div_((r / second[points, 0].to(r.dtype)).sqrt_().add_(group["eps"]))
+
+        s.advance_(directions(), basis, lr * group["weight_decay"])
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -230,7 +233,7 @@ class QuotientMuon(QuotientOptimizer):
         return RidgeMetric(M, N, bucket.scale, torch.where(floor > 0, floor, 1))
 
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        momentum, F = group["momentum"], s.metric.inverse_roots
+        momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
         # Up to a factor, which cancels, u is ∇ + μ²/(1 + μ) m with the old m.
         m = s.rows("moment", s.x)
         past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
@@ -239,7 +242,7 @@ class QuotientMuon(QuotientOptimizer):
         torch._foreach_add_(m, s.g)
         # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
         d = s.times(u, (F.mH @ inverse_root(F @ s.grams(u) @ F.mH)).to(s.dtype))
-        s.bucket.write_(s.moved(d, -float(group["lr"]) / 2 * F, float(group["lr"]) * group["weight_decay"]))
+        s.advance_(d, -lr / 2 * F, lr * group["weight_decay"], transport=False)
 
 
 class QuotientSGD(QuotientOptimizer):
@@ -308,10 +311,10 @@ class QuotientSGD(QuotientOptimizer):
     _Others = torch.optim.SGD
 
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        u, momentum, K_inv = s.g, group["momentum"], s.metric.inverse_roots
+        u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots
         if momentum:
             m = s.rows("moment", s.x)
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, s.g)
             u = [torch.add(g, v, alpha=momentum) for g, v in zip(s.g, m, strict=True)] if group["nesterov"] else m
-        self._advance(group, s, s.times(u, K_inv.mH.to(s.dtype)), -float(group["lr"]) * K_inv)
+        s.advance_(s.times(u, K_inv.mH.to(s.dtype)), -lr * K_inv, lr * group["weight_decay"])

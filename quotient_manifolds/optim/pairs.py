@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,9 @@ from ..symmetries.lora import lora_layers
 from ..symmetries.modules import is_sharded, plain_names
 from ..symmetries.pairs import SymmetricPair
 from ..symmetries.stacks import PairStack
-from .metric import Metric, on_cpu, trace, wide
+from .metric import Metric, eye_like, on_cpu, trace, wide
 
-__all__ = ["GONE", "Bucket", "Places", "Step", "alone", "group_of", "orientation", "reasons"]
+__all__ = ["Bucket", "Places", "Step"]
 
 #: What has become of parameters that are not where they were.
 GONE = (
@@ -29,6 +30,10 @@ GONE = (
 
 #: Numbers of a factor that fit in a processor's cache, with their gradients, moments and intermediate results.
 _IN_CACHE = 2**16
+#: The metric of a bucket at points with some Gram matrices.
+MetricOf = Callable[["Bucket", Tensor, Tensor], Metric]
+#: Small matrices of G and of H, part by part.
+_Sides = tuple[list[Tensor], list[Tensor]]
 
 
 class Bucket:
@@ -76,12 +81,6 @@ class Bucket:
                 of_parts.append(points if points.is_complex() else points.to(self.dtype))
         return found
 
-    def write_(self, found: Sequence[Tensor]) -> None:
-        """Write the rows of every part into the weights, rounded to their dtype."""
-        group = self.stack.group
-        for X, (_, _, rows) in zip(found, self.parts, strict=True):
-            rows.scatter_(group.from_point(X.unflatten(0, (-1, group.h)) if group.diagonal else X))
-
 
 class Step:
     """One step of the pairs of a bucket, with their rows ``x`` and gradients ``g`` as one tensor for each part.
@@ -90,29 +89,28 @@ class Step:
     weights. Where ``mask``, () or (points,), is False, nothing changes.
     """
 
-    metric: Metric
-
-    def __init__(self, bucket: Bucket, active: Sequence[bool], gradients: Mapping[Tensor, Tensor]) -> None:
-        self.bucket, self.state = bucket, bucket.state
+    def __init__(
+        self, bucket: Bucket, active: Sequence[bool], gradients: Mapping[Tensor, Tensor], metric: MetricOf
+    ) -> None:
+        self.bucket, self.state, self._metric = bucket, bucket.state, metric
         self.x, self.g = bucket.read(gradients)
         self.dtype = self.x[0].dtype
         self.mask: Tensor | None = None
         if not all(active):
             self.mask = torch.tensor(active, device=self.x[0].device).repeat_interleave(bucket.points)
+        self.metric = metric(bucket, *self.grams(self.x).unbind(-3))
 
-    def times(self, found: Sequence[Tensor], A: Tensor) -> list[Tensor]:
-        """Multiply rows of G by A_G and rows of H by A_H, in the precision of A."""
-        sides = zip(found, self.bucket.parts, strict=True)
-        return [X.to(A.dtype) @ A[points, side] for X, (side, points, _) in sides]
+    def times(self, found: Iterable[Tensor], A: Tensor) -> Iterator[Tensor]:
+        """Multiply rows of G by A_G and rows of H by A_H, in the precision of A, part by part."""
+        for X, (side, points, _) in zip(found, self.bucket.parts, strict=True):
+            yield X.to(A.dtype) @ A[points, side]
 
-    def grams(self, found: Sequence[Tensor], ends: Sequence[Tensor] | None = None) -> Tensor:
-        """Return (GᴴG', HᴴH') in double precision, (points, 2, h, h); by default of the rows themselves."""
-        factors = list(map(wide, found))
-        products = zip(factors, factors if ends is None else map(wide, ends), self.bucket.parts, strict=True)
-        sides: tuple[list[Tensor], list[Tensor]] = [], []
-        for X, Y, (side, *_) in products:
-            sides[side].append(X.mH @ Y)
-        return torch.stack([torch.cat(sides[0]), torch.cat(sides[1])], dim=-3)
+    def grams(self, found: Iterable[Tensor]) -> Tensor:
+        """Return the Gram matrices of G and of H in double precision, (points, 2, h, h)."""
+        sides: _Sides = [], []
+        for X, (side, *_) in zip(map(wide, found), self.bucket.parts, strict=True):
+            sides[side].append(X.mH @ X)
+        return _stacked(sides)
 
     def rows(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
         """View the state of all rows, which may be changed in place; at first 0, in the order of memory."""
@@ -160,26 +158,102 @@ class Step:
         """Return the name of the first pair of which a point is marked."""
         return self.bucket.stack.pairs[int(where.nonzero()[0]) // self.bucket.points].name
 
-    def moved(self, directions: Sequence[Tensor], A: Tensor, decay: float) -> list[Tensor]:
-        """Return the factors plus directions times A, after the product is multiplied by 1 - ``decay``; biases stay."""
-        ends = []
+    def straighten_(self) -> Tensor:
+        """Turn points with a skewed anchor to a gauge in which it has orthonormal columns; return what stays skewed.
+
+        The change is as accurate as the condition of N allows, hence the repetitions on the CPU. Elsewhere the host
+        does not know which anchors are skewed: all are multiplied, most of them by 1, at every eighth step.
+        """
+        skewed = self.metric.skewed()
+        readable = on_cpu(skewed)
+        self.bucket.steps += 1
+        if not readable and self.bucket.steps % 8 != 1:
+            return torch.zeros_like(skewed)
+        for _ in range(3 if readable else 1):
+            if readable and not bool(skewed.any()):
+                break
+            change = self.metric.straightening(torch.finfo(self.bucket.stack.parameters()[0].dtype).max)
+            change = self.only(change, eye_like(change))
+            dual = change.flip(-3)
+            self.x = [X.to(self.dtype) for X in self.times(self.x, change)]
+            self.g = [X.to(self.dtype) for X in self.times(self.g, dual)]
+            self.transport_(dual)
+            self.metric = self._metric(self.bucket, *self.grams(self.x).unbind(-3))
+            skewed = self.metric.skewed()
+        return skewed
+
+    def advance_(self, directions: Iterable[Tensor], A: Tensor, decay: float, *, transport: bool = True) -> None:
+        """Write rows plus directions times A, after products are multiplied by 1 - ``decay``; biases do not decay.
+
+        The state is transported with them, or left as it is.
+        """
+        group = self.bucket.stack.group
+        across: _Sides = [], []
+        ends: _Sides = [], []
         for x, d, (side, points, rows) in zip(self.x, directions, self.bucket.parts, strict=True):
             end = x * max(1 - decay, 0) ** 0.5
             for run in rows.runs if decay else ():
                 if len(run.first.shape) == 1:
                     end[:, run.rows] = x[:, run.rows]
-            end.baddbmm_(d, A[points, side].to(d.dtype))
-            ends.append(self.only(end, x, points))
-        return ends
+            end = self.only(end.baddbmm_(d, A[points, side].to(d.dtype)), x, points)
+            if transport:
+                X, Y = wide(x), wide(end)
+                across[side].append(X.mH @ Y)
+                ends[side].append(Y.mH @ Y)
+            rows.scatter_(group.from_point(end.unflatten(0, (-1, group.h)) if group.diagonal else end))
+        if transport:
+            to = self._metric(self.bucket, *_stacked(ends).unbind(-3))
+            T = self.metric.transport_covectors(to, _stacked(across))
+            self.transport_(self.only(T, eye_like(T)).to(self.dtype))
 
     def transport_(self, T: Tensor) -> None:
         """Multiply moments by (T_G, T_H), (points, 2, h, h), and the Gram matrices of such from both sides."""
         if "moment G" in self.state:
             m = self.rows("moment", self.x)
-            torch._foreach_copy_(m, self.times(m, T))
+            for old, new in zip(m, self.times(m, T), strict=True):
+                old.copy_(new)
         if "matrix" in self.state:
             T = T.to(self.state["matrix"].dtype)
             self.state["matrix"] = T.mH @ self.state["matrix"] @ T
+
+
+def _stacked(sides: _Sides) -> Tensor:
+    """Stack small matrices as (points, 2, h, h)."""
+    return torch.stack([torch.cat(sides[0]), torch.cat(sides[1])], dim=-3)
+
+
+def gradients_of(param_groups: Iterable[Mapping[str, Any]], scale: Tensor | None) -> dict[Tensor, Tensor]:
+    """Return the gradients to descend along, without the scale of a ``GradScaler``."""
+    found = dict[Tensor, Tensor]()
+    for group in param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which is not supported; build the "
+                    "embedding with sparse=False"
+                )
+            # In float32: the scale is beyond the range of half precision, and so are the gradients that it saved.
+            g = p.grad if scale is None else p.grad.to(at_least_float32(p.dtype)) / scale.to(p.grad.device)
+            found[p] = -g if group["maximize"] else g
+    return found
+
+
+def explain(steps: Iterable[Step], gradients: Mapping[Tensor, Tensor]) -> None:
+    """Raise for a gradient that is not finite, or a pair whose anchor lacks full rank."""
+    for p, g in gradients.items():
+        if not bool(g.isfinite().all()):
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} has NaN or infinite entries; no weight was "
+                "changed; check the loss, lower the learning rate, or train in bfloat16 or float32"
+            )
+    for s in steps:
+        if bool((unsound := s.unsound()).any()):
+            raise ValueError(
+                f"pair {s.name(unsound)!r}: its {'first' if s.bucket.flipped else 'second'} factor has lost full "
+                "rank since the optimiser was made; no weight was changed; make a new optimiser for these weights"
+            )
 
 
 class Places:
@@ -189,6 +263,16 @@ class Places:
         self.model = model
         self._adapters = [[layer, name, layer.scaling[name]] for layer, name, B in lora_layers(model) if B in own]
         self._named = {name: p for name, p in model.named_parameters() if p in own}
+
+    def warn_of_strangers(self) -> None:
+        """Warn of a gradient, where the optimiser's parameters have none."""
+        name = next((name for name, p in self.model.named_parameters() if p.grad is not None), None)
+        if name is not None:
+            warnings.warn(
+                f"no parameter of this optimiser has a gradient, but {name!r}, which is none of them, has one: an "
+                "adapter that is added later joins by add_param_group",
+                stacklevel=4,
+            )
 
     def check(self, own: Collection[Tensor]) -> None:
         """Raise if parameters have left the model or are merged into others; warn of a scale that has changed."""

@@ -107,18 +107,14 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
             )
         G, H = block(*B), block(*A, transpose=True)
         variant = _variant(module, adapter)
-        if module.merged and adapters is None:
-            reason = "merged into the base weight; unmerge it"
-        elif module.disable_adapters and adapters is None:
-            reason = "the adapter is disabled"
-        elif variant and not variant.startswith(_PRODUCT_VARIANTS):
-            reason = f"no known symmetry of {variant}"
-        elif getattr(module, "num_experts", 1) > 1:
-            reason = "the factors of its experts are stacked in two matrices"
-        elif G.size[1] != H.size[1]:
-            reason = "a grouped convolution"
-        else:
-            reason = ""
+        reasons = {
+            "merged into the base weight; unmerge it": module.merged and adapters is None,
+            "the adapter is disabled": module.disable_adapters and adapters is None,
+            f"no known symmetry of {variant}": variant and not variant.startswith(_PRODUCT_VARIANTS),
+            "the factors of its experts are stacked in two matrices": getattr(module, "num_experts", 1) > 1,
+            "a grouped convolution": G.size[1] != H.size[1],
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
         group, scale = None if reason else GL(G.size[1]), float(module.scaling[adapter])
         yield SymmetricPair(name, "lora", group, (G,), (H,), part=adapter, reason=reason, scale=scale)
 

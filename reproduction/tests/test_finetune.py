@@ -17,6 +17,7 @@ from reproduction.collection import train_collection
 from reproduction.finetune import set_dropout_
 from reproduction.recipes import Recipe, random_recipe
 from reproduction.vision import SmallViT, vit_cifar10
+from sharpness import Search
 from sharpness import cli as measuring
 from sharpness.data import DataChoice
 from sharpness.models import load, load_state_dict
@@ -305,7 +306,7 @@ def test_a_transformers_folder_of_images(images):
     ]
     assert cli.main([*arguments, "--quiet"]) == 0
     assert load("collection/model_00").transform is not None
-    sweep = structs.replace(read_config("collection/sweep.json"), measures=("adaptive",), steps=1)
+    sweep = structs.replace(read_config("collection/sweep.json"), measures=("adaptive",), search=Search(steps=1))
     assert run_sweep(sweep, "out", progress=False) == []
 
 

@@ -23,6 +23,7 @@ from reproduction.comparison import compare
 from reproduction.radii import PRIMARY, choose_radii, median_models, radius_at, radius_of_levels
 from reproduction.tables import formatted
 from reproduction.zoo_data import LABELS, corrupt, corrupted_images, inference_tables, normalised
+from sharpness import Search
 from sharpness import cli as measuring
 from sharpness.data import DataChoice
 from sharpness.measuring import RadiusError
@@ -179,7 +180,7 @@ def test_no_radius_at_which_the_ball_leaves_the_manifold(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "vit")
     torch.save({"x": x, "y": y}, tmp_path / "data.pt")
     checkpoint = Checkpoint("vit", str(tmp_path / "vit"))
-    sweep = Sweep(checkpoints=(checkpoint,), data=DataChoice(str(tmp_path / "data.pt")), steps=3)
+    sweep = Sweep(checkpoints=(checkpoint,), data=DataChoice(str(tmp_path / "data.pt")), search=Search(steps=3))
     sigma = sharpness.evaluate(model, [(x, y)], measure="geodesic-mix", rho=1e-3, progress=False).min_singular_value
     evaluate, tried = sharpness.evaluate, []
     monkeypatch.setattr(sharpness, "evaluate", lambda *a, rho, **kw: tried.append(rho) or evaluate(*a, rho=rho, **kw))

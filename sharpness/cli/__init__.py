@@ -17,7 +17,6 @@ exit codes:
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import os
 import re
@@ -63,8 +62,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
+    from ..ascent import Search
     from ..data import DataChoice
-    from ..study.plan import Settings
     from . import many_models, one_model  # which import this module
 
     description, _, epilog = __doc__.partition("\n\nin a shell:")
@@ -73,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add_command(commands, one_model.demo)
     add_command(commands, one_model.symmetries, DataChoice)
     add_command(commands, one_model.canonicalize)
-    add_command(commands, one_model.run, DataChoice, Settings)
+    add_command(commands, one_model.run, DataChoice, Search)
     for function in (many_models.sweep, many_models.table, many_models.plot):
         add_command(commands, function)
     return top
@@ -134,7 +133,7 @@ def add_arguments(command: argparse.ArgumentParser, described: Callable[..., Any
     """
     entries = re.findall(r"^(\w[\w, ]*?)(?: : .*)?\n((?: {4}.*\n?)+)", inspect.getdoc(described) or "", re.MULTILINE)
     helps = {name: " ".join(text.split()).replace("%", "%%") for names, text in entries for name in names.split(", ")}
-    kinds = typing.get_type_hints(described, include_extras=True)
+    kinds = typing.get_type_hints(described)
     for name, parameter in inspect.signature(described).parameters.items():
         if name in skip or parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
@@ -161,14 +160,7 @@ def _reading(kind: Any, default: Any) -> dict[str, Any]:
         return {"choices": inner}
     if origin is tuple:
         return {"nargs": "+", **_reading(inner[0], default)}
-    return {"type": _label_map if origin is Mapping else place if kind is Path else functools.partial(_value, kind)}
-
-
-def _value(kind: Any, text: str) -> Any:
-    try:
-        return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise argparse.ArgumentTypeError(f"{error}: {text!r}") from error
+    return {"type": _label_map if origin is Mapping else place if kind is Path else kind}
 
 
 def _label_map(text: str) -> dict[str, int]:

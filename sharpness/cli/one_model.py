@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-import msgspec
 import torch
 
 from quotient_manifolds.symmetries import check_coverage, default_forward, find_symmetric_pairs
@@ -17,18 +17,19 @@ from quotient_manifolds.symmetries import verify as verify_pairs
 from quotient_manifolds.symmetries.whole import canonical_form, canonicalize_, verify_whole
 
 from .. import models, plots
+from ..ascent import Search
 from ..distributed import World, torchrun
 from ..errors import naming, require_extra
 from ..files import check_apart, check_file, check_folder, write_json
 from ..measures import LOCAL, checked_radii, measure_of
-from ..study.plan import Seed, Settings, as_data, of_model, places, read_choice
+from ..study.plan import as_data, of_model, places, read_choice
 from ..study.run import measured, versions
 from . import as_json, checked_device
 
 __all__ = ["canonicalize", "demo", "run", "symmetries"]
 
 
-def demo(*, seed: Seed = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
+def demo(*, seed: int = 0, out: Path = Path("sharpness-demo.png"), quiet: bool = False) -> int:
     """Train a small vision transformer on scanned digits and measure its sharpness.
 
     Train a small vision transformer on scikit-learn's scanned digits, measure its
@@ -158,6 +159,8 @@ def run(
     checkpoint: str | None = None,
     measure: tuple[str, ...] = ("geodesic-inv",),
     rho: tuple[float, ...] | None = None,
+    micro_batch: int | None = None,
+    normalize_logits: bool = False,
     device: str = "cpu",
     out: Path | None = None,
     figures: Path | None = None,
@@ -192,6 +195,10 @@ def run(
         euclidean-hessian; one or several.
     rho
         Radii of the ball (default: the measure's, from 0.05 for euclidean to 0.5 for adaptive).
+    micro_batch
+        Pass so many examples at a time, to save memory.
+    normalize_logits
+        Divide every example's logits by their standard deviation over the classes.
     device
         cpu or cuda.
     out
@@ -203,7 +210,8 @@ def run(
     quiet
         Show no progress.
     """
-    settings = Settings(**{k: chosen.pop(k) for k in Settings.__struct_fields__ if k in chosen})
+    search = Search(**{f.name: chosen.pop(f.name) for f in fields(Search) if f.name in chosen})
+    passes: dict[str, Any] = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
     choice = read_choice({"source": data, **chosen})
     for name in measure:
         if name not in LOCAL:
@@ -231,7 +239,7 @@ def run(
             with naming(f"{model} on {data}"):
                 result = measured(
                     name, network, batches, ablation={}, rho=rho, group=group, progress=leader and not quiet,
-                    keep_directions=figures is not None, **msgspec.structs.asdict(settings),
+                    keep_directions=figures is not None, **asdict(search), **passes,
                 )  # fmt: skip
             written["results"].append({"quantity": name, **result.to_dict()})
             if shown:
@@ -239,7 +247,7 @@ def run(
             if leader and out is not None:
                 write_json(out, written)
             if leader and figures is not None and name not in LOCAL:
-                _draw(figures, network, batches, result, settings)
+                _draw(figures, network, batches, result, passes)
         if leader and json:
             print(as_json(written), end="")
     return 0
@@ -274,10 +282,9 @@ def _spread(result: Any) -> list[str]:
     return [f"standard error over the {count} batches: {errors}"]
 
 
-def _draw(figures: Path, model: Any, batches: Any, result: Any, settings: Settings) -> None:
-    options = {name: getattr(settings, name) for name in ("micro_batch", "normalize_logits")}
+def _draw(figures: Path, model: Any, batches: Any, result: Any, passes: dict[str, Any]) -> None:
     try:
-        for path in plots.plot_model(model, batches[0], result, figures, **options):
+        for path in plots.plot_model(model, batches[0], result, figures, **passes):
             print(f"drawn: {path}", file=sys.stderr)
     except ValueError as error:  # the measurement is still valid
         print(f"sharpness: no figures of {result.measure.name}: {error}", file=sys.stderr)

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
 
+from ..ascent import Search
 from ..data import DataChoice, is_function
 from ..errors import naming, require_extra
 from ..measures import LOCAL, Measure, checked_radii, measure_of
@@ -26,8 +27,6 @@ from ..models import INPUTS, files_of
 __all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config", "shard_of", "switched"]
 
 T = TypeVar("T")
-Count = Annotated[int, Meta(ge=1, le=2**53)]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: What transformers reads of a model in a folder, besides its tokenizer and image processor.
 _MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
@@ -57,37 +56,7 @@ class Checkpoint(Struct, frozen=True):
     weights: str | None = None
 
 
-class Settings(Struct, kw_only=True):
-    """Settings of :func:`sharpness.evaluate`, the same for all measures of a run or sweep.
-
-    Attributes
-    ----------
-    steps : int
-        Largest number of steps of an ascent.
-    relative_tol : float
-        Stop when a step can gain less than this share.
-    ascent : {"power", "apgd"}
-        Generalised power method, or Auto-PGD.
-    restarts : int
-        Number of further ascents, from random directions.
-    seed : int
-        Seed of the random directions.
-    micro_batch : int or None
-        Pass so many examples at a time, to save memory.
-    normalize_logits : bool
-        Scale the logits of every example to unit length.
-    """
-
-    steps: Count = 20
-    relative_tol: Annotated[float, Meta(ge=0)] = 3e-4
-    ascent: Literal["power", "apgd"] = "power"
-    restarts: Annotated[int, Meta(ge=0)] = 0
-    seed: Seed = 0
-    micro_batch: Count | None = None
-    normalize_logits: bool = False
-
-
-class Sweep(Settings, kw_only=True, forbid_unknown_fields=True):
+class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     """The checkpoints of a sweep and what to measure.
 
     Attributes
@@ -111,7 +80,9 @@ class Sweep(Settings, kw_only=True, forbid_unknown_fields=True):
     ablations : tuple of dict
         Fields of ``Measure`` (``geodesic``, ``symmetry``, …) and ``statistic``, changed in all measures
         for which they have a meaning, or in those listed under ``measures``. ``{}`` is the measure itself.
-    steps, relative_tol, ascent, restarts, seed, micro_batch, normalize_logits
+    search : Search
+        The search for the largest loss; in a file its attributes are entries like the others.
+    micro_batch, normalize_logits
         As for :func:`sharpness.evaluate`.
     device : str
         Device of torch.
@@ -145,13 +116,16 @@ class Sweep(Settings, kw_only=True, forbid_unknown_fields=True):
     measures: tuple[str, ...] = ("geodesic-inv", "geodesic-mix", "adaptive")
     rho: float | tuple[float, ...] | dict[str, float | tuple[float, ...]] = field(default_factory=dict)
     ablations: tuple[dict[str, Any], ...] = ({},)
+    search: Search = field(default_factory=Search)
+    micro_batch: Annotated[int, Meta(ge=1)] | None = None
+    normalize_logits: bool = False
     device: str = "cpu"
     sharded: bool = False
 
     def __post_init__(self) -> None:
         if len(set(self.measures)) < len(self.measures):
             raise ValueError("measures contains a name twice")
-        if self.restarts and any(ablation.get("statistic") == "average" for ablation in self.ablations):
+        if self.search.restarts and any(ablation.get("statistic") == "average" for ablation in self.ablations):
             raise ValueError(
                 "restarts belong to searches, but an ablation has statistic: average; give it a sweep of its own"
             )
@@ -168,7 +142,9 @@ class Sweep(Settings, kw_only=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`sharpness.evaluate`."""
-        return {name: getattr(self, name) for name in Settings.__struct_fields__}
+        return {
+            **asdict(self.search), "micro_batch": self.micro_batch, "normalize_logits": self.normalize_logits
+        }  # fmt: skip
 
     def jobs(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Return the jobs of a checkpoint, whose files are read for their digests. Equal jobs have equal results."""
@@ -291,7 +267,8 @@ def read_config(path: str | os.PathLike[str]) -> Sweep:
                 file[name] = read_choice(file[name], path.parent, name)
         if file.get("initial") is not None:
             file["initial"] = str(path.parent / _converted(file["initial"], str, "initial"))
-        return _converted(file, Sweep)
+        search = {f.name: file.pop(f.name) for f in fields(Search) if f.name in file}
+        return _converted({**file, "search": {**file.get("search", {}), **search}}, Sweep)
 
 
 def _parsed(path: Path) -> Any:
@@ -322,8 +299,9 @@ def _converted(tree: Any, kind: Any, entry: str = "") -> Any:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
         what, _, where = str(error).replace("Object ", "").replace("field", "entry").partition(" - at `$")
-        entry = (entry + where.strip("`").replace("[...]", "")).removeprefix(".")
-        known = f"; known are {', '.join(Sweep.__struct_fields__)}" if not entry and "unknown entry" in what else ""
+        entry = (entry + where.strip("`").replace("[...]", "")).removeprefix(".").removeprefix("search.")
+        names = (*Sweep.__struct_fields__, *(f.name for f in fields(Search)))
+        known = f"; known are {', '.join(names)}" if not entry and "unknown entry" in what else ""
         raise ValueError(f"{f'entry {entry}: ' if entry else ''}{what}{known}") from error
 
 

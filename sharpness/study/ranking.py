@@ -31,8 +31,7 @@ FEWEST_MODELS = 10
 #: Up to this number of models, the dots are labelled with their names.
 _NAMED = 12
 _PLACE = ["quantity", "rho"]
-_TAU = ["tau", "low", "high", "p"]
-_PARTIAL = ["partial", "partial_low", "partial_high"]
+_FOUND = ["median", "models", "tau", "low", "high", "p", "partial", "partial_low", "partial_high"]
 _RESAMPLES = 10_000
 
 
@@ -204,7 +203,7 @@ def compare(rows: Sequence[Row], target: str = "gap", *, given: Sequence[str] = 
             each = 1 - (1 - level) / len(columns)
             partial = kendall(values, y, known, level=each)
         lines.append((quantity, rho, values.median(), len(values), *tau, *partial[:3]))
-    return frame.iloc[:0].from_records(lines, columns=[*_PLACE, "median", "models", *_TAU, *_PARTIAL])
+    return frame.iloc[:0].from_records(lines, columns=[*_PLACE, *_FOUND])
 
 
 def plot_sweep(rows: Sequence[Row], target: str, path: str | os.PathLike[str]) -> Any:

@@ -78,7 +78,7 @@ def run_sweep(
     >>> with tempfile.TemporaryDirectory() as place:
     ...     torch.save({"x": torch.randn(4, 4), "y": torch.arange(4)}, f"{place}/train.pt")
     ...     data = DataChoice(f"{place}/train.pt")
-    ...     sweep = Sweep(checkpoints=(net,), data=data, test=data, measures=("adaptive",), steps=3)
+    ...     sweep = Sweep(checkpoints=(net,), data=data, test=data, measures=("adaptive",))
     ...     failed = run_sweep(sweep, place, progress=False)
     ...     [(row["checkpoint"], row["kind"], row.get("rho")) for row in read_rows(place)]
     [('net', 'fit', None), ('net', 'sharpness', 0.5)]

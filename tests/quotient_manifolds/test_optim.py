@@ -959,11 +959,10 @@ def test_numbers_of_a_bucket_lie_on_its_device():
     for p in trainable(model):
         p.grad = torch.empty_like(p)
     gradients = {p: p.grad for p in trainable(model)}
-    step = Step(bucket, [True], gradients)
-    step.metric = Metric(*step.grams(step.x).unbind(-3))
+    step = Step(bucket, [True], gradients, lambda bucket, M, N: Metric(M, N))
     step.clip_(torch.tensor(0.5))
     step.restrict(torch.tensor(True, device="meta"))
-    for t in (*step.moved(step.g, step.only(step.metric.inverse_roots, 0), 0.1), *step.rows("moment", step.x)):
+    for t in (*step.times(step.x, step.only(step.metric.inverse_roots, 0)), *step.rows("moment", step.x)):
         assert t.device.type == "meta"
 
 

@@ -21,7 +21,7 @@ from tests.sweeps import MODULE, rows_of
         ("normalize_logits: 'false'", "entry normalize_logits: Expected `bool`, got `str`"),
         ("seed: abc", "entry seed: Expected `int.*`, got `str`"),
         ("steps: true", "entry steps: Expected `int.*`, got `bool`"),
-        ("steps: 0", "entry steps: Expected `int` >= 1"),
+        ("steps: 0", "steps must be .* at least 1"),
         ("relative_tol: x", "entry relative_tol: Expected `float.*`, got `str`"),
         ("rho: [-1]", "rho must be one or several positive numbers"),
         ("rho: []", r"rho must be one or several positive numbers, got \(\)"),

@@ -292,9 +292,8 @@ class WholeVerification:
     @property
     def failures(self) -> list[str]:
         """The kinds that are not symmetries."""
-        kinds = self.residuals | self.changes
         both = (self.residuals, self.changes)
-        return [k for k in kinds if not all(of.get(k, 0.0) <= self.tolerance for of in both)]
+        return [k for k in both[0] | both[1] if not all(of.get(k, 0.0) <= self.tolerance for of in both)]
 
     @property
     def ok(self) -> bool:
