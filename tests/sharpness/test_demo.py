@@ -1,5 +1,4 @@
 import json
-from functools import partial
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -22,11 +21,10 @@ def test_the_digits_and_their_transformer():
 
 
 def test_demo_end_to_end(tmp_path, monkeypatch, capsys):
-    """The demo at a quarter of its training, with fewer points on the curves; the full one is ``make demo``."""
+    """The demo at a quarter of its training; the full one is ``make demo``."""
     torch.set_default_dtype(torch.float32)
     full = demo.train
     monkeypatch.setattr(demo, "train", lambda *a, **k: full(*a, **k | {"epochs": 14}))
-    monkeypatch.setattr(demo, "profile", partial(demo.profile, points=5))
     monkeypatch.setattr(demo, "MOVES", {kind: demo.MOVES[kind] for kind in ("heads", "gain")})
     out = tmp_path / "picture.png"
     assert cli.main(["demo", "--seed", "1", "--out", str(out), "--quiet"]) == 0
