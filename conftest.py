@@ -4,6 +4,19 @@ import gc
 
 import pytest
 
+#: Tests that wait for processes forked from one that has imported everything: there is one such for all of them, and
+#: they begin first, so that others use the cores in the meantime (pytest-xdist's --dist loadgroup; a file is a group).
+FORKING = ("test_second_device.py", "test_study_run.py", "test_sharded.py", "test_distributed.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Group the tests for the workers of pytest-xdist, and order them."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("forking" if item.path.name in FORKING else file))
+    items.sort(key=lambda item: item.path.name not in FORKING)
+
 
 def pytest_collection_finish():
     """Exempt imported modules from garbage collection, which would otherwise traverse them again and again."""

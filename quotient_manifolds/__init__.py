@@ -5,6 +5,8 @@ finds the points in a network.
 """
 
 import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 with warnings.catch_warnings():
     # geoopt compiles its linear algebra with torch.jit when it is imported, which newer versions of torch deprecate.
@@ -12,13 +14,14 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`torch.jit.script", category=DeprecationWarning)
     import geoopt  # noqa: F401
 
-from .base import QuotientManifold, TangentSpace
-from .gauge import Gauge, canonical_gauge, from_matrix
-from .geodesics import GeodesicExitError
-from .manifold import GLQuotientInv, GLQuotientMix
-from .means import ConvergenceError, FrechetMean, frechet_mean
-from .rescale import RescaleQuotient
-from .tangent import GLTangentSpace
+if TYPE_CHECKING:
+    from .base import QuotientManifold, TangentSpace
+    from .gauge import Gauge, canonical_gauge, from_matrix
+    from .geodesics import GeodesicExitError
+    from .manifold import GLQuotientInv, GLQuotientMix
+    from .means import ConvergenceError, FrechetMean, frechet_mean
+    from .rescale import RescaleQuotient
+    from .tangent import GLTangentSpace
 
 __all__ = [
     "ConvergenceError",
@@ -36,3 +39,14 @@ __all__ = [
     "from_matrix",
 ]
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only some programs use."""
+    for file in (
+        (".base", ".gauge", ".geodesics", ".means", ".tangent", ".manifold", ".rescale") if name in __all__ else ()
+    ):
+        module = import_module(file, __name__)
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,10 +13,11 @@ import geoopt
 import torch
 from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
-from torch._C import _DisableAutocast
+from torch._C import _are_functorch_transforms_active, _DisableAutocast
+from torch.autograd import forward_ad
 
 from .checks import as_shape, check_dtype, check_finite, check_same, check_tensors, check_vector
-from .linalg import C, exposed, finite, holds, in_own_precision, is_differentiated, pack, root
+from .linalg import C, exposed, finite, holds, in_own_precision, pack, root
 
 __all__ = ["QuotientManifold", "TangentSpace", "with_finite_results"]
 
@@ -201,8 +202,7 @@ class QuotientManifold(geoopt.Manifold):
         ValueError
             Wrong shape or dtype, NaN or infinite entries, a rank-deficient point.
         """
-        check_tensors(self, x=x)
-        return self._checked_space(x, is_differentiated(x))
+        return self._vector_space(x, x)
 
     def _checked_space(self, x: Tensor, differentiable: bool) -> TangentSpace:
         self._assert_check_shape(x.shape, "x")
@@ -216,7 +216,8 @@ class QuotientManifold(geoopt.Manifold):
         its factorisation, as long as the tensor itself lives.
         """
         check_vector(self, x, u, name)
-        if is_differentiated(x):
+        by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+        if by_transform or (x.requires_grad and torch.is_grad_enabled()):
             return self._checked_space(x, True)
         last = self._last  # another thread may replace it
         if last is not None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .linalg import choose, exposed, holds, row_power
-from .metrics import MIX, LocalMetric, Metric, Motion, Pair
+from .metrics import MIX, LocalMetric, Motion, Pair
 
 __all__ = ["GeodesicExitError", "Whitened", "as_times", "column", "exit_time", "geodesic", "raise_on_exit"]
 
@@ -100,28 +99,18 @@ def column(t: Tensor, like: Tensor) -> Tensor:
     return t.reshape(t.shape + (1,) * like.dim())
 
 
-@dataclass(frozen=True)
 class Whitened:
-    """A point (X, Y) and a tangent vector (ξ, η), whitened."""
+    """A point (X, Y) and a tangent vector (ξ, η), whitened; and the part of the point that does not move.
 
-    metric: Metric
-    point: Pair
-    velocity: Pair
-    sigma: Tensor  # (…, h), descending, 0 for absent directions
-    present: Tensor
-    absent: Pair  # the part that does not move
+    The scale ``sigma`` of the columns, (…, h), descends, and is 0 for directions that are not ``present``.
+    """
 
-    @classmethod
-    def of(cls, local: LocalMetric, u: Pair, sigma: Tensor, present: Tensor) -> Whitened:
-        """Whiten, in canonical gauge."""
-        (G, H), still = local.factors, ~present.unsqueeze(-2)
+    def __init__(self, local: LocalMetric, u: Pair, sigma: Tensor, present: Tensor) -> None:
+        (G, H), absent = local.factors, ~present.unsqueeze(-2)
         inverse, scale = row_power(sigma, present, -0.5), row_power(sigma, present, -local.metric.scale_exponent)
-        point, velocity, sigma = (
-            (G * inverse, H * inverse),
-            (u[0] * scale, u[1] * scale),
-            torch.where(present, sigma, 0),
-        )
-        return cls(local.metric, point, velocity, sigma, present, (G * still, H * still))
+        self.point, self.velocity = (G * inverse, H * inverse), (u[0] * scale, u[1] * scale)
+        self.metric, self.sigma, self.present = local.metric, torch.where(present, sigma, 0), present
+        self.absent = G * absent, H * absent
 
     def undo(self, first: Pair, second: Pair) -> tuple[Pair, Pair]:
         """Return point and velocity, in the canonical gauge of the start, from those of both factors."""
@@ -142,7 +131,8 @@ def geodesic(start: Whitened, t: Any, relative_tol: float | None) -> tuple[Pair,
     t = as_times(t, start.sigma)
     if not start.metric.complete:
         return start.undo(*_mix_geodesic(start, t, relative_tol or _default_tolerance(start.sigma)))
-    return start.undo(*(_inv_geodesic(X, xi, t) for X, xi in zip(start.point, start.velocity, strict=True)))
+    (X, Y), (xi, eta) = start.point, start.velocity
+    return start.undo(_inv_geodesic(X, xi, t), _inv_geodesic(Y, eta, t))
 
 
 def exit_time(start: Whitened) -> Tensor:
@@ -159,15 +149,6 @@ def _default_tolerance(like: Tensor) -> float:
     return 1e-12 if like.dtype == torch.float64 else 2e-6
 
 
-class _Span(NamedTuple):
-    r"""Basis [X, E/s] of span[X, ξ] (…, n, 2h), its Gram matrix J, and the coefficients of X and ξ (…, 2h, h)."""
-
-    basis: Tensor
-    gram: Tensor
-    point: Tensor
-    velocity: Tensor
-
-
 def _nonzero(size: Tensor) -> Tensor:
     """Use a size as a unit: constant to autograd (results do not depend on it), and 1 where it is zero."""
     return torch.where(size > 0, size, 1).detach()
@@ -177,8 +158,8 @@ def _block_matrix(A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
     return torch.cat([torch.cat([A, B], dim=-1), torch.cat([C, D], dim=-1)], dim=-2)
 
 
-def _span(X: Tensor, xi: Tensor) -> _Span:
-    """Build the basis; X, xi are (…, n, h), X well conditioned."""
+def _span(X: Tensor, xi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the basis [X, E/s], (…, n, 2h), its Gram matrix J, and the coefficients of X and ξ, (…, 2h, h)."""
     X, xi = torch.broadcast_tensors(X, xi)
     P = X.mH @ X
     # A zero column would make P singular. A unit vector orthogonal to all others takes its place: it stays constant
@@ -191,7 +172,7 @@ def _span(X: Tensor, xi: Tensor) -> _Span:
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device).expand_as(P)
     zero = torch.zeros_like(P)
     gram = _block_matrix(P, zero, zero, E.mH @ E)
-    return _Span(torch.cat([X, E], dim=-1), gram, torch.cat([eye, zero], dim=-2), torch.cat([C, eye * s], dim=-2))
+    return torch.cat([X, E], dim=-1), gram, torch.cat([eye, zero], dim=-2), torch.cat([C, eye * s], dim=-2)
 
 
 def _inv_geodesic(X: Tensor, xi: Tensor, t: Tensor) -> Pair:
@@ -235,7 +216,7 @@ class _Waypoint(NamedTuple):
         From Cholesky factors :math:`M = R_X^H R_X,\ N = R_Y^H R_Y` (one leg keeps M and N well conditioned) and
         :math:`R_X Σ R_Y^H = U Σ' V^H`: the step is :math:`L = U^H R_X,\ R = V^H R_Y`. It is constant to autograd.
         """
-        a, p = _unflat(y, self.sigma)
+        a, p = y.unflatten(-1, (2, 2, -1, self.sigma.shape[-1])).unbind(-3)
         with torch.no_grad():
             present = self.sigma > 0
             absent = torch.diag_embed((~present).to(y.dtype)).unsqueeze(-3)
@@ -249,25 +230,19 @@ class _Waypoint(NamedTuple):
 
     def at_start_gauge(self, y: Tensor) -> Pair:
         """Return the coefficients (a, b) and (p, q) of y, each (…, 2, 2h, h), in the gauge of the start."""
-        a, p = _unflat(y, self.sigma)
+        a, p = y.unflatten(-1, (2, 2, -1, self.sigma.shape[-1])).unbind(-3)
         return a @ self.turn, torch.linalg.solve(self.turn.flip(-3).mH, p, left=False)
 
 
-def _unflat(y: Tensor, sigma: Tensor) -> Pair:
-    h = sigma.shape[-1]
-    a, p = y.unflatten(-1, (2, 2, 2 * h, h)).unbind(-3)
-    return a, p
-
-
-def _begin(start: Whitened, t: Tensor) -> tuple[list[Tensor], Tensor, _Waypoint, Tensor]:
+def _begin(start: Whitened, t: Tensor) -> tuple[tuple[Tensor, ...], Tensor, _Waypoint, Tensor]:
     """Return the bases of both spans, their Gram matrices (…, 2, 2h, 2h), and starts and times of shape (k…, …)."""
-    spans = [_span(X, xi) for X, xi in zip(start.point, start.velocity, strict=True)]
-    gram, present = torch.stack([s.gram for s in spans], -3), start.present.unsqueeze(-2)
-    y = torch.stack([torch.stack([s.point * present, s.velocity], -3) for s in spans], -4).flatten(-4)
+    bases, grams, points, velocities = zip(*map(_span, start.point, start.velocity), strict=True)
+    point = torch.stack(points, -3) * start.present[..., None, None, :]
+    y = torch.stack([point, torch.stack(velocities, -3)], -3).flatten(-4)
     t = column(t, y[..., 0]).expand(t.shape + y.shape[:-1])
     sigma, eye = start.sigma, torch.eye(start.sigma.shape[-1], dtype=y.dtype, device=y.device)
     here = y.expand(*t.shape, -1), sigma.expand(*t.shape, -1), eye.expand(*t.shape, 2, -1, -1), torch.zeros_like(t)
-    return [s.basis for s in spans], gram, _Waypoint(*here), t
+    return bases, torch.stack(grams, -3), _Waypoint(*here), t
 
 
 def _mix_geodesic(start: Whitened, t: Tensor, tol: float) -> Iterator[Pair]:

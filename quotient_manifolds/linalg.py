@@ -26,7 +26,6 @@ __all__ = [
     "holds",
     "in_double",
     "in_own_precision",
-    "is_differentiated",
     "largest",
     "own_precision",
     "pack",
@@ -105,12 +104,6 @@ def root(square: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0 * square)
 
 
-def is_differentiated(x: Tensor) -> bool:
-    """Return whether derivatives with respect to x may be asked for, in reverse or forward mode."""
-    by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
-    return by_transform or (x.requires_grad and torch.is_grad_enabled())
-
-
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which weights are moved and differentiated: half precision would round a small step away."""
     return torch.promote_types(dtype, torch.float32)
@@ -170,16 +163,16 @@ def sylvester(A1: Tensor, A2: Tensor, B: Tensor) -> Tensor:
     the third, in forward and reverse mode, they are those of the general equation, from the Neumann series in the
     difference between the coefficients and their values, which is zero.
     """
-    values = A1.detach(), A2.detach()
-    d1, d2 = (A.diagonal(dim1=-2, dim2=-1).real for A in values)
-    denominator = d1.unsqueeze(-1) + d2.unsqueeze(-2)
+    D1, D2 = A1.detach(), A2.detach()
+    denominator = D1.diagonal(dim1=-2, dim2=-1).real.unsqueeze(-1) + D2.diagonal(dim1=-2, dim2=-1).real.unsqueeze(-2)
     # 0/0 := 0: an absent direction (σ_i = σ_j = 0) has no vertical part to remove.
     present = denominator > 0
     denominator = torch.where(present, denominator, 1)
     X = torch.where(present, B / denominator, 0)
-    if is_differentiated(A1) or is_differentiated(A2):
+    by_transform = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+    if by_transform or A1.requires_grad or A2.requires_grad:
         for _ in range(3):
-            X = torch.where(present, (B - (A1 - values[0]) @ X - X @ (A2 - values[1])) / denominator, 0)
+            X = torch.where(present, (B - (A1 - D1) @ X - X @ (A2 - D2)) / denominator, 0)
     return X
 
 

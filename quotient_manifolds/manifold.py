@@ -20,7 +20,7 @@ from geoopt.manifolds.base import ScalingInfo
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from . import logarithm, means
+from . import means
 from .base import QuotientManifold, standard_normal, with_finite_results
 from .checks import as_count, as_shape, check_dtype, check_finite, check_square, check_tensors, check_vector
 from .gauge import Gauge, gauge_in_units
@@ -192,6 +192,8 @@ class GLQuotient(QuotientManifold):
             With the ``residual`` of every pair: no path joins them (n = m = h and determinants of G Hᴴ of different
             sign), the shortest one leaves the manifold (mix, which is not complete), or none was found.
         """
+        from . import logarithm  # few programs need it
+
         _check_search(self, x, y, on_error)
         with torch.no_grad():
             unit, a, b = self._in_units(x, y)
@@ -206,6 +208,8 @@ class GLQuotient(QuotientManifold):
 
         Once differentiable in both points; at distance 0 the derivative is defined as 0.
         """
+        from . import logarithm
+
         _check_search(self, x, y, on_error)
         unit, a, b = self._in_units(x, y)
         result = logarithm.distance(self.metric, self.n, a, b, on_error)[..., None, None]

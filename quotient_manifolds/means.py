@@ -118,7 +118,9 @@ def frechet_mean(manifold: Any, points: Tensor, weights: Tensor | None = None) -
     weights = checked_weights(manifold, points, weights)
     wide = in_double(points)
     with torch.no_grad():
-        tolerance = _TOLERANCE * torch.einsum("k,k...->...", weights, _size(manifold, wide).square()).sqrt()
+        # The size of a point, of which the point as a vector has √(2h) times the length; 1 if scaling is isometric.
+        sizes = manifold.norm(wide, wide) / (2 * wide.shape[-1]) ** 0.5
+        tolerance = _TOLERANCE * torch.einsum("k,k...->...", weights, sizes.square()).sqrt()
         nearest = _from_mean_product(manifold, wide, weights).argmin(0)
         start = wide.gather(0, nearest[None, ..., None, None].expand(1, *wide.shape[1:]))[0]
         mean = _descend(manifold, start, wide, weights, tolerance)
@@ -155,11 +157,6 @@ def _from_mean_product(manifold: Any, points: Tensor, weights: Tensor) -> Tensor
         products = manifold.to_matrix(x).flatten(1)
         found.append((products - weights.to(products.dtype) @ products).abs().square().sum(-1))
     return torch.stack(found, -1).reshape(points.shape[:-2])
-
-
-def _size(manifold: Any, x: Tensor) -> Tensor:
-    """Return the size of points, of which a point as a vector has √(2h) times the length; 1 if scaling is isometric."""
-    return manifold.norm(x, x) / (2 * x.shape[-1]) ** 0.5
 
 
 def _descend(manifold: Any, start: Tensor, points: Tensor, weights: Tensor, tolerance: Tensor) -> FrechetMean:

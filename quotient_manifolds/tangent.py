@@ -97,11 +97,12 @@ class GLTangentSpace(TangentSpace):
 
     def from_gauge(self, xi: Tensor, eta: Tensor) -> Tensor:
         """Map a tangent vector back from canonical gauge: (ξ_G A, ξ_H A⁻ᴴ), packed."""
-        return torch.cat(_times((xi, eta), self._maps[1]), dim=-2)
+        return _packed((xi, eta), self._maps[1])
 
     def _times(self, u: Tensor, maps: Pair | None) -> Pair:
+        """Split, and multiply both parts from the right, by nothing for None."""
         xi, eta = u.split(self._rows, dim=-2)
-        return _times((xi, eta), maps)
+        return (xi, eta) if maps is None else (xi @ maps[0], eta @ maps[1])
 
     # -- metric and projection -------------------------------------------------------------------------------------
 
@@ -122,9 +123,13 @@ class GLTangentSpace(TangentSpace):
     def proju(self, u: Tensor) -> Tensor:
         r"""Project on the horizontal space: :math:`(ξ_G + GΛ, ξ_H - HΛ^H)`; Λ depends on the metric."""
         # Only h × h matrices are mapped to the gauge: Ĝᴴ(ξ A⁻¹) = (Ĝᴴξ) A⁻¹, and (ĜΛ) A = Ĝ (ΛA).
-        (xi, eta), (G, H), (to, back) = self.split(u), self._local.factors, self._maps
-        L = self._local.vertical_part(*_times((G.mH @ xi, H.mH @ eta), to))
-        return _sum((xi, eta), ((G, H), _times((L, -L.mH), back)))
+        (xi, eta), (G, H), (to, back) = self._times(u, None), self._local.factors, self._maps
+        G_xi, H_eta = G.mH @ xi, H.mH @ eta
+        if to is None or back is None:
+            L = self._local.vertical_part(G_xi, H_eta)
+            return _sum((xi, eta), ((G, H), (L, -L.mH)))
+        L = self._local.vertical_part(G_xi @ to[0], H_eta @ to[1])
+        return _sum((xi, eta), ((G, H), (L @ back[0], -L.mH @ back[1])))
 
     def egrad2rgrad(self, u: Tensor) -> Tensor:
         r"""Turn a Euclidean gradient :math:`(\nabla_G, \nabla_H)` into the Riemannian one.
@@ -135,13 +140,16 @@ class GLTangentSpace(TangentSpace):
         (P, R), (G, H) = self._times(u, _adjoint(self._inverse_isometry)), self._local.factors
         V_G, V_H = self._local.inverse_weights
         L = self._local.vertical_part((G.mH @ P) @ V_G, (H.mH @ R) @ V_H)
-        of_P, of_G = (_times(A, self._inverse_isometry) for A in ((V_G, V_H), (L, -L.mH)))
-        return _sum((P @ of_P[0], R @ of_P[1]), ((G, H), of_G))
+        of_G, of_H = L, -L.mH
+        if self._inverse_isometry is not None:
+            A, B = self._inverse_isometry
+            V_G, V_H, of_G, of_H = V_G @ A, V_H @ B, of_G @ A, of_H @ B
+        return _sum((P @ V_G, R @ V_H), ((G, H), (of_G, of_H)))
 
     def to_covector(self, u: Tensor) -> Tensor:
         r"""Return the covector :math:`v \mapsto \langle u, v \rangle`, :math:`(ξ_G W_G, ξ_H W_H)` in gauge."""
         (xi, eta), (W_G, W_H) = self._times(u, self._isometry), self._local.weights
-        return torch.cat(_times((xi @ W_G, eta @ W_H), _adjoint(self._isometry)), dim=-2)
+        return _packed((xi @ W_G, eta @ W_H), _adjoint(self._isometry))
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw a standard Gaussian horizontal vector.
@@ -178,8 +186,10 @@ class GLTangentSpace(TangentSpace):
     def _equations(self, velocity: Pair, share: float) -> tuple[Pair, Pair]:
         """Return what multiplies the factors, and the velocity, in a share of the acceleration at x."""
         (a, b), (c, d) = self._local.equations(velocity)
-        of_point, of_velocity = (_times(A, self._from_gauge) for A in ((a, c), (b, d)))
-        return (share * of_point[0], share * of_point[1]), (share * of_velocity[0], share * of_velocity[1])
+        if self._from_gauge is not None:
+            A, B = self._from_gauge
+            a, b, c, d = a @ A, b @ A, c @ B, d @ B
+        return (share * a, share * c), (share * b, share * d)
 
     # -- exact geodesics -------------------------------------------------------------------------------------------
 
@@ -190,19 +200,19 @@ class GLTangentSpace(TangentSpace):
         <quotient_manifolds.GLQuotientInv.geodesic>`.
         """
         point, velocity = geodesics.geodesic(self._whitened(u), t, relative_tol)
-        return torch.cat(_times(point, self._from_gauge), dim=-2), torch.cat(_times(velocity, self._from_gauge), dim=-2)
+        return _packed(point, self._from_gauge), _packed(velocity, self._from_gauge)
 
     def expmap(self, u: Tensor, *, relative_tol: float | None = None) -> Tensor:
         """Return the end of the exact geodesic at time 1, (…, n + m, h); see :meth:`geodesic`."""
         point, _ = geodesics.geodesic(self._whitened(u), 1.0, relative_tol)
-        return torch.cat(_times(point, self._from_gauge), dim=-2)
+        return _packed(point, self._from_gauge)
 
     def exit_time(self, u: Tensor) -> Tensor:
         """Return the time in (0, 1] at which the geodesic leaves the manifold, inf where it does not; (…)."""
         return geodesics.exit_time(self._whitened(u))
 
     def _whitened(self, u: Tensor) -> geodesics.Whitened:
-        return geodesics.Whitened.of(self._local, self._times(u, self._to_gauge), self._gauge.sigma, self.present)
+        return geodesics.Whitened(self._local, self._times(u, self._to_gauge), self._gauge.sigma, self.present)
 
     # -- coordinates in which the metric is the identity -----------------------------------------------------------
 
@@ -240,9 +250,8 @@ class GLTangentSpace(TangentSpace):
         out, speed = torch.empty_like(c), self._row() * self._speed
         one = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
         equations = self._local.equations(self._times(c, None), speed)
-        for part, X, v, (a, b) in zip(
-            self._times(out, None), self._local.factors, self._times(c, None), equations, strict=True
-        ):
+        parts = self._times(out, None), self._local.factors, self._times(c, None), equations
+        for part, X, v, (a, b) in zip(*parts, strict=True):
             _write_sum(part, (X, one + 0.5 * a), (v, speed.mT * (one + 0.5 * b)))
         return out if self._unit is None else out.mul_(self._unit)
 
@@ -255,13 +264,8 @@ class GLTangentSpace(TangentSpace):
         out, row, speed = torch.empty_like(c) if out is None else out, self._row(), self._row() * self._speed
         adjoints = self._local.adjoints(self._times(c, None), self._times(egrad, None), speed)
         L = self._local.vertical_part(*(XQ * row**2 for *_, XQ in adjoints))
-        vectors = zip(
-            self._times(out, None),
-            self._local.factors,
-            self._times(c, None),
-            self._times(egrad, None),
-            strict=True,
-        )
+        parts = self._times(out, None), self._local.factors, self._times(c, None), self._times(egrad, None)
+        vectors = zip(*parts, strict=True)
         for (part, X, v, p), (e, a, b, _), V in zip(vectors, adjoints, (L, -L.mH), strict=True):
             _write_sum(part, (p, e * row), (X, a * row + V * self._row(-1)), (v, speed.mT * b * row))
         return out if self._unit is None else out.mul_(self._speed * self._unit)
@@ -275,9 +279,9 @@ def _maps(gauge: Gauge, unit: Tensor | None) -> tuple[Pair, Pair]:
     return (to[0] / unit, to[1] / unit), (back[0] * unit, back[1] * unit)
 
 
-def _times(u: Pair, maps: Pair | None) -> Pair:
-    """Multiply both factors from the right, by nothing for None."""
-    return u if maps is None else (u[0] @ maps[0], u[1] @ maps[1])
+def _packed(u: Pair, maps: Pair | None) -> Tensor:
+    """Multiply both factors from the right, by nothing for None, and stack their rows."""
+    return torch.cat(u if maps is None else (u[0] @ maps[0], u[1] @ maps[1]), dim=-2)
 
 
 def _sum(X: Pair, *products: tuple[Pair, Pair]) -> Tensor:

@@ -25,8 +25,7 @@ from sharpness.data import DataChoice, load_examples
 from sharpness.errors import naming
 from sharpness.evaluation import progress_bar
 from sharpness.files import atomic_write, check_folder, write_json
-from sharpness.huggingface import quiet
-from sharpness.models import LoadedModel, load
+from sharpness.models import LoadedModel, load, quiet
 from sharpness.study.plan import shard_of
 
 from .finetune import TrainingImages, TrainingTexts, finetune, scores_of

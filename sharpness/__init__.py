@@ -2,8 +2,8 @@
 
 from .ascent import Search
 from .direction import Direction, Profile, perturbed, profile
-from .evaluation import evaluate
-from .hessian import HessianOperator, LocalResult, gradient_norm, hessian
+from .evaluation import evaluate, gradient_norm, hessian
+from .hessian import HessianOperator
 from .measures import MEASURES, Measure, get_measure
 from .results import BatchResult, SharpnessResult
 from .sam import GeodesicSAM
@@ -18,7 +18,6 @@ __all__ = [
     "HessianOperator",
     "LayerShare",
     "LayerShares",
-    "LocalResult",
     "Measure",
     "Profile",
     "Search",

@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from operator import methodcaller
 
 import numpy as np
 import torch
@@ -358,7 +359,7 @@ def _done(gap: float | None, top: float, base: float, relative_tol: float, dtype
 def _chunks(*vectors: Tensor) -> list[tuple[Tensor, ...]]:
     """Cut vectors into parts that stay in a CPU's cache; on a GPU they stay whole."""
     step = _CHUNK if vectors[0].device.type == "cpu" else max(len(vectors[0]), 1)
-    return list(zip(*[v.split(step) for v in vectors], strict=True))
+    return list(zip(*map(methodcaller("split", step), vectors), strict=True))
 
 
 def gram_matrix(*vectors: Tensor, world: World | None = None) -> np.ndarray:

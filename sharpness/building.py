@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import geoopt
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,6 @@ from quotient_manifolds.symmetries.registry import candidates
 from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import Affine, CanonicalForm, Wiring
 
-from .errors import naming
 from .measures import Block, ElementwiseBlock, Measure, PairBlock
 
 __all__ = [
@@ -56,8 +57,10 @@ def trainable(model: nn.Module, only: str | None = None, *, whole: bool = True) 
             f"{type(model).__name__} has no trainable parameter, so there is nothing to perturb; "
             "set requires_grad_(True) on the weights to be measured"
         )
-    with naming(f"only={only!r} is not a regular expression"):
+    try:
         pattern = re.compile(only or "")
+    except (re.error, TypeError) as error:
+        raise ValueError(f"only={only!r} is not a regular expression: {error}") from error
     found = {name: p for name, p in found.items() if pattern.search(name)}
     if not found:
         raise ValueError(f"only={only!r} matches no trainable parameter's name")
@@ -101,38 +104,27 @@ def _check_memory(model: nn.Module, moving: dict[str, nn.Parameter]) -> None:
         if not is_sharded(t) and t.layout == torch.strided and t.device.type != "meta" and t.numel():
             by_storage.setdefault(t.untyped_storage().data_ptr(), []).append((plain(name), t.detach()))
     for tensors in by_storage.values():
-        names = [name for name, _ in tensors if name in moving]
-        repeated = [name for name, t in tensors if name in moving and _repeats(t)]
-        if repeated:
-            raise ValueError(f"parameter {repeated[0]!r} is expanded: some of its entries are one number; clone it")
-        if names and len(tensors) > 1 and _overlap(tensors):
-            other = next(name for name, _ in tensors if name != names[0])
-            fix = "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
-            if other not in moving and other in dict(model.named_buffers()):
-                fix = "compute the buffer from the weight in every forward pass"
-            raise ValueError(
-                f"{names[0]!r} and {other!r} share memory but are two tensors, so that a step would move them "
-                f"apart; {fix}"
-            )
+        for name, t in tensors:  # one number expanded to a whole weight stands in for a sharded one
+            repeats = any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+            if name in moving and repeats and any(t.stride()):
+                raise ValueError(f"parameter {name!r} is expanded: some of its entries are one number; clone it")
+        storage = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # of which the addresses alone are used
+        for (name, one), (other, two) in itertools.permutations(tensors, 2):
+            if name in moving and np.shares_memory(_within(storage, one), _within(storage, two)):
+                fix = "tie them as one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
+                if other not in moving and other in dict(model.named_buffers()):
+                    fix = "compute the buffer from the weight in every forward pass"
+                raise ValueError(
+                    f"{name!r} and {other!r} share memory but are two tensors, so that a step would move them "
+                    f"apart; {fix}"
+                )
 
 
-def _repeats(t: Tensor) -> bool:
-    # One number expanded to a whole weight stands in for a sharded one.
-    return any(t.stride()) and any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
-
-
-def _overlap(tensors: list[tuple[str, Tensor]]) -> bool:
-    """Whether any two of some tensors in one storage have a byte in common."""
-    taken = torch.zeros(tensors[0][1].untyped_storage().nbytes(), dtype=torch.bool)
-    for _, t in tensors:
-        width, start = t.element_size(), t.storage_offset()
-        size, stride = (*t.shape, width), (*(width * s for s in t.stride()), 1)
-        mine = taken.as_strided(size, stride, width * start)
-        if bool(mine.any()):
-            return True
-        if not _repeats(t):
-            mine.fill_(True)
-    return False
+def _within(storage: np.ndarray, t: Tensor) -> np.ndarray:
+    """Lay out an array in a storage as a tensor lies in its own."""
+    size = t.element_size()
+    strides = [size * stride for stride in t.stride()]
+    return np.ndarray(tuple(t.shape), f"V{size}", storage, size * t.storage_offset(), strides)
 
 
 @dataclass
@@ -191,24 +183,23 @@ def divide(
     -------
     Division
     """
-    found: list[PairStack] = []
     known: Sequence[SymmetricPair] = ()
     if measure.divides:
         pairs = form.pairs if form is not None else pairs
         known = find_symmetric_pairs(model) if pairs is None else check_pairs(pairs)
-        # The representative that a stack uses may have other signs.
-        signed = [p for p in known if p.group is None or not p.group.positive]
-        found = stacks(p for p in signed if measure.symmetry in ("all", p.kind))
-    known_weights = set(parameters.values())
+    moving = set(parameters.values())
+    # The representative that a stack uses may have other signs.
+    divided = [p for p in known if p.group is not None and not p.group.positive and measure.symmetry in ("all", p.kind)]
     if only_some:
-        found = stacks(p for s in found for p in s.pairs if known_weights.issuperset(p.parameters()))
-    for pair in (p for s in found for p in s.pairs):
-        if any(b.tensor not in known_weights for b in pair.G + pair.H):
+        divided = [p for p in divided if moving.issuperset(p.parameters())]
+    for pair in divided:
+        if any(b.tensor not in moving for b in pair.G + pair.H):
             raise ValueError(
                 f"the pair {pair.name!r} has weights that are no trainable parameters of {type(model).__name__}; pass "
                 "pairs as find_symmetric_pairs gives them for this model"
             )
-    if next(iter(known_weights)).device.type == "cpu":
+    found = stacks(divided)
+    if next(iter(moving)).device.type == "cpu":
         count = [max(1, _PIECE // ((s.n + s.m) * s.group.h)) for s in found]
         found = [PairStack(s.pairs[i : i + k]) for s, k in zip(found, count, strict=True) for i in range(0, len(s), k)]
     covered = with_constants(coverage(found) if cover else {}, {} if form is None else form.constant)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -132,6 +131,15 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
     ...     model(x).T
     tensor([[2.8944, 1.2236]])
     """
+    base, moved = _along(model, direction)
+    with pointing_to(model, {**base, **moved(t)}):
+        yield model
+
+
+def _along(
+    model: nn.Module, direction: Direction
+) -> tuple[Mapping[Tensor, Tensor], Callable[[float], dict[Tensor, Tensor]]]:
+    """Return the weights of a model's representative, and a function from t to those at t, for :func:`pointing_to`."""
     parameters = named_weights(model)
     if any(is_sharded(p) for p in parameters.values()):
         raise ValueError("a sharded model cannot be moved along a direction; load the whole checkpoint")
@@ -149,18 +157,20 @@ def perturbed(model: nn.Module, direction: Direction, t: float = 1.0) -> Iterato
         pairs = None if pairs is None else _same_pairs(model, pairs)
         form = canonical_form(model, classes=direction.classes, pairs=pairs) if canonical else None
         base = {} if form is None else form.values
-        moved: dict[Tensor, Tensor] = {
-            p: (base.get(p, p).double() + t * v.double()).to(v.dtype) for p, v in vector.items()
-        }
         with pointing_to(model, base):
             division = divide(model, measure, pairs, moving, form=form, only_some=canonical)
             kind = measure.pair_block or PairBlock
             blocks = [kind(s, measure, torch.float64, at_model=True) for s in division.stacks]
+
+    @torch.no_grad()
+    def moved(t: float) -> dict[Tensor, Tensor]:
+        weights = {p: (base.get(p, p).double() + t * v.double()).to(v.dtype) for p, v in vector.items()}
         for block in blocks:
             u = block.stack.gather(vector)
-            block.stack.scatter_(block.retract(t * u.to(block.tangent.x.dtype)), moved)
-    with pointing_to(model, {**base, **moved}):
-        yield model
+            block.stack.scatter_(block.retract(t * u.to(block.tangent.x.dtype)), weights)
+        return weights
+
+    return base, moved
 
 
 @dataclass(frozen=True)
@@ -267,8 +277,10 @@ def profile(
     found: dict[str, list[float]] = {way: [] for way in ways}
     state = preserved(model)
     with state, state, torch.inference_mode(False), torch.enable_grad():
-        for way, t in itertools.product(ways, times):
-            with perturbed(model, replace(direction, measure=replace(measure, geodesic=way)), t):
-                found[way].append(objective.value(model, batch))
+        for way in ways:
+            base, moved = _along(model, replace(direction, measure=replace(measure, geodesic=way)))
+            for t in times:
+                with pointing_to(model, {**base, **moved(t)}):
+                    found[way].append(objective.value(model, batch))
     losses = {way: tuple(values) for way, values in found.items()}
     return Profile(measure.name, tuple(t * direction.norm for t in times), losses, direction.norm)

@@ -90,47 +90,43 @@ class World:
         return out.split(list(counts))
 
     @contextmanager
-    def losing_others(self) -> Iterator[None]:
-        """Replace errors of the communication library by one sentence: another process of the group has ended.
+    def together(self) -> Iterator[list[Any]]:
+        """Collect the results of all processes, and let an error of one end all of them, so that none waits for ever.
+
+        Yields
+        ------
+        list
+            To which a process appends its results; after the block it has those of all processes.
 
         Raises
         ------
         RemoteError
-            A process of the group ended while this one waited for it.
+            Another process failed, or ended while this one waited for it; its own error where it failed itself.
         """
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, dist.DistError) or _LOST.search(str(error)):
-                raise RemoteError(
-                    f"another process of the group ended or failed while process {self.rank} waited for it; see what "
-                    "it said; the weights here are as before"
-                ) from error
-            raise
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Let an error of one process end all of them, so that none waits for results that never come.
-
-        Raises
-        ------
-        RemoteError
-            Another process failed; its own error where it failed itself.
-        """
-        if self.group is None:
-            yield
-            return
+        results: list[Any] = []
         failure: Exception | None = None
         try:
-            yield
-        except Exception as error:
-            failure = error
-        reports = self._exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
+            try:
+                yield results
+            except Exception as error:
+                if _is_lost(error):
+                    raise
+                failure = error
+            words = None if failure is None else f"{type(failure).__name__}: {failure}"
+            everybody = self._exchange((results, words))
+        except RuntimeError as error:
+            if not _is_lost(error):
+                raise
+            raise RemoteError(
+                f"another process of the group ended or failed while process {dist.get_rank()} waited for it; see what "
+                "it said; the weights here are as before"
+            ) from error
         if failure is not None:
             raise failure
-        failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+        failed = [f"process {rank} failed with {words}" for rank, (_, words) in enumerate(everybody) if words]
         if failed:
-            raise RemoteError("; ".join(f"process {rank} failed with {report}" for rank, report in failed))
+            raise RemoteError("; ".join(failed))
+        results[:] = [item for part, _ in everybody for item in part]
 
     def _exchange(self, item: Any) -> list[Any]:
         if self.group is None:
@@ -138,6 +134,11 @@ class World:
         everybody: list[Any] = [None] * self.size
         dist.all_gather_object(everybody, item, group=self.group)
         return everybody
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether the communication library says that the connection to another process is lost."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or bool(_LOST.search(str(error))))
 
 
 @contextmanager

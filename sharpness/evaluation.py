@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, replace
-from numbers import Real
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from quotient_manifolds.checks import as_count
 from quotient_manifolds.symmetries import SymmetricPair
 from quotient_manifolds.symmetries.modules import plain_class
 
-from .ascent import ASCENTS, Ascent, Search
+from .ascent import ASCENTS, Search
 from .direction import Direction
 from .distributed import World
+from .hessian import HessianOperator
 from .losses import LossFunction, Objective
-from .measures import Measure, get_measure
+from .measures import Measure, checked_radii, get_measure
 from .measuring import BatchLoss, RadiusError, collected, measured
 from .perturb import preserved
 from .results import BatchResult, SharpnessResult
@@ -32,7 +34,7 @@ from .shards import is_sharded_model
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["checked_radii", "evaluate", "progress_bar"]
+__all__ = ["evaluate", "gradient_norm", "hessian", "progress_bar"]
 
 #: Bytes of directions that are kept by default.
 _DIRECTIONS = 2 * 2**30
@@ -65,8 +67,9 @@ def evaluate(
         A name in :data:`MEASURES`: ``"geodesic-inv"``, ``"complete-inv"``, ``"adaptive"``, …; see :func:`get_measure`.
     rho : float or iterable of float, optional
         Radii in the measure's metric, by default its own. A point found in a smaller ball also counts for larger ones.
-    statistic : {"worst", "average"}
-        The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate.
+    statistic : {"worst", "average", "gradient norm", "Hessian"}
+        The maximum, or the mean over Gaussian directions with standard deviation ρ in every coordinate; the others are
+        those of :func:`gradient_norm` and :func:`hessian`.
     pairs : sequence of SymmetricPair, optional
         The pairs that are divided out, by default ``find_symmetric_pairs(model)``, with the first batch if there is
         attention of an unknown class, which outside of given pairs is a warning and a remark.
@@ -77,15 +80,13 @@ def evaluate(
     micro_batch : int, optional
         Examples per pass: less memory, the same result. Texts pass sorted by length, without padding.
     offload : bool
-        Keep the vectors of the search in main memory, to which parts of them go and from which they come at every step.
-        A GPU then holds one copy of the trainable weights besides what a pass needs, instead of four or five.
+        Keep the vectors of the search in main memory: a GPU holds one copy of the weights instead of four or five.
     keep_directions : bool, optional
-        Keep the worst directions, each as large as the model, in main memory; by default the first ones, up to 2 GiB.
+        Keep the worst directions, as large as the model, in main memory; by default the first ones, up to 2 GiB.
     progress : bool
         Show a progress bar or, without a terminal, one line per minute.
     group : ProcessGroup, optional
-        Spread the work over these processes of ``torch.distributed``; each of them returns the whole result, but for
-        the worst directions, which stay with the process that found them.
+        Spread the work over these processes; each returns the whole result, but the worst directions that it found.
     **search
         Attributes of :class:`Search`: steps, relative_tol, ascent, restarts, num_samples, seed.
 
@@ -115,11 +116,68 @@ def evaluate(
     >>> 0 < float(result[0.1]) < float(result[0.5])
     True
     """
-    measure, objective = get_measure(measure), Objective(loss_fn, normalize_logits, micro_batch)
+    objective = Objective(loss_fn, normalize_logits, micro_batch)
+    measure, radii, options = _checked(get_measure(measure), rho, statistic, search)
     return _evaluate(
-        model, batches, measure, checked_radii(measure, rho), statistic, _search(search, statistic), objective,
-        keep_directions, progress, group, pairs=pairs, only=only, offload=offload,
+        model, batches, measure, radii, statistic, options, objective, keep_directions, progress, group, pairs=pairs,
+        only=only, offload=offload,
     )  # fmt: skip
+
+
+def gradient_norm(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", **options: Any,
+) -> SharpnessResult:  # fmt: skip
+    """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
+
+    Parameters
+    ----------
+    model, batches, loss_fn, measure, **options
+        As :func:`evaluate` takes them: pairs, micro_batch, group and so on.
+
+    Returns
+    -------
+    SharpnessResult
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
+    >>> float(sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean"))
+    5.0
+    """
+    return evaluate(model, batches, loss_fn, measure=measure, statistic="gradient norm", **options)
+
+
+def hessian(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
+    measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, **options: Any,
+) -> SharpnessResult:  # fmt: skip
+    """Measure the largest eigenvalue and the trace of the Riemannian Hessian (``"euclidean"``: of the ordinary one).
+
+    Parameters
+    ----------
+    model, batches, loss_fn, measure, **options
+        As :func:`evaluate` takes them: pairs, micro_batch, group, the seed of the random vectors and so on.
+    num_matvecs : int
+        Products with the Hessian for its trace, rounded down to a multiple of 3.
+
+    Returns
+    -------
+    SharpnessResult
+        ``float(result)`` is the eigenvalue, ``result.trace`` the trace with ``result.std_error``.
+
+    Examples
+    --------
+    >>> import sharpness, torch
+    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
+    >>> loss = lambda f, x: (f(x)[0] - 2 * f(x)[1]).square().sum() / 2
+    >>> result = sharpness.hessian(model, [batch], loss, measure="euclidean")
+    >>> round(float(result), 4), round(result.trace, 4)
+    (5.0, 5.0)
+    """
+    options["num_samples"] = as_count("num_matvecs", num_matvecs)
+    return evaluate(model, batches, loss_fn, measure=measure, statistic="Hessian", **options)
 
 
 def _evaluate(
@@ -127,46 +185,49 @@ def _evaluate(
     search: Search, objective: Objective, keep: bool | None, progress: bool, group: ProcessGroup | None, **which: Any,
 ) -> SharpnessResult:  # fmt: skip
     """Climb for every batch, radius and start; what is found in a ball also counts for the larger ones around it."""
-    everybody, sharded = World(group), is_sharded_model(model)
-    world = World() if sharded else everybody  # the processes of a sharded model work on every batch together
+    sharded = is_sharded_model(model)
+    world = World(None if sharded else group)  # the processes of a sharded model work on every batch together
+    starts = search.restarts + 1 if statistic == "worst" else 0
     total = -(-len(batches) // world.size) * len(radii) if isinstance(batches, Sized) else 0
-    total *= search.steps * (search.restarts + 1) if statistic == "worst" else search.num_samples
+    total *= {"worst": search.steps * starts, "average": search.num_samples}.get(statistic, 1)
     results: list[BatchResult] = []
     directions: dict[tuple[int, float], Direction] = {}
     state = preserved(model)
-    with everybody.losing_others():
-        with (
-            state,
-            state,
-            progress_bar(total or None, measure.name, "step", progress=progress) as bar,
-            measured(model, batches, measure, objective, group=group, **which) as (space, numbered),
-        ):
-            for index, batch in numbered:
-                if not world.owns(index):
-                    continue
-                loss = BatchLoss(space, objective, batch, index)
-                climb = _Climb(loss, search, bar)
-                best: BatchResult | None = None
-                direction: Direction | None = None
-                for rho in sorted(radii):  # what was found in a smaller ball stays until there is a larger loss
-                    began, loss.passes = time.perf_counter(), 0
-                    if statistic == "average":
-                        best = climb.average(rho)
-                    for start in range(search.restarts + 1) if statistic == "worst" else ():
-                        last = (rho, start) == (max(radii), search.restarts)
-                        result, point = climb.worst(rho, start, last=last)
-                        if best is None or result.value > best.value:
-                            room = not sharded and len(directions) * space.dim * space.dtype.itemsize < _DIRECTIONS
-                            best = result
-                            direction = space.direction(point) if (room if keep is None else keep) else None
-                        del point  # as large as the model
-                    assert best is not None
-                    seconds = time.perf_counter() - began
-                    best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
-                    results.append(best)
-                    if direction is not None:
-                        directions[index, rho] = direction
-        results, uncertified, remarks = collected(space, world, results)
+    with (
+        world.together() as shares,
+        state,
+        state,
+        progress_bar(total or None, measure.name, "step", progress=progress) as bar,
+        measured(model, batches, measure, objective, group=group, **which) as (space, numbered),
+    ):
+        for index, batch in numbered:
+            if not world.owns(index):
+                continue
+            loss = BatchLoss(space, objective, batch, index)
+            climb = _Climb(loss, search, bar)
+            best: BatchResult | None = None
+            direction: Direction | None = None
+            for rho in sorted(radii):  # what was found in a smaller ball stays until there is a larger loss
+                began, loss.passes = time.perf_counter(), 0
+                if statistic == "average":
+                    best = climb.average(rho)
+                elif statistic != "worst":
+                    best = climb.at_weights(hessian=statistic == "Hessian")
+                for start in range(starts):
+                    result, point = climb.worst(rho, start, last=(rho, start + 1) == (max(radii), starts))
+                    if best is None or result.value > best.value:
+                        room = not sharded and len(directions) * space.dim * space.dtype.itemsize < _DIRECTIONS
+                        best = result
+                        direction = space.direction(point) if (room if keep is None else keep) else None
+                    del point  # as large as the model
+                assert best is not None
+                seconds = time.perf_counter() - began
+                best = replace(best, rho=rho, passes=loss.passes + 1, worst_error=loss.worst_error, seconds=seconds)
+                results.append(best)
+                if direction is not None:
+                    directions[index, rho] = direction
+        shares.append((results, space.evidence.uncertified(), space.evidence.unreached()))
+    results, uncertified, remarks = collected(space, shares)
     results.sort(key=lambda r: (r.batch, radii.index(r.rho)))
     return SharpnessResult(
         measure, statistic, radii, search, plain_class(model).__name__, *space.spectrum(), uncertified, tuple(results),
@@ -174,9 +235,12 @@ def _evaluate(
     )  # fmt: skip
 
 
-def _search(options: Mapping[str, Any], statistic: str) -> Search:
-    if statistic not in ("worst", "average"):
-        raise ValueError(f"statistic must be 'worst' or 'average', got {statistic!r}")
+def _checked(
+    measure: Measure, rho: float | Iterable[float] | None, statistic: str, options: Mapping[str, Any]
+) -> tuple[Measure, tuple[float, ...], Search]:
+    """Return the measure, its radii, 0 at the weights themselves, and the options of the search."""
+    if statistic not in ("worst", "average", "gradient norm", "Hessian"):
+        raise ValueError(f"statistic must be 'worst', 'average', 'gradient norm' or 'Hessian', got {statistic!r}")
     known = [f.name for f in fields(Search)]
     for name in options:
         if name not in known:
@@ -184,30 +248,16 @@ def _search(options: Mapping[str, Any], statistic: str) -> Search:
                 f"evaluate() has no argument {name!r}; those of the search are {', '.join(known)}; options of the "
                 "measure belong to it, as in get_measure('geodesic-inv', geodesic='exact')"
             )
-    found = Search(**options)
-    if found.restarts and statistic != "worst":
+    search = Search(**options)
+    if search.restarts and statistic != "worst":
         raise ValueError(f"restarts belong to statistic='worst'; omit them for {statistic!r}")
-    return found
-
-
-def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:
-    """Return the radii of a measure; raise a ValueError for invalid ones."""
-    if rho is None:
-        if measure.rho is None:
-            raise ValueError(f"pass a radius rho: the measure {measure.name!r} has no default")
-        rho = measure.rho
-    scalar = isinstance(rho, Real) or (isinstance(rho, Tensor) and rho.dim() == 0)
-    try:
-        if isinstance(rho, (str, bool, Mapping)):
-            raise TypeError
-        radii = tuple(float(r) for r in ([rho] if scalar else rho))  # type: ignore[union-attr, arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}") from None
-    if not radii or any(not (math.isfinite(r) and r > 0) for r in radii):
-        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}")
-    if len(set(radii)) < len(radii):
-        raise ValueError(f"rho names a radius twice: {rho!r}")
-    return radii
+    if statistic in ("worst", "average"):
+        return measure, checked_radii(measure, rho), search
+    if rho is not None:
+        raise ValueError(f"the {statistic} is that at the weights, without a radius; leave rho out")
+    if measure.divides and measure.geodesic == "exact":  # the same Hessian
+        measure = replace(measure, geodesic="second-order")
+    return measure, (0.0,), search
 
 
 class _Climb:
@@ -215,6 +265,21 @@ class _Climb:
 
     def __init__(self, loss: BatchLoss, search: Search, bar: Any) -> None:
         self.loss, self.space, self.search, self.bar = loss, loss.space, search, bar
+
+    def at_weights(self, *, hessian: bool) -> BatchResult:
+        """Measure the gradient's length, or the Hessian."""
+        loss, trace, error = self.loss, None, None
+        value = self.space.norm(loss.base_gradient)
+        if hessian:
+            operator = HessianOperator(self.space, loss.losses)
+            value = float(operator.eigenvalues(seed=self.search.seed)[0])
+            trace, error = operator.trace(self.search.num_samples, seed=self.search.seed)
+            loss.passes += operator.num_matvecs
+        self.bar.update()
+        return BatchResult(
+            batch=loss.index, rho=0.0, value=value, base_loss=loss.base, worst_loss=loss.base,
+            base_error=loss.base_error, trace=trace, std_error=error,
+        )  # fmt: skip
 
     def average(self, rho: float) -> BatchResult:
         """Average the loss over Gaussian directions."""
@@ -232,67 +297,52 @@ class _Climb:
     def worst(self, rho: float, start: int, *, last: bool) -> tuple[BatchResult, Tensor]:
         """Look for the largest loss, and return also where it is.
 
-        ``last`` says that no other ascent of the batch follows, so that the gradient at the weights may be freed.
+        If the loss rises nowhere on the sphere, or falls outwards at the best point, the search goes on inside the
+        ball, on spheres of half the radius each time, since a bounded loss may oscillate. ``last`` says that no other
+        ascent of the batch follows, so that the gradient at the weights may be freed.
         """
-        loss, space, info = self.loss, self.space, torch.finfo(self.space.dtype)
+        loss, space, search, info = self.loss, self.space, self.search, torch.finfo(self.space.dtype)
         if rho > 0.1 * info.max:
             raise RadiusError(f"rho = {rho:g} is too large for {space.dtype}; use a smaller rho")
         flat = rho * space.norm(loss.base_gradient) <= 10 * info.eps * abs(loss.base)
         at_weights = start == 0 and not flat
-        first = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
-        found = self._inwards(self._ascend(first, rho, at_weights=at_weights, last=last), rho)
-        point, value = found.point, found.value
+        known = [(loss.base, loss.base_gradient)] if at_weights else []  # the pass at the weights was made before
+        if last:
+            del loss.base_gradient
+        values: list[float] = []
+
+        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
+            value, gradient = known.pop() if known else loss.with_gradient(x) if wanted else (loss(x), None)
+            values.append(value)
+            if len(values) > 1:  # the start is no step
+                self._show(rho, value, max(values))
+            return value, gradient
+
+        climb, best = partial(ASCENTS[search.ascent], f, base=loss.base, world=space.world), None
+        point = space.empty().zero_() if at_weights else self._to_sphere(self._random(start), rho)
+        for halving in range(_HALVINGS + 1):
+            if best is not None:
+                point = self._to_sphere(best.point.clone(), rho / 2**halving)
+                self.bar.total = self.bar.total and self.bar.total + search.steps
+            found = climb(point, rho / 2**halving, search.steps, relative_tol=search.relative_tol)
+            self.bar.update(search.steps + 1 - len(values))
+            values.clear()
+            if best is not None and found.value <= best.value and best.value > loss.base:
+                break
+            best = found if best is None or found.value > best.value else best
+            rises = best.value > loss.base and not (best.slope is not None and best.slope < 0)
+            if rises or space.norm(best.point) == 0:
+                break
+        assert best is not None
+        point, value = best.point, best.value
         if value < loss.base:  # the loss never rose from this start: the centre belongs to the ball
             point, value = point.zero_(), loss.base
         result = BatchResult(
             batch=loss.index, rho=rho, start=start, value=value - loss.base, base_loss=loss.base, worst_loss=value,
-            base_error=loss.base_error, history=found.history, fw_gap=found.fw_gap, converged=found.converged,
+            base_error=loss.base_error, history=best.history, fw_gap=best.fw_gap, converged=best.converged,
             random_start=flat, distance=space.norm(point), num_exited_pairs=space.num_exited_pairs(point),
         )  # fmt: skip
         return result, point
-
-    def _ascend(self, start: Tensor, rho: float, *, at_weights: bool = False, last: bool = False) -> Ascent:
-        """Climb from a point; the pass at the weights was made before."""
-        loss, top, begun = self.loss, -math.inf, False
-        known = [(loss.base, loss.base_gradient)] if at_weights else []
-        if last:
-            del loss.base_gradient
-
-        def f(x: Tensor, wanted: bool) -> tuple[float, Tensor | None]:
-            nonlocal top, begun
-            value, gradient = known.pop() if known else loss.with_gradient(x) if wanted else (loss(x), None)
-            top = max(top, value)
-            if begun:  # the start is no step
-                self._show(rho, value, top)
-            begun = True
-            return value, gradient
-
-        found = ASCENTS[self.search.ascent](
-            f, start, rho, self.search.steps, relative_tol=self.search.relative_tol, base=loss.base,
-            world=self.space.world,
-        )  # fmt: skip
-        self.bar.update(self.search.steps + 1 - len(found.history))
-        return found
-
-    def _inwards(self, found: Ascent, rho: float) -> Ascent:
-        """Look for a larger loss inside the ball, on spheres whose radius is halved each time.
-
-        This is done if the loss rose nowhere on the sphere, or falls outwards at the best point: a bounded loss may
-        oscillate.
-        """
-        if self.space.norm(found.point) == 0:
-            return found
-        for _ in range(_HALVINGS):
-            if found.value > self.loss.base and not (found.slope is not None and found.slope < 0):
-                break
-            rho /= 2
-            if self.bar.total is not None:
-                self.bar.total += self.search.steps
-            inner = self._ascend(self._to_sphere(found.point.clone(), rho), rho)
-            if inner.value <= found.value and found.value > self.loss.base:
-                break
-            found = inner if inner.value > found.value else found
-        return found
 
     def _to_sphere(self, x: Tensor, rho: float) -> Tensor:
         return x.mul_(rho / self.space.norm(x))
@@ -311,9 +361,6 @@ class _Climb:
     def _show(self, rho: float, value: float, top: float) -> None:
         self.bar.update()
         self.bar.set_postfix(rho=rho, loss=f"{value:.4f}", best=f"{top:.4f}", refresh=False)
-
-
-# -- what is shown meanwhile -----------------------------------------------------------------------------------------
 
 
 class _Lines:

@@ -1,4 +1,4 @@
-r"""Measures at the weights themselves, without a radius: the gradient's length, and the Riemannian Hessian.
+r"""The Riemannian Hessian of the loss.
 
 .. math:: \langle H ξ, ξ \rangle = \frac{d^2}{dt^2} \ell(γ_ξ(t))\big|_{t=0}
 
@@ -9,120 +9,19 @@ acceleration. Without that term it would depend on the representative wherever t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import scipy.sparse.linalg
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quotient_manifolds.checks import as_count
-from quotient_manifolds.symmetries import SymmetricPair
-from quotient_manifolds.symmetries.modules import plain_class
-
-from .distributed import World
-from .losses import LossFunction, Objective
-from .measures import MEASURES, Measure, PairBlock, get_measure
-from .measuring import BatchLoss, collected, measured
-from .perturb import preserved
-from .shards import is_sharded_model
+from .measures import PairBlock
 from .space import WeightSpace
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["HessianOperator", "LocalResult", "gradient_norm", "hessian"]
-
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """Results at the weights on one batch.
-
-    Attributes
-    ----------
-    batch : int
-        Position of the batch.
-    base_loss : float
-    base_error : float or None
-        Fraction of the batch that is misclassified; None if labels or scores are not known.
-    gradient_norm : float
-        Length of the loss's gradient in the metric, the limit of sharpness/ρ for small ρ.
-    max_eigenvalue, trace, std_error : float or None
-        Largest eigenvalue and trace of the Hessian in the metric, and the standard error of the trace.
-    passes : int
-        Passes through the model; a product with the Hessian counts as one.
-    seconds : float
-        Wall time.
-    """
-
-    batch: int
-    base_loss: float
-    base_error: float | None
-    gradient_norm: float
-    max_eigenvalue: float | None
-    trace: float | None
-    std_error: float | None
-    passes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class LocalResult:
-    """Results at a model's weights, averaged over batches; ``print`` shows one line.
-
-    Attributes
-    ----------
-    measure : Measure
-        The measure whose metric is used.
-    model : str
-        Class of the model.
-    batches : tuple of LocalBatch
-    remarks : tuple of str
-        As in :class:`sharpness.SharpnessResult`.
-    gradient_norm : float
-        Length of the gradient in the metric.
-    max_eigenvalue, trace : float or None
-        Largest eigenvalue of the Hessian, and an estimate of its trace; None if they were not computed.
-    std_error : float or None
-        Standard error of the trace's estimate, at most: the batches share the random vectors; None without one.
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
-    >>> print(sharpness.hessian(model, [batch], lambda f, x: f(x).square().sum(), measure="euclidean"))
-    euclidean Hessian of Linear: largest eigenvalue 2, trace 2 ± 0, 1 batch
-    """
-
-    measure: Measure
-    model: str
-    batches: tuple[LocalBatch, ...]
-    remarks: tuple[str, ...]
-    gradient_norm: float
-    max_eigenvalue: float | None
-    trace: float | None
-    std_error: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain numbers, strings, lists and dicts."""
-        return {**asdict(self), "batches": [asdict(b) for b in self.batches], "remarks": list(self.remarks)}
-
-    def __str__(self) -> str:
-        batches = f"{len(self.batches)} batch{'es' * (len(self.batches) > 1)}"
-        if self.trace is None:
-            metric = f"in the metric of {self.measure.name}"
-            line = f"gradient norm of {self.model} {metric}: {self.gradient_norm:.6g}, {batches}"
-        else:
-            line = (
-                f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {self.max_eigenvalue:.6g}, "
-                f"trace {self.trace:.6g} ± {self.std_error or 0.0:.2g}, {batches}"
-            )
-        return "\n".join([line, *self.remarks])
+__all__ = ["HessianOperator"]
 
 
 class HessianOperator(scipy.sparse.linalg.LinearOperator):
@@ -278,121 +177,3 @@ class HessianOperator(scipy.sparse.linalg.LinearOperator):
             outside.append(float(g @ self.product(g)))
         std_error = float(np.std(outside, ddof=1) / np.sqrt(each)) if each > 1 else None
         return inside + float(np.mean(outside)), std_error
-
-
-def gradient_norm(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", pairs: Sequence[SymmetricPair] | None = None,
-    normalize_logits: bool = False, micro_batch: int | None = None, group: ProcessGroup | None = None,
-) -> LocalResult:  # fmt: skip
-    """Measure the length of the loss's gradient in a metric: the limit of sharpness/ρ for small ρ.
-
-    Parameters
-    ----------
-    model, batches, loss_fn, measure, pairs, normalize_logits, micro_batch, group
-        As :func:`sharpness.evaluate` takes them.
-
-    Returns
-    -------
-    LocalResult
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
-    >>> sharpness.gradient_norm(model, [batch], lambda f, x: f(x).sum(), measure="euclidean").gradient_norm
-    5.0
-    """
-    objective = Objective(loss_fn, normalize_logits, micro_batch)
-    return _at_the_weights(model, batches, objective, get_measure(measure), pairs, group)
-
-
-def hessian(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *,
-    measure: str | Measure = "geodesic-inv", num_matvecs: int = 20, seed: int = 0,
-    pairs: Sequence[SymmetricPair] | None = None, normalize_logits: bool = False, micro_batch: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LocalResult:  # fmt: skip
-    """Measure the largest eigenvalue and the trace of the Riemannian Hessian by Lanczos' method and Hutch++.
-
-    With ``measure="euclidean"`` the results are those of the ordinary Hessian.
-
-    Parameters
-    ----------
-    model, batches, loss_fn, measure, pairs, normalize_logits, micro_batch, group
-        As :func:`sharpness.evaluate` takes them.
-    num_matvecs : int
-        Products with the Hessian for its trace, rounded down to a multiple of 3.
-    seed : int
-        Seed of the random vectors.
-
-    Returns
-    -------
-    LocalResult
-
-    Raises
-    ------
-    ValueError
-        As for :func:`sharpness.evaluate`; or ``num_matvecs`` is below 1, or the seed is negative.
-
-    Examples
-    --------
-    >>> import sharpness, torch
-    >>> model, batch = torch.nn.Linear(2, 1, bias=False), torch.eye(2)
-    >>> loss = lambda f, x: (f(x)[0] - 2 * f(x)[1]).square().sum() / 2
-    >>> found = sharpness.hessian(model, [batch], loss, measure="euclidean")
-    >>> round(found.max_eigenvalue, 4), round(found.trace, 4)
-    (5.0, 5.0)
-    """
-    measure = get_measure(measure)
-    num_matvecs, seed = as_count("num_matvecs", num_matvecs), as_count("seed", seed, least=0, most=2**63)
-    if measure.divides and measure.geodesic == "exact":  # the same Hessian
-        measure = replace(measure, geodesic="second-order")
-    objective = Objective(loss_fn, normalize_logits, micro_batch)
-    return _at_the_weights(model, batches, objective, measure, pairs, group, num_matvecs, seed)
-
-
-def _at_the_weights(
-    model: nn.Module, batches: Iterable[Any], objective: Objective, measure: Measure,
-    pairs: Sequence[SymmetricPair] | None, group: ProcessGroup | None, num_matvecs: int = 0, seed: int = 0,
-) -> LocalResult:  # fmt: skip
-    """Measure every batch; the Hessian, if products with it are asked for."""
-    found: list[LocalBatch] = []
-    world, state = World(None if is_sharded_model(model) else group), preserved(model)
-    with World(group).losing_others():
-        with state, state, measured(model, batches, measure, objective, pairs=pairs, group=group) as (space, each):
-            for index, batch in each:
-                if not world.owns(index):
-                    continue
-                began, loss = time.perf_counter(), BatchLoss(space, objective, batch, index)
-                length, passes = space.norm(loss.base_gradient), loss.passes
-                top = trace = error = None
-                if num_matvecs:
-                    operator = HessianOperator(space, loss.losses)
-                    top = float(operator.eigenvalues(seed=seed)[0])
-                    trace, error = operator.trace(num_matvecs, seed=seed)
-                    passes = loss.passes + operator.num_matvecs
-                seconds = time.perf_counter() - began
-                found.append(LocalBatch(index, loss.base, loss.base_error, length, top, trace, error, passes, seconds))
-        found, _, remarks = collected(space, world, found)
-    found.sort(key=lambda b: b.batch)
-    means: dict[str, Any] = {}
-    for name in ("gradient_norm", "max_eigenvalue", "trace", "std_error"):
-        values = [getattr(b, name) for b in found]
-        means[name] = None if None in values else fmean(values)
-    return LocalResult(measure, plain_class(model).__name__, tuple(found), remarks, **means)
-
-
-#: Quantities besides the measures in ``sharpness run`` and sweeps, by name: the function and its measure.
-LOCAL: dict[str, tuple[Callable[..., LocalResult], str]] = {
-    "gradient-norm": (gradient_norm, "geodesic-inv"),
-    "riemannian-hessian": (hessian, "geodesic-inv"),
-    "euclidean-hessian": (hessian, "euclidean"),
-}
-
-
-def measure_of(name: str, **changes: Any) -> Measure:
-    """Return the measure with a name in MEASURES or LOCAL, with some fields changed."""
-    if name not in MEASURES and name not in LOCAL:
-        raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
-    return get_measure(LOCAL[name][1] if name in LOCAL else name, **changes)

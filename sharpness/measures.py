@@ -8,8 +8,10 @@ the class as the ``pair_block`` of a subclass of :class:`Measure`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +22,7 @@ from quotient_manifolds.base import standard_normal
 from quotient_manifolds.linalg import at_least_float32, in_double
 from quotient_manifolds.symmetries import PairStack
 
-__all__ = ["MEASURES", "Block", "ElementwiseBlock", "Measure", "PairBlock", "get_measure"]
+__all__ = ["MEASURES", "ElementwiseBlock", "Measure", "PairBlock", "checked_radii", "get_measure"]
 
 #: Tensors by the parameter that they belong to.
 Tensors = Mapping[Tensor, Tensor]
@@ -117,6 +119,13 @@ MEASURES: dict[str, Measure] = {
     "euclidean": Measure("euclidean", elementwise="euclidean", rho=0.05),
 }
 
+#: Quantities at the weights by their names in ``sharpness run`` and sweeps: the measure, and the statistic.
+LOCAL: dict[str, tuple[str, str]] = {
+    "gradient-norm": ("geodesic-inv", "gradient norm"),
+    "riemannian-hessian": ("geodesic-inv", "Hessian"),
+    "euclidean-hessian": ("euclidean", "Hessian"),
+}
+
 
 def get_measure(measure: str | Measure, **changes: Any) -> Measure:
     """Look up a measure by name, and change some of its fields.
@@ -160,6 +169,33 @@ def get_measure(measure: str | Measure, **changes: Any) -> Measure:
     return replace(measure, **changes)
 
 
+def measure_of(name: str, **changes: Any) -> Measure:
+    """Return the measure with a name in MEASURES or LOCAL, with some fields changed."""
+    if name not in MEASURES and name not in LOCAL:
+        raise ValueError(f"unknown measure {name!r}; choose one of {', '.join([*MEASURES, *LOCAL])}")
+    return get_measure(LOCAL[name][0] if name in LOCAL else name, **changes)
+
+
+def checked_radii(measure: Measure, rho: float | Iterable[float] | None) -> tuple[float, ...]:
+    """Return the radii of a measure; raise a ValueError for invalid ones."""
+    if rho is None:
+        if measure.rho is None:
+            raise ValueError(f"pass a radius rho: the measure {measure.name!r} has no default")
+        rho = measure.rho
+    scalar = isinstance(rho, Real) or getattr(rho, "ndim", None) == 0
+    try:
+        if isinstance(rho, (str, bool, Mapping)):
+            raise TypeError
+        radii = tuple(float(r) for r in ([rho] if scalar else rho))  # type: ignore[union-attr, arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}") from None
+    if not radii or any(not (math.isfinite(r) and r > 0) for r in radii):
+        raise ValueError(f"rho must be one or several positive numbers, got {rho!r}")
+    if len(set(radii)) < len(radii):
+        raise ValueError(f"rho names a radius twice: {rho!r}")
+    return radii
+
+
 class ElementwiseBlock:
     r"""A parameter, or its entries outside pairs, with the adaptive metric, the Euclidean one, or that of vectors.
 
@@ -192,12 +228,12 @@ class ElementwiseBlock:
         return [self.parameter]
 
     def vector_(self, out: Tensors, c: Tensor, *, at_model: bool) -> None:
-        """Write the tangent vector with coordinates c, at the model's weights or at the start of :meth:`move_`."""
+        """Write the tangent vector with coordinates c, at the model's weights or at those from which it moves."""
         out[self.parameter].copy_(self._scale * c.view(self._scale.shape))
 
     def project(self, c: Tensor) -> Tensor:
-        """Return the horizontal part of a vector: remove what belongs to pairs."""
-        return c if self._covered is None else c.masked_fill(self._scale.flatten() == 0, 0)
+        """Return the horizontal part of a vector: remove what belongs to pairs, and what does not move, as zeros."""
+        return c.masked_fill(self._scale.flatten() == 0, 0)
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a standard Gaussian horizontal vector, the same on all devices and at all representatives."""
@@ -271,13 +307,10 @@ class PairBlock:
         """Return the parameters of all pairs."""
         return self.stack.parameters()
 
-    # -- coordinates ---------------------------------------------------------------------------------------------------
-
     def _view(self, c: Tensor) -> Tensor:
-        """View the first ``dim`` numbers in the shape of the stack's point."""
+        """View coordinates in the shape of the stack's point."""
         x = self.tangent.x
-        real = c[: self.dim].view(*x.shape, 2) if x.is_complex() else c[: self.dim].view(x.shape)
-        return torch.view_as_complex(real) if x.is_complex() else real
+        return torch.view_as_complex(c.view(*x.shape, 2)) if x.is_complex() else c.view(x.shape)
 
     def _flat(self, x: Tensor) -> Tensor:
         return (torch.view_as_real(x) if x.is_complex() else x).flatten()
@@ -311,11 +344,7 @@ class PairBlock:
 
     def squares(self, c: Tensor) -> list[float]:
         """Return the squared length of every pair's part."""
-        c = self._view(c)
-        lengths: list[float] = torch.linalg.vector_norm(c, dim=tuple(range(1, c.dim()))).tolist()
-        return [length**2 for length in lengths]
-
-    # -- motion --------------------------------------------------------------------------------------------------------
+        return list(c.view(len(self.stack), -1).square().sum(1).tolist())
 
     def retract(self, u: Tensor) -> Tensor:
         """Follow the tangent vector u, differentiably, by the geodesic that the measure names."""
@@ -356,8 +385,6 @@ class PairBlock:
         if factorise or not bool(self.tangent.present.all()):
             gauge = canonical_gauge(*self.manifold.unpack_tensor(in_double(x))).to(x.dtype)
         self.tangent = self.manifold.at_gauge(gauge, x, tolerance=self._tolerance, moved=True)
-
-    # -- what the metric meets -----------------------------------------------------------------------------------------
 
     def num_exited_pairs(self, c: Tensor) -> int:
         """Count the pairs whose exact geodesic along c was shortened so that it stays on the manifold."""

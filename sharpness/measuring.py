@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,10 +24,10 @@ from quotient_manifolds.symmetries.stacks import PairList
 
 from .building import trainable
 from .distributed import World
-from .losses import Objective, rounding_error, to_float32
+from .losses import Objective, count_examples, rounding_error, to_float32
 from .measures import Measure, get_measure
 from .sharded import ShardedSpace
-from .shards import is_sharded_model, resharded
+from .shards import is_sharded_model
 from .space import WeightSpace
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class BatchLoss:
     def __init__(self, space: WeightSpace, objective: Objective, batch: Any, index: int) -> None:
         batch = to_device(batch, space.model_device)
         batch = to_float32(batch) if space.in_float32 else batch
-        self.space, self.objective, self.index, self.pieces = space, objective, index, space.share(objective, batch)
+        self.space, self.objective, self.index, self.pieces = space, objective, index, _share(space, objective, batch)
         self.passes = 0
         self.worst_error: float | None = None
         self.base, self.base_gradient = self.with_gradient(None)
@@ -94,8 +95,10 @@ class BatchLoss:
         """Evaluate also the gradient, at None that of the weights."""
         self.space.move_to(xi)
         with torch.enable_grad():
-            gradient = self.space.gradient(self.losses())
-        return self._total(xi), gradient
+            gradient = self.space.differentiate(self.losses())
+        if xi is None:
+            self.space.evidence.see(gradient)
+        return self._total(xi), self.space.pull_back(gradient, xi)
 
     def losses(self) -> Iterator[Tensor]:
         """Iterate over the losses of the pieces, with their graphs; they add up to the loss of the batch."""
@@ -108,10 +111,14 @@ class BatchLoss:
     def _total(self, xi: Tensor | None) -> float:
         """Add up the losses and errors of the pieces of all processes, and count the pass."""
         self.passes += 1
-        value = sum(weight * loss for weight, loss, _, _ in self._seen)
-        wrong = sum(wrong for weight, _, wrong, _ in self._seen if weight)
-        counted = sum(counted for weight, _, _, counted in self._seen if weight)
-        value, wrong, counted = self.space.together(value, wrong, counted)
+        value, wrong, counted = 0.0, 0, 0
+        for weight, loss, wrong_here, counted_here in self._seen:
+            value += weight * loss
+            if weight:
+                wrong, counted = wrong + wrong_here, counted + counted_here
+        totals = self.space.world.sum(torch.tensor([value, wrong, counted], dtype=torch.float64))
+        value, wrong, counted = totals.tolist()
+        value /= self.space.world.size
         if math.isfinite(value):
             self.worst_error = max(wrong / counted, self.worst_error or 0.0) if counted else self.worst_error
             return value
@@ -142,7 +149,8 @@ class BatchLoss:
         Near a minimum a gradient may be mostly rounding error, which does not affect moves of the weights. Residuals
         that all pairs share come from the precision of the model's computations.
         """
-        before, residuals, tolerance = self._seen[0][1], self.space.residuals(), self.space.tolerance
+        before, evidence = self._seen[0][1], self.space.evidence
+        residuals, tolerance = evidence.residuals, evidence.tolerance
         least = min(residuals.values(), default=1.0)
         several = len({(p.module, p.kind) for p in residuals}) > 1
         shared = 3 * least if several and least < 0.03 else 0.0  # at most 0.014 in half precision
@@ -157,6 +165,23 @@ class BatchLoss:
             alike = abs(after - before) <= rounding * max(abs(after), abs(before), floor)
             if not self.space.world.all(alike):
                 raise symmetries.NotASymmetryError(pair, residuals[pair], tolerance)
+
+
+def _share(space: WeightSpace, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
+    """Return the pieces of a batch that this process passes through the model; each process has equally many.
+
+    FSDP's gradient is the mean over the processes. Where each has different pieces, their weights are multiplied by the
+    number of processes.
+    """
+    size, rank = space.examples.size, space.examples.rank
+    if size > 1 and objective.micro_batch is None:
+        objective = replace(objective, micro_batch=-(-count_examples(batch) // size))
+        objective.check_pieces(space.model, batch, all_of_them=False)
+    pieces = objective.pieces(space.model, batch)
+    if size == 1:
+        return pieces
+    mine = [(weight * size, piece) for weight, piece in pieces[rank::size]]
+    return mine if len(mine) == -(-len(pieces) // size) else [*mine, (0.0, pieces[0][1])]
 
 
 # -- what comes first, and last ---------------------------------------------------------------------------------------
@@ -176,8 +201,7 @@ def measured(
     sharded = is_sharded_model(model)
     kind = partial(ShardedSpace, examples=World(group)) if sharded else WeightSpace
     make = partial(kind, model, only=only, offload=offload)
-    together = World(None if sharded else group).failing_together()
-    with together, resharded(model), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         stream = iter(batches)
         try:
             first = next(stream)
@@ -290,14 +314,14 @@ def _warn(text: str, remarks: list[str]) -> None:
     remarks.append(text)
 
 
-def collected(space: WeightSpace, world: World, results: list[T]) -> tuple[list[T], int, tuple[str, ...]]:
-    """Collect the results of all processes, the number of pairs that nothing certifies, and all remarks."""
-    everything, uncertified, unreached = zip(
-        *world.gather([(results, space.uncertified(), space.unreached())]), strict=True
-    )
+def collected(
+    space: WeightSpace, shares: list[tuple[list[T], set[str], set[str]]]
+) -> tuple[list[T], int, tuple[str, ...]]:
+    """Join the processes' results, pairs that nothing certifies, and weights without a gradient; say all remarks."""
+    everything, uncertified, unreached = zip(*shares, strict=True)
     lost, remarks = set.intersection(*unreached), list(space.remarks)
     if lost:
-        sizes = space.sizes()
+        sizes = {name: p.numel() for name, p in space.parameters.items()}
         met = {part for name in sizes if name not in lost for part in _within(name)}
         # A whole module that is not reached is one name.
         names = list(dict.fromkeys(next(m for m in _within(name) if m not in met) for name in sizes if name in lost))

@@ -2,23 +2,107 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
-from collections.abc import Mapping
-from importlib import import_module
-from importlib.util import find_spec
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .errors import called, naming, require_extra
-from .huggingface import LoadedModel, from_folder, random_images
 
 __all__ = ["LoadedModel", "load", "load_state_dict"]
 
-#: What a loaded model is made of: the model, random inputs, its transform of images, and the weights to fill it with.
-_Parts = tuple[nn.Module, Any, Any, Mapping[str, Tensor]]
+#: Files with a tokenizer's vocabulary; all files that say how texts and images become tensors.
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm")
+INPUTS = (*_VOCABULARIES, "*processor_config.json", "tokenizer_config.json", "merges.txt", "*tokens*.json")
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # no download, no code of a folder
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with what is known of its inputs.
+
+    Attributes
+    ----------
+    model : nn.Module
+        The model, on the CPU and in evaluation mode.
+    example : dict or Tensor or None
+        Random inputs for ``model(**example)`` or ``model(example)``; None for a function's model.
+    transform : callable or None
+        From an RGB image of Pillow to a float32 tensor (channels, height, width), as the model's library prepares
+        images; for a function's model its attribute ``image_transform``.
+    folder : Path or None
+        Folder of a transformers model; its tokenizer is read on demand.
+    labels : dict of str to int
+        The model's own class names, if it has any.
+
+    Examples
+    --------
+    :func:`load` gives one; a model of one's own can be put in one by hand, to read data for it:
+
+    >>> from torch import nn
+    >>> from torchvision.transforms.v2.functional import to_dtype, to_image
+    >>> mine = LoadedModel(nn.Identity(), transform=lambda image: to_dtype(to_image(image), scale=True))
+    >>> mine.tokenizer is None
+    True
+    """
+
+    model: nn.Module
+    example: Any = None
+    transform: Callable[[Any], Tensor] | None = None
+    folder: Path | None = None
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in a transformers folder; None if there is none, a ValueError if it cannot be read."""
+        # Without files transformers makes up a tokenizer with an empty vocabulary.
+        if self.folder is None or not files_of(self.folder, _VOCABULARIES):
+            return None
+        from transformers import AutoTokenizer
+
+        config: Any = self.model.config
+        with quiet(), naming(f"the tokenizer in {self.folder} cannot be read"):
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, **_LOCAL)
+            longest = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+            tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
+            padding = getattr(config, "pad_token_id", None)
+            if tokenizer.pad_token is None:  # any token will do, for a mask hides it
+                unset = tokenizer.eos_token_id or 0
+                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(unset if padding is None else padding)
+            if padding is None:
+                config.pad_token_id = tokenizer.pad_token_id  # by which classifiers find the last token of a text
+        return tokenizer
+
+    @property
+    def predicts(self) -> str | None:
+        """What a language model predicts: ``"next"`` or ``"masked"`` tokens, or a ``"text"``; None for others."""
+        name = type(self.model).__name__
+        if self.folder is None or name == "XLNetLMHeadModel":  # which does not predict the next token
+            return None
+        from transformers.models.auto import modeling_auto as auto
+
+        kinds = {  # some stand in several lists
+            "text": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+            "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+            "next": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        }
+        return next((kind for kind, names in kinds.items() if name in names.values()), None)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a report says of the model: that some of its weights are frozen, as it was loaded."""
+        every, moved = (sum(p.numel() for p in self.model.parameters() if p.requires_grad >= least) for least in (0, 1))
+        said = f"{moved:,} of {every:,} weights of the model are measured; the others are frozen"
+        return () if moved == every else (said,)
 
 
 def load(name: str, checkpoint: str | None = None) -> LoadedModel:
@@ -65,12 +149,12 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
     if folder.is_dir():
         if checkpoint is not None:
             raise ValueError("a transformers folder contains its own weights; leave out the checkpoint")
-        return from_folder(folder)
+        return _from_folder(folder)
     if ":" in name:
         parts = _from_function
-    elif find_spec("open_clip") and name in import_module("open_clip").list_models():
+    elif importlib.util.find_spec("open_clip") and name in importlib.import_module("open_clip").list_models():
         parts = _from_open_clip
-    elif find_spec("timm") and import_module("timm").is_model(name):
+    elif importlib.util.find_spec("timm") and importlib.import_module("timm").is_model(name):
         parts = _from_timm
     elif "/" in name or os.sep in name:
         raise FileNotFoundError(f"there is no folder {name!r}")
@@ -83,7 +167,7 @@ def load(name: str, checkpoint: str | None = None) -> LoadedModel:
     if checkpoint is not None:
         with naming(f"the weights in {checkpoint} are not those of {type(model).__name__}"):
             model.load_state_dict(state)
-    return LoadedModel(model.eval(), example, transform, name=name)
+    return LoadedModel(model.eval(), example, transform)
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -138,10 +222,7 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return {str(k).removeprefix("module."): v for k, v in state.items()}
 
 
-# -- functions, open_clip and timm -------------------------------------------------------------------------------------
-
-
-def _from_function(name: str, state: Mapping[str, Tensor]) -> _Parts:
+def _from_function(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
     model = called(name)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name!r} returned {type(model).__name__}, not a torch module")
@@ -161,11 +242,10 @@ class ClipClassifier(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Compute the logits, (examples, classes), of images, (examples, channels, height, width)."""
         features = self.visual(images)
-        scores: Tensor = self.classification_head(features / features.norm(dim=-1, keepdim=True))
-        return scores
+        return self.classification_head(features / features.norm(dim=-1, keepdim=True))
 
 
-def _from_open_clip(name: str, state: Mapping[str, Tensor]) -> _Parts:
+def _from_open_clip(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
     import open_clip
 
     clip, _, transform = open_clip.create_model_and_transforms(name, pretrained=None)
@@ -186,7 +266,7 @@ def _from_open_clip(name: str, state: Mapping[str, Tensor]) -> _Parts:
     return ClipClassifier(clip.visual, linear), images, transform, state
 
 
-def _from_timm(name: str, state: Mapping[str, Tensor]) -> _Parts:
+def _from_timm(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
     import timm
 
     model = timm.create_model(name, pretrained=False)
@@ -196,3 +276,125 @@ def _from_timm(name: str, state: Mapping[str, Tensor]) -> _Parts:
         model = timm.create_model(name, pretrained=False, num_classes=head.shape[0])
     settings = timm.data.resolve_model_data_config(model)
     return model, torch.randn(2, *settings["input_size"]), timm.data.create_transform(**settings), state
+
+
+def _from_folder(folder: Path) -> LoadedModel:
+    """Load a transformers folder, whose weights must all be there and all be used."""
+    with require_extra(f"reading {folder} needs transformers", "transformers"):
+        import transformers
+    path = folder / "config.json"
+    if (folder / "adapter_config.json").is_file():  # transformers would attach it, and freeze everything else
+        how = "beside the weights of a model" if path.is_file() else "without the model that it adapts"
+        raise ValueError(
+            f"{folder} holds a PEFT adapter {how}; save the whole model after merge_and_unload(), move "
+            "adapter_config.json away, or return what is to be measured from a function of yours (module:function)"
+        )
+    if not path.is_file():
+        raise ValueError(f"the folder {folder} has no config.json, so it is not a transformers model")
+    with quiet(), naming(f"{path} is not a configuration"):
+        settings, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    for key, value in settings.items():
+        if "layers" in key and isinstance(value, int) and value > 1000:  # it would take minutes, whatever the weights
+            raise ValueError(f"{path} asks for {key} = {value}, which is too large to build")
+    name = (settings.get("architectures") or ["AutoModel"])[0]
+    cls: Any = getattr(transformers, str(name), None)
+    known = isinstance(cls, type) and issubclass(cls, (transformers.PreTrainedModel, transformers.AutoModel))
+    if not known:
+        raise ValueError(f"{path} names the architecture {name!r}, which transformers does not have")
+    with quiet(), naming(f"{folder} cannot be loaded as {cls.__name__}"):
+        try:
+            model, report = cls.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
+            )
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                "it holds pickled objects other than tensors, and pickled code is never executed; save the model "
+                "again with save_pretrained, which writes safetensors"
+            ) from error
+    # Without some of the weights the model would be random, and with others it would be another one.
+    kinds = {"mismatched_keys": "have another shape of", "missing_keys": "lack", "unexpected_keys": "have besides"}
+    for kind, words in kinds.items():
+        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in report.get(kind) or ())
+        if names:
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            raise ValueError(
+                f"the weights in {folder} are not those of config.json: they {words} {', '.join(names[:2])}{more}; a "
+                "model with random or missing weights would not be the one that was saved: use the configuration that "
+                "they were saved with, or load and save the model again by from_pretrained and save_pretrained of the "
+                "right class"
+            )
+    with naming(f"{path} cannot be used"):
+        labels = {str(k): int(v) for k, v in (getattr(model.config, "label2id", None) or {}).items()}
+        example = _transformers_example(model.config)
+    transform = image_transform(folder, model.config) if files_of(folder, ("*processor_config.json",)) else None
+    return LoadedModel(model.eval(), example, transform, folder, labels)
+
+
+def image_transform(folder: Path, config: Any) -> Callable[[Any], Tensor]:
+    """Prepare images by the image processor in a folder, which is read with the first image."""
+    mode = "L" if getattr(getattr(config, "vision_config", config), "num_channels", 3) == 1 else "RGB"
+
+    @functools.cache
+    def processor() -> Any:
+        from transformers import AutoImageProcessor
+
+        with quiet(), naming(f"the image processor in {folder} cannot be read"):
+            return AutoImageProcessor.from_pretrained(folder, **_LOCAL)
+
+    def transform(image: Any) -> Tensor:
+        prepared = dict(processor()(image.convert(mode), return_tensors="pt"))
+        pixels = prepared.pop("pixel_values", None)
+        if prepared or not isinstance(pixels, Tensor) or pixels.dim() != 4 or len(pixels) != 1:
+            raise ValueError(
+                f"{type(processor()).__name__} makes of an image more than one tensor (channels, height, width); "
+                "return batches from a function of yours (module:function)"
+            )
+        return pixels[0].float()
+
+    return transform
+
+
+def _transformers_example(config: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    example: dict[str, Tensor] = {}
+    text, vision = (getattr(config, f"{kind}_config", config) for kind in ("text", "vision"))
+    size = getattr(vision, "image_size", None)
+    if size is not None:
+        example["pixel_values"] = random_images(size, getattr(vision, "num_channels", 3), generator)
+    if getattr(text, "vocab_size", None) and (size is None or vision is not config):
+        length = min(16, getattr(text, "max_position_embeddings", 16) or 16)
+        ids = torch.randint(3, max(4, text.vocab_size - 1), (2, length), device="cpu", generator=generator)
+        if getattr(config, "is_encoder_decoder", False):
+            example["decoder_input_ids"] = ids[:, : max(1, length // 2)]
+        example["input_ids"] = ids
+    if getattr(config, "num_mel_bins", None) and config.model_type == "whisper":
+        example["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
+        del example["input_ids"]
+    return example
+
+
+def random_images(size: Any, channels: int = 3, generator: torch.Generator | None = None) -> Tensor:
+    """Draw two images of a size in any of the forms of configurations: a number, height and width, or a dict."""
+    shape = np.broadcast_to(list(size.values()) if isinstance(size, dict) else size, 2)
+    return torch.randn(2, channels, *shape.tolist(), device="cpu", generator=generator)
+
+
+def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """List the files directly in a folder whose names match a pattern."""
+    return sorted({p for pattern in patterns for p in folder.glob(pattern) if p.is_file()})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing bars and tables: errors are reported in one sentence."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

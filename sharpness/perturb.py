@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
-from quotient_manifolds.batches import tensors, tree_map
+from quotient_manifolds.batches import floats, tree_map
 from quotient_manifolds.linalg import at_least_float32
 from quotient_manifolds.symmetries.modules import caching, check_model, drop_caches, preserve_model_state
+
+from .losses import to_float32
 
 __all__ = ["Gradients", "becomes_float32", "pointing_to", "preserved", "stands_on_narrow_base"]
 
@@ -42,35 +44,29 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
     rounded away, in the weights and again by autocast, which casts them before every product. Not so above a frozen
     base, see :func:`stands_on_narrow_base`: it stays as it is, and the modules of the copies compute in float32.
     """
-    data, buffers, hooks = dict(copies), list[tuple[nn.Module, str, Tensor]](), list[RemovableHandle]()
+    data, hooks, above = dict(copies), list[RemovableHandle](), stands_on_narrow_base(model, copies)
     wider = {p for p, copy in copies.items() if p.dtype != copy.dtype}
-    above = stands_on_narrow_base(model, list(copies))
     if wider and not above:
-        data |= {p: p.data.to(at_least_float32(p.dtype)) for p in model.parameters() if p not in data and _is_narrow(p)}
-        buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None and _is_narrow(b)]
-    original, cached = {p: p.data for p in data}, caching(model)
+        others = (t for t in (*model.parameters(), *model.buffers()) if t not in data and _is_narrow(t))
+        data |= {t: to_float32(t.data) for t in others}
+    original, cached = {t: t.data for t in data}, caching(model)
 
     def put_back() -> None:
-        for p, before in original.items():
-            p.data = before
+        for t, before in original.items():
+            t.data = before
         for m in cached:
             drop_caches(m)
-        for m, name, b in buffers:
-            m._buffers[name] = b
         for hook in hooks:
             hook.remove()
 
     try:
         try:
-            for p, replacement in data.items():
-                p.data = replacement
+            for t, replacement in data.items():
+                t.data = replacement
             hooks += [m.register_forward_pre_hook(drop_caches) for m in cached]  # in each pass, for the weights move on
-            for m, name, b in buffers:
-                m._buffers[name] = b.to(at_least_float32(b.dtype))
             for m in model.modules() if above else ():
-                own = next((p for p in m.parameters(recurse=False) if p in wider), None)
-                if own is not None:
-                    hooks += _compute_in_float32(m, original[own].dtype)
+                narrow = [original[p].dtype for p in m.parameters(recurse=False) if p in wider]
+                hooks += _compute_in_float32(m, narrow[0]) if narrow else []
             yield
         finally:  # repeat what an interrupt has cut short
             put_back()
@@ -79,28 +75,27 @@ def pointing_to(model: nn.Module, copies: Mapping[Tensor, Tensor]) -> Iterator[N
 
 
 def becomes_float32(model: nn.Module, moving: Collection[Tensor]) -> bool:
-    """Tell whether a half-precision model is in float32, and needs such batches, while some of its weights move."""
+    """Whether a half-precision model is in float32, and needs such batches, while some of its weights move."""
     return any(map(_is_narrow, moving)) and not stands_on_narrow_base(model, moving)
 
 
 def stands_on_narrow_base(model: nn.Module, moving: Collection[Tensor]) -> bool:
-    """Tell whether most of a model is frozen in half precision, or in integers, as below adapters.
+    """Whether most of a model is frozen in half precision, or in integers, as below adapters.
 
     Wide copies of the base would need more memory than all moving weights. What moves must belong to modules that
     hold nothing else, whose own forward pass reads it: only those can compute in float32 by themselves.
     """
     known = set(moving)
-    frozen = [p for p in model.parameters() if not p.requires_grad and p not in known]
-    base = sum(p.numel() for p in frozen if _is_narrow(p) or not _is_real(p))
-    return base > sum(p.numel() for p in known) and all(_computes_alone(m, known) for m in model.modules())
-
-
-def _computes_alone(module: nn.Module, moving: Collection[Tensor]) -> bool:
-    own = [p for p in module.parameters(recurse=False) if _is_narrow(p)]
-    if not any(p in moving for p in own):
-        return True
-    read_by_its_parent = isinstance(module, NonDynamicallyQuantizableLinear)
-    return all(p in moving for p in own) and not read_by_its_parent and next(module.children(), None) is None
+    frozen = (p for p in model.parameters() if not p.requires_grad and p not in known)
+    if sum(p.numel() for p in frozen if p.dtype != at_least_float32(p.dtype)) <= sum(p.numel() for p in known):
+        return False
+    for m in model.modules():
+        own = [p for p in m.parameters(recurse=False) if _is_narrow(p)]
+        read_by_its_parent = isinstance(m, NonDynamicallyQuantizableLinear)
+        alone = known.issuperset(own) and not read_by_its_parent and next(m.children(), None) is None
+        if not alone and not known.isdisjoint(own):
+            return False
+    return True
 
 
 def _compute_in_float32(module: nn.Module, narrow: torch.dtype) -> list[RemovableHandle]:
@@ -108,23 +103,14 @@ def _compute_in_float32(module: nn.Module, narrow: torch.dtype) -> list[Removabl
     came: list[torch.dtype] = []
 
     def widen(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        found = [t.dtype for t in tensors((args, kwargs)) if t.is_floating_point()]
-        came.append(found[0] if found else narrow)
-        return tree_map(_wide, args), tree_map(_wide, kwargs)
+        came.append(next((t.dtype for t in floats((args, kwargs))), narrow))
+        return to_float32(args), to_float32(kwargs)
 
     def narrow_again(_: nn.Module, args: Any, output: Any) -> Any:
         dtype = came.pop()
         return tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
 
     return [module.register_forward_pre_hook(widen, with_kwargs=True), module.register_forward_hook(narrow_again)]
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.to(at_least_float32(t.dtype)) if t.is_floating_point() else t
-
-
-def _is_real(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 def _is_narrow(t: Tensor) -> bool:
@@ -146,19 +132,12 @@ class Gradients:
 
     def sum_over(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Sum the gradients of losses one after the other, so that a generator needs the memory of only one of them."""
-        found: dict[Tensor, Tensor] = {}
-        summed: set[Tensor] = set()
+        total: dict[Tensor, Tensor] = {}
         for loss in losses:
-            for p, g in self._of(loss).items():
-                if p in summed:
-                    found[p].add_(g)
-                elif p in found:  # gradients from autograd may share memory and must not be written to
-                    found[p] = found[p] + g
-                    summed.add(p)
-                else:
-                    found[p] = g
+            for p, g in self._of(loss).items():  # which may share memory and must not be written to
+                total[p] = total[p] + g if p in total else g
             del loss
-        return found
+        return total
 
     def with_hessian_product(
         self, losses: Iterable[Tensor], moving: Mapping[Tensor, Tensor]
@@ -168,16 +147,15 @@ class Gradients:
             raise ValueError("the Hessian of a sharded model is not measured: FSDP2 has no second derivatives")
         first, second = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for loss in losses:
-            grads = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
-            known = [(p, g) for p, g in zip(self._parameters, grads, strict=True) if g is not None]
-            slope = sum(((g * moving[p]).sum() for p, g in known), start=loss.new_zeros(()))
-            twice: Sequence[Tensor | None] = [None] * len(self._parameters)
+            grads = torch.autograd.grad(loss, self._parameters, create_graph=True, materialize_grads=True)
+            slopes = ((g * moving[p]).sum() for p, g in zip(self._parameters, grads, strict=True))
+            slope = sum(slopes, start=loss.new_zeros(()))
+            twice = grads[:0]
             if slope.requires_grad:
-                twice = torch.autograd.grad(slope, self._parameters, allow_unused=True)
+                twice = torch.autograd.grad(slope, self._parameters, materialize_grads=True)
             for into, some in ((first, grads), (second, twice)):
-                for p, g in zip(self._parameters, some, strict=True):
-                    if g is not None:
-                        into[p] = into[p] + g.detach() if p in into else g.detach()
+                for p, g in zip(self._parameters, some, strict=False):
+                    into[p] = into[p] + g.detach() if p in into else g.detach()
         return first, second
 
     def _of(self, loss: Tensor) -> dict[Tensor, Tensor]:

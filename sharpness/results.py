@@ -22,34 +22,40 @@ LEAVES = 2**-0.5
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """The result on one batch at one radius.
+    """The result on one batch at one radius, or at the weights themselves (radius 0).
 
     Attributes
     ----------
     batch : int
         Position of the batch.
     rho : float
-        Radius of the ball.
-    start : int
-        0 for the ascent from the weights, else the number of the random start with the best result.
+        Radius of the ball; 0 for the gradient norm and the Hessian.
     value : float
-        The sharpness: the worst or the mean perturbed loss, minus the base loss.
+        The sharpness: the worst or the mean perturbed loss, minus the base loss; or the gradient norm, or the largest
+        eigenvalue of the Hessian.
     base_loss, worst_loss : float
         Loss at the weights, and the largest loss found.
     base_error, worst_error : float or None
         Fraction of the batch that is misclassified: at the weights, and the largest at any point evaluated. None if
         labels or scores are not known.
+    passes : int
+        Passes through the model for the batch and radius, including the one at the weights; a product with the Hessian
+        counts as one.
+    seconds : float
+        Wall time.
+    start : int
+        0 for the ascent from the weights, else the number of the random start with the best result.
     random_start : bool
         The gradient at the weights was zero to within rounding, so the ascent began in a random direction.
-    passes : int
-        Passes through the model for the batch and radius, including the one at the weights.
     fw_gap : float or None
         Frank–Wolfe gap: the first-order estimate of what a further step from the worst point can gain, see
         :class:`sharpness.ascent.Ascent`.
     converged : bool or None
         Whether the gap is below the tolerance; None without a tolerance.
+    trace : float or None
+        An estimate of the Hessian's trace.
     std_error : float or None
-        Standard error of an average over random directions.
+        Standard error of an average over random directions, or of the trace.
     distance : float
         Distance of the worst point from the weights, in the ball's norm: ρ, or less where the loss is larger inside the
         ball. 0 for averages.
@@ -57,8 +63,6 @@ class BatchResult:
         Number of pairs whose exact mix geodesic to the worst point would have left the manifold and was shortened.
     history : tuple of float
         Loss at every iterate of the best ascent, or in every random direction.
-    seconds : float
-        Wall time.
 
     Examples
     --------
@@ -74,21 +78,22 @@ class BatchResult:
 
     batch: int
     rho: float
-    start: int = 0
     value: float
     base_loss: float
     worst_loss: float
     base_error: float | None
+    passes: int = 1
+    seconds: float = 0.0
+    start: int = 0
     worst_error: float | None = None
     random_start: bool = False
-    passes: int = 1
     fw_gap: float | None = None
     converged: bool | None = None
+    trace: float | None = None
     std_error: float | None = None
     distance: float = 0.0
     num_exited_pairs: int = 0
-    history: tuple[float, ...]
-    seconds: float = 0.0
+    history: tuple[float, ...] = ()
 
     @property
     def error_increase(self) -> float | None:
@@ -100,18 +105,19 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class SharpnessResult:
-    r"""The sharpness of a model at one or several radii; ``print`` shows a table.
+    r"""The sharpness of a model at one or several radii, or at its weights themselves; ``print`` shows a table.
 
-    ``result[rho]`` is the result at one radius, of the same class; ``float(result[rho])`` is its sharpness.
+    ``result[rho]`` is the result at one radius, of the same class; ``float(result[rho])`` is its sharpness, and
+    ``float(result)`` the gradient norm or the largest eigenvalue of the Hessian.
 
     Attributes
     ----------
     measure : Measure
         The metric and retraction.
     statistic : str
-        ``"worst"`` or ``"average"``.
+        ``"worst"``, ``"average"``, ``"gradient norm"`` or ``"Hessian"``.
     rhos : tuple of float
-        The radii, in the requested order.
+        The radii, in the requested order; (0.0,) at the weights themselves.
     search : Search
         Options of the search.
     model : str
@@ -174,17 +180,30 @@ class SharpnessResult:
             raise ValueError(f"several radii were measured; take result[rho], one of {', '.join(map(str, self.rhos))}")
         return self.rhos[0]
 
+    def _mean(self, name: str) -> float | None:
+        self._only_rho()
+        values = [getattr(b, name) for b in self.batches]
+        return None if None in values else fmean(values)
+
     def __float__(self) -> float:
-        """Average the sharpness over the batches; raise a ValueError if there are several radii."""
+        """Average the value over the batches; raise a ValueError if there are several radii."""
         self._only_rho()
         return fmean(b.value for b in self.batches)
 
     @property
     def error_increase(self) -> float | None:
         """Mean over the batches of the largest increase of the error rate, at one radius; None without labels."""
-        self._only_rho()
-        known = [b.error_increase for b in self.batches if b.error_increase is not None]
-        return fmean(known) if len(known) == len(self.batches) else None
+        return self._mean("error_increase")
+
+    @property
+    def trace(self) -> float | None:
+        """Mean over the batches of the Hessian's trace; None if it was not estimated."""
+        return self._mean("trace")
+
+    @property
+    def std_error(self) -> float | None:
+        """Mean over the batches of the standard error, at one radius; at most, where they share random vectors."""
+        return self._mean("std_error")
 
     def direction(self, batch_index: int) -> Direction:
         """Return the worst tangent vector found for a batch, at one radius.
@@ -275,18 +294,28 @@ class SharpnessResult:
         write_json(path, self.to_dict())
 
     def __str__(self) -> str:
-        return _table(self)
+        """Show a table, or a line for what is measured at the weights, and what else was noticed."""
+        count = len(self.batches) // len(self.rhos)
+        batches = f"{count} batch{'es' * (count > 1)}"
+        if self.statistic in ("worst", "average"):
+            return "\n".join([*_table(self, batches), *_moved(self), *_doubts(self), *self.remarks])
+        line = f"gradient norm of {self.model} in the metric of {self.measure.name}: {float(self):.6g}, {batches}"
+        if self.trace is not None:
+            line = (
+                f"{self.measure.name} Hessian of {self.model}: largest eigenvalue {float(self):.6g}, "
+                f"trace {self.trace:.6g} ± {self.std_error or 0.0:.2g}, {batches}"
+            )
+        return "\n".join([line, *self.remarks])
 
 
-def _table(result: SharpnessResult) -> str:
-    """Write a result as a table with a row per radius, and what else was noticed."""
-    measure, search, count = result.measure, result.search, len(result.batches) // len(result.rhos)
+def _table(result: SharpnessResult, batches: str) -> list[str]:
+    """Write a row per radius."""
+    measure, search = result.measure, result.search
     effort = f"mean of {search.num_samples} Gaussian directions"
     if result.statistic == "worst":
         stop = f" or until {search.relative_tol:g} of the increase" if search.relative_tol else ""
         starts = f", {search.restarts} restart{'s' * (search.restarts > 1)}" * bool(search.restarts)
         effort = f"{search.ascent} ascent of {search.steps} steps{stop}{starts}"
-    batches = f"{count} batch{'es' * (count > 1)}"
     lines = [f"{measure.name} sharpness of {result.model}: {batches}, {effort}, seed {search.seed}"]
     switches = [f"{measure.geodesic} geodesics"] if measure.divides else []
     for name in ("symmetry", *[f.name for f in fields(measure)][len(fields(Measure)) :]):
@@ -307,7 +336,7 @@ def _table(result: SharpnessResult) -> str:
         lines.append(
             f"{rho:>10.4g}  {base:>10.5f}  {base + value:>10.5f}  {value:>10.5f}  {errors:>16}  {passes:>7.1f}"
         )
-    return "\n".join([*lines, *_moved(result), *_doubts(result), *result.remarks])
+    return lines
 
 
 def _moved(result: SharpnessResult) -> list[str]:

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,45 +24,80 @@ from .measures import Block, ElementwiseBlock, Measure, PairBlock, get_measure
 __all__ = ["GeodesicSAM"]
 
 
-class _Restore:
-    """Hook that restores weights before they are saved or evaluated; a pickled hook has no optimiser."""
-
-    def __init__(self, sam: GeodesicSAM, always: bool) -> None:
-        self._sam: weakref.ref[GeodesicSAM] | None = weakref.ref(sam)
-        self._always = always
-
-    def __call__(self, *_: Any) -> None:
-        sam = self._sam() if self._sam is not None else None
-        if sam is None:
-            return
-        evaluated = not (sam._held or torch.is_grad_enabled() or sam.model.training)  # noqa: SLF001, of this file
-        if self._always or evaluated:
-            sam.restore()
-            sam._pending = False  # noqa: SLF001
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_sam": None, "_always": self._always}
+#: The optimisers that may have moved a model. Its hooks look here, so that a copy of the model has no optimiser.
+_OF_MODEL: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GeodesicSAM]] = weakref.WeakKeyDictionary()
 
 
-def _check(measure: Measure, rho: Any, refresh: Any) -> None:
-    if measure.form != "own" or measure.elementwise == "vector":
-        raise ValueError(f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not")
-    if isinstance(rho, bool) or not isinstance(rho, (int, float)):
-        raise TypeError(f"rho must be a number, got {rho!r}")
-    if not 0 < rho < 1e30:
-        raise ValueError(
-            f"rho must be positive and at most 1e30, got {rho}; without a perturbation, use the base optimiser itself"
-        )
-    if measure.pair_block is not None:
-        raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
-    as_count("refresh", refresh)
+def _before_saving(model: nn.Module, *_: Any) -> None:
+    for sam in _OF_MODEL.get(model, ()):
+        sam.restore()
 
 
 def _watch(sam: GeodesicSAM) -> None:
-    """Let the model restore its weights before they are saved, replaced or evaluated."""
-    sam.model.register_state_dict_pre_hook(_Restore(sam, always=True))
-    sam.model.register_load_state_dict_pre_hook(_Restore(sam, always=True))
-    sam.model.register_forward_pre_hook(_Restore(sam, always=False))
+    """Let a model restore its weights before they are saved, replaced or evaluated."""
+    if sam.model not in _OF_MODEL:
+        sam.model.register_state_dict_pre_hook(_before_saving)
+        sam.model.register_load_state_dict_pre_hook(_before_saving)
+        sam.model.register_forward_pre_hook(_before_pass)
+    _OF_MODEL.setdefault(sam.model, weakref.WeakSet()).add(sam)
+
+
+def _before_pass(model: nn.Module, *_: Any) -> None:
+    for sam in () if model.training or torch.is_grad_enabled() else _OF_MODEL.get(model, ()):
+        sam.restore(inside=False)
+
+
+def _build(
+    model: nn.Module, base: Optimizer, measure: Measure, pairs: Sequence[SymmetricPair] | None
+) -> tuple[list[Tensor], list[Block]]:
+    """Return the parameters that the base optimiser trains, and their blocks."""
+    trained = {p for group in base.param_groups for p in group["params"]}
+    known = trainable(model)
+    parameters = {name: p for name, p in known.items() if p in trained}
+    if not parameters:
+        raise ValueError(
+            f"{type(base).__name__} trains no parameter of this {type(model).__name__}; make it from model.parameters()"
+        )
+    for name, p in parameters.items():
+        if p.dtype != at_least_float32(p.dtype):
+            raise ValueError(
+                f"parameter {name!r} is {p.dtype}, in which a small perturbation would be rounded away; keep the "
+                "weights in float32 and train under torch.autocast"
+            )
+    if pairs is None and measure.divides:
+        warn_of_unknown(model)
+    division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
+    blocks = build_blocks(measure, parameters, next(iter(parameters.values())).dtype, division)
+    if measure.pair_block is not None:
+        raise ValueError("GeodesicSAM moves pairs by closed forms, which this measure does not have")
+    return list(parameters.values()), blocks
+
+
+def _moved(
+    copies: dict[Tensor, Tensor], blocks: list[Block], gradients: dict[Tensor, Tensor], rho: float, *, factorise: bool
+) -> dict[Tensor, Tensor]:
+    """Write weights that lie ρ along a gradient to copies, and return these; none for a gradient without direction."""
+    steps, squares = list[Tensor](), list[Tensor]()
+    for block in blocks:
+        if isinstance(block, PairBlock):
+            block.refresh(factorise=factorise)
+            steps.append(block.tangent.egrad2rgrad(block.stack.gather(gradients)))
+            squares.append(block.tangent.inner(steps[-1]).sum())
+        elif isinstance(block, ElementwiseBlock):
+            block.refresh()
+            steps.append(copies[block.parameter].contiguous().view(-1))  # the copy itself, if it may be
+            block.pull_back_(steps[-1], gradients, None)
+            squares.append(torch.linalg.vector_norm(steps[-1]).square())
+    norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
+    if not 0 < norm < math.inf:
+        return {}
+    for block, u in zip(blocks, steps, strict=True):
+        u.mul_(rho / norm)
+        if isinstance(block, PairBlock):
+            block.stack.scatter_(block.retract(u), copies)
+        else:
+            block.move_(copies, u)
+    return copies
 
 
 def _skipped(sam: Optimizer) -> bool:
@@ -71,81 +105,10 @@ def _skipped(sam: Optimizer) -> bool:
     found_inf, scale = getattr(sam, "found_inf", None), getattr(sam, "grad_scale", None)
     if found_inf is not None and float(found_inf) > 0:
         return True
-    if scale is not None:
-        for p in (p for group in sam.param_groups for p in group["params"]):
-            if p.grad is not None:
-                p.grad.div_(scale.to(p.grad.device, p.grad.dtype))
+    for p in (p for group in sam.param_groups for p in group["params"]):
+        if scale is not None and p.grad is not None:
+            p.grad.div_(scale.to(p.grad.device, p.grad.dtype))
     return False
-
-
-class _InnerStep:
-    """The step along the gradient; parameters point to its result until it is undone."""
-
-    def __init__(self, parameters: list[Tensor], blocks: list[Block]) -> None:
-        self.parameters, self.blocks = parameters, blocks
-        self.count, self.stale = 0, False
-        found = [b.stack for b in blocks if isinstance(b, PairBlock)]
-        self.certification = Certification(found)
-        dropped = {b.tensor for s in found for p in s.pairs for b in p.dropped}
-        self._dropped = dropped.intersection(parameters)  # these are written by no block
-        self._original: dict[Tensor, Tensor] = {}
-        self._work: dict[Tensor, Tensor] = {}  # kept, because allocating memory costs more than the arithmetic
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_work": {}}
-
-    @torch.no_grad()
-    def take(self, rho: float, refresh: int) -> None:
-        """Move by a given length along the parameters' gradients; do not move for a gradient without direction."""
-        self.undo()
-        self._original = {}
-        with torch.autocast(self.parameters[0].device.type, enabled=False):
-            found = {p: p.grad for p in self.parameters if p.grad is not None}
-            moved = self._moved({p: g.to_dense() if g.is_sparse else g for p, g in found.items()}, rho, refresh)
-        for p, data in moved.items():
-            self._original[p] = p.data
-            p.data = data
-
-    def undo(self) -> None:
-        """Restore the weights."""
-        for p, data in self._original.items():
-            # Whoever set the parameter to the copy for a while may set it so again after this: keep the weights.
-            if p not in self._work or p.data_ptr() == self._work[p].data_ptr():
-                p.data = data
-        if not self._work:  # this is a copy of an optimiser, whose weights are restored once
-            self._original = {}
-
-    def _moved(self, gradients: dict[Tensor, Tensor], rho: float, refresh: int) -> dict[Tensor, Tensor]:
-        make = partial(torch.empty_like, memory_format=torch.contiguous_format)
-        self._work = {p: self._work[p] if p in self._work else make(p) for p in self.parameters}
-        if self.certification.open:
-            self.certification.see(gradients).check()
-        factorise, steps = self.count % refresh == 0 or self.stale, list[tuple[Block, Tensor]]()
-        squares: list[Tensor] = []
-        for p in self._dropped:
-            self._work[p].copy_(p)
-        for block in self.blocks:
-            if isinstance(block, PairBlock):
-                block.refresh(factorise=factorise)
-                u = block.tangent.egrad2rgrad(block.stack.gather(gradients))
-                squares.append(block.tangent.inner(u).sum())
-            elif isinstance(block, ElementwiseBlock):
-                block.refresh()
-                u = self._work[block.parameter].view(-1)
-                block.pull_back_(u, gradients, None)
-                squares.append(torch.linalg.vector_norm(u).square())
-            steps.append((block, u))
-        self.count, self.stale = self.count + 1, False
-        norm = float(torch.stack([s.double() if s.device.type != "mps" else s for s in squares]).sum().sqrt())
-        if not 0 < norm < math.inf:
-            return {}
-        for block, u in steps:
-            u.mul_(rho / norm)
-            if isinstance(block, PairBlock):
-                block.stack.scatter_(block.retract(u), self._work)
-            else:
-                block.move_(self._work, u)
-        return self._work
 
 
 class GeodesicSAM(Optimizer):
@@ -201,10 +164,10 @@ class GeodesicSAM(Optimizer):
 
     The first two restore the weights even after an error. After an exception between the steps of the third, the
     weights are restored by the model's next ``state_dict`` or ``load_state_dict``, its next forward pass in evaluation
-    mode without gradients, the next ``first_step`` or ``step``, or :meth:`restore`. If one of the first three comes
-    between the two steps, ``second_step`` refuses, because gradients may belong to either place. The weights' own
-    storage is never written to: meanwhile parameters point to a copy, which takes as much memory as they do. Only what
-    the base optimiser trains is perturbed.
+    mode without gradients, the next ``first_step`` or ``step``, or :meth:`restore`. Where anything but a step did so,
+    ``second_step`` refuses, because gradients may belong to either place. The weights' own storage is never written
+    to: meanwhile parameters point to a copy, which takes as much memory as they do. Only what the base optimiser trains
+    is perturbed.
 
     The gradient's scale does not matter to ξ, so a ``GradScaler`` needs no unscaling before the first step; pass the
     optimiser to ``scaler.step`` for the second. Under DDP all ranks apply the same perturbation, along the mean
@@ -239,75 +202,76 @@ class GeodesicSAM(Optimizer):
         if not isinstance(base_optimizer, Optimizer):
             raise TypeError(f"base_optimizer must be a torch optimiser, got {type(base_optimizer).__name__}")
         measure = get_measure(measure)
-        _check(measure, rho, refresh)
-        trained = {p for group in base_optimizer.param_groups for p in group["params"]}
-        known = trainable(model)
-        parameters = {name: p for name, p in known.items() if p in trained}
-        if not parameters:
+        if measure.form != "own" or measure.elementwise == "vector":
             raise ValueError(
-                f"{type(base_optimizer).__name__} trains no parameter of this {type(model).__name__}; make it from "
-                "model.parameters()"
+                f"GeodesicSAM moves a model's own weights, one by one; the measure {measure.name!r} does not"
             )
-        for name, p in parameters.items():
-            if p.dtype != at_least_float32(p.dtype):
-                raise ValueError(
-                    f"parameter {name!r} is {p.dtype}, in which a perturbation of rho = {rho:g} would be rounded away; "
-                    "keep the weights in float32 and train under torch.autocast"
-                )
+        if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 < rho < 1e30:
+            raise ValueError(
+                f"rho must be positive and at most 1e30, got {rho!r}; without a perturbation, use the base optimiser "
+                "itself"
+            )
         self.model, self.base_optimizer = model, base_optimizer
-        self.rho, self.measure, self.refresh = float(rho), measure, refresh
-        if pairs is None and measure.divides:
-            warn_of_unknown(model)
-        dtype = next(iter(parameters.values())).dtype
-        division = divide(model, measure, pairs, parameters, only_some=len(parameters) < len(known))
-        self._inner = _InnerStep(list(parameters.values()), build_blocks(measure, parameters, dtype, division))
-        self._pending = False
-        self._held = False
-        super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
+        self.rho, self.measure, self.refresh = float(rho), measure, as_count("refresh", refresh)
+        self._parameters, self._blocks = _build(model, base_optimizer, measure, pairs)
+        stacks = [b.stack for b in self._blocks if isinstance(b, PairBlock)]
+        self.certification = Certification(stacks)
+        dropped = {b.tensor for s in stacks for p in s.pairs for b in p.dropped}
+        self._dropped = dropped.intersection(self._parameters)  # these are written by no block
+        self._weights: dict[Tensor, Tensor] = {}
+        self._copies: dict[Tensor, Tensor] = {}  # kept: to allocate memory costs more than the arithmetic
+        self._count, self._pending, self._inside = 0, False, False
         if isinstance(base_optimizer, QuotientOptimizer) and measure.divides:
             base_optimizer.certify = False  # its gradients will belong to other weights
-        _watch(self)
 
-    # Groups and state are the base optimiser's, so that schedulers and scalers reach it.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the base optimiser."""
-        return self.base_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        """Keep the base optimiser's, whatever torch sets."""
-
-    @property
-    def state(self) -> Any:
-        """State of the base optimiser."""
-        return self.base_optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Keep the base optimiser's, whatever torch sets."""
+    def __getattr__(self, name: str) -> Any:
+        """Be the base optimiser in all else: schedulers and scalers reach its groups and state."""
+        return getattr(self.__dict__["base_optimizer"], name)
 
     def __getstate__(self) -> dict[str, Any]:
         self.restore()
-        return {k: v for k, v in self.__dict__.items() if k != "step"}  # schedulers replace step
+        return {k: v for k, v in self.__dict__.items() if k != "step"} | {"_copies": {}}  # schedulers replace step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _watch(self)
+        for p, data in self._weights.items():  # the model may have been copied before its weights were restored
+            p.data = data
+        self._weights = {}
 
     # -- the inner step --------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
         """Move the model to the perturbed weights, along its parameters' ``.grad``, and optionally set that to zero."""
-        self._inner.take(self.rho, self.refresh)
+        self.restore()
+        self._weights = {}
+        _watch(self)
+        self._copies = self._copies or {p: torch.empty_like(p) for p in self._parameters}
+        found = {p: p.grad for p in self._parameters if p.grad is not None}
+        gradients = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
+        with torch.autocast(self._parameters[0].device.type, enabled=False):
+            if self.certification.open:
+                self.certification.see(gradients).check()
+            for p in self._dropped:
+                self._copies[p].copy_(p)
+            factorise = self._count % self.refresh == 0
+            moved = _moved(self._copies, self._blocks, gradients, self.rho, factorise=factorise)
+        for p, data in moved.items():
+            self._weights[p], p.data = p.data, data
+        self._count += 1
         self._pending = True
         if zero_grad:
             self.zero_grad()
 
-    def restore(self) -> None:
-        """Restore the weights; harmless at any time."""
-        self._inner.undo()
+    def restore(self, *, inside: bool = True) -> None:
+        """Restore the weights, and forget the first step; ``inside``: within :meth:`perturbed` too. Always harmless."""
+        if self._inside and not inside:
+            return
+        self._pending = False
+        for p, data in self._weights.items():
+            # Whoever set the parameter to the copy for a while may set it so again after this: keep the weights.
+            if p.data_ptr() == self._copies[p].data_ptr():
+                p.data = data
 
     @contextmanager
     def perturbed(self, zero_grad: bool = False) -> Iterator[nn.Module]:
@@ -323,16 +287,16 @@ class GeodesicSAM(Optimizer):
         nn.Module
             The model.
         """
+        pending = False
         try:
             self.first_step(zero_grad)
-            self._held = True
+            self._inside = True
             yield self.model
-        except BaseException:
-            self._pending = False
-            raise
+            pending = self._pending
         finally:
-            self._held = False
+            self._inside = False
             self.restore()
+            self._pending = pending
 
     # -- the outer step --------------------------------------------------------------------------------------------
 
@@ -367,13 +331,12 @@ class GeodesicSAM(Optimizer):
                 loss = closure()
                 with self.perturbed():
                     closure()
-        elif not self._pending:
+        if not self._pending:
             raise ValueError(
                 "GeodesicSAM.step() needs a closure, or a first_step() or perturbed() before it, "
                 "which no state_dict(), load_state_dict() or pass in evaluation mode has undone"
             )
         self.restore()
-        self._pending = False
         if not _skipped(self):
             self.base_optimizer.step()
         return loss
@@ -382,18 +345,14 @@ class GeodesicSAM(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimiser; only parameters that were trainable at the start are perturbed."""
-        known = {id(p) for g in self.base_optimizer.param_groups for p in g["params"]}
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
-        if any(id(p) not in known for p in params):  # torch refuses a set, which has no order
-            self.base_optimizer.add_param_group({**param_group, "params": params})
+        self.base_optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base optimiser's state as ``"base"``, and the number of steps as ``"count"``."""
-        return {"base": self.base_optimizer.state_dict(), "count": self._inner.count}
+        """Return the base optimiser's state, which is all there is."""
+        return self.base_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. The pairs are factorised again immediately."""
         self.restore()
-        self.base_optimizer.load_state_dict(state_dict["base"])
-        self._inner.count, self._inner.stale, self._pending = state_dict["count"], True, False
+        self.base_optimizer.load_state_dict(state_dict)
+        self._count = 0

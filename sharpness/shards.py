@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from quotient_manifolds.symmetries.whole import State
 
 from .distributed import World
 
-__all__ = ["ShardedState", "Shards", "is_sharded_model", "reshard", "resharded"]
+__all__ = ["ShardedState", "Shards", "is_sharded_model", "reshard"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -27,21 +26,18 @@ def reshard(model: nn.Module) -> None:
             m.reshard()  # type: ignore[operator]
 
 
-@contextmanager
-def resharded(model: nn.Module) -> Iterator[None]:
-    """Free the whole weights that FSDP2 has gathered when the block ends."""
-    try:
-        yield
-    finally:
-        reshard(model)
-
-
 def is_sharded_model(model: nn.Module) -> bool:
     """Tell whether any parameter is a DTensor, as FSDP2 makes them; no module keeps gathered weights after this."""
     if not isinstance(model, nn.Module):  # which is said elsewhere
         return False
     reshard(model)
     return any(type(p).__name__ == "DTensor" for p in model.parameters())
+
+
+def hollow(p: Any) -> Tensor:
+    """Return a tensor of a sharded parameter's whole shape, without memory."""
+    found: Tensor = p.to_local().detach().new_zeros(()).expand(p.shape)
+    return found
 
 
 class Shards:
@@ -63,6 +59,10 @@ class Shards:
     twin : nn.Module
     world : World
         The processes of the mesh.
+    of : dict of Tensor to Tensor
+        The model's parameters by those of the twin that stand for them.
+    modules : dict of Module to Module
+        The twin's modules by those of the model.
     owner : dict of Tensor to int
         The rank that works on a parameter of the twin; those without one are worked on in rows.
 
@@ -75,7 +75,7 @@ class Shards:
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
         _check(model)
-        self._of: dict[Tensor, Tensor] = {}
+        self.of: dict[Tensor, Tensor] = {}
         self.world = World(next(p for p in model.parameters() if is_sharded(p)).device_mesh.get_group())  # type: ignore[attr-defined]
         stand_ins: dict[Tensor, nn.Parameter] = {p: self._stand_in(p) for p in model.parameters()}
         self.modules: dict[nn.Module, nn.Module] = {}
@@ -88,11 +88,10 @@ class Shards:
     def _stand_in(self, p: Tensor) -> nn.Parameter:
         if not is_sharded(p):
             return nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-        like = p.to_local()  # type: ignore[attr-defined]
-        found = nn.Parameter(like.new_zeros(()).expand(p.shape), requires_grad=p.requires_grad)
-        self._of[found] = p
+        found = nn.Parameter(hollow(p), requires_grad=p.requires_grad)
+        self.of[found] = p
         if p.dim() < 2:
-            found.data = self.whole(found, like)
+            found.data = self.whole(found, self.local(found))
         return found
 
     def _copy(self, module: nn.Module, stand_ins: Mapping[Tensor, nn.Parameter]) -> nn.Module:
@@ -113,48 +112,43 @@ class Shards:
 
     def local(self, p: Tensor) -> Tensor:
         """Return this process's rows of a parameter of the twin, as a view of what the model reads."""
-        if p not in self._of:
+        if p not in self.of:
             return p.data
         with torch.no_grad():
-            found: Tensor = self._of[p].to_local()  # type: ignore[attr-defined]
+            found: Tensor = self.of[p].to_local()  # type: ignore[attr-defined]
             return found
 
     def rows(self, p: Tensor, rank: int | None = None) -> slice:
         """Tell which rows lie on a process; by default on this one."""
-        rank, count, step = self.world.rank if rank is None else rank, self._of[p].shape[0], self._step(p)
+        rank, count, step = self.world.rank if rank is None else rank, self.of[p].shape[0], self._step(p)
         return slice(min(rank * step, count), min((rank + 1) * step, count))
-
-    def parameter(self, p: Tensor) -> Tensor:
-        """Return the model's parameter that one of the twin stands for."""
-        return self._of[p]
 
     def is_mine(self, p: Tensor) -> bool:
         """Tell whether this process works on the whole parameter."""
         return self.owner.get(p) == self.world.rank
 
-    def hollow(self) -> dict[Tensor, Tensor]:
-        """Return tensors of the parameters' whole shapes, without memory."""
-        return {p: q.to_local().new_zeros(()).expand(q.shape) for p, q in self._of.items()}  # type: ignore[attr-defined]
-
-    def holds(self, p: Tensor) -> bool:
-        """Tell whether a parameter of the twin stands for a sharded one."""
-        return p in self._of
-
     def cut(self, p: Tensor, t: Tensor) -> Tensor:
         """Take this process's part of a tensor that broadcasts to a parameter."""
-        if p in self.owner or p not in self._of or t.dim() == 0 or len(t) < self._of[p].shape[0]:
+        if p in self.owner or p not in self.of or t.dim() == 0 or len(t) < self.of[p].shape[0]:
             return t
         return t[self.rows(p)].clone()  # a view would keep the whole
+
+    def among_zeros(self, p: Tensor, rows: Tensor) -> Tensor:
+        """Return the flat numbers of this process in a tensor of a parameter's whole shape, which is zero elsewhere."""
+        found = rows.new_zeros(self.of[p].shape)
+        here = found if p in self.owner else found[self.rows(p)]
+        here.copy_(rows.view(here.shape))
+        return found
 
     def whole(self, p: Tensor, rows: Tensor) -> Tensor:
         """Gather the rows of all processes on each of them."""
         padded = rows.new_zeros((self._step(p), *rows.shape[1:]))
         padded[: len(rows)] = rows
-        return self.world.stack(padded).flatten(0, 1)[: self._of[p].shape[0]]
+        return self.world.stack(padded).flatten(0, 1)[: self.of[p].shape[0]]
 
     def _step(self, p: Tensor) -> int:
         """Return the number of rows of every process but the last ones, which may have fewer."""
-        return -(-self._of[p].shape[0] // self.world.size)
+        return -(-self.of[p].shape[0] // self.world.size)
 
     # -- owners --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +159,7 @@ class Shards:
         """
         pairs = [p for s in found for p in s.pairs]
         sets = self._own(pairs)
-        start = {p: values.get(p, self.local(p)) for p in self._of}
+        start = {p: values.get(p, self.local(p)) for p in self.of}
         for p, whole in self.collect(start).items():
             p.data = whole
         for p, rows in start.items():
@@ -193,7 +187,7 @@ class Shards:
 
         All processes have rows of the same parameters; those without an owner are left out.
         """
-        whole = {p: t.new_empty(self._of[p].shape) for p, t in rows.items() if self.is_mine(p)}
+        whole = {p: t.new_empty(self.of[p].shape) for p, t in rows.items() if self.is_mine(p)}
         self._exchange(rows, whole, to_owners=True)
         return whole
 
@@ -227,16 +221,13 @@ class ShardedState(State):
 
     def of(self, p: Tensor) -> Tensor:
         """Return the whole value of a parameter."""
-        if not self._shards.holds(p):
+        if p not in self._shards.of or (p not in self and p.dim() < 2):
             return super().of(p)
-        if p in self:
-            return self._shards.whole(p, self[p])
-        if p.dim() < 2:
-            return super().of(p)
-        return self._shards.whole(p, self._shards.local(p)).to(torch.promote_types(p.dtype, torch.float64))
+        rows = self[p] if p in self else self._shards.local(p)
+        return self._shards.whole(p, rows).to(torch.promote_types(p.dtype, torch.float64))
 
     def __setitem__(self, p: Tensor, value: Tensor) -> None:
-        super().__setitem__(p, value[self._shards.rows(p)].clone() if self._shards.holds(p) else value)
+        super().__setitem__(p, value[self._shards.rows(p)].clone() if p in self._shards.of else value)
 
 
 def _is_of_torch(hook: Any) -> bool:

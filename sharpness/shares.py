@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from quotient_manifolds.symmetries import PairStack, SymmetricPair, find_symmetric_pairs, stacks
-from quotient_manifolds.symmetries.stacks import coverage
+from quotient_manifolds.symmetries import SymmetricPair
+from quotient_manifolds.symmetries.blocks import Block as Part
 from quotient_manifolds.symmetries.whole import wiring_of
 
 from .distributed import World
@@ -106,35 +106,35 @@ class Places:
     model : nn.Module
     names : mapping of str to Tensor
         Its parameters that move, by name.
+    pairs : iterable of SymmetricPair
+        All its pairs, frozen ones too.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[str, Tensor]) -> None:
-        pairs = find_symmetric_pairs(model, include_frozen=True)
-        by_part: dict[str, list[PairStack]] = {}
-        for s in stacks(pairs):
-            by_part.setdefault(_part_of_pair(s.pairs[0]), []).append(s)
-        self._masks = {part: coverage(found) for part, found in by_part.items()}
+    def __init__(self, model: nn.Module, names: Mapping[str, Tensor], pairs: Iterable[SymmetricPair]) -> None:
+        pairs = [p for p in pairs if p.group is not None]
+        self._inside: dict[Tensor, list[tuple[str, Part]]] = {}
+        for pair in pairs:
+            for part in pair.G + pair.H + pair.null:
+                self._inside.setdefault(part.tensor, []).append((_part_of_pair(pair), part))
         attention = {_block(p.module) for p in pairs if p.head is not None}
-        self._layers = {p: _layer(name, attention) for name, p in names.items()}
         wiring = wiring_of(model)
         heads = {p for _, a in wiring.classifiers for p in a.parameters} if wiring is not None else set()
         tables = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv2d))}
-        self._rest = {p: self._part(name, p, heads, tables) for name, p in names.items()}
-
-    @staticmethod
-    def _part(name: str, p: Tensor, heads: set[Tensor], tables: set[Tensor]) -> str:
-        if p in heads or (not heads and _HEAD.search(name)):
-            return "head"
-        if p in tables or (p.dim() > 1 and _EMBEDDING.search(name)):
-            return "embeddings"
-        return "norms and biases" if p.squeeze().dim() < 2 else "MLP"
-
-    def cut(self, cut: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Keep a part of the entries of every parameter, as selected by ``cut(parameter, mask)``."""
-        self._masks = {part: {p: cut(p, mask) for p, mask in masks.items()} for part, masks in self._masks.items()}
+        self._layers, self._rest = dict[Tensor, str](), dict[Tensor, str]()
+        for name, p in names.items():
+            self._layers[p], self._rest[p] = _layer(name, attention), "MLP"
+            if p in heads or (not heads and _HEAD.search(name)):
+                self._rest[p] = "head"
+            elif p in tables or (p.dim() > 1 and _EMBEDDING.search(name)):
+                self._rest[p] = "embeddings"
+            elif p.squeeze().dim() < 2:
+                self._rest[p] = "norms and biases"
 
     def squares(self, vector: Iterable[tuple[Block, Tensor]], world: World) -> dict[Place, float]:
-        """Add up the squared coordinates at every place, over all processes, in the order of the parameters."""
+        """Add up the squared coordinates at every place, over all processes, in the order of the parameters.
+
+        Coordinates of single weights have the shape of their parameter, or as many numbers.
+        """
         found: dict[Place, float] = {}
         for place, square in world.gather([entry for block, c in vector for entry in self._of_block(block, c)]):
             found[place] = found.get(place, 0.0) + square
@@ -147,13 +147,11 @@ class Places:
             for pair, square in zip(block.stack.pairs, block.squares(c), strict=True):
                 yield (self._layers[pair.G[0].tensor], _part_of_pair(pair), pair.head), square
         else:
-            p = block.parameter
-            layer, left = self._layers[p], c.view(p.shape).square()
-            for part, masks in self._masks.items():
-                if p in masks:
-                    yield (layer, part, None), float(left[masks[p]].sum())
-                    left = left.masked_fill(masks[p], 0)
-            yield (layer, self._rest[p], None), float(left.sum())
+            p, squares = block.parameter, c.square()
+            for name, part in self._inside.get(p, ()):
+                yield (self._layers[p], name, None), float(part.of(squares).sum())
+                part.of(squares).zero_()
+            yield (self._layers[p], self._rest[p], None), float(squares.sum())
 
 
 def _part_of_pair(pair: SymmetricPair) -> str:

@@ -6,13 +6,12 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quotient_manifolds.linalg import at_least_float32, own_precision
-from quotient_manifolds.symmetries import SymmetricPair, apply_random_symmetry_
+from quotient_manifolds.linalg import at_least_float32
+from quotient_manifolds.symmetries import PairStack, SymmetricPair, apply_random_symmetry_, find_symmetric_pairs
 from quotient_manifolds.symmetries.certificate import HALF_PRECISION, Certification
 from quotient_manifolds.symmetries.whole import CanonicalForm, canonical_form
 
@@ -20,7 +19,6 @@ from .ascent import norm
 from .building import build_blocks, divide, trainable
 from .direction import Direction
 from .distributed import World
-from .losses import Objective
 from .measures import Block, Measure, PairBlock
 from .perturb import Gradients, becomes_float32, pointing_to, stands_on_narrow_base
 from .shares import Places
@@ -28,11 +26,52 @@ from .shares import Places
 __all__ = ["WeightSpace"]
 
 
+class Evidence:
+    """What the gradients at the base point have said, over all batches: whether pairs are symmetric, what they reach.
+
+    Attributes
+    ----------
+    residuals : dict of SymmetricPair to float
+        By how much the last gradient violated the symmetry of those pairs that it reached first.
+    """
+
+    def __init__(self, space: WeightSpace, stacks: Sequence[PairStack]) -> None:
+        self._space, self._certification, self._unreached = space, Certification(stacks), set(space.parameters)
+        self.residuals: dict[SymmetricPair, float] = {}
+
+    @property
+    def tolerance(self) -> float:
+        """Residuals up to this count as rounding."""
+        rough = self._space.above_base or torch.is_autocast_enabled(self._space.model_device.type)
+        return HALF_PRECISION / 3 if rough else 1e-4
+
+    def see(self, gradient: Mapping[Tensor, Tensor]) -> None:
+        """Take note of a gradient with respect to the parameters, at the base point."""
+        space = self._space
+        number = {pair: i for i, pair in enumerate(space.pairs)}
+        said = self._certification.see(gradient, tolerance=self.tolerance).residuals
+        residuals = space.world.gather([(number[pair], residual) for pair, residual in said.items()])
+        self.residuals = {space.pairs[i]: residual for i, residual in residuals}
+        sizes = {
+            name: torch.linalg.vector_norm(gradient[p], 1).to(space.dtype)
+            for name in self._unreached if (p := space.parameters[name]) in gradient and p.numel()
+        }  # fmt: skip
+        if sizes:
+            self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
+
+    def uncertified(self) -> set[str]:
+        """Name the pairs of all processes that had no gradient yet."""
+        return set(self._space.world.gather(sorted(p.name for p in self._certification.open)))
+
+    def unreached(self) -> set[str]:
+        """Name the weights that had no gradient on any process yet."""
+        return set.intersection(*self._space.world.gather([self._unreached]))
+
+
 class WeightSpace:
     """The space of a model's trainable weights under a measure, and the model's current point in it.
 
-    A tangent vector is one flat vector of coordinates in which the metric is the identity, see
-    :mod:`sharpness.measures`.
+    A tangent vector is one flat vector of coordinates in which the metric is the identity.
 
     Parameters
     ----------
@@ -59,18 +98,14 @@ class WeightSpace:
         Squared norms add up over them.
     model_device : torch.device
         That of the weights, to which batches belong.
+    parameters : dict of str to Tensor
+        Those that move, by name.
     copies : dict of Tensor to Tensor
         While attached, the moving weights by the parameters that point to them.
-    gradients : Gradients
-        How the loss is differentiated with respect to them.
     pairs : tuple of SymmetricPair
         Those that are divided out.
-    certification : Certification
-        What gradients at the base point say of their symmetry.
     world : World
         The processes over which vectors are spread: by default this one alone.
-    remarks : list of str
-        What a reader of the result has to know, in sentences.
 
     Raises
     ------
@@ -107,17 +142,20 @@ class WeightSpace:
     ) -> None:  # fmt: skip
         if not isinstance(measure, Measure):
             raise TypeError(f"measure must be a Measure, such as those in MEASURES, got {type(measure).__name__}")
-        self.model, self.measure, self.classes, self.given, self.world = model, measure, classes, pairs, World()
-        self._parameters: dict[str, Tensor] = dict(trainable(model, only))
-        moving = list(self._parameters.values())
+        self.model, self.measure, self.classes, self.given = model, measure, classes, pairs
+        self.world = self.examples = World()
+        self._home = model  # whose parameters move: a sharded model has a twin for that
+        self.parameters: dict[str, Tensor] = dict(trainable(model, only))
+        moving = list(self.parameters.values())
         self._offload, self.model_device = offload, moving[0].device
         self.device = torch.device("cpu") if offload else self.model_device
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in moving), torch.float32)
-        self._above_base = stands_on_narrow_base(model, moving)
+        self.above_base = stands_on_narrow_base(model, moving)
         #: Whether the whole half-precision model is in float32 while attached.
         self.in_float32 = becomes_float32(model, moving)
-        self.form, self._in_order = self._build(pairs, only_some=bool(only))
-        self._base = {} if self.form is None else self.form.values
+        self.form: CanonicalForm | None = None
+        self._in_order = self._build(pairs, only_some=bool(only))
+        self._base: dict[Tensor, Tensor] = {} if self.form is None else self.form.values
         self.blocks = sorted(self._in_order, key=lambda b: b.dim % 2)  # complex numbers must begin at even places
         self._sizes = [b.dim for b in self.blocks]
         self.dim = sum(self._sizes)
@@ -125,23 +163,20 @@ class WeightSpace:
         self._last_used = [[p for p in b.parameters() if last[p] is b] for b in self.blocks]
         self._pair_blocks = [b for b in self._in_order if isinstance(b, PairBlock)]
         self.pairs: tuple[SymmetricPair, ...] = tuple(p for b in self._pair_blocks for p in b.stack.pairs)
-        self.certification = Certification([b.stack for b in self._pair_blocks])
+        self.evidence = Evidence(self, [b.stack for b in self._pair_blocks])
         self.gradients = Gradients(moving, (p for p in model.parameters() if p.requires_grad))
         self.copies: dict[Tensor, Tensor] = {}
         self._at: Tensor | None = None
-        self._unreached = set(self._parameters)
+        self._places: Places | None = None
         self.remarks: list[str] = []
 
-    def _build(
-        self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool
-    ) -> tuple[CanonicalForm | None, list[Block]]:
-        canonical = self.measure.form == "canonical"
-        form = canonical_form(self.model, classes=self.classes, pairs=pairs) if canonical else None
-        with pointing_to(self.model, {} if form is None else form.values):
-            division = divide(self.model, self.measure, pairs, self._parameters, form=form, only_some=only_some)
-            return form, build_blocks(self.measure, self._parameters, self.dtype, division)
-
-    # -- vectors -------------------------------------------------------------------------------------------------------
+    def _build(self, pairs: Sequence[SymmetricPair] | None, *, only_some: bool) -> list[Block]:
+        """Return the blocks at the base point, the model's own or its canonical form."""
+        if self.measure.form == "canonical":
+            self.form = canonical_form(self.model, classes=self.classes, pairs=pairs)
+        with pointing_to(self.model, {} if self.form is None else self.form.values):
+            division = divide(self.model, self.measure, pairs, self.parameters, form=self.form, only_some=only_some)
+            return build_blocks(self.measure, self.parameters, self.dtype, division)
 
     def empty(self) -> Tensor:
         """Return a vector with any content, (dim,)."""
@@ -154,10 +189,7 @@ class WeightSpace:
 
     @torch.no_grad()
     def random(self, generator: torch.Generator) -> Tensor:
-        """Draw a standard Gaussian horizontal vector, (dim,); equal at all representatives of an orbit.
-
-        The generator is one of the CPU, so that all devices draw alike.
-        """
+        """Draw a standard Gaussian horizontal vector, (dim,), equal on all devices and at all points of an orbit."""
         xi = self.empty()
         parts = dict(zip(self.blocks, xi.split(self._sizes), strict=True))
         for block in self._in_order:
@@ -179,70 +211,43 @@ class WeightSpace:
     @torch.no_grad()
     def direction(self, xi: Tensor) -> Direction:
         """Return the tangent vector with horizontal coordinates xi, (dim,), in terms of the parameters, on the CPU."""
-        out = {
-            p: torch.zeros(p.shape, dtype=at_least_float32(p.dtype), device=p.device) for p in self._parameters.values()
-        }
+        out = {p: torch.zeros_like(copy) for p, copy in self.copies.items()}
         for block, c in self.each(xi):
             block.vector_(out, c, at_model=True)
-        tensors = {name: out[p].cpu() for name, p in self._parameters.items()}
+        tensors = {name: out[p].cpu() for name, p in self.parameters.items()}
+        if self._places is None:  # finding pairs takes seconds, and there are many directions
+            pairs = find_symmetric_pairs(self.model, include_frozen=True)
+            self._places = Places(self.model, self.parameters, pairs)
         squares = self._places.squares(self.each(xi), self.world)
         return Direction(self.measure, tensors, self.norm(xi), squares, self.pairs, self.given, self.classes)
 
-    @functools.cached_property
-    def _places(self) -> Places:  # finding pairs takes seconds, and there are many directions
-        return Places(self.model, self._parameters)
-
-    # -- what the metric meets, and what gradients have reached --------------------------------------------------------
-
     def spectrum(self) -> tuple[float | None, int]:
         """Return σ_h, the smallest singular value of any pair (None without pairs), and how many are rounding."""
-        blocks = self._pair_blocks
-        values = [float(b.sigma[b.present].min()) for b in blocks if bool(b.present.any())]
-        return min(values, default=None), sum(int((~b.present).sum()) for b in blocks)
+        values = [float(b.sigma[b.present].min()) for b in self._pair_blocks if bool(b.present.any())]
+        absent = sum(self.world.gather([int((~b.present).sum()) for b in self._pair_blocks]))
+        return min(self.world.gather(values), default=None), absent
 
     @torch.no_grad()
     def num_exited_pairs(self, xi: Tensor) -> int:
         """Count the pairs whose exact geodesic along xi is shortened."""
-        return sum(b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock))
+        exited = [b.num_exited_pairs(c) for b, c in self.each(xi) if isinstance(b, PairBlock)]
+        return sum(self.world.gather(exited))
 
-    def residuals(self) -> dict[SymmetricPair, float]:
-        """Return what the gradient at the base point said of the symmetry of those pairs that it reached first."""
-        return {} if self.certification.last is None else dict(self.certification.last.residuals)
-
-    @property
-    def tolerance(self) -> float:
-        """Residuals up to this count as rounding."""
-        rough = self._above_base or torch.is_autocast_enabled(self.model_device.type)
-        return HALF_PRECISION / 3 if rough else 1e-4
-
-    def uncertified(self) -> set[str]:
-        """Name the pairs that had no gradient yet."""
-        return {p.name for p in self.certification.open}
-
-    def unreached(self) -> set[str]:
-        """Name the weights that had no gradient on any process yet."""
-        return set.intersection(*self.world.gather([self._unreached]))
-
-    def sizes(self) -> dict[str, int]:
-        """Return the number of entries of every weight that moves."""
-        return {name: p.numel() for name, p in self._parameters.items()}
-
-    # -- the model -----------------------------------------------------------------------------------------------------
+    def _copies(self) -> dict[Tensor, Tensor]:
+        """Copy the moving weights at the base point: entries that belong to no block keep these values."""
+        moving = self.parameters.values()
+        empty = {p: torch.empty(p.shape, dtype=at_least_float32(p.dtype), device=p.device) for p in moving}
+        return {p: copy.copy_(self._base.get(p, p.data)) for p, copy in empty.items()}
 
     @contextmanager
     def attached(self) -> Iterator[WeightSpace]:
         """Let the model's parameters point to copies that :meth:`move_to` writes; this is undone even after an error.
 
-        Half-precision weights point to float32 copies, and so do the others, except a frozen base that is larger than
-        the moving weights, see :func:`sharpness.perturb.pointing_to`.
-        Yields the space itself, with the model at the base point.
+        The copies are float32 at least, see :func:`sharpness.perturb.pointing_to`. Yields the space itself, with the
+        model at the base point.
         """
-        # Start from the base point: entries that belong to no block keep these values.
-        copies = {
-            p: self._base.get(p, p.data).to(at_least_float32(p.dtype), copy=True, memory_format=torch.contiguous_format)
-            for p in self._parameters.values()
-        }
-        with pointing_to(self.model, {**self._base, **copies}):
+        copies = self._copies()
+        with pointing_to(self._home, {**self._base, **copies}):
             self.copies = copies
             try:
                 self.move_to(None)
@@ -250,36 +255,31 @@ class WeightSpace:
             finally:
                 self.copies, self._at = {}, None
 
-    @own_precision
     @torch.no_grad()
     def move_to(self, xi: Tensor | None) -> None:
-        """Move the model, which must be attached, to the retraction of a tangent vector.
+        """Move the model, which must be attached, to the retraction of a tangent vector; None is the base point.
 
-        Parameters
-        ----------
-        xi : Tensor or None
-            (dim,), its coordinates, horizontal; they must not change before the gradient there is taken. None is the
-            base point.
+        Its coordinates, (dim,), horizontal, must not change before the gradient there is taken.
         """
         self._at = xi
         parts = [None] * len(self.blocks) if xi is None else xi.split(self._sizes)
-        for block, c in zip(self.blocks, parts, strict=True):
-            block.move_(self.copies, None if c is None else c.to(self.model_device))
+        with torch.autocast(self.model_device.type, enabled=False):
+            for block, c in zip(self.blocks, parts, strict=True):
+                block.move_(self.copies, None if c is None else c.to(self.model_device))
 
     def move_along_orbit(self, pair: SymmetricPair) -> None:
         """Move the model, which must be attached, by a random element of a pair's group, until :meth:`move_to`."""
-        apply_random_symmetry_(self.model, pairs=[pair])
+        apply_random_symmetry_(self._home, pairs=[pair])
 
-    def share(self, objective: Objective, batch: Any) -> list[tuple[float, Any]]:
-        """Return the pieces of a batch that this process passes through the model, with their weights: all of them."""
-        return objective.pieces(self.model, batch)
-
-    def together(self, value: float, wrong: int, counted: int) -> tuple[float, int, int]:
-        """Combine the results of all processes for their pieces: loss, number of errors, and number of labels."""
-        return value, wrong, counted
-
-    def _differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        return self.gradients.sum_over(losses)
+    def differentiate(self, losses: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Return the gradient of the sum of losses with respect to the parameters that get one."""
+        gradient = self.gradients.sum_over(losses)
+        if not gradient:
+            raise ValueError(
+                "the loss depends on none of the weights that are measured, which get no gradient; check only=, "
+                "requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
+            )
+        return gradient
 
     def gradient(self, losses: Tensor | Iterable[Tensor]) -> Tensor:
         """Differentiate a loss at the model's current weights.
@@ -299,26 +299,8 @@ class WeightSpace:
         ValueError
             The loss depends on none of the weights.
         """
-        found = self._differentiate([losses] if isinstance(losses, Tensor) else losses)
-        if not found:
-            raise ValueError(
-                "the loss depends on none of the weights that are measured, which get no gradient; check only=, "
-                "requires_grad, and what the model does with them (detach, no_grad, copies made earlier)"
-            )
-        if self._at is None:
-            self._certify(found)
-            sizes = {
-                name: torch.linalg.vector_norm(found[p], 1).to(self.dtype)
-                for name in self._unreached if (p := self._parameters[name]) in found and p.numel()
-            }  # fmt: skip
-            if sizes:
-                self._unreached -= set(itertools.compress(sizes, torch.stack([*sizes.values()]).tolist()))
-        return self.pull_back(found, self._at)
+        return self.pull_back(self.differentiate([losses] if isinstance(losses, Tensor) else losses), self._at)
 
-    def _certify(self, gradient: Mapping[Tensor, Tensor]) -> None:
-        self.certification.see(gradient, tolerance=self.tolerance)
-
-    @own_precision
     @torch.no_grad()
     def pull_back(self, gradient: dict[Tensor, Tensor], at: Tensor | None) -> Tensor:
         """Pull a gradient with respect to the parameters at R(at) back, block by block, to (dim,).
@@ -327,11 +309,12 @@ class WeightSpace:
         """
         out = self.empty()
         here = [None] * len(self.blocks) if at is None else at.split(self._sizes)
-        for block, part, c, last_used in zip(self.blocks, out.split(self._sizes), here, self._last_used, strict=True):
-            near = torch.empty_like(part, device=self.model_device) if self._offload else part
-            block.pull_back_(near, gradient, None if c is None else c.to(self.model_device))
-            if self._offload:
-                part.copy_(near)
-            for p in last_used:
-                gradient.pop(p, None)
+        with torch.autocast(self.model_device.type, enabled=False):
+            for block, part, c, last in zip(self.blocks, out.split(self._sizes), here, self._last_used, strict=True):
+                near = torch.empty_like(part, device=self.model_device) if self._offload else part
+                block.pull_back_(near, gradient, None if c is None else c.to(self.model_device))
+                if self._offload:
+                    part.copy_(near)
+                for p in last:
+                    gradient.pop(p, None)
         return out

@@ -91,7 +91,7 @@ def results(which, model, batches, group=None):
             "batches": [(b.value, b.history, b.base_error, b.worst_error) for b in worst.batches],
             "spectrum": (worst.min_singular_value, worst.num_null), "tensors": direction.tensors,
             "squares": direction.squares, "norm": direction.norm,
-            "gradient": sharpness.gradient_norm(model, batches, **options).gradient_norm,
+            "gradient": float(sharpness.gradient_norm(model, batches, **options)),
         }  # fmt: skip
     if which not in VARIED:
         return found
@@ -118,7 +118,7 @@ def residuals(model, batches, measure, group):
     ):
         for index, batch in each:
             BatchLoss(space, objective, batch, index)
-            found.update({pair.name: residual for pair, residual in space.residuals().items()})
+            found.update({pair.name: residual for pair, residual in space.evidence.residuals.items()})
     return found
 
 

@@ -138,7 +138,7 @@ def at_the_weights(device):
     found = sharpness.hessian(model, batches, num_matvecs=3)
     start = {k: v + 0.01 for k, v in model.state_dict().items()}
     return [
-        found.max_eigenvalue, found.trace, sharpness.gradient_norm(model, batches).gradient_norm,
+        float(found), found.trace, float(sharpness.gradient_norm(model, batches)),
         *baselines.norms(model).values(), baselines.distance(model, start), baselines.relative_flatness(model, moved),
         baselines.margin(model, moved), baselines.fisher_trace(model, moved),
         baselines.critical_sharpness(model, moved[0]),

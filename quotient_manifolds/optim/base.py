@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..linalg import at_least_float32
 from ..symmetries.certificate import Certification
 from ..symmetries.pairs import SymmetricPair, check_pairs, refused
 from ..symmetries.stacks import coverage, stacks
 from .metric import Metric, on_cpu, wide
-from .places import GONE, Places, alone, check_options, group_of, orientation, reasons
-from .stacked import Bucket, Step, all_finite, check_shape, explain, gradients_of, restored
+from .pairs import GONE, Bucket, Places, Step, alone, explain, gradients_of, group_of, orientation, reasons
 
 __all__ = ["QuotientOptimizer"]
 
@@ -58,15 +61,11 @@ class QuotientOptimizer(Optimizer):
     #: ``GradScaler`` then leaves unscaling and skipping to :meth:`step`.
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self, params: Any, pairs: Iterable[SymmetricPair], defaults: dict[str, Any], max_grad_norm: float | None
-    ) -> None:
+    def __init__(self, params: Any, pairs: Iterable[SymmetricPair], **defaults: Any) -> None:
         self._pairs, self._alone = list[SymmetricPair](), list[SymmetricPair]()
         self._buckets, self._places, self._warned = list[Bucket](), list[Places](), False
         self._skipped: Tensor | int = 0
         self._others = self._Others([torch.zeros(1)], lr=0.0)
-        defaults = {**defaults, "max_grad_norm": max_grad_norm}
-        check_options(defaults)
         super().__init__(params, defaults)
         self.add_pairs(pairs)
         if not self._pairs and not any(p.kind == "lora" for p in self._alone):
@@ -86,9 +85,7 @@ class QuotientOptimizer(Optimizer):
         if "params" not in group:
             raise ValueError(f"a parameter group needs the entry 'params', but has {', '.join(param_group) or 'none'}")
         pairs = group.pop("pairs", ())
-        if group.get("max_grad_norm", self.defaults["max_grad_norm"]) != self.defaults["max_grad_norm"]:
-            raise ValueError("max_grad_norm clips all groups together; pass it to the optimiser, not to a group")
-        check_options({**self.defaults, **group})
+        check_options({**self.defaults, **group}, self.defaults)
         super().add_param_group(group)
         try:
             self.add_pairs(pairs)
@@ -162,24 +159,17 @@ class QuotientOptimizer(Optimizer):
             with torch.autocast(next(iter(own)).device.type, enabled=False):
                 self._step(gradients)
         for places in () if gradients else self._places:
-            name = next((name for name, p in places.model.named_parameters() if p.grad is not None), None)
-            if name is not None:
-                warnings.warn(
-                    f"no parameter of this optimiser has a gradient, but {name!r}, which is none of them, has one: an "
-                    "adapter that is added later joins by add_param_group",
-                    stacklevel=3,
-                )
+            places.warn_of_strangers()
         return loss
 
     def _step(self, gradients: Gradients) -> None:
         """Update the parameters that have a gradient."""
-        steps = [
-            Step(bucket, active, gradients, self._metric)
-            for bucket in self._buckets
-            if any(active := bucket.active(gradients))
-        ]
-        outside = {p: g for p, g in gradients.items() if p not in self._covered or p in self._partly}
-        outside.update((p, g.masked_fill(self._partly[p], 0)) for p, g in outside.items() if p in self._partly)
+        steps = []
+        for bucket in self._buckets:
+            if any(active := bucket.active(gradients)):
+                steps.append(Step(bucket, active, gradients, self._metric))
+        outside = {p: g for p, g in gradients.items() if p not in self._covered}
+        outside.update((p, gradients[p].masked_fill(mask, 0)) for p, mask in self._partly.items() if p in gradients)
         if not (steps or outside) or not self._is_sound(steps, gradients, outside):
             return
         if self.certify and any(p.G[0].tensor in gradients for p in self._certification.open):
@@ -189,17 +179,17 @@ class QuotientOptimizer(Optimizer):
             skewed = s.straighten_()
             if not on_cpu(skewed):
                 self._skipped = self._skipped + skewed.any()
-                s.restrict(~skewed)
-            elif bool(skewed.any()):
-                if not self._warned:
-                    warnings.warn(
-                        f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
-                        "step until that changes; lower the learning rate, or make the factors smaller",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
+            elif not bool(skewed.any()):
+                continue
+            elif not self._warned:
                 self._warned = True
-                s.restrict(~skewed)
+                warnings.warn(
+                    f"pair {s.name(skewed)!r}: its product is too large for the dtype of its factors; it takes no "
+                    "step until that changes; lower the learning rate, or make the factors smaller",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            s.restrict(~skewed)
         bound = self.param_groups[0]["max_grad_norm"]  # that of a loaded state, too
         if bound is not None:
             squares = [s.squared_norm() for s in steps]
@@ -212,17 +202,24 @@ class QuotientOptimizer(Optimizer):
         if outside:
             self._step_others(outside)
         for s in steps:
+            before = {} if s.mask is None else {name: value.clone() for name, value in s.state.items()}
             self._step_pairs(self.param_groups[s.bucket.group], s)
+            if s.mask is not None:
+                s.state.update((name, s.only(value, before.get(name, 0))) for name, value in s.state.items())
 
     def _is_sound(self, steps: Sequence[Step], gradients: Gradients, outside: Gradients) -> bool:
-        """Tell whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
+        """Return whether to take the step; if not, raise or warn on the CPU, and let nothing change elsewhere."""
         found_inf = getattr(self, "found_inf", None)
-        finite = all_finite(steps, outside) if found_inf is None else (found_inf == 0).all()
+        # The sum of a gradient, in float32 at least, tells whether it is finite.
+        sums = [g.sum() for s in steps for g in s.g]
+        sums += [g.sum(dtype=at_least_float32(g.dtype)) for g in outside.values()]
+        finite = torch.stack([v.isfinite().to(sums[0].device) for v in sums]).all()
+        finite = finite if found_inf is None else (found_inf == 0).all()
         sound = torch.stack([finite, *[~s.unsound().any().to(finite.device) for s in steps]]).all()
         if not on_cpu(finite):
             self._skipped = self._skipped + ~(sound if found_inf is None else sound | ~finite)
             for s in steps:
-                s.restrict(sound.to(s.metric.sound.device))
+                s.restrict(sound.to(s.x[0].device))
             # AdamW cannot take a step of zero length, and undoing one needs copies of weights and state. So where
             # AdamW has parameters to update, the host waits for the device once. Pairs alone need no waiting.
             return not outside or bool(sound)
@@ -260,7 +257,7 @@ class QuotientOptimizer(Optimizer):
         return Metric(M, N, bucket.scale)
 
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        """Update the pairs of a bucket."""
+        """Update the pairs of a bucket, and their state."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -272,7 +269,13 @@ class QuotientOptimizer(Optimizer):
         It warns of steps off the CPU that changed nothing because gradients were not finite or an anchor lacked full
         rank.
         """
-        _warn_of_skipped(int(self._skipped))
+        if count := int(self._skipped):
+            warnings.warn(
+                f"{count} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked "
+                "full rank; check the loss, lower the learning rate, or train in bfloat16",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         names = ("members", "flipped", "group", "steps", "state")
         buckets = [{name: getattr(bucket, name) for name in names} for bucket in self._buckets]
         more = {"kind": type(self).__name__, "pairs": [p.name for p in self._pairs], "buckets": buckets}
@@ -282,42 +285,92 @@ class QuotientOptimizer(Optimizer):
         """Load a :meth:`state_dict` of the same class of optimiser for the same pairs, and continue exactly."""
         pairs = _pairs_of(state_dict, self._pairs, type(self).__name__, self.param_groups)
         saved = copy.deepcopy(state_dict)  # torch would keep its tensors, which the next step changes
-        buckets = [restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
+        buckets = [_restored(entry, pairs, self._state_names) for entry in saved["buckets"]]
         super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
         self._pairs, self._buckets = pairs, buckets
         self._cover()
 
 
-def _warn_of_skipped(count: int) -> None:
-    if count:
-        warnings.warn(
-            f"{count} steps were skipped: gradients were NaN or infinite, or the second factor of a pair lacked full "
-            "rank; check the loss, lower the learning rate, or train in bfloat16",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
 def _pairs_of(
     state: Mapping[str, Any], known: Iterable[SymmetricPair], own: str, groups: Sequence[Mapping[str, Any]]
 ) -> list[SymmetricPair]:
-    """Find an optimiser's pairs that a state has moments of; raise a ValueError if the state is of another kind."""
-    kind = state.get("kind", _UNKNOWN)
-    if kind != own:
+    """List an optimiser's pairs that a state has moments of; raise a ValueError if the state is of another kind."""
+    if (kind := state.get("kind", _UNKNOWN)) != own:
         raise ValueError(
             f"this state was saved by {kind}, not by {own}, and its moments mean something else; to switch, load the "
             "model's weights and start a new optimiser with a short warm-up of the rate"
         )
-    names = set(state["pairs"])
-    sizes = [[len(g["params"]) for g in some] for some in (state["param_groups"], groups)]
+    names, sizes = set(state["pairs"]), [[len(g["params"]) for g in some] for some in (state["param_groups"], groups)]
     # An adapter may have reached full rank since the saved optimiser was created.
     pairs = [p for p in known if p.name in names or sizes[0] != sizes[1]]
     if state["pairs"] != [p.name for p in pairs]:
         differing = sorted(names ^ {p.name for p in pairs})[:3]
         raise ValueError(f"the state belongs to other pairs: {', '.join(differing) or 'their order differs'}")
     keys = (key for g in state["param_groups"] for key in g["params"])
-    for key, p in zip(keys, (p for group in groups for p in group["params"]), strict=False):
+    for key, p in zip(keys, (p for g in groups for p in g["params"]), strict=False):
         for value in state["state"].get(key, {}).values():
             if isinstance(value, Tensor) and value.dim():
-                check_shape(value.shape, p.shape)
+                _check_shape(value.shape, p.shape)
     return pairs
+
+
+def _restored(entry: Mapping[str, Any], pairs: Sequence[SymmetricPair], names: AbstractSet[str]) -> Bucket:
+    """Restore a bucket from its entry in a ``state_dict``, in which its state must have certain names."""
+    members, state = entry["members"], entry["state"]
+    if state and state.keys() != names:
+        raise ValueError(
+            f"the state of pairs has {', '.join(sorted(state))} where this optimiser has "
+            f"{', '.join(sorted(names))}: it is of another version; load the model's weights and start "
+            "with a new optimiser"
+        )
+    if len({abs(pairs[i].scale) for i in members}) > 1:
+        raise ValueError(
+            "pairs that had one scale have several now; set lora_alpha, ranks and rslora as they were, or make a "
+            "new optimizer"
+        )
+    bucket = Bucket([pairs[i] for i in members], members, entry["flipped"], entry["group"])
+    for name, rows in (("moment G", bucket.stack.n), ("moment H", bucket.stack.m)) if state else ():
+        _check_shape(state[name].shape, (len(members) * bucket.points, rows, bucket.stack.group.h // bucket.points))
+    bucket.steps = entry["steps"]
+    bucket.state = {name: value.to(pairs[members[0]].G[0].tensor.device) for name, value in state.items()}
+    return bucket
+
+
+def _check_shape(given: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise if the state of a weight is for one of another shape."""
+    if tuple(given) != tuple(wanted):
+        raise ValueError(
+            f"the state is for weights of shape {tuple(given)}, but the weights now have shape {tuple(wanted)}: "
+            "another rank, or another model"
+        )
+
+
+#: The least positive number.
+_TINY = 5e-324
+
+
+def is_number(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
+    """Return whether a value is a number in [least, below), or a tensor with one such number."""
+    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    return number and not isinstance(value, bool) and least <= float(value) < below
+
+
+def check_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise for an option of a parameter group that is out of range."""
+    betas, bound, common = group.get("betas", (0, 0)), group["max_grad_norm"], defaults["max_grad_norm"]
+    two = isinstance(betas, tuple | list) and len(betas) == 2
+    conditions = {
+        "lr must be a number of at least 0": is_number(group["lr"], 0, 1e30),
+        "weight_decay must be a number of at least 0": is_number(group["weight_decay"], 0, 1e30),
+        "betas must be two numbers in [0, 1)": two and all(is_number(b, 0, 1) for b in betas),
+        "eps must be positive (a factor without a gradient is divided by it)": is_number(group.get("eps", 1), _TINY),
+        "momentum must be a number in [0, 1)": is_number(group.get("momentum", 0), 0, 1),
+        "nesterov must be True or False": isinstance(group.get("nesterov", False), bool),
+        "maximize must be True or False": isinstance(group["maximize"], bool),
+        "max_grad_norm must be positive (None turns clipping off)": bound is None or is_number(bound, _TINY),
+        "max_grad_norm clips all groups together; pass it to the optimiser, not to a group": bound == common,
+        "nesterov needs a momentum above 0": not group.get("nesterov") or bool(group["momentum"]),
+    }
+    for words, holds in conditions.items():
+        if not holds:
+            raise ValueError(f"{words}, got {group.get(words.split()[0])!r}")

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ..gauge import canonical_gauge
-from ..symmetries import SymmetricPair, adapter_pairs, find_symmetric_pairs
-from ..symmetries.lora import adapter_tensors, is_lora
-from ..symmetries.registry import candidates
+from ..symmetries.lora import adapter_pairs, adapter_tensors, is_lora
+from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
 from .metric import wide
 from .optimizers import QuotientAdam, QuotientMuon
@@ -133,6 +132,9 @@ def create_quotient_optimizer(
     ['self_attn qk head 0', 'self_attn vo head 0', 'self_attn qk head 1', 'self_attn vo head 1']
     """
     if pairs is None:
+        from ..symmetries.discovery import find_symmetric_pairs  # classes of attention, which adapters do not need
+        from ..symmetries.registry import candidates
+
         pairs = find_symmetric_pairs(model, key_bias="drop")
         unknown = candidates(model).values()
         names = {type(m).__name__ for m in unknown if any(p.requires_grad for p in m.parameters())}

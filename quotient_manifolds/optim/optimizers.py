@@ -11,7 +11,7 @@ from torch import Tensor
 from ..symmetries.pairs import SymmetricPair
 from .base import QuotientOptimizer
 from .metric import Metric, RidgeMetric, eye_like, inverse_root, trace
-from .stacked import Bucket, Part, Step
+from .pairs import Bucket, Step
 
 __all__ = ["QuotientAdam", "QuotientMuon", "QuotientSGD"]
 
@@ -109,35 +109,33 @@ class QuotientAdam(QuotientOptimizer):
         max_grad_norm: float | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, pairs, defaults, max_grad_norm)
+        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "maximize": maximize}
+        super().__init__(params, pairs, lr=lr, betas=betas, eps=eps, **more)
 
     _state_names = frozenset({"moment G", "moment H", "rows G", "rows H", "step", "matrix"})
 
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
         (beta1, beta2), lr, K_inv = group["betas"], float(group["lr"]), s.metric.inverse_roots
-        C = s.state.setdefault("matrix", torch.zeros_like(K_inv))
-        step = s.state.setdefault("step", K_inv.real.new_zeros(len(K_inv)))
-        first, second = (1 - beta1 ** (step + 1))[:, None, None, None], (1 - beta2 ** (step + 1))[:, None, None, None]
+        step = s.state.setdefault("step", K_inv.real.new_zeros(len(K_inv))).add_(1)
+        first, second = (1 - beta1**step)[:, None, None, None], (1 - beta2**step)[:, None, None, None]
         # C is a sum of ∇ᴴ∇; multiplied by K⁻¹ and K⁻ᴴ it is that of the gradients' coordinates.
+        C = s.state.setdefault("matrix", torch.zeros_like(K_inv))
         G, H = s.gradient_grams.unbind(-3)
-        means = torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3)
-        C.lerp_(s.only(means, C), 1 - beta2)
+        C.lerp_(torch.stack([G / s.bucket.stack.n, H / s.bucket.stack.m], dim=-3), 1 - beta2)
         V = K_inv @ (C / second) @ K_inv.mH
         root = inverse_root(V + _LEAST * torch.linalg.matrix_norm(V, keepdim=True) * eye_like(V))
-        coordinates, basis = K_inv.mH @ root, K_inv * (-lr * (_RANK / K_inv.shape[-1]) ** 0.5) / first
+        coordinates, basis = (K_inv.mH @ root).to(s.dtype), K_inv * (-lr * (_RANK / K_inv.shape[-1]) ** 0.5) / first
+        moments, squares = s.rows("moment", s.x), s.rows("rows", [x.real[..., :1] for x in s.x])
 
         def directions() -> Iterator[Tensor]:
-            for part in s.parts:
-                g, m, r = part.g, s.rows("moment", part), s.rows("rows", part, 1)
-                R = part.of(coordinates).to(g.dtype)
+            for g, m, r, (side, points, _) in zip(s.g, moments, squares, s.bucket.parts, strict=True):
+                R = coordinates[points, side]
                 size = torch.linalg.vector_norm(g @ R, dim=-1, keepdim=True).square() / g.shape[-1]
-                m.lerp_(s.only(g, m, part), 1 - beta1)
-                r.lerp_(s.only(size, r, part), 1 - beta2)
-                yield (m @ R).div_((r / second[part.points, 0].to(r.dtype)).sqrt_().add_(group["eps"]))
+                m.lerp_(g, 1 - beta1)
+                r.lerp_(size, 1 - beta2)
+                yield (m @ R).div_((r / second[points, 0].to(r.dtype)).sqrt_().add_(group["eps"]))
 
         s.advance_(directions(), basis, lr * group["weight_decay"])
-        step.add_(s.only(torch.ones_like(step), 0))
 
 
 class QuotientMuon(QuotientOptimizer):
@@ -222,8 +220,8 @@ class QuotientMuon(QuotientOptimizer):
         max_grad_norm: float | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-        super().__init__(params, pairs, {**defaults, "betas": betas, "eps": eps, "maximize": maximize}, max_grad_norm)
+        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "maximize": maximize}
+        super().__init__(params, pairs, lr=lr, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps, **more)
 
     rest = 1 / 20  # .001 instead of .02
 
@@ -237,19 +235,14 @@ class QuotientMuon(QuotientOptimizer):
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
         momentum, lr, F = group["momentum"], float(group["lr"]), s.metric.inverse_roots
         # Up to a factor, which cancels, u is ∇ + μ²/(1 + μ) m with the old m.
+        m = s.rows("moment", s.x)
         past = momentum**2 / (1 + momentum) if group["nesterov"] else momentum
-
-        def direction(part: Part) -> Tensor:
-            return torch.add(part.g, s.rows("moment", part), alpha=past)
-
-        first = F.mH @ inverse_root(F @ s.grams(map(direction, s.parts)) @ F.mH)
+        u = [torch.add(g, v, alpha=past) for g, v in zip(s.g, m, strict=True)]
+        torch._foreach_mul_(m, momentum)
+        torch._foreach_add_(m, s.g)
         # The product of both factors, rounded, would mix the large columns of H's direction into the small ones.
-        second = -lr / 2 * torch.stack([(first @ F)[:, 0], F[:, 1]], dim=1)
-        for part in s.parts:
-            g, m, u = part.g, s.rows("moment", part), direction(part)
-            d = u @ part.of(first).to(u.dtype) if part.side else u
-            s.write_(part, s.moved(part, d, second, lr * group["weight_decay"]))
-            m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))
+        d = s.times(u, (F.mH @ inverse_root(F @ s.grams(u) @ F.mH)).to(s.dtype))
+        s.advance_(d, -lr / 2 * F, lr * group["weight_decay"], transport=False)
 
 
 class QuotientSGD(QuotientOptimizer):
@@ -312,21 +305,16 @@ class QuotientSGD(QuotientOptimizer):
         max_grad_norm: float | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-        super().__init__(params, pairs, {**defaults, "maximize": maximize}, max_grad_norm)
+        more = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "maximize": maximize}
+        super().__init__(params, pairs, lr=lr, momentum=momentum, nesterov=nesterov, **more)
 
     _Others = torch.optim.SGD
 
     def _step_pairs(self, group: Mapping[str, Any], s: Step) -> None:
-        lr, momentum, K_inv = float(group["lr"]), group["momentum"], s.metric.inverse_roots
-
-        def directions() -> Iterator[Tensor]:
-            for part in s.parts:
-                u = g = part.g
-                if momentum:
-                    m = s.rows("moment", part)
-                    m.copy_(s.only(torch.add(g, m, alpha=momentum), m, part))
-                    u = torch.add(g, m, alpha=momentum) if group["nesterov"] else m
-                yield u @ part.of(K_inv).mH.to(u.dtype)
-
-        s.advance_(directions(), -lr * K_inv, lr * group["weight_decay"])
+        u, lr, momentum, K_inv = s.g, float(group["lr"]), group["momentum"], s.metric.inverse_roots
+        if momentum:
+            m = s.rows("moment", s.x)
+            torch._foreach_mul_(m, momentum)
+            torch._foreach_add_(m, s.g)
+            u = [torch.add(g, v, alpha=momentum) for g, v in zip(s.g, m, strict=True)] if group["nesterov"] else m
+        s.advance_(s.times(u, K_inv.mH.to(s.dtype)), -lr * K_inv, lr * group["weight_decay"])

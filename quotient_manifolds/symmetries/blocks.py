@@ -291,6 +291,18 @@ class BlockStack:
         return torch.cat(list(map(torch.cat, columns.values())), dim=1)
 
     @torch.no_grad()
+    def read(self, tensors: Mapping[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the rows, and those of ``tensors``, in the order of memory, and without a copy where one view does."""
+        weights, others = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        for run in self.runs:
+            p = run.first.tensor
+            for columns, t in ((weights, p), (others, tensors[p] if p in tensors else torch.zeros_like(p))):
+                whole = t.contiguous()
+                view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
+                columns.setdefault(run.rows.start, []).append(view)
+        return _joined(list(weights.values())), _joined(list(others.values()))
+
+    @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
         """Write rows into the parameters, or into their replacements in ``tensors``."""
         if tuple(rows.shape) != self.shape:
@@ -298,6 +310,17 @@ class BlockStack:
         for run in self.runs:
             target = run.first.tensor if tensors is None else tensors[run.first.tensor]
             whole = target.contiguous()
-            run.view(whole).copy_(rows[run.points, run.rows])
+            view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
+            view.copy_(rows[run.points, run.rows])
             if whole is not target:
                 target.copy_(whole)
+
+
+def _joined(columns: list[list[Tensor]]) -> Tensor:
+    """Join views (points, rows, h[, 2]), column by column of blocks, in the order in which they lie in memory."""
+    transposed = columns[0][0].stride(1) < columns[0][0].stride(2)
+    if transposed:
+        columns = [[view.transpose(1, 2) for view in views] for views in columns]
+    joined = [views[0] if len(views) == 1 else torch.cat(views) for views in columns]
+    rows = joined[0] if len(joined) == 1 else torch.cat(joined, dim=1 + transposed)
+    return rows.transpose(1, 2) if transposed else rows

@@ -11,10 +11,11 @@ quantities that gradient flow conserves are the ones that certify a symmetry at 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ HALF_PRECISION = 0.1
 #: Relative residuals and changes of outputs up to this are rounding of float64: symmetries show at most 1e-10, others
 #: at least 1e-4.
 ROUNDING = 1e-7
+#: Relative changes of outputs up to this are rounding where a pair moves from its balanced representative.
+_OF_OUTPUTS = 1e-9
 #: Condition number of the group elements that confirm a symmetry: so far along an orbit, clipped values are clipped.
 CONDITION = 100.0
 
@@ -84,7 +87,7 @@ class NotASymmetryError(ValueError):
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""What a gradient says about pairs.
+    r"""What a gradient, and finite moves, say about pairs.
 
     Attributes
     ----------
@@ -95,6 +98,9 @@ class Certificate:
         The pairs whose gradient is exactly zero (frozen, zero, or not reached by the batch); they are not certified.
     tolerance : float
         Residuals up to this count as rounding.
+    changes : dict of SymmetricPair to float
+        The largest change of an output when a pair moves, relative to the largest output; up to 1e-9 it counts as
+        rounding. Empty if nothing was moved.
 
     Examples
     --------
@@ -109,24 +115,41 @@ class Certificate:
     residuals: dict[SymmetricPair, float]
     unreached: tuple[SymmetricPair, ...]
     tolerance: float
+    changes: dict[SymmetricPair, float] = field(default_factory=dict)
+
+    def _beyond_rounding(self) -> tuple[list[SymmetricPair], list[SymmetricPair]]:
+        """List the pairs that their residuals refuse, and those that their moves do."""
+        parts = ((self.residuals, self.tolerance), (self.changes, _OF_OUTPUTS))
+        by_gradient, by_moves = ([p for p, v in values.items() if not v <= bound] for values, bound in parts)
+        return by_gradient, by_moves
 
     @property
     def failures(self) -> tuple[SymmetricPair, ...]:
         """The pairs that are not symmetries."""
-        return tuple(p for p, r in self.residuals.items() if not r <= self.tolerance)
+        return tuple(dict.fromkeys(itertools.chain(*self._beyond_rounding())))
+
+    @property
+    def ok(self) -> bool:
+        """Whether every pair is a symmetry."""
+        return not self.failures
 
     def check(self) -> None:
-        """Raise a NotASymmetryError that names the worst of the failures."""
-        if self.failures:
-            worst = max(self.failures, key=lambda p: self.residuals[p])
+        """Raise a NotASymmetryError that names the worst pair by its gradient."""
+        by_gradient, _ = self._beyond_rounding()
+        if by_gradient:
+            worst = max(by_gradient, key=lambda p: self.residuals[p])
             raise NotASymmetryError(worst, self.residuals[worst], self.tolerance)
 
     def __str__(self) -> str:
-        worst = max(self.residuals.values(), default=0.0)
-        sound = len(self.residuals) - len(self.failures)
+        by_gradient, by_moves = self._beyond_rounding()
+        worst, sound = max(self.residuals.values(), default=0.0), len(self.residuals) - len(by_gradient)
         lines = [f"{sound} pairs certified, largest residual {worst:.1e} (rounding is up to {self.tolerance:.0e})"]
-        lines += [f"NOT A SYMMETRY: {p.name}: residual {self.residuals[p]:.1e}" for p in self.failures]
+        lines += [f"NOT A SYMMETRY: {p.name}: residual {self.residuals[p]:.1e}" for p in by_gradient]
         lines += [f"{UNCERTIFIED}: {p.name}" for p in self.unreached]
+        if self.changes:
+            what = f"{len(self.changes)} pairs moved, largest relative change of an output"
+            lines.append(f"{what} {max(self.changes.values()):.1e} (rounding is up to {_OF_OUTPUTS:.0e})")
+        lines += [f"NOT A SYMMETRY: {p.name}: moves change the outputs by {self.changes[p]:.1e}" for p in by_moves]
         return "\n".join(lines)
 
 

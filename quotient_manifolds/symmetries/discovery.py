@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .pairs import CHANGES, FAILED, UNNAMED, SymmetricPair, check_pairs, in_copy
 from .registry import handler_of
 from .stacks import PairList, stacks, without_sharing
 
-__all__ = ["Verification", "apply_random_symmetry_", "find_symmetric_pairs", "verify"]
+__all__ = ["apply_random_symmetry_", "find_symmetric_pairs", "verify"]
 
 _PREFIXED = "prefix tuning adds keys and values to those of the layer"
 
@@ -227,44 +227,6 @@ def apply_random_symmetry_(
     return sum(map(len, found))
 
 
-@dataclass(frozen=True)
-class Verification:
-    """What the outputs' gradient says about each pair, and how moving it changed the outputs.
-
-    ``changes`` holds, by the pair's name, the largest change of an output relative to the largest output; up to
-    ``tolerance`` it counts as rounding.
-    """
-
-    certificate: Certificate
-    changes: dict[str, float]
-    tolerance: float = 1e-9
-
-    @property
-    def moving(self) -> list[str]:
-        """Names of the pairs of which moves change the outputs."""
-        return [name for name, change in self.changes.items() if not change <= self.tolerance]
-
-    @property
-    def failures(self) -> list[str]:
-        """Names of the pairs that are not symmetries."""
-        return list(dict.fromkeys([*self.moving, *(p.name for p in self.certificate.failures)]))
-
-    @property
-    def ok(self) -> bool:
-        """Every pair is a symmetry."""
-        return not self.failures
-
-    def __str__(self) -> str:
-        lines = [str(self.certificate)]
-        if self.changes:
-            lines.append(
-                f"{len(self.changes)} pairs moved, largest relative change of an output "
-                f"{max(self.changes.values()):.1e} (rounding is up to {self.tolerance:.0e})"
-            )
-        lines += [f"NOT A SYMMETRY: {n}: moves change the outputs by {self.changes[n]:.1e}" for n in self.moving]
-        return "\n".join(lines)
-
-
 @torch.inference_mode(False)  # else there is no gradient, which certifies
 @torch.no_grad()
 def verify(
@@ -276,7 +238,7 @@ def verify(
     condition: float = 10.0,
     forward: Callable[[nn.Module, Any], Any] = default_forward,
     extra: Sequence[SymmetricPair] = (),
-) -> Verification:
+) -> Certificate:
     """Certify every pair by one backward pass, then act on it with a random group element and compare the outputs.
 
     It is done on a float64 copy of the model in evaluation mode, which casts nothing to single precision, and starts at
@@ -301,7 +263,7 @@ def verify(
 
     Returns
     -------
-    Verification
+    Certificate
         ``print`` shows it; ``ok`` and ``failures`` say what is wrong.
 
     Raises
@@ -324,7 +286,7 @@ def verify(
     >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
     >>> G = [block(model[0], "weight", transpose=True), block(model[0], "bias")]
     >>> wrong = pair(G, [block(model[2], "weight")], GL(3), name="layers")
-    >>> verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong]).failures
+    >>> [p.name for p in verify(model, torch.linspace(-1, 1, 40).reshape(8, 5), extra=[wrong]).failures]
     ['layers']
     """
     check_model(model)
@@ -345,5 +307,5 @@ def verify(
         changes = {}
         for p in pairs if moves else ():
             with moved([p], condition, seed):
-                changes[p.name] = change(before, run())
-    return Verification(certificate, changes)
+                changes[p] = change(before, run())
+    return replace(certificate, changes=changes)

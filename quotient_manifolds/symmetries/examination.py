@@ -30,7 +30,7 @@ from .certificate import ROUNDING, broken, orbit_residuals, output_gradients
 from .modules import Call, Watch, Wide, preserve_model_state, record, running_copy
 from .pairs import ENCLOSING, FAILED, UNCERTIFIED, UNNAMED, UNREACHED, SymmetricPair, in_copy, merged, no_pair, refused
 from .registry import candidates, handler_of
-from .roles import Roles, holds_keys, places, proposals, roles_of
+from .roles import Roles, holds_keys, possible_heads, proposals, roles_of
 from .stacks import stacks
 
 __all__ = ["Examination", "examine_model"]
@@ -190,7 +190,7 @@ class Examination:
         """Find where heads lie and what acts on them: the largest group; of equal ones, that with a known head size."""
         none = Heads(1, 1, min(map(roles.width, "qkvo")), reason=_NONE)
         options = []
-        for heads in places(roles, kind):
+        for heads in possible_heads(roles, kind):
             pairs = merged(roles.of_kind(kind, heads))
             reason = next((p.reason for p in pairs if p.group is None), "")
             if reason:

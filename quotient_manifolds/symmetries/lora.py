@@ -17,8 +17,8 @@ __all__ = ["adapter_pairs"]
 
 #: Variants that use the factors only through their product. DoRA divides by the norm of W + BA, aLoRA masks tokens.
 _PRODUCT_VARIANTS = ("Dora", "ALora")
-#: (owner, attribute) of a parameter
-Place = tuple[nn.Module, str]
+#: A parameter, by its owner and its name there.
+Attribute = tuple[nn.Module, str]
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -26,7 +26,7 @@ def is_lora(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "lora_A")
 
 
-def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Place, Place]]:
+def _factors(module: Any, names: Collection[str]) -> Iterator[tuple[str, Attribute, Attribute]]:
     """Return name, place of A (r, in) and place of B (out, r) for every adapter with one of these names."""
     for name in names:
         if name in module.lora_A:
@@ -46,7 +46,7 @@ def prefix_tuned(model: nn.Module) -> bool:
     return any(type(m).__name__ == "PrefixEncoder" and type(m).__module__.startswith("peft.") for m in model.modules())
 
 
-def lora_factors(module: nn.Module) -> list[tuple[Place, Place]]:
+def lora_factors(module: nn.Module) -> list[tuple[Attribute, Attribute]]:
     """List the places of A and B whose product adds to the weight of a module; empty without active LoRA."""
     return [(A, B) for _, A, B in _factors(module, _active(module))]
 
@@ -107,18 +107,14 @@ def lora_pairs(module: Any, name: str, adapters: Collection[str] | None = None) 
             )
         G, H = block(*B), block(*A, transpose=True)
         variant = _variant(module, adapter)
-        if module.merged and adapters is None:
-            reason = "merged into the base weight; unmerge it"
-        elif module.disable_adapters and adapters is None:
-            reason = "the adapter is disabled"
-        elif variant and not variant.startswith(_PRODUCT_VARIANTS):
-            reason = f"no known symmetry of {variant}"
-        elif getattr(module, "num_experts", 1) > 1:
-            reason = "the factors of its experts are stacked in two matrices"
-        elif G.size[1] != H.size[1]:
-            reason = "a grouped convolution"
-        else:
-            reason = ""
+        reasons = {
+            "merged into the base weight; unmerge it": module.merged and adapters is None,
+            "the adapter is disabled": module.disable_adapters and adapters is None,
+            f"no known symmetry of {variant}": variant and not variant.startswith(_PRODUCT_VARIANTS),
+            "the factors of its experts are stacked in two matrices": getattr(module, "num_experts", 1) > 1,
+            "a grouped convolution": G.size[1] != H.size[1],
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
         group, scale = None if reason else GL(G.size[1]), float(module.scaling[adapter])
         yield SymmetricPair(name, "lora", group, (G,), (H,), part=adapter, reason=reason, scale=scale)
 

@@ -129,21 +129,23 @@ class preserve_model_state:
 
     def __init__(self, model: nn.Module, off: Mapping[str, tuple[type, ...]] = MappingProxyType({})) -> None:
         modules = list(model.modules())
-        self.attributes = [
+        self.attributes: list[tuple[Any, str, Any]] = [
             (m, name, getattr(m, name))
             for name, classes in {"training": (nn.Module,), **off}.items()  # not model.eval(): some merge weights then
             for m in modules
             if isinstance(m, classes) and hasattr(m, name)
         ]
+        self.attributes.append((parametrize, "_cache_enabled", parametrize._cache_enabled))
         self.data = [(p, p.data, p.grad) for p in model.parameters()]
         self.buffers = [(m, dict(m._buffers)) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self.contents = [(b, b.detach().clone()) for b in model.buffers()]
-        self.random = torch.get_rng_state()
         devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-        self.random_of_gpus = [(i, torch.cuda.get_rng_state(i)) for i in devices]
-        self.gradients = torch.is_grad_enabled()
-        self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.cached_parametrizations = parametrize._cache_enabled
+        self.settings: list[tuple[Callable[..., Any], Any]] = [
+            (torch.set_grad_enabled, torch.is_grad_enabled()),
+            (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+            (torch.set_rng_state, torch.get_rng_state()),
+            *((partial(torch.cuda.set_rng_state, device=i), torch.cuda.get_rng_state(i)) for i in devices),
+        ]
         self.caching = caching(model)
         self.hooks: list[RemovableHandle] = []
 
@@ -151,7 +153,6 @@ class preserve_model_state:
         try:
             _fast_path.switch(id(self), off=True)  # it reads weights without autograd, or without adapters
             torch.set_autocast_cache_enabled(False)  # it would cache casts of the weights while they move
-            parametrize._cache_enabled = 0
             for module, name, _ in self.attributes:
                 setattr(module, name, False)
             if not self.hooks:
@@ -180,12 +181,8 @@ class preserve_model_state:
         for buffer, value in self.contents:
             if not torch.equal(buffer, value):
                 buffer.detach().copy_(value)  # not under no_grad(), which an interrupt might leave switched on
-        torch.set_grad_enabled(self.gradients)
-        torch.set_rng_state(self.random)
-        for i, state in self.random_of_gpus:
-            torch.cuda.set_rng_state(state, i)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        parametrize._cache_enabled = self.cached_parametrizations
+        for setter, before in self.settings:
+            setter(before)
         _fast_path.switch(id(self), off=False)
 
 
@@ -338,8 +335,9 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return args[0].double()
-        args = tuple(_wide(a) for a in args)
-        return func(*args, **{k: _wide(a) for k, a in (kwargs or {}).items()})
+        if len(args) > 1 or kwargs:  # attributes of tensors, which are read all the time, have one argument
+            args, kwargs = tuple(_wide(a) for a in args), {k: _wide(a) for k, a in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
 
 
 def _wide(argument: Any) -> Any:

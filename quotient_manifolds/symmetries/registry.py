@@ -17,7 +17,7 @@ from .attention import PLANES, Heads
 from .lora import is_lora
 from .modules import ByClass, Watch, plain_names
 from .pairs import UNEXAMINED, UNREACHED, SymmetricPair, check_pairs, no_pair
-from .roles import places, proposals, roles_of
+from .roles import possible_heads, proposals, roles_of
 
 __all__ = ["UnknownAttentionError", "check_coverage", "register_attention", "skip"]
 
@@ -253,7 +253,7 @@ def _of_known_class(row: dict[str, str], module: nn.Module, path: str) -> list[S
     heads = next(n for o in owners for n in (getattr(o, name, None) for name in _HEADS) if isinstance(n, int))
     fits: list[Heads] = []
     for kind in ("qk", "vo"):
-        found = [p for p in places(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]
+        found = [p for p in possible_heads(roles, kind, heads) if p.blocks == (p.kv_number if by_head else 1)]
         if not found:
             return no_pair(path, f"the projections of {kind} do not divide into {heads} heads")
         fits.append(found[0])

@@ -16,7 +16,7 @@ from .attention import PLANES, Heads, Projection, Rows, attention_pairs, head_pa
 from .blocks import block
 from .pairs import SymmetricPair, merged
 
-__all__ = ["Roles", "holds_keys", "places", "proposals", "roles_of"]
+__all__ = ["Roles", "holds_keys", "possible_heads", "proposals", "roles_of"]
 
 #: Words of a name that leave the role open, and the role that each other word stands for. A name that consists of the
 #: first kind alone ("proj") means the output.
@@ -177,7 +177,7 @@ def _beside(module: nn.Module, main: Mapping[str, Projection], letter: str) -> d
     return found
 
 
-def places(roles: Roles, kind: str, number: int | None = None) -> Iterator[Heads]:
+def possible_heads(roles: Roles, kind: str, number: int | None = None) -> Iterator[Heads]:
     """List where the heads may lie: so many, where their number is known."""
     apart = kind == "qk" and roles.homes["q"] != "qkv"  # in one matrix with the values, all heads have the same size
     queries = roles.width("q") // len(roles.homes["q"]) if apart else roles.width("o")

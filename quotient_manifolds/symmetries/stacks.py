@@ -153,40 +153,27 @@ def without_sharing(pairs: Sequence[SymmetricPair]) -> list[SymmetricPair]:
 
 def sharing(pairs: Sequence[SymmetricPair]) -> set[int]:
     """Find the pairs of which a weight is also used elsewhere, whichever parameter it belongs to."""
-    places: dict[int, list[tuple[int, Block, Tensor]]] = {}
+    homes: dict[object, list[tuple[int, Block, Tensor]]] = {}
     for i, p in enumerate(pairs):
         for b in p.G + p.H if p.group is not None else ():
             t = b.tensor
             # Expanded numbers stand in for weights elsewhere (the twin of a sharded model) and share their memory.
             if t.device.type != "meta" and not is_sharded(t) and 0 not in t.stride():
-                places.setdefault(t.untyped_storage().data_ptr(), []).append((i, b, t))
-    found: set[int] = set()
-    for blocks in places.values():
-        starts, ends = zip(*(_intervals(b, t) for _, b, t in blocks), strict=True)
-        owner = torch.cat([torch.full_like(s, i) for (i, *_), s in zip(blocks, starts, strict=True)])
-        start, order = torch.cat(starts).sort()
-        end, owner = torch.cat(ends)[order], owner[order]
-        # In the order of the starts: runs that begin before another has ended, and runs that the next one overlaps.
-        met = [owner[1:][start[1:] < end.cummax(0).values[:-1]], owner[:-1][start[1:] < end[:-1]]]
-        found |= set(torch.cat(met).tolist())
-    return found
+                homes.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append((i, b, t))
+    return {i for blocks in homes.values() for i in _sharing_memory(blocks)}
 
 
-def _intervals(b: Block, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the contiguous runs of a block begin and end in its storage, in bytes."""
-    if not t.is_contiguous():  # such as the transpose of another parameter: every number by itself
-        flat = torch.arange(t.numel()).as_strided(b.size, b.stride, b.offset).flatten()
-        starts = torch.full_like(flat, int(t.storage_offset()))
-        for index, stride in zip(torch.unravel_index(flat, t.shape), t.stride(), strict=True):
-            starts += stride * index
-        return t.element_size() * starts, t.element_size() * (starts + 1)
-    starts, length = torch.tensor([t.storage_offset() + b.offset]), 1
-    for stride, size in sorted(zip(b.stride, b.size, strict=True)):
-        if stride == length and len(starts) == 1:
-            length *= size
-        else:
-            starts = (starts + stride * torch.arange(size)[:, None]).flatten()
-    return t.element_size() * starts, t.element_size() * (starts + length)
+def _sharing_memory(blocks: Sequence[tuple[int, Block, Tensor]]) -> Iterator[int]:
+    """Count how many blocks each number of one memory belongs to, and yield the pairs of those with more than one."""
+    tensors, t = {t: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for *_, t in blocks}, blocks[0][2]
+    for _, b, t in blocks:
+        b.of(tensors[t]).add_(1)
+    memory = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.uint8, device=t.device)
+    for t, count in tensors.items():
+        memory.as_strided(t.shape, t.stride(), t.storage_offset()).add_(count)
+    for i, b, t in blocks:
+        if bool((b.of(memory.as_strided(t.shape, t.stride(), t.storage_offset()).contiguous()) != 1).any()):
+            yield i
 
 
 class PairList(list[SymmetricPair]):

@@ -16,13 +16,12 @@ from quotient_manifolds.symmetries import check_coverage, default_forward, find_
 from quotient_manifolds.symmetries import verify as verify_pairs
 from quotient_manifolds.symmetries.whole import canonical_form, canonicalize_, verify_whole
 
-from .. import huggingface, models, plots
+from .. import models, plots
 from ..ascent import Search
 from ..distributed import World, torchrun
 from ..errors import naming, require_extra
-from ..evaluation import checked_radii
 from ..files import check_apart, check_file, check_folder, write_json
-from ..hessian import LOCAL, measure_of
+from ..measures import LOCAL, checked_radii, measure_of
 from ..study.plan import as_data, of_model, places, read_choice
 from ..study.run import measured, versions
 from . import as_json, checked_device
@@ -145,9 +144,9 @@ def canonicalize(model: str, *, out: Path) -> int:
     if not largest <= min(0.1, 1e4 * max(torch.finfo(p.dtype).eps for p in network.parameters())):
         raise ValueError(f"the canonical form of {model} changes the outputs by {largest:.1e}; it is not saved")
     print(f"{form}\nlargest relative change of an output {largest:.0e}")
-    with huggingface.quiet():
+    with models.quiet():
         network.save_pretrained(out)
-    for path in huggingface.files_of(loaded.folder, (*huggingface.INPUTS, "*.jinja")):
+    for path in models.files_of(loaded.folder, (*models.INPUTS, "*.jinja")):
         if not (out / path.name).exists():
             shutil.copy(path, out)
     return 0

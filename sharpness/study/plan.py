@@ -21,10 +21,8 @@ from msgspec import Meta, Struct, field
 from ..ascent import Search
 from ..data import DataChoice, is_function
 from ..errors import naming, require_extra
-from ..evaluation import checked_radii
-from ..hessian import LOCAL, measure_of
-from ..huggingface import INPUTS, files_of
-from ..measures import Measure
+from ..measures import LOCAL, Measure, checked_radii, measure_of
+from ..models import INPUTS, files_of
 
 __all__ = ["Checkpoint", "Sweep", "as_data", "of_model", "places", "read_config", "shard_of", "switched"]
 
@@ -76,7 +74,7 @@ class Sweep(Struct, kw_only=True, forbid_unknown_fields=True):
     initial : str or None
         For it, the model from which all were fine-tuned: a state dict's file or a transformers folder.
     measures : tuple of str
-        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.hessian.LOCAL``.
+        Names in ``sharpness.MEASURES``, or of quantities at the weights in ``sharpness.measures.LOCAL``.
     rho : float, tuple of float, or dict of these by measure
         Radii; by default the measure's own.
     ablations : tuple of dict

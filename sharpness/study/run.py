@@ -22,8 +22,8 @@ from ..distributed import World, counter, everybody, shard_
 from ..errors import called, naming, words_of
 from ..evaluation import evaluate, progress_bar
 from ..files import check_folder, write_json
-from ..hessian import LOCAL, hessian
 from ..losses import Objective, count_examples
+from ..measures import LOCAL
 from ..measuring import RadiusError
 from ..models import LoadedModel, load, load_state_dict
 from .plan import Checkpoint, Sweep, of_model, shard_of, switched
@@ -31,6 +31,8 @@ from .results import Record, read_record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ..results import SharpnessResult
 
 __all__ = ["measured", "read_failures", "read_rows", "run_sweep", "versions"]
 
@@ -159,9 +161,9 @@ def measured(name: str, model: nn.Module, batches: Any, *, ablation: Mapping[str
     """Measure a quantity by its name in ``MEASURES`` or ``LOCAL``, with the settings of a sweep."""
     measure = switched(name, ablation)
     if name in LOCAL:
-        function = LOCAL[name][0]
-        own = ("micro_batch", "normalize_logits", "group", *(["seed"] if function is hessian else []))
-        return function(model, batches, measure=measure, **{k: v for k, v in settings.items() if k in own})
+        own = ("micro_batch", "normalize_logits", "group", "progress", "seed")
+        settings = {k: v for k, v in settings.items() if k in own}
+        return evaluate(model, batches, measure=measure, statistic=LOCAL[name][1], **settings)
     return evaluate(model, batches, measure=measure, statistic=ablation.get("statistic", "worst"), **settings)
 
 
@@ -181,24 +183,29 @@ def _sharpness(
             if len(radii) < 2:
                 raise
             failed.append({"rho": radii.pop(), "error": words_of(error)})
-    local, rows = job["measure"] in LOCAL, []
-    for rho, part in [(0.0, result)] if local else [(rho, result[rho]) for rho in result.rhos]:
-        if local:
-            values = [b.gradient_norm if b.max_eigenvalue is None else b.max_eigenvalue for b in part.batches]
-            more = {"trace": part.trace}
-        else:
-            values = [b.value for b in part.batches]
-            more = {
-                "error_increase": part.error_increase,
-                "unconverged": sum(b.converged is False for b in part.batches),
-                "min_singular_value": result.min_singular_value,
-                "num_null": result.num_null,
-            }
-        row = {"rho": rho, "sharpness": fmean(values), "per_batch": values, **more}
-        row["base_loss"] = fmean(b.base_loss for b in part.batches)
-        row["passes"] = sum(b.passes for b in part.batches)
-        rows.append(row)
+    if job["measure"] in LOCAL:
+        return [{"rho": 0.0, "trace": result.trace, **_row(result)}], [], result.remarks
+    rows = [
+        {
+            "rho": rho,
+            **_row(result[rho]),
+            "error_increase": result[rho].error_increase,
+            "unconverged": sum(b.converged is False for b in result[rho].batches),
+            "min_singular_value": result.min_singular_value,
+            "num_null": result.num_null,
+        }
+        for rho in result.rhos
+    ]
     return rows, failed, result.remarks
+
+
+def _row(result: SharpnessResult) -> dict[str, Any]:
+    return {
+        "sharpness": float(result),
+        "per_batch": [b.value for b in result.batches],
+        "base_loss": fmean(b.base_loss for b in result.batches),
+        "passes": sum(b.passes for b in result.batches),
+    }
 
 
 def _fit(sweep: Sweep, model: nn.Module, read: Read) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from quotient_manifolds.optim import (
     canonicalize_lora_,
     create_quotient_lora_optimizer,
     create_quotient_optimizer,
-    stacked,
 )
+from quotient_manifolds.optim import pairs as pairs_of_optimizers
+from quotient_manifolds.optim.base import is_number
 from quotient_manifolds.optim.metric import Metric
-from quotient_manifolds.optim.places import alone, is_number, orientation, reasons
+from quotient_manifolds.optim.pairs import Bucket, Step, alone, orientation, reasons
 from quotient_manifolds.symmetries import (
     GL,
     SymmetricPair,
@@ -524,7 +525,7 @@ def on_meta(kind, others=False):
     model.to("meta")
     named = dict(model.named_parameters())
     optimizer.param_groups[0]["params"] = [named[n] for n in order]
-    optimizer._covered = {named[n]: None for n in covered}
+    optimizer._covered, optimizer._places = {named[n]: None for n in covered}, []
     for p in trainable(model):
         p.grad = torch.empty_like(p)
     return optimizer
@@ -705,7 +706,7 @@ def test_sums_in_half_precision_do_not_overflow():
 def off_the_cpu(monkeypatch):
     """Let the optimiser do on the CPU what it does where the host is not to read."""
     monkeypatch.setattr(base, "on_cpu", lambda x: False)
-    monkeypatch.setattr(stacked, "_IN_CACHE", 10**9)
+    monkeypatch.setattr(pairs_of_optimizers, "_IN_CACHE", 10**9)
 
 
 def spoil(model, cause):
@@ -941,7 +942,7 @@ def test_parts_do_not_matter(kind, most, monkeypatch):
     """Pairs may be stepped one by one or joined; what is theirs lies in the same state."""
     ends = []
     for size in (2**16, most):
-        monkeypatch.setattr(stacked, "_IN_CACHE", size)
+        monkeypatch.setattr(pairs_of_optimizers, "_IN_CACHE", size)
         torch.manual_seed(0)
         net = nn.Sequential(*[nn.Linear(12, 12) for _ in range(3)], nn.Linear(12, 9))
         model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1", "2"], init_lora_weights=False))
@@ -954,16 +955,15 @@ def test_numbers_of_a_bucket_lie_on_its_device():
     """Several may hold one model; the answer whether to step lies on the first."""
     model = lora(full_rank=True).to("meta")
     found = [p for p in adapter_pairs(model) if p.group is not None]
-    bucket = stacked.Bucket(found[:1], [0], False, 0)
+    bucket = Bucket(found[:1], [0], False, 0)
     for p in trainable(model):
         p.grad = torch.empty_like(p)
     gradients = {p: p.grad for p in trainable(model)}
-    step = stacked.Step(bucket, [True], gradients, lambda bucket, M, N: Metric(M, N))
+    step = Step(bucket, [True], gradients, lambda bucket, M, N: Metric(M, N))
     step.clip_(torch.tensor(0.5))
     step.restrict(torch.tensor(True, device="meta"))
-    for part in step.parts:
-        for t in (step.only(part.x, part.g, part), part.of(step.only(step.metric.inverse_roots, 0))):
-            assert t.device.type == "meta"
+    for t in (*step.times(step.x, step.only(step.metric.inverse_roots, 0)), *step.rows("moment", step.x)):
+        assert t.device.type == "meta"
 
 
 def test_scales_that_have_become_different_are_refused():

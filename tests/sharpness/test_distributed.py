@@ -52,7 +52,7 @@ def test_world_of_one():
     world = World()
     assert world.owns(7)
     assert world.gather([1, 2]) == [1, 2]
-    with pytest.raises(ValueError, match="as it was"), world.failing_together():
+    with pytest.raises(ValueError, match="as it was"), world.together():
         raise ValueError("as it was")
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_communicated_without_a_group(tmp_path):
             plain = sharpness.evaluate(spread.model(), spread.batches(), rho=0.1, steps=2)
             assert not called
             shared = sharpness.evaluate(spread.model(), spread.batches(), rho=0.1, steps=2, group=dist.group.WORLD)
-            assert len(called) == 2
+            assert len(called) == 1
         finally:
             dist.all_gather_object = real
         assert float(plain) == float(shared)

@@ -12,8 +12,7 @@ from PIL import Image
 
 from sharpness import cli
 from sharpness.data import DataChoice
-from sharpness.huggingface import image_transform
-from sharpness.models import load, load_state_dict
+from sharpness.models import image_transform, load, load_state_dict
 from tests import architectures, networks
 from tests.extent import EXHAUSTIVE
 from tests.small_clip import name_small_models

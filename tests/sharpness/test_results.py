@@ -8,6 +8,7 @@ import torch
 
 import sharpness
 from quotient_manifolds.symmetries import GL, PairStack, apply_random_symmetry_, block, find_symmetric_pairs, pair
+from quotient_manifolds.symmetries.stacks import coverage
 from quotient_manifolds.symmetries.whole import apply_random_moves_
 from sharpness import LayerShare, LayerShares
 from sharpness.distributed import World
@@ -50,9 +51,7 @@ def by_hand(model, result, metric):
     for p in find_symmetric_pairs(model):
         one = PairStack([p])
         found[p.name] = float(one.manifold(metric).norm(one.gather().detach(), one.gather(tensors)) ** 2) / total
-        mask = {p: torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
-        one.mark_(mask)
-        for q, taken in mask.items():
+        for q, taken in coverage([one]).items():
             left[names[q]] = left[names[q]].masked_fill(taken, 0)
     return found, {name: float(v.sum()) / total for name, v in left.items()}
 
@@ -198,7 +197,8 @@ def test_every_entry_belongs_to_one_part():
     model = build("vit")
     space = sharpness.WeightSpace(model, sharpness.MEASURES["adaptive"])
     found = dict.fromkeys(PARTS, 0)
-    places = Places(model, dict(model.named_parameters()))
+    pairs = find_symmetric_pairs(model, include_frozen=True)
+    places = Places(model, dict(model.named_parameters()), pairs)
     for (_, part, _), square in places.squares(space.each(torch.ones(space.dim)), World()).items():
         found[part] += square
     assert {part: square for part, square in found.items() if square} == {

@@ -123,7 +123,7 @@ def test_the_perturbation_is_the_gradient_on_the_manifold(metric, refresh):
 def test_the_first_ascent_step_is_that_of_the_measure(measure):
     """The rise after the inner step approaches ρ times the gradient's norm in the metric, as ``evaluate`` gives it."""
     model, batch = small(), batch_of(Encoder)
-    norm = sharpness.gradient_norm(model, [(batch, LABELS)], measure=measure).gradient_norm
+    norm = float(sharpness.gradient_norm(model, [(batch, LABELS)], measure=measure))
     sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=1e-5, measure=measure)
     base = loss_of(model, batch)
     base.backward()
@@ -232,6 +232,25 @@ def test_sparse_gradients():
         sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.5, measure="adaptive")
         for _ in range(2):
             sam.step(closure_of(sam, model, batch))
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("measure", ["adaptive", "euclidean"])
+def test_weights_in_channels_last_keep_their_layout(measure):
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 3)).to(memory_format=layout)
+        batch = torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+        sam = GeodesicSAM(model, torch.optim.SGD(model.parameters(), 0.1), rho=0.5, measure=measure)
+        closure_of(sam, model, batch)()
+        before = snapshot(model)
+        with sam.perturbed():
+            assert model[0].weight.is_contiguous(memory_format=layout)
+            assert not same(model, before)
+            closure_of(sam, model, batch)()
+        sam.step()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(ends[0], ends[1])
 
@@ -573,12 +592,12 @@ def test_certification_outlives_a_gradient_that_overflowed_and_a_copy():
     for p in model.parameters():
         p.grad.fill_(torch.inf)
     sam.first_step()
-    assert sam._inner.certification.open
+    assert sam.certification.open
     sam.restore()
     model.zero_grad()
     loss_of(model, batch).backward()
     sam.first_step()
-    assert not sam._inner.certification.open
+    assert not sam.certification.open
     sam.restore()
     twin = copy.deepcopy(sam)
     assert twin.base_optimizer.certify is False
@@ -611,7 +630,7 @@ def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
     base = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.warns(UserWarning, match=r"symmetries of Unknown, .* pass pairs=find_symmetric_pairs\(model, batch=b"):
         sam = GeodesicSAM(model, base, rho=0.1)
-    assert not sam._inner.certification.open
+    assert not sam.certification.open
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sam = GeodesicSAM(model, base, rho=0.1, pairs=find_symmetric_pairs(model, batch=x))
@@ -621,4 +640,4 @@ def test_attention_that_only_a_batch_could_tell_is_said_with_what_to_do():
         model[0].requires_grad_(False)
         model.append(nn.Linear(8, 8))
         GeodesicSAM(model, torch.optim.SGD(model[1].parameters(), 0.1), rho=0.1)
-    assert len(sam._inner.certification.open) == 4
+    assert len(sam.certification.open) == 4

@@ -199,8 +199,8 @@ def test_spectrum_is_that_of_the_products(coordinates):
     )
     assert space.spectrum() == (pytest.approx(least, rel=1e-9), 0)
     assert space.num_exited_pairs(space.random(torch.Generator())) == 0
-    assert space.uncertified() == {p.name for p in space.pairs}
-    assert space.residuals() == {}
+    assert space.evidence.uncertified() == {p.name for p in space.pairs}
+    assert space.evidence.residuals == {}
 
 
 def test_offloaded_vectors_are_near_the_blocks_one_part_at_a_time(coordinates, monkeypatch):
@@ -222,3 +222,14 @@ def test_offloaded_vectors_are_near_the_blocks_one_part_at_a_time(coordinates, m
     gradient = {p: torch.randn(p.shape) for p in model.parameters()}
     assert torch.equal(away.pull_back(dict(gradient), xi), space.pull_back(dict(gradient), xi))
     assert 0 < max(most) <= 2 * max(b.dim for b in blocks)
+
+
+@pytest.mark.parametrize("measure", ["adaptive", "geodesic-inv"])
+def test_zero_weights_have_no_part_in_a_random_direction(measure):
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.bias)
+    space = sharpness.WeightSpace(model, sharpness.MEASURES[measure])
+    with space.attached():
+        found = space.direction(xi := space.random(torch.Generator().manual_seed(0))).tensors
+    assert not found["bias"].any()
+    assert (found["weight"] / model.weight).norm().detach() == pytest.approx(space.norm(xi))

@@ -1,9 +1,15 @@
-"""The table of architectures: transformers' vision and language models, timm's, open_clip's, and torch's encoder."""
+"""The table of architectures: transformers' vision and language models, timm's, open_clip's, and torch's encoder.
+
+``architectures.ini`` names the layers of each; the functions here wire what surrounds them.
+"""
 
 from __future__ import annotations
 
+import re
+from configparser import ConfigParser
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,178 +19,32 @@ from .layout import Layout, Sublayer, affine, has, norm, table, wire
 from .wiring import Affine, Neurons, Site, Wiring, register_backbone, register_wiring, wiring_of
 
 _HF = "transformers.models.{0}.modeling_{0}.{1}"
+_TABLE = ConfigParser(interpolation=None)
+_TABLE.read_string(Path(__file__).with_suffix(".ini").read_text(encoding="utf-8"))
 
 
-def _each(pattern: str, words: str = "q k v") -> str:
-    return " ".join(pattern.format(word) for word in words.split())
+def _layout(section: str) -> Layout:
+    """Read a row of the table."""
+    row = dict(_TABLE[section])
+    base = vars(_layout(row.pop("like"))) if "like" in row else {}
+    texts = {name: " ".join(text.split()) for name, text in row.items() if name not in ("classifiers", "backbones")}
+    values = {"yes": True, "no": False, "1": 1.0}
+    given = {n: _sublayer(t) if n in ("attention", "cross", "mlp") else values.get(t, t) for n, t in texts.items()}
+    return Layout(**{**base, **given})
 
 
-# Images: pre-norm layers.
-_VIT = Layout(
-    "layers|encoder.layer",
-    Sublayer(
-        "layernorm_before",
-        f"{_each('attention.{}_proj')}|{_each('attention.attention.{}', 'query key value')}",
-        "attention.o_proj|attention.output.dense",
-    ),
-    Sublayer("layernorm_after", "mlp.fc1|intermediate.dense", "mlp.fc2|output.dense", "config.hidden_act"),
-    "layernorm",
-    "embeddings.position_embeddings[:1] + embeddings.cls_token, "
-    "embeddings.position_embeddings[1:] + embeddings.patch_embeddings.projection",
-)
-_DEIT = (
-    "embeddings.position_embeddings[:1] + embeddings.cls_token, "
-    "embeddings.position_embeddings[1:2] + embeddings.distillation_token, "
-    "embeddings.position_embeddings[2:] + embeddings.patch_embeddings.projection"
-)
-_BEIT_KEYS = "attention.k_proj|attention.attention.key"  # which have no bias
-_CLASSIFIERS = {
-    "vit.ViTForImageClassification": _VIT,
-    "deit.DeiTForImageClassification": replace(_VIT, embeddings=_DEIT),
-    "dinov2.Dinov2ForImageClassification": replace(
-        _VIT,
-        layers="encoder.layer|layers",
-        attention=replace(_VIT.attention, norm="norm1", scale="layer_scale1.lambda1"),
-        mlp=Sublayer(
-            "norm2",
-            "mlp.fc1|mlp.weights_in|mlp.gate_proj mlp.up_proj",
-            "mlp.fc2|mlp.weights_out|mlp.down_proj",
-            "config.hidden_act|glu|glu",
-            scale="layer_scale2.lambda1",
-        ),
-    ),
-    "beit.BeitForImageClassification": replace(
-        _VIT,
-        attention=replace(_VIT.attention, scale="lambda_1", blind=_BEIT_KEYS),
-        mlp=replace(_VIT.mlp, scale="lambda_2"),
-        last="pooler.layernorm|layernorm",
-        embeddings=_VIT.embeddings.replace("position_embeddings", "position_embeddings?"),
-        scores="relative_position_bias_table[-3:-2,-1:] relative_position_bias_table[:-3,-2:-1]",
-    ),
-}
+def _sublayer(text: str) -> Sublayer:
+    """Read ``"norm; readers; writer; act; scale=name"``, where ``{q,k,v}`` stands for three names."""
+    text = re.sub(r"([^\s|]*)\{(.+?)\}([^\s|;]*)", lambda m: " ".join(m[1] + x + m[3] for x in m[2].split(",")), text)
+    fields = [field.partition("=") for field in text.split("; ")]
+    return Sublayer(*(name for name, sign, _ in fields if not sign), **{name: t for name, sign, t in fields if sign})
+
+
 # CLIP's and SigLIP's towers, and the kinds of networks that have them.
 _TOWERS = "Model TextModel VisionModel TextModelWithProjection VisionModelWithProjection ForImageClassification"
-_TEXT = Layout(
-    "encoder.layers",
-    Sublayer("layer_norm1", _each("self_attn.{}_proj"), "self_attn.out_proj"),
-    Sublayer("layer_norm2", "mlp.fc1", "mlp.fc2", "config.hidden_act"),
-    "final_layer_norm",
-    "embeddings.token_embedding + embeddings.position_embedding",
-)
-_SIGLIP = replace(_TEXT, last="post_layernorm", embeddings="embeddings.position_embedding + embeddings.patch_embedding")
-_CLIP = replace(
-    _SIGLIP,
-    first="pre_layrnorm",
-    embeddings="embeddings.position_embedding[:1] + embeddings.class_embedding, "
-    "embeddings.position_embedding[1:] + embeddings.patch_embedding",
-)
-_TIMM = Layout(
-    "blocks",
-    Sublayer("norm1", "attn.qkv", "attn.proj", scale="ls1.gamma"),
-    Sublayer("norm2", "mlp.fc1", "mlp.fc2", "blocks.0.mlp.act", scale="ls2.gamma"),
-    embeddings="pos_embed?[:1] + cls_token, pos_embed?[1:] + patch_embed.proj",
-)
 #: What a plain block of timm has, below each name.
 _TIMM_PARTS = {"": "Block", "mlp": "Mlp", "norm1": "LayerNorm"}
 _TIMM_PARTS |= dict.fromkeys(("mlp.norm", "attn.norm", "attn.q_norm"), "Identity")
-_OPEN_CLIP = Layout(
-    "transformer.resblocks",
-    Sublayer("ln_1", "attn", "attn.out_proj", scale="ls_1.gamma"),
-    Sublayer("ln_2", "mlp.c_fc", "mlp.c_proj", scale="ls_2.gamma"),
-    "ln_post",
-    "positional_embedding[:1] + class_embedding, positional_embedding[1:] + conv1",
-    first="ln_pre",
-)
-_TORCH = Layout(
-    "layers",
-    Sublayer("norm1", "self_attn", "self_attn.out_proj"),
-    Sublayer("norm2", "linear1", "linear2", "layers.0.activation_relu_or_gelu"),
-)
-
-# Language: backbones, alone or below every head that is defined beside their class.
-_BERT = Layout(
-    "encoder.layer",
-    Sublayer("attention.output.LayerNorm", _each("attention.self.{}", "query key value"), "attention.output.dense"),
-    Sublayer("output.LayerNorm", "intermediate.dense", "output.dense", "config.hidden_act"),
-    "embeddings.LayerNorm",
-    "embeddings.word_embeddings + embeddings.position_embeddings",
-    projection="embeddings_project",
-    post_norm=True,
-)
-_OPT = Layout(
-    "layers",
-    Sublayer("self_attn_layer_norm", _each("self_attn.{}_proj"), "self_attn.out_proj"),
-    Sublayer("final_layer_norm", "fc1", "fc2", "config.activation_function"),
-    "final_layer_norm",
-    "embed_tokens + embed_positions[2:]",
-)
-_LLAMA = Layout(
-    "layers",
-    Sublayer("input_layernorm", _each("self_attn.{}_proj"), "self_attn.o_proj"),
-    Sublayer("post_attention_layernorm", "mlp.gate_proj mlp.up_proj", "mlp.down_proj", "glu"),
-    "norm",
-    "embed_tokens",
-    centring=False,
-)
-_LANGUAGE = {
-    **{f"{name.lower()}.{name}Model": _BERT for name in ("Bert", "Roberta", "Camembert", "Electra")},
-    "xlm_roberta.XLMRobertaModel": _BERT,
-    "distilbert.DistilBertModel": replace(
-        _BERT,
-        layers="transformer.layer",
-        attention=Sublayer("sa_layer_norm", _each("attention.{}_lin"), "attention.out_lin"),
-        mlp=Sublayer("output_layer_norm", "ffn.lin1", "ffn.lin2", "config.activation"),
-    ),
-    "albert.AlbertModel": replace(
-        _BERT,
-        layers="encoder.albert_layer_groups.{}.albert_layers",
-        attention=Sublayer("attention.LayerNorm", _each("attention.{}", "query key value"), "attention.dense"),
-        mlp=Sublayer("full_layer_layer_norm", "ffn", "ffn_output", "config.hidden_act"),
-        projection="encoder.embedding_hidden_mapping_in",
-    ),
-    "gpt2.GPT2Model": Layout(
-        "h",
-        Sublayer("ln_1", "attn.c_attn", "attn.c_proj"),
-        Sublayer("ln_2", "mlp.c_fc", "mlp.c_proj", "config.activation_function"),
-        "ln_f",
-        "wte + wpe",
-    ),
-    "gpt_neox.GPTNeoXModel": Layout(
-        "layers",
-        Sublayer("input_layernorm", "attention.query_key_value", "attention.dense"),
-        Sublayer("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "config.hidden_act"),
-        "final_layer_norm",
-        "embed_in",
-    ),
-    "llama.LlamaModel": _LLAMA,
-    "mistral.MistralModel": _LLAMA,
-    "qwen2.Qwen2Model": _LLAMA,
-    "qwen3.Qwen3Model": replace(
-        _LLAMA, attention=replace(_LLAMA.attention, qk_norms="self_attn.q_norm self_attn.k_norm")
-    ),
-    "gemma.GemmaModel": replace(_LLAMA, offset=1.0),
-    "phi3.Phi3Model": replace(
-        _LLAMA,
-        attention=replace(_LLAMA.attention, readers="self_attn.qkv_proj"),
-        mlp=replace(_LLAMA.mlp, readers="mlp.gate_up_proj"),
-    ),
-}
-_T5_MLP = "layer.1.DenseReluDense"
-_T5 = Layout(
-    "block",
-    Sublayer("layer.0.layer_norm", _each("layer.0.SelfAttention.{}"), "layer.0.SelfAttention.o"),
-    Sublayer(
-        "layer.1.layer_norm", f"{_T5_MLP}.wi|{_T5_MLP}.wi_0 {_T5_MLP}.wi_1", f"{_T5_MLP}.wo", "config.dense_act_fn|glu"
-    ),
-    "final_layer_norm",
-    scores="relative_attention_bias",
-    centring=False,
-)
-_T5_DECODER = replace(
-    _T5,
-    cross=Sublayer("layer.1.layer_norm", "layer.1.EncDecAttention.q", "layer.1.EncDecAttention.o"),
-    mlp=Sublayer(*(names.replace("layer.1", "layer.2") for names in vars(_T5.mlp).values())),
-)
 
 
 def _classifier(name: str, layout: Layout, model: Any) -> Wiring:
@@ -194,8 +54,9 @@ def _classifier(name: str, layout: Layout, model: Any) -> Wiring:
     return wire(Wiring(classifiers=[("classifier", head)]), getattr(model, name.split(".")[0]), layout, parts)
 
 
-for _name, _layout in _CLASSIFIERS.items():
-    register_wiring(_HF.format(*_name.split(".")))(partial(_classifier, _name, _layout))
+for _section in _TABLE.sections():
+    for _name in _TABLE[_section].get("classifiers", "").split():
+        register_wiring(_HF.format(*_name.split(".")))(partial(_classifier, _name, _layout(_section)))
 
 
 @register_wiring(*(_HF.format(name.lower(), name + kind) for name in ("CLIP", "Siglip") for kind in _TOWERS.split()))
@@ -212,8 +73,9 @@ def _towers(model: Any) -> Wiring:
 
 
 def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
-    layout = _CLIP if has(base, "pre_layrnorm") else _SIGLIP if has(base, "post_layernorm") else _TEXT
-    head = "visual_projection" if layout is _CLIP else "classifier" if layout is _SIGLIP else "text_projection"
+    kind = "clip" if has(base, "pre_layrnorm") else "siglip" if has(base, "post_layernorm") else "text"
+    layout = _layout(kind)
+    head = {"clip": "visual_projection", "siglip": "classifier", "text": "text_projection"}[kind]
     readers = [affine(model, head)] if has(model, head) else []
     if has(base, "head.probe"):  # one query attends to the last norm's outputs
         d = base.config.hidden_size
@@ -224,7 +86,7 @@ def _tower(w: Wiring, model: Any, base: Any, name: str) -> None:
         readers.append(affine(base, "head"))
     if plain_class(model).__name__.endswith(("VisionModel", "TextModel")):
         readers, w.closed = [], False
-    if layout is _CLIP and not readers:  # the patches' outputs, or the classifier, have no norm
+    if kind == "clip" and not readers:  # the patches' outputs, or the classifier, have no norm
         layout, w.reads_stream_raw = replace(layout, last=""), True
     wire(w, base, layout, readers, f"{name}.")
 
@@ -237,7 +99,7 @@ def _timm(model: Any) -> Wiring:
     plain &= isinstance(getattr(model.patch_embed, "norm", nn.Identity()), nn.Identity)
     if not plain or model.global_pool not in ("token", "avg") or getattr(model, "reg_token", None) is not None:
         return Wiring(closed=False)
-    layout = replace(_TIMM, last="norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm")
+    layout = replace(_layout("timm"), last="norm" if isinstance(model.fc_norm, nn.Identity) else "fc_norm")
     if not isinstance(model.norm_pre, nn.Identity):
         layout = replace(layout, first="norm_pre", embeddings="")
     elif model.no_embed_class or not has(model, "cls_token"):
@@ -251,7 +113,7 @@ def _open_clip(model: Any) -> Wiring:
     """Wire the image tower only; its output is read by the projection."""
     if model.attn_pool is not None or model.final_ln_after_pool or type(model.ln_pre).__name__ == "Identity":
         return Wiring(closed=False)
-    return wire(Wiring(), model, _OPEN_CLIP, [affine(model, "proj")] if model.proj is not None else [])
+    return wire(Wiring(), model, _layout("open_clip"), [affine(model, "proj")] if model.proj is not None else [])
 
 
 @register_wiring("open_clip.model.CLIP")
@@ -260,7 +122,9 @@ def _open_clip_both(model: Any) -> Wiring:
     w = wiring_of(model.visual) or Wiring()
     if not w.sites:
         return Wiring(closed=False)
-    layout = replace(_OPEN_CLIP, first="", last="ln_final", embeddings="token_embedding + positional_embedding")
+    layout = replace(
+        _layout("open_clip"), first="", last="ln_final", embeddings="token_embedding + positional_embedding"
+    )
     return wire(w, model, layout, [affine(model, "text_projection")], "text ")
 
 
@@ -270,29 +134,8 @@ def _torch(model: Any) -> Wiring:
     if any(type(layer) is not nn.TransformerEncoderLayer for layer in model.layers):
         return Wiring(closed=False)
     before = model.layers[0].norm_first
-    layout = replace(_TORCH, last="norm" if before and model.norm is not None else "", post_norm=not before)
+    layout = replace(_layout("torch"), last="norm" if before and model.norm is not None else "", post_norm=not before)
     return wire(Wiring(closed=False, reads_stream_raw=before and model.norm is None), model, layout, [])
-
-
-#: What reads the last norm of a language model: of each string the first that exists.
-_READERS = (
-    "cls.predictions.transform.dense|lm_head.dense|generator_predictions.dense|predictions.dense|vocab_transform|"
-    "lm_head|embed_out",
-    "discriminator_predictions.dense|pre_classifier|qa_outputs|score|sequence_summary.summary|"
-    "multiple_choice_head.summary",
-    "pooler.dense|pooler",
-)
-#: The norm inside a language model's head, and the decoder that reads it.
-_NORM = (
-    "cls.predictions.transform.LayerNorm|lm_head.layer_norm|generator_predictions.LayerNorm|predictions.LayerNorm|"
-    "vocab_layer_norm"
-)
-_DECODER = "cls.predictions.decoder|lm_head.decoder|generator_lm_head|predictions.decoder|vocab_projector"
-#: What computes the logits of a softmax.
-_LOGITS = (
-    f"{_DECODER}|lm_head|embed_out|score|classifier.out_proj|classifier",
-    "cls.seq_relationship|sop_classifier.classifier",
-)
 
 
 def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
@@ -300,12 +143,15 @@ def _head(w: Wiring, model: Any, base: Any) -> list[Affine]:
     if model is base:
         w.closed = False
         return []
-    readers = [affine(root, n) for root, n in zip((model, model, base), _READERS, strict=True) if has(root, n)]
-    if has(model, _NORM):
-        w.sites.append(Site("head", norm(model, _NORM), (affine(model, _DECODER),)))
+    heads = _TABLE["heads"]
+    places = ((model, heads["readers"]), (model, heads["others"]), (base, heads["poolers"]))
+    readers = [affine(root, names) for root, names in places if has(root, names)]
+    if has(model, heads["norm"]):
+        w.sites.append(Site("head", norm(model, heads["norm"]), (affine(model, heads["decoder"]),)))
     if has(model, "pre_classifier"):
         w.neurons.append(Neurons("pre_classifier", "relu", readers[0], affine(model, "classifier")))
-    w.classifiers += [(names.split("|")[-1], affine(model, names)) for names in _LOGITS if has(model, names)]
+    for names in (heads["logits"], heads["pairs"]):
+        w.classifiers += [(names.split("|")[-1], affine(model, names))] if has(model, names) else []
     return readers or [affine(model, "classifier.dense|classifier")]
 
 
@@ -325,8 +171,9 @@ def _language(layout: Layout, model: Any, base: Any) -> Wiring:
     return w
 
 
-for _name, _layout in _LANGUAGE.items():
-    register_backbone(_HF.format(*_name.split(".")))(partial(_language, _layout))
+for _section in _TABLE.sections():
+    for _name in _TABLE[_section].get("backbones", "").split():
+        register_backbone(_HF.format(*_name.split(".")))(partial(_language, _layout(_section)))
 
 
 def _with_types(w: Wiring, base: Any) -> str:
@@ -345,7 +192,7 @@ def _with_types(w: Wiring, base: Any) -> str:
 @register_backbone(_HF.format("opt", "OPTModel"))
 def _opt(model: Any, base: Any) -> Wiring:
     """Words may have a width of their own; post-norm, the first layer reads the embeddings without a norm."""
-    w, decoder, layout = Wiring(), base.decoder, _OPT
+    w, decoder, layout = Wiring(), base.decoder, _layout("opt")
     readers = _head(w, model, base)
     if has(decoder, "project_in"):
         layout = replace(layout, embeddings="project_in, embed_positions[2:]")
@@ -363,5 +210,5 @@ def _t5(model: Any) -> Wiring:
     """Two streams that share their words; the decoder's keys and values read the encoder's last norm."""
     head, cross = affine(model, "lm_head"), [b.layer[1].EncDecAttention for b in model.decoder.block]
     w = Wiring(classifiers=[("lm_head", head)], tables=[("shared", table(model, "shared")[0])])
-    wire(w, model.encoder, _T5, [affine(a, x) for a in cross for x in "kv"], "encoder.")
-    return wire(w, model.decoder, _T5_DECODER, [head], "decoder.")
+    wire(w, model.encoder, _layout("t5"), [affine(a, x) for a in cross for x in "kv"], "encoder.")
+    return wire(w, model.decoder, _layout("t5 decoder"), [head], "decoder.")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ...base import standard_normal
-from ...batches import default_forward, floats
+from ...batches import default_forward
 from ...linalg import at_least_float32
-from ..certificate import certify, change, largest, preserve_values
+from ..certificate import certify, change, largest, output_gradients, preserve_values
 from ..discovery import apply_random_symmetry_, find_symmetric_pairs
-from ..modules import Wide, check_model, copied, preserve_model_state, widened
+from ..modules import check_model, running_copy
 from ..pairs import SymmetricPair
 from ..stacks import PairList, stacks
 from .kinds import Symmetry, symmetries_of
@@ -292,9 +292,8 @@ class WholeVerification:
     @property
     def failures(self) -> list[str]:
         """The kinds that are not symmetries."""
-        kinds = self.residuals | self.changes
         both = (self.residuals, self.changes)
-        return [k for k in kinds if not all(of.get(k, 0.0) <= self.tolerance for of in both)]
+        return [k for k in both[0] | both[1] if not all(of.get(k, 0.0) <= self.tolerance for of in both)]
 
     @property
     def ok(self) -> bool:
@@ -351,20 +350,17 @@ def verify_whole(
     >>> verify_whole(encoder, torch.linspace(-1, 1, 48).reshape(2, 3, 8)).ok
     True
     """
-    twin, wide = copied(model).double().requires_grad_(), widened(batch)
+    with running_copy(model, batch, forward) as (twin, run):
+        form, parameters = canonicalize_(twin.requires_grad_(), classes=classes), list(twin.parameters())
 
-    def outputs() -> list[Tensor]:
-        with Wide():
-            found = [t for t in floats(forward(twin, wide)) if t.dim()]
-        # The first output that is not a loss; others, such as hidden states, need not be invariant.
-        return [t.log_softmax(-1) if classes else t for t in found[:1]]
+        def outputs() -> list[Tensor]:
+            """Return the first output that is not a loss; others, such as hidden states, need not be invariant."""
+            found = [t for t in run() if t.dim()]
+            return [t.log_softmax(-1) if classes else t for t in found[:1]]
 
-    with preserve_model_state(twin):
-        form, parameters, generator = canonicalize_(twin, classes=classes), list(twin.parameters()), torch.Generator()
-        at = [t for t in outputs() if t.requires_grad]
-        draws = [standard_normal(tuple(t.shape), t, generator.manual_seed(seed)) for t in at]
-        slopes = torch.autograd.grad(at, parameters, draws, allow_unused=True)
-        gradients: dict[Tensor, Tensor] = {p: g for p, g in zip(parameters, slopes, strict=True) if g is not None}
+        gradients = output_gradients(outputs, parameters, torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            before = outputs()
         residuals, changes = dict[str, float](), dict[str, float]()
         of_pairs = [(p.kind, r) for p, r in certify(stacks(form.pairs), gradients).residuals.items()]
         for kind, residual in [*of_pairs, *((s.kind, _residual(s, gradients)) for s in form.symmetries)]:
@@ -376,7 +372,7 @@ def verify_whole(
                     apply_random_symmetry_(twin, seed=seed, pairs=pairs)
                 else:
                     apply_random_moves_(twin, seed=seed, classes=classes, kinds=[kind])
-                changes[kind] = change([t.detach() for t in at], outputs())
+                changes[kind] = change(before, outputs())
     return WholeVerification(residuals, changes)
 
 

@@ -185,7 +185,7 @@ def test_pairs_of_ones_own_are_certified_with_a_batch():
     x = torch.randn(8, 5)
     assert [p.reason for p in find_symmetric_pairs(model, extra=[wrong], batch=x)] == [CHANGES]
     assert find_symmetric_pairs(model, extra=[right], batch=x) == [right]
-    assert verify(model, x, extra=[wrong]).failures == ["layers"]
+    assert [p.name for p in verify(model, x, extra=[wrong]).failures] == ["layers"]
 
 
 class Residual(nn.Module):
@@ -337,12 +337,12 @@ def test_one_backward_pass_sees_what_moves_see():
     sound = verify(model, batch, moves=False)
     assert sound.ok
     assert sound.changes == {}
-    assert len(sound.certificate.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
+    assert len(sound.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
     values = networks.projections(networks.vit_layers(model)[0].attention)[2]
     values.register_forward_hook(lambda module, x, y: y + 0.1 * y.tanh())
     by_gradient, by_moves = verify(model, batch, moves=False), verify(model, batch)
-    moved = {n for n, change in by_moves.changes.items() if change > by_moves.tolerance}
-    assert set(by_gradient.failures) == moved != set()
+    moved = {p.name for p, change in by_moves.changes.items() if change > 1e-9}
+    assert {p.name for p in by_gradient.failures} == moved != set()
     assert "NOT A SYMMETRY" in str(by_gradient)
 
 
@@ -352,7 +352,7 @@ def test_a_forward_pass_that_autograd_cannot_follow_is_verified_by_moves():
     model.forward = lambda *a, **k: torch.no_grad()(whole)(model, *a, **k)
     found = verify(model, batch)
     assert found.ok
-    assert found.certificate.residuals == {}
+    assert found.residuals == {}
     assert found.changes
 
 
@@ -372,5 +372,5 @@ def test_inside_inference_mode_pairs_are_certified_too():
         batch = {name: t.clone() for name, t in networks.text().items()}
         found = verify(model, batch, moves=False)
     assert found.ok
-    assert len(found.certificate.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
-    assert found.certificate.unreached == ()
+    assert len(found.residuals) == len([p for p in find_symmetric_pairs(model) if p.group is not None])
+    assert found.unreached == ()

@@ -25,7 +25,7 @@ from quotient_manifolds.symmetries import (
 from quotient_manifolds.symmetries.certificate import UNCERTIFIED, change
 from quotient_manifolds.symmetries.modules import ByClass, Wide, record
 from quotient_manifolds.symmetries.pairs import CHANGES, UNNAMED, UNREACHED, merged
-from quotient_manifolds.symmetries.roles import places, roles_of
+from quotient_manifolds.symmetries.roles import possible_heads, roles_of
 
 from ... import architectures, networks, zoo
 from ...extent import EXHAUSTIVE
@@ -127,7 +127,7 @@ def check(model, batch):
         expected = {kind: {place.dimension} for kind, place in kinds.items()}
         for kind, place in list(kinds.items()):
             if not place.dimension:  # nothing at all is left of heads of this size
-                one = next((p for p in places(roles, kind) if p.size in sizes | {kinds["vo"].size}), None)
+                one = next((p for p in possible_heads(roles, kind) if p.size in sizes | {kinds["vo"].size}), None)
                 kinds[kind] = one if place.reason != UNCERTIFIED else None
         kinds = {kind: place for kind, place in kinds.items() if place is not None}
         for kind, found in nullities(modules[name], call, kinds) if kinds else ():
