@@ -26,7 +26,11 @@ from torch import Tensor
 
 from ..metrics import Gram, Metric, Pair
 
-__all__ = ["Path", "arc", "energy", "first_path", "flat", "hermitian", "moved_end", "polar", "unflat", "weights"]
+__all__ = ["Bent", "Path", "energy", "first_path", "flat", "hermitian", "moved_end", "polar", "unflat", "weights"]
+
+
+#: Condition number of Gram matrices up to which single precision is accurate enough.
+_WELL_CONDITIONED = 1e4
 
 
 @functools.cache
@@ -86,6 +90,18 @@ class Path:
         """Return the same paths with more coefficients, ``count`` of them including c_0."""
         more = count - 1 - self.c.shape[1]
         return replace(self, c=torch.nn.functional.pad(self.c, (0, 0, 0, 0, 0, more))) if more > 0 else self
+
+    def in_single(self) -> Path:
+        """Return the same paths in single precision, which takes half the time, if they are well conditioned."""
+        dtype = torch.complex64 if self.x.is_complex() else torch.float32
+        if self.x.dtype == dtype:
+            return self
+        ends = self.split(torch.stack([self.x, self.y], 1))
+        for X in (torch.cat(Xs, 1) for Xs in zip(self.points(), ends, strict=True)):
+            values = torch.linalg.eigvalsh((X.mH @ X).nan_to_num(0, 0, 0))
+            if not bool((values[..., -1] < _WELL_CONDITIONED * values[..., 0]).all()):
+                return self
+        return replace(self, x=self.x.to(dtype), y=self.y.to(dtype), c=self.c.to(dtype))
 
     def __getitem__(self, index: Tensor) -> Path:
         return replace(self, x=self.x[index], y=self.y[index], c=self.c[index])
@@ -153,22 +169,68 @@ def polar(X: Tensor) -> Tensor:
     return U @ Vh
 
 
-def arc(t: Tensor, angle: Tensor) -> Tensor:
-    """Return the eigenvalues (b, q, h) of f_t at the times t, (q), for those of Θ, (b, h)."""
-    return (t[:, None] * angle.unsqueeze(1)).sin() / angle.sin().unsqueeze(1)
+class Bent:
+    """The bent paths from X to Y, (b, rows, h), as coefficients c_k, k ≥ 1, of their velocities, as many as ``like``.
 
+    Everything is written in the columns of UQ and VQ, Q the eigenvectors of C.
+    """
 
-def _bent(X: Tensor, Y: Tensor, like: Path) -> Tensor:
-    """Return the coefficients c_k, k ≥ 1, of the bent path from X to Y, (b, rows, h), as many as ``like`` has."""
-    U, V = polar(X), polar(Y)
-    *_, fit, t = like.rule()
-    K, L = U.mH @ X, hermitian(V.mH @ Y)
-    C, Q = torch.linalg.eigh(hermitian(U.mH @ V))
-    angle = C.clamp(-0.95, 1 - 1e-6).arccos()
-    # In the columns of UQ and VQ.
-    turned = torch.cat([arc(1 - t, angle), arc(t, angle)], -1).unsqueeze(-1) * torch.cat([Q, Q], -1).mH.unsqueeze(1)
-    size = K.unsqueeze(1) + t[:, None, None] * (L - K).unsqueeze(1)
-    return combine(fit, torch.cat([U @ Q, V @ Q], -1).unsqueeze(1) @ turned @ size)
+    def __init__(self, X: Tensor, Y: Tensor, like: Path) -> None:
+        U, V = polar(X), polar(Y)
+        *_, self._fit, self._times = like.rule()
+        self._K, self._L, self._overlap = U.mH @ X, hermitian(V.mH @ Y), U.mH @ V
+        C, self._Q = torch.linalg.eigh(hermitian(self._overlap))
+        self._C = C.clamp(-0.95, 1 - 1e-6).unsqueeze(1)
+        self._angle = self._C.arccos()
+        self._frame = torch.cat([U @ self._Q, V @ self._Q], -1).unsqueeze(1)
+        self._back = torch.cat([self._Q, self._Q], -1).mH.unsqueeze(1)
+
+    def _f(self, t: Tensor) -> Tensor:
+        """Return the eigenvalues of f_t, (b, q, h)."""
+        return (t[:, None] * self._angle).sin() / self._angle.sin()
+
+    def _slopes(self, t: Tensor) -> Tensor:
+        """Return the divided differences of f_t as a function of C, (b, q, h, h)."""
+        c, angle, f, t = self._C, self._angle, self._f(t), t[:, None]
+        slope = (c * (t * angle).sin() - t * (t * angle).cos() * angle.sin()) / angle.sin() ** 3
+        gap = c.unsqueeze(-1) - c.unsqueeze(-2)
+        mean = (slope.unsqueeze(-1) + slope.unsqueeze(-2)) / 2
+        return torch.where(gap.abs() > 1e-6, (f.unsqueeze(-1) - f.unsqueeze(-2)) / gap, mean)
+
+    def coefficients(self) -> Tensor:
+        """Return the coefficients, (b, k - 1, rows, h)."""
+        t = self._times
+        turned = torch.cat([self._f(1 - t), self._f(t)], -1).unsqueeze(-1) * self._back
+        size = self._K.unsqueeze(1) + t[:, None, None] * (self._L - self._K).unsqueeze(1)
+        return combine(self._fit, self._frame @ turned @ size)
+
+    def prepare(self) -> None:
+        """Compute what :meth:`following` needs."""
+        t, Q, fit = self._times, self._Q, self._fit
+        # Dimensions: item, k, of U or V, row, column.
+        self._of_C = torch.stack([combine(fit, self._slopes(s)) for s in (1 - t, t)], 2)
+        K, L = (Q.mH @ z for z in (self._K, self._L))
+        V, V_grown = ((f @ self._f(t)).unsqueeze(-1) for f in (fit, fit * t))
+        self._of_V = V * K.unsqueeze(1) + V_grown * (L - K).unsqueeze(1)
+        self._grown = ((fit * t) @ torch.cat([self._f(1 - t), self._f(t)], -1)).unsqueeze(-1)
+        values, E = torch.linalg.eigh(self._L)
+        self._sums, self._E, self._into = values.unsqueeze(-1) + values.unsqueeze(-2), E, Q.mH @ E
+        self._E_L, self._Q_L, self._Q_S = E.mH @ self._L, L, Q.mH @ self._overlap @ Q
+        self._middle = ((K + L) / 2).unsqueeze(1)
+
+    def following(self, m: Tensor) -> Tensor:
+        r"""Return the change of the coefficients for an end that moves by Y m, (b, k - 1, rows, h); linear in m.
+
+        From :math:`L m = ΩL + dL` with Ω skew-Hermitian and dL Hermitian: V turns to V(1 + Ω), L grows by dL. The
+        change of f vanishes at both ends, so it is multiplied by the mean (K + L)/2 instead of (1-t) K + t L.
+        """
+        B = self._E_L @ m @ self._E
+        turn = self._into @ ((B - B.mH) / self._sums) @ self._into.mH
+        dC, dL = hermitian(self._Q_S @ turn), self._Q_L @ m - turn @ self._Q_L
+        bent = (self._of_C * dC[:, None, None]).flatten(2, 3) @ self._middle
+        turned = turn.unsqueeze(1) @ self._of_V
+        grown = self._grown * torch.cat([dL, dL], -2).unsqueeze(1)
+        return self._frame @ (bent + grown + torch.nn.functional.pad(turned, (0, 0, turned.shape[-2], 0)))
 
 
 def first_path(metric: Metric, n: int, x: Tensor, y: Tensor, count: int) -> Path:
@@ -177,7 +239,7 @@ def first_path(metric: Metric, n: int, x: Tensor, y: Tensor, count: int) -> Path
     if x.shape[-1] in (n, x.shape[-2] - n):
         path = path.refined(2 * count)
     for part, X, Y in zip(path.split(path.c), path.split(x), path.split(y), strict=True):
-        part.copy_(_turning(X, Y, path) if X.shape[-2] == X.shape[-1] else _bent(X, Y, path))
+        part.copy_(_turning(X, Y, path) if X.shape[-2] == X.shape[-1] else Bent(X, Y, path).coefficients())
     return path
 
 

@@ -10,8 +10,9 @@ from torch.autograd import forward_ad
 from quotient_manifolds import ConvergenceError, GLQuotientInv, GLQuotientMix
 from quotient_manifolds.logarithm import search as module
 from quotient_manifolds.logarithm.minimise import Minimiser, Preconditioner
-from quotient_manifolds.logarithm.paths import Path, energy, first_path, flat, polar, unflat
+from quotient_manifolds.logarithm.paths import Bent, Path, energy, first_path, flat, moved_end, polar, unflat
 from quotient_manifolds.logarithm.search import SOLVED, Shortest, shortest
+from quotient_manifolds.metrics import INV
 from quotient_manifolds.tangent import GLTangentSpace
 from reproduction.alignment import align
 from tests.extent import EXHAUSTIVE
@@ -415,6 +416,21 @@ def test_vectors_of_coefficients_and_of_the_end():
     assert bool((L == 1).all())
 
 
+def test_only_well_conditioned_paths_are_rounded_to_single_precision():
+    x, y = torch.linalg.qr(torch.randn(2, 3, 6, 2)).Q, torch.linalg.qr(torch.randn(2, 3, 5, 2)).Q
+    start, end = torch.cat([x[0], y[0]], -2), torch.cat([x[0] + 0.1 * x[1], y[0] + 0.1 * y[1]], -2)
+    path = Path(INV, 6, start, end, 0.1 * torch.randn(3, 3, 11, 2) / 11)
+    single = path.in_single()
+    assert single.x.dtype == single.y.dtype == single.c.dtype == torch.float32
+    torch.testing.assert_close(energy(single)[0].double(), energy(path)[0], rtol=1e-5, atol=0)
+    thin = torch.tensor([1.0, 1e-3])
+    for bad in (
+        Path(path.metric, 6, path.x * thin, path.y, path.c),
+        Path(path.metric, 6, path.x, path.y * thin, path.c),
+    ):
+        assert bad.in_single() is bad
+
+
 # -- bent -------------------------------------------------------------------------------------------------------------
 
 
@@ -439,6 +455,28 @@ def test_a_bent_path_is_shorter_than_a_straight_one(dtype):
     one, other = (torch.cat([eye[:, k : k + 3]] * 2)[None] for k in (0, 3))
     path = first_path(manifold.metric, 6, one, other, 8)
     torch.testing.assert_close(energy(path)[0], torch.tensor([6 * torch.pi**2 / 4], dtype=path.x.real.dtype))
+
+
+@field
+def test_coefficients_follow_the_end(dtype):
+    """Against differences; exact but for the change of f, which counts with the middle size."""
+    manifold, x, y = ends(dtype)
+    like = first_path(manifold.metric, 12, x, y, 4)
+    L = torch.randn(5, 3, 3, dtype=dtype)
+    moved = [first_path(manifold.metric, 12, x, moved_end(12, y, s * 1e-5 * L), 4).c for s in (1, -1)]
+    expected = (moved[0] - moved[1]) / 2e-5
+    bent = [Bent(X, Y, like) for X, Y in zip(like.split(x), like.split(y), strict=True)]
+    for b in bent:
+        b.prepare()
+    found = torch.cat([b.following(m) for b, m in zip(bent, (L, -L.mH), strict=True)], -2)
+    assert (found - expected).norm() < 0.15 * expected.norm()
+    # Exact where both ends have one size.
+    X, Y = (torch.linalg.qr(z)[0] for z in (x[:, :12], y[:, :12]))
+    skew = L - L.mH
+    bent = Bent(X, Y, like)
+    bent.prepare()
+    ahead, behind = (Bent(X, Y @ torch.linalg.matrix_exp(s * 1e-5 * skew), like).coefficients() for s in (1, -1))
+    torch.testing.assert_close(bent.following(skew), (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("h", "dtype"), [(2, torch.float64), (1, torch.complex128), (2, torch.complex128)])
@@ -485,7 +523,7 @@ def test_the_preconditioner_is_symmetric_and_near_the_inverse(name):
     pc = Preconditioner(path)
     a, b = (torch.randn_like(energy(path)[1]) for _ in range(2))
     size = (pc(a, path).norm(dim=1) * b.norm(dim=1)).max().item()
-    torch.testing.assert_close((pc(a, path) * b).sum(1), (a * pc(b, path)).sum(1), rtol=0, atol=1e-12 * size)
+    torch.testing.assert_close((pc(a, path) * b).sum(1), (a * pc(b, path)).sum(1), rtol=0, atol=3e-6 * size)
     assert bool(((pc(a, path) * a).sum(1) > 0).all())
 
     if name == "inv":  # near the inverse where the path is a geodesic, nearly
@@ -512,7 +550,8 @@ def test_a_path_that_failed_leaves_the_others_alone(entry):
     y[1] *= entry
     a = torch.randn_like(energy(path)[1])
     found = Preconditioner(replace(path, y=y))(a, path)
-    torch.testing.assert_close(found[::2], Preconditioner(path)(a, path)[::2])
+    expected = Preconditioner(path)(a, path)[::2]  # in single precision
+    torch.testing.assert_close(found[::2], expected, rtol=1e-3, atol=1e-3)
 
 
 # -- minimise ---------------------------------------------------------------------------------------------------------
