@@ -213,6 +213,7 @@ def run(
     """
     search = Search(**{f.name: chosen.pop(f.name) for f in fields(Search) if f.name in chosen})
     passes: dict[str, Any] = {"micro_batch": micro_batch, "normalize_logits": normalize_logits}
+    settings = {**asdict(search), **passes, "ablation": {}, "rho": rho, "keep_directions": figures is not None}
     choice = read_choice({"source": data, **chosen})
     for name in measure:
         if name not in LOCAL:
@@ -238,10 +239,7 @@ def run(
             written |= {"command": command, "versions": versions(), "model": source, "data": as_data(choice)}
         for name in measure:
             with naming(f"{model} on {data}"):
-                result = measured(
-                    name, network, batches, ablation={}, rho=rho, group=group, progress=leader and not quiet,
-                    keep_directions=figures is not None, **asdict(search), **passes,
-                )  # fmt: skip
+                result = measured(name, network, batches, group=group, progress=leader and not quiet, **settings)
             written["results"].append({"quantity": name, **result.to_dict()})
             if shown:
                 print(result, _spread(result), "\n", sep="\n", end="", flush=True)
