@@ -75,10 +75,10 @@ class Bucket:
     def read(self, gradients: Mapping[Tensor, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the rows of parts and their gradients, (points, rows, h), in float32 at least; absent ones as 0."""
         found: tuple[list[Tensor], list[Tensor]] = [], []
-        for _, _, rows in self.parts:
-            for of_parts, X in zip(found, rows.read(gradients), strict=True):
-                points = self.stack.group.to_point(X).flatten(0, -3)
-                of_parts.append(points if points.is_complex() else points.to(self.dtype))
+        for of_parts, tensors in zip(found, (None, gradients), strict=True):
+            for _, _, rows in self.parts:
+                X = self.stack.group.to_point(rows.read(tensors)).flatten(0, -3)
+                of_parts.append(X if X.is_complex() else X.to(self.dtype))
         return found
 
 
@@ -209,9 +209,8 @@ class Step:
     def transport_(self, T: Tensor) -> None:
         """Multiply moments by (T_G, T_H), (points, 2, h, h), and the Gram matrices of such from both sides."""
         if "moment G" in self.state:
-            m = self.rows("moment", self.x)
-            for old, new in zip(m, self.times(m, T), strict=True):
-                old.copy_(new)
+            for m, (side, points, _) in zip(self.rows("moment", self.x), self.bucket.parts, strict=True):
+                m.copy_(m.to(T.dtype) @ T[points, side])
         if "matrix" in self.state:
             T = T.to(self.state["matrix"].dtype)
             self.state["matrix"] = T.mH @ self.state["matrix"] @ T

@@ -280,27 +280,34 @@ class BlockStack:
             row += column[0].rows
         self.shape = (len(points), row, *self.runs[0].first.size[1:]) if self.runs else (len(points), 0)
 
-    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
+    def _columns(self, tensors: Mapping[Tensor, Tensor] | None) -> list[list[Tensor]]:
+        """View the rows in the parameters or in ``tensors``, run by run, column by column of blocks."""
         columns: dict[int, list[Tensor]] = {}
         for run in self.runs:
             p = run.first.tensor
             source = p if tensors is None else tensors.get(p)
-            part = p.new_zeros(run.size) if source is None else run.view(source.contiguous())
-            columns.setdefault(run.rows.start, []).append(part)
-        return torch.cat(list(map(torch.cat, columns.values())), dim=1)
+            if source is None:
+                view = p.new_zeros(run.size)
+            else:
+                whole = source.contiguous()
+                view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
+            columns.setdefault(run.rows.start, []).append(view)
+        return list(columns.values())
+
+    def gather(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Copy the rows, (points, rows, h[, 2]), differentiably; absent ``tensors`` are zero."""
+        return torch.cat(list(map(torch.cat, self._columns(tensors))), dim=1)
 
     @torch.no_grad()
-    def read(self, tensors: Mapping[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the rows, and those of ``tensors``, in the order of memory, and without a copy where one view does."""
-        weights, others = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
-        for run in self.runs:
-            p = run.first.tensor
-            for columns, t in ((weights, p), (others, tensors[p] if p in tensors else torch.zeros_like(p))):
-                whole = t.contiguous()
-                view = whole.as_strided(run.size, run.stride, whole.storage_offset() + run.first.offset)
-                columns.setdefault(run.rows.start, []).append(view)
-        return _joined(list(weights.values())), _joined(list(others.values()))
+    def read(self, tensors: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Return what :meth:`gather` does, in the order of memory, and without a copy where one view holds all."""
+        columns = self._columns(tensors)
+        transposed = columns[0][0].stride(1) < columns[0][0].stride(2)
+        if transposed:
+            columns = [[view.transpose(1, 2) for view in views] for views in columns]
+        joined = [views[0] if len(views) == 1 else torch.cat(views) for views in columns]
+        rows = joined[0] if len(joined) == 1 else torch.cat(joined, dim=1 + transposed)
+        return rows.transpose(1, 2) if transposed else rows
 
     @torch.no_grad()
     def scatter_(self, rows: Tensor, tensors: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -314,13 +321,3 @@ class BlockStack:
             view.copy_(rows[run.points, run.rows])
             if whole is not target:
                 target.copy_(whole)
-
-
-def _joined(columns: list[list[Tensor]]) -> Tensor:
-    """Join views (points, rows, h[, 2]), column by column of blocks, in the order in which they lie in memory."""
-    transposed = columns[0][0].stride(1) < columns[0][0].stride(2)
-    if transposed:
-        columns = [[view.transpose(1, 2) for view in views] for views in columns]
-    joined = [views[0] if len(views) == 1 else torch.cat(views) for views in columns]
-    rows = joined[0] if len(joined) == 1 else torch.cat(joined, dim=1 + transposed)
-    return rows.transpose(1, 2) if transposed else rows
